@@ -1,0 +1,54 @@
+//! How ranks talk: one object-safe trait, and a transport for ranks that are threads of one process.
+
+use crate::error::Result;
+use std::sync::Arc;
+
+/// The payload of a message. Blocks are handed over, not copied, where ranks share memory.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Buffer {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// 16-bit words: bf16 or f16 bit patterns.
+    U16(Vec<u16>),
+    /// Unsigned integers: counts, tokens.
+    U64(Vec<u64>),
+    /// Raw bytes.
+    U8(Vec<u8>),
+}
+
+/// A transfer under way.
+pub trait Pending: Send {
+    /// Whether it has finished; drives progress where the transport needs it. Never blocks.
+    fn test(&mut self) -> Result<bool>;
+    /// Waits until it has finished, at most to the deadline. A receive yields its payload, a send `None`.
+    fn wait(self: Box<Self>) -> Result<Option<Arc<Buffer>>>;
+}
+
+/// A group of ranks. All collectives must be called by all ranks of the group in the same order.
+pub trait Communicator: Send + Sync {
+    /// This rank, `0..size`.
+    fn rank(&self) -> usize;
+    /// Ranks in the group.
+    fn size(&self) -> usize;
+    /// Starts sending `data` to `to` under `tag`.
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>>;
+    /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;
+    /// Sends `parts[r]` to each rank r and returns what each rank sent here; counts may differ, and be 0.
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>>;
+    /// Every rank's buffer, in rank order; lengths may differ.
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>>;
+    /// Sums `data` over the ranks, in rank order (so all get the same bits), and returns this rank's part:
+    /// `counts[r]` elements for rank r, in order.
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>>;
+    /// Sums `data` over the ranks in place, in rank order: the same bits on every rank.
+    fn all_reduce(&self, data: &mut [f32]) -> Result<()>;
+    /// The buffer of rank `root`, on every rank.
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>>;
+    /// Waits until every rank is here.
+    fn barrier(&self) -> Result<()>;
+    /// New groups: the ranks that give the same `color`, ordered by `(key, rank)`.
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>>;
+    /// Bytes this rank has sent to *other* ranks so far, over this group and all groups split from the same world.
+    fn bytes_sent(&self) -> u64;
+}

@@ -1,0 +1,137 @@
+//! What can go wrong, with the numbers a person needs to mend the call.
+
+use std::time::Duration;
+
+/// The result of a fallible Ringspan call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Every way a call into the library can fail.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Axis sizes and the number of ranks do not fit.
+    #[error("mesh {mesh} needs {needed} ranks, but there are {ranks}")]
+    MeshSize {
+        /// The axes and their sizes, as text.
+        mesh: String,
+        /// Product of the sizes.
+        needed: usize,
+        /// Ranks at hand.
+        ranks: usize,
+    },
+    /// An axis of a mesh is unknown, repeated or empty.
+    #[error("mesh {mesh}: {problem}")]
+    MeshAxis {
+        /// The axes and their sizes, as text.
+        mesh: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// More Ulysses ranks than query heads: some rank would have no head to compute.
+    #[error(
+        "ulysses {ulysses} needs at least {ulysses} query heads, but there are {heads}: \
+         use ulysses <= {heads} and a larger ring (ring x ulysses = {ranks})"
+    )]
+    UlyssesHeads {
+        /// Size of the Ulysses axis.
+        ulysses: usize,
+        /// Query heads H.
+        heads: usize,
+        /// Ranks of the context-parallel group.
+        ranks: usize,
+    },
+    /// Query heads are not a multiple of key-value heads.
+    #[error("{heads} query heads cannot share {kv_heads} key-value heads: {heads} is not a multiple of {kv_heads}")]
+    HeadGroups {
+        /// Query heads H.
+        heads: usize,
+        /// Key-value heads G.
+        kv_heads: usize,
+    },
+    /// A tensor has another size than the call needs.
+    #[error("{operation}: {what} has {actual} elements, expected {expected} ({shape})")]
+    Shape {
+        /// The operation that was asked for.
+        operation: &'static str,
+        /// Which tensor.
+        what: &'static str,
+        /// Elements expected.
+        expected: usize,
+        /// Elements given.
+        actual: usize,
+        /// The expected shape, in words.
+        shape: String,
+    },
+    /// Documents overlap, leave the tensor, or queries and keys do not pair up.
+    #[error("documents: {0}")]
+    Documents(String),
+    /// A layout cannot be made from what was asked.
+    #[error("layout: {0}")]
+    Layout(String),
+    /// A word is not in the vocabulary of an option.
+    #[error("unknown {what} '{given}': possible are {possible}")]
+    Unknown {
+        /// The option.
+        what: &'static str,
+        /// What was asked.
+        given: String,
+        /// What is possible.
+        possible: &'static str,
+    },
+    /// Another rank failed; this one stopped because of it.
+    #[error("rank {rank} stopped in {operation}: rank {peer} failed: {message}")]
+    PeerFailed {
+        /// The rank that reports.
+        rank: usize,
+        /// What it was doing.
+        operation: String,
+        /// The rank that failed first.
+        peer: usize,
+        /// Why that one failed.
+        message: String,
+    },
+    /// Two ranks disagree about what they do together.
+    #[error("rank {rank} is in {operation}, but rank {peer} is in {peer_operation}")]
+    Mismatch {
+        /// The rank that reports.
+        rank: usize,
+        /// What it was doing.
+        operation: String,
+        /// The other rank.
+        peer: usize,
+        /// What the other one was doing.
+        peer_operation: String,
+    },
+    /// A wait went past its deadline.
+    #[error("rank {rank} waited {waited:?} in {operation} for rank {peer}, which {peer_state}")]
+    Deadline {
+        /// The rank that reports.
+        rank: usize,
+        /// What it was doing.
+        operation: String,
+        /// The rank waited for.
+        peer: usize,
+        /// What is known of the other rank.
+        peer_state: String,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// A rank panicked.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        rank: usize,
+        /// The panic's message.
+        message: String,
+    },
+    /// A call to a communicator makes no sense.
+    #[error("rank {rank}, {operation}: {problem}")]
+    Communicator {
+        /// The rank that reports.
+        rank: usize,
+        /// What it was doing.
+        operation: String,
+        /// What is wrong, with numbers.
+        problem: String,
+    },
+}

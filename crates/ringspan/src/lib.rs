@@ -1,0 +1,19 @@
+//! Context-parallel attention on plain slices: exact, on any mesh of ranks.
+#![deny(missing_docs)]
+
+pub mod attention;
+pub mod comm;
+pub mod error;
+pub mod kernel;
+pub mod layout;
+pub mod mask;
+pub mod mesh;
+pub mod schedule;
+
+pub use attention::Group;
+pub use error::{Error, Result};
+pub use kernel::{Kernel, Score};
+pub use layout::{Document, Documents, Layout, LayoutKind, Run};
+pub use mask::{Band, Mask};
+pub use mesh::Mesh;
+pub use schedule::{Schedule, Strategy};
