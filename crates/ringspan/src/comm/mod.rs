@@ -1,5 +1,7 @@
 //! How ranks talk: one object-safe trait, and a transport for ranks that are threads of one process.
 
+pub mod threads;
+
 use crate::error::Result;
 use std::sync::Arc;
 
@@ -14,6 +16,34 @@ pub enum Buffer {
     U64(Vec<u64>),
     /// Raw bytes.
     U8(Vec<u8>),
+}
+
+impl Buffer {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::U16(values) => values.len(),
+            Self::U64(values) => values.len(),
+            Self::U8(values) => values.len(),
+        }
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of the elements.
+    pub fn bytes(&self) -> u64 {
+        let width = match self {
+            Self::F32(_) => 4,
+            Self::U16(_) => 2,
+            Self::U64(_) => 8,
+            Self::U8(_) => 1,
+        };
+        self.len() as u64 * width
+    }
 }
 
 /// A transfer under way.

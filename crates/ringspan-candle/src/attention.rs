@@ -1,0 +1,111 @@
+//! Attention over a group of ranks as one candle operation with a backward.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use ringspan::attention::{self, Forward, Group};
+use ringspan::kernel::View;
+use ringspan::{Schedule, Score};
+use std::sync::{Arc, Mutex};
+
+/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
+///
+/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32. All ranks must call this in the same order,
+/// forward and backward.
+///
+/// # Errors
+/// Other types or shapes than these, and failures of other ranks.
+pub fn attention(
+    group: &Arc<Group>,
+    schedule: &Arc<Schedule>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    score: Score,
+) -> Result<Tensor> {
+    let readable = |tensor: &Tensor| match tensor.stride().last() {
+        Some(1) => Ok(tensor.clone()),
+        _ => tensor.contiguous(),
+    };
+    let op = Attention { group: group.clone(), schedule: schedule.clone(), score, lse: Mutex::new(Vec::new()) };
+    readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)
+}
+
+/// One call. Candle gives an operation one output, so the log-sum-exp waits here for the backward pass.
+struct Attention {
+    group: Arc<Group>,
+    schedule: Arc<Schedule>,
+    score: Score,
+    lse: Mutex<Vec<f32>>,
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "ringspan-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (q, k, v) = (view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?);
+        let Forward { out, lse, .. } =
+            attention::forward(&self.group, &self.schedule, q, k, v, &self.score).map_err(candle_core::Error::wrap)?;
+        *self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = lse;
+        Ok((CpuStorage::F32(out), Shape::from((q.tokens, q.heads, v.dim))))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        // The gradient may be a broadcast view.
+        let d_out = d_out.contiguous()?;
+        let lse = std::mem::take(&mut *self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        let saved = Forward { out: out.flatten_all()?.to_vec1()?, lse, peak_bytes: 0 };
+        let gradients = with_view(q, |q| {
+            with_view(k, |k| {
+                with_view(v, |v| {
+                    with_view(&d_out, |d_out| {
+                        attention::backward(&self.group, &self.schedule, q, k, v, &self.score, &saved, d_out)
+                            .map_err(candle_core::Error::wrap)
+                    })
+                })
+            })
+        })?;
+        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+        Ok((tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?))
+    }
+}
+
+fn view<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<View<'a>> {
+    let (tokens, heads, dim) = layout.shape().dims3()?;
+    let CpuStorage::F32(data) = storage else {
+        bail!("attention computes in {:?}, given {:?}", DType::F32, storage.dtype());
+    };
+    let stride = layout.stride();
+    Ok(View {
+        data: data.get(layout.start_offset()..).unwrap_or_default(),
+        tokens,
+        heads,
+        dim,
+        token_stride: stride[0],
+        head_stride: stride[1],
+    })
+}
+
+fn with_view<T>(tensor: &Tensor, f: impl FnOnce(View) -> Result<T>) -> Result<T> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => f(view(storage, layout)?),
+        _ => bail!("attention runs on the CPU, given a tensor on {:?}", tensor.device()),
+    }
+}

@@ -1,0 +1,158 @@
+//! Collectives as candle operations with a backward.
+//!
+//! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
+
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use ringspan::comm::{Buffer, Communicator};
+use std::sync::Arc;
+
+/// Rows of all ranks in rank order: `[n_r, ..]` on rank r to `[sum of n_r, ..]`. Backward is a reduce-scatter.
+///
+/// # Errors
+/// Failures of other ranks, ranks whose rows have other widths.
+pub fn all_gather(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
+    let rows = x.dim(0)? as u64;
+    let counts = comm.all_gather(Buffer::U64(vec![rows])).map_err(candle_core::Error::wrap)?;
+    let counts = counts.iter().map(|count| match &**count {
+        Buffer::U64(count) if count.len() == 1 => Ok(count[0] as usize),
+        _ => bail!("all_gather: another rank sent something else than a count of rows"),
+    });
+    let op = AllGather { comm: comm.clone(), counts: counts.collect::<Result<_>>()? };
+    x.contiguous()?.apply_op1(op)
+}
+
+/// Sum over the ranks, the same on each. Backward sums the gradients over the ranks.
+///
+/// # Errors
+/// Failures of other ranks, ranks with other shapes.
+pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
+    x.contiguous()?.apply_op1(AllReduce { comm: comm.clone() })
+}
+
+/// `send[r]` rows to each rank r, in order; returns what each rank sent here, in rank order, `receive[r]` rows from r.
+/// Backward is the exchange the other way.
+///
+/// # Errors
+/// Counts that do not add up, failures of other ranks.
+pub fn all_to_all(comm: &Arc<dyn Communicator>, x: &Tensor, send: &[usize], receive: &[usize]) -> Result<Tensor> {
+    let rows = x.dim(0)?;
+    if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
+        bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
+    }
+    let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec() };
+    x.contiguous()?.apply_op1(op)
+}
+
+struct AllGather {
+    comm: Arc<dyn Communicator>,
+    counts: Vec<usize>,
+}
+
+impl CustomOp1 for AllGather {
+    fn name(&self) -> &'static str {
+        "all-gather"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let parts = self.comm.all_gather(Buffer::F32(values(storage, layout)?)).map_err(candle_core::Error::wrap)?;
+        let rows = self.counts.iter().sum();
+        Ok((CpuStorage::F32(joined(&parts)?), with_rows(layout.shape(), rows)))
+    }
+
+    fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let width: usize = x.dims()[1..].iter().product();
+        let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
+        let sum = gradient.contiguous()?.flatten_all()?.to_vec1()?;
+        let own = self.comm.reduce_scatter(sum, &counts).map_err(candle_core::Error::wrap)?;
+        Tensor::from_vec(own, x.shape(), x.device()).map(Some)
+    }
+}
+
+struct AllReduce {
+    comm: Arc<dyn Communicator>,
+}
+
+impl CustomOp1 for AllReduce {
+    fn name(&self) -> &'static str {
+        "all-reduce"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let mut sum = values(storage, layout)?;
+        self.comm.all_reduce(&mut sum).map_err(candle_core::Error::wrap)?;
+        Ok((CpuStorage::F32(sum), layout.shape().clone()))
+    }
+
+    fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let mut sum = gradient.contiguous()?.flatten_all()?.to_vec1::<f32>()?;
+        self.comm.all_reduce(&mut sum).map_err(candle_core::Error::wrap)?;
+        Tensor::from_vec(sum, x.shape(), x.device()).map(Some)
+    }
+}
+
+struct AllToAll {
+    comm: Arc<dyn Communicator>,
+    send: Vec<usize>,
+    receive: Vec<usize>,
+}
+
+impl AllToAll {
+    fn exchange(&self, values: &[f32], send: &[usize], width: usize) -> Result<Vec<f32>> {
+        let mut parts = Vec::with_capacity(send.len());
+        let mut rest = values;
+        for count in send {
+            let (part, later) = rest.split_at(count * width);
+            parts.push(Buffer::F32(part.to_vec()));
+            rest = later;
+        }
+        joined(&self.comm.all_to_all(parts).map_err(candle_core::Error::wrap)?)
+    }
+}
+
+impl CustomOp1 for AllToAll {
+    fn name(&self) -> &'static str {
+        "all-to-all"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let width: usize = layout.dims()[1..].iter().product();
+        let received = self.exchange(&values(storage, layout)?, &self.send, width)?;
+        let rows: usize = self.receive.iter().sum();
+        if received.len() != rows * width {
+            bail!("all_to_all: expected {rows} rows of {width}, received {} elements", received.len());
+        }
+        Ok((CpuStorage::F32(received), with_rows(layout.shape(), rows)))
+    }
+
+    fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let width: usize = x.dims()[1..].iter().product();
+        let gradient: Vec<f32> = gradient.contiguous()?.flatten_all()?.to_vec1()?;
+        Tensor::from_vec(self.exchange(&gradient, &self.receive, width)?, x.shape(), x.device()).map(Some)
+    }
+}
+
+fn values(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f32>> {
+    match (storage, layout.contiguous_offsets()) {
+        (CpuStorage::F32(data), Some((start, end))) => Ok(data[start..end].to_vec()),
+        _ => bail!("collectives move contiguous f32 tensors, given {:?}", layout.shape()),
+    }
+}
+
+fn joined(parts: &[Arc<Buffer>]) -> Result<Vec<f32>> {
+    let mut all = Vec::new();
+    for part in parts {
+        match &**part {
+            Buffer::F32(part) => all.extend_from_slice(part),
+            _ => bail!("another rank sent something else than f32"),
+        }
+    }
+    Ok(all)
+}
+
+fn with_rows(shape: &Shape, rows: usize) -> Shape {
+    let mut dims = shape.dims().to_vec();
+    if let Some(first) = dims.first_mut() {
+        *first = rows;
+    }
+    Shape::from(dims)
+}

@@ -1,0 +1,70 @@
+//! Attention for a model whose tokens are spread over a group of ranks.
+
+use crate::attend::Attend;
+use crate::attention::attention;
+use candle_core::{Result, Tensor};
+use ringspan::attention::Group;
+use ringspan::{Layout, Mask, Schedule, Score, Strategy};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// This rank's tokens of a batch, and how attention reaches those of the others.
+pub struct Context {
+    group: Arc<Group>,
+    layout: Arc<Layout>,
+    strategy: Strategy,
+    positions: Vec<usize>,
+    /// Layers share masks, and planning costs time, so schedules are kept.
+    schedules: Mutex<HashMap<Mask, Arc<Schedule>>>,
+}
+
+impl Context {
+    /// Tokens lie as in `layout`, which deals to the ranks of `group`.
+    ///
+    /// # Errors
+    /// A layout for another number of ranks.
+    pub fn new(group: Arc<Group>, layout: Arc<Layout>, strategy: Strategy) -> Result<Self> {
+        if layout.ranks() != group.size() {
+            candle_core::bail!("the layout deals to {} ranks, the group has {}", layout.ranks(), group.size());
+        }
+        let positions = layout.positions(group.rank());
+        Ok(Self { group, layout, strategy, positions, schedules: Mutex::default() })
+    }
+
+    /// Who holds which tokens.
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// The ranks that share the batch's sequences.
+    pub fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// The schedule of attention with `mask`.
+    ///
+    /// # Errors
+    /// What [`Schedule::new`] refuses.
+    pub fn schedule(&self, mask: &Mask) -> Result<Arc<Schedule>> {
+        let mut schedules = self.schedules.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(schedule) = schedules.get(mask) {
+            return Ok(schedule.clone());
+        }
+        let (ring, ulysses) = (self.group.ring().size(), self.group.ulysses().size());
+        let schedule = Schedule::new(self.strategy, &self.layout, &self.layout, mask, ring, ulysses)
+            .map_err(candle_core::Error::wrap)?;
+        let schedule = Arc::new(schedule);
+        schedules.insert(*mask, schedule.clone());
+        Ok(schedule)
+    }
+}
+
+impl Attend for Context {
+    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
+        attention(&self.group, &self.schedule(mask)?, q, k, v, Score { scale })
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.positions
+    }
+}

@@ -1,0 +1,10 @@
+//! Ringspan on candle tensors: differentiable attention over a mesh, and the fused layers around it.
+#![deny(missing_docs)]
+
+pub mod attend;
+pub mod attention;
+pub mod collective;
+pub mod context;
+
+pub use attend::Attend;
+pub use context::Context;

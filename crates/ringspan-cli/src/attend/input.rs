@@ -1,0 +1,186 @@
+//! What `attend` is given: tensors, checked against each other before anything is computed.
+
+use crate::files::{Given, Tensors};
+use anyhow::{Context, Result, bail, ensure};
+use ringspan::Documents;
+use safetensors::Dtype;
+
+const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
+const KNOWN: [&str; 7] = ["q", "k", "v", "cu_seqlens", "document_ids", "kv_lengths", "d_out"];
+
+/// Sizes: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
+#[derive(Debug, Clone, Copy, serde::Serialize)]
+pub(super) struct Sizes {
+    #[serde(rename = "B")]
+    pub(super) batch: usize,
+    #[serde(rename = "Sq")]
+    pub(super) queries: usize,
+    #[serde(rename = "Sk")]
+    pub(super) keys: usize,
+    #[serde(rename = "H")]
+    pub(super) heads: usize,
+    #[serde(rename = "G")]
+    pub(super) kv_heads: usize,
+    #[serde(rename = "D")]
+    pub(super) dim: usize,
+    #[serde(rename = "Dv")]
+    pub(super) v_dim: usize,
+}
+
+/// The inputs, still in the bytes of their file.
+pub(super) struct Input<'a> {
+    pub(super) sizes: Sizes,
+    pub(super) q: Given<'a, 4>,
+    pub(super) k: Given<'a, 4>,
+    pub(super) v: Given<'a, 4>,
+    pub(super) d_out: Option<Given<'a, 4>>,
+    /// Documents of the queries and, one for one, of the keys.
+    pub(super) query_documents: Documents,
+    pub(super) key_documents: Documents,
+}
+
+impl<'a> Input<'a> {
+    pub(super) fn new(file: &Tensors<'a>, backward: bool) -> Result<Self> {
+        let path = file.path().display();
+        let q = file.get::<4>("q", &FLOATS, "[B, Sq, H, D]")?;
+        let k = file.get::<4>("k", &FLOATS, "[B, Sk, G, D]")?;
+        let v = file.get::<4>("v", &FLOATS, "[B, Sk, G, Dv]")?;
+        let equal = |a: (&str, &Given<'_, 4>), b: (&str, &Given<'_, 4>), dim: usize, letter: &str| {
+            let (one, other) = (a.1.shape[dim], b.1.shape[dim]);
+            ensure!(
+                one == other,
+                "{path}: `{}` {:?} and `{}` {:?} differ in {letter} (dim {dim}): {one} and {other}",
+                a.0,
+                a.1.shape,
+                b.0,
+                b.1.shape
+            );
+            Ok(())
+        };
+        equal(("q", &q), ("k", &k), 0, "B")?;
+        equal(("q", &q), ("v", &v), 0, "B")?;
+        equal(("k", &k), ("v", &v), 1, "Sk")?;
+        equal(("q", &q), ("k", &k), 3, "D")?;
+        equal(("k", &k), ("v", &v), 2, "G")?;
+        let [batch, queries, heads, dim] = q.shape;
+        let [_, keys, kv_heads, v_dim] = v.shape;
+        let sizes = Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim };
+        for (size, letter, name) in [(heads, "H", "q"), (dim, "D", "q"), (kv_heads, "G", "k"), (v_dim, "Dv", "v")] {
+            ensure!(size > 0, "{path}: `{name}` has {letter} = 0, but it must be at least 1");
+        }
+        ensure!(
+            heads.is_multiple_of(kv_heads),
+            "{path}: the {heads} heads H of `q` {:?} are not a multiple of the {kv_heads} heads G of `k` {:?}",
+            q.shape,
+            k.shape
+        );
+        sizes.check().with_context(|| format!("{path}: {sizes:?}"))?;
+
+        let d_out = match file.has("d_out") {
+            true => {
+                let d_out = file.get::<4>("d_out", &FLOATS, "[B, Sq, H, Dv]")?;
+                let expected = [batch, queries, heads, v_dim];
+                ensure!(
+                    d_out.shape == expected,
+                    "{path}: `d_out` has shape {:?}, expected {expected:?} [B, Sq, H, Dv], the shape of out",
+                    d_out.shape
+                );
+                Some(d_out)
+            }
+            false => None,
+        };
+        if backward && d_out.is_none() {
+            bail!("{path}: --backward needs the tensor `d_out` [B, Sq, H, Dv]; the file has: {}", file.names().join(", "));
+        }
+        let (query_documents, key_documents) = documents(file, &sizes)?;
+        Ok(Self { sizes, q, k, v, d_out: d_out.filter(|_| backward), query_documents, key_documents })
+    }
+}
+
+impl Sizes {
+    /// Whether the sizes of all tensors can be counted: where one dim is 0, a file of no bytes may name any other.
+    fn check(&self) -> Result<()> {
+        let Self { batch, queries, keys, heads, kv_heads, dim, v_dim } = *self;
+        for dims in [[batch, queries, heads, dim.max(v_dim)], [batch, keys, kv_heads, dim.max(v_dim)]] {
+            let bytes = dims.iter().try_fold(4usize, |product, &dim| product.checked_mul(dim.max(1)));
+            ensure!(
+                bytes.is_some_and(|bytes| bytes <= isize::MAX as usize),
+                "a tensor of {dims:?} f32 elements has more bytes than a machine can address"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Tensors of the file that are of no use to `attend`.
+pub(super) fn unknown(file: &Tensors<'_>) -> Vec<String> {
+    file.names().into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
+}
+
+fn documents(file: &Tensors<'_>, sizes: &Sizes) -> Result<(Documents, Documents)> {
+    let path = file.path().display();
+    let Sizes { batch, queries, keys, .. } = *sizes;
+    let given: Vec<&str> =
+        ["cu_seqlens", "document_ids", "kv_lengths"].into_iter().filter(|name| file.has(name)).collect();
+    if let [one, other, ..] = given[..] {
+        bail!(
+            "{path}: `{one}` and `{other}` contradict each other: each says alone which tokens are padding; keep one \
+             (padding is what lies behind the last entry of cu_seqlens, has document id 0, or lies behind kv_lengths)"
+        );
+    }
+    let Some(name) = given.first().copied() else {
+        return Ok((Documents::batch(batch, queries), Documents::batch(batch, keys)));
+    };
+    if name != "kv_lengths" {
+        ensure!(
+            queries == keys,
+            "{path}: `{name}` describes one row of tokens, but `q` has Sq = {queries} and `k` has Sk = {keys}"
+        );
+    }
+    match name {
+        "cu_seqlens" => {
+            let given = file.get::<1>(name, &[Dtype::I32], "[n + 1]")?;
+            ensure!(batch == 1, "{path}: `cu_seqlens` packs documents into one row (B = 1), but `q` has B = {batch}");
+            let entries = given.integers();
+            let Some(first) = entries.first() else {
+                bail!("{path}: `cu_seqlens` is empty; for n documents it has n + 1 entries, the first of them 0");
+            };
+            ensure!(*first == 0, "{path}: `cu_seqlens`[0] is {first}, but the first document begins at 0");
+            for (n, pair) in entries.windows(2).enumerate() {
+                ensure!(
+                    pair[0] <= pair[1],
+                    "{path}: `cu_seqlens` falls from {} (entry {n}) to {} (entry {})",
+                    pair[0],
+                    pair[1],
+                    n + 1
+                );
+            }
+            let last = entries[entries.len() - 1];
+            ensure!(last as usize <= queries, "{path}: `cu_seqlens` ends at {last}, but there are S = {queries} tokens");
+            let boundaries: Vec<usize> = entries.into_iter().map(|entry| entry as usize).collect();
+            let documents = Documents::from_boundaries(&boundaries, queries)?;
+            Ok((documents.clone(), documents))
+        }
+        "document_ids" => {
+            let given = file.get::<2>(name, &[Dtype::I32], "[B, S]")?;
+            ensure!(
+                given.shape == [batch, queries],
+                "{path}: `document_ids` has shape {:?}, expected [{batch}, {queries}] [B, S]",
+                given.shape
+            );
+            let ids: Vec<i32> = given.integers().into_iter().map(|id| id as i32).collect();
+            let documents = Documents::from_ids(&ids, queries).with_context(|| format!("{path}: `document_ids`"))?;
+            Ok((documents.clone(), documents))
+        }
+        _ => {
+            let given = file.get::<1>(name, &[Dtype::I32], "[B]")?;
+            ensure!(given.shape == [batch], "{path}: `kv_lengths` has shape {:?}, expected [{batch}] [B]", given.shape);
+            let lengths = given.integers().into_iter().enumerate().map(|(row, length)| {
+                let fits = usize::try_from(length).ok().filter(|length| *length <= keys);
+                fits.with_context(|| format!("{path}: `kv_lengths`[{row}] is {length}, but a row has 0 to Sk = {keys} keys"))
+            });
+            let keys = Documents::padded(&lengths.collect::<Result<Vec<_>>>()?, keys)?;
+            Ok((Documents::batch(batch, queries), keys))
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! What `attend` did, for people and for programs.
+
+use super::args::AttendArgs;
+use super::compute::{Part, RankReport, Work};
+use super::input::Sizes;
+use crate::files::type_name;
+use ringspan::LayoutKind;
+use serde::Serialize;
+
+/// Times, counts, and what they were counted for.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    /// Median over the repetitions, from when all ranks began to when all had finished.
+    seconds_forward: f64,
+    /// As `seconds_forward`; none without `--backward`.
+    seconds_backward: Option<f64>,
+    ranks: Vec<RankReport>,
+    run: Run,
+}
+
+/// What was run.
+#[derive(Debug, Serialize)]
+struct Run {
+    version: &'static str,
+    sizes: Sizes,
+    #[serde(rename = "type")]
+    dtype: String,
+    documents: usize,
+    ring: usize,
+    ulysses: usize,
+    strategy: String,
+    layout: String,
+    mask: String,
+    scale: f32,
+    threads: usize,
+    repeat: usize,
+}
+
+impl Report {
+    pub(super) fn new(args: &AttendArgs, work: &Work<'_>, parts: &[Part], kind: LayoutKind) -> Self {
+        // All ranks leave the same barriers; the first one's clock stands for all.
+        let seconds = |times: fn(&Part) -> &Vec<f64>| parts.first().map_or(0.0, |part| median(times(part)));
+        Self {
+            seconds_forward: seconds(|part| &part.seconds_forward),
+            seconds_backward: args.backward.then(|| seconds(|part| &part.seconds_backward)),
+            ranks: parts.iter().map(|part| part.report.clone()).collect(),
+            run: Run {
+                version: env!("CARGO_PKG_VERSION"),
+                sizes: work.input.sizes,
+                dtype: type_name(work.input.q.dtype),
+                documents: work.input.query_documents.len(),
+                ring: args.mesh.ring,
+                ulysses: args.mesh.ulysses,
+                strategy: args.strategy.to_string(),
+                layout: kind.to_string(),
+                mask: args.visibility().to_string(),
+                scale: work.scale,
+                threads: work.threads,
+                repeat: work.repeat,
+            },
+        }
+    }
+}
+
+fn median(times: &[f64]) -> f64 {
+    let mut times = times.to_vec();
+    times.sort_by(f64::total_cmp);
+    match times.len() {
+        0 => 0.0,
+        n if n.is_multiple_of(2) => (times[n / 2 - 1] + times[n / 2]) / 2.0,
+        n => times[n / 2],
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, threads, .. } = &self.run;
+        let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = sizes;
+        writeln!(f, "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}")?;
+        writeln!(f, "ring {ring} x ulysses {ulysses}, {threads} threads a rank, {strategy}, {layout}")?;
+        writeln!(f, "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}", "rank", "tokens", "GFLOP", "MB sent", "MB back", "peak MB")?;
+        for (rank, r) in self.ranks.iter().enumerate() {
+            let mega = |bytes: u64| bytes as f64 / 1e6;
+            writeln!(
+                f,
+                "{rank:>5} {:>9} {:>13.3} {:>13.3} {:>13.3} {:>13.3}",
+                r.tokens,
+                r.flops_forward as f64 / 1e9,
+                mega(r.bytes_sent_forward),
+                mega(r.bytes_sent_backward),
+                mega(r.peak_bytes)
+            )?;
+        }
+        let flops: u64 = self.ranks.iter().map(|rank| rank.flops_forward).sum();
+        let speed = flops as f64 / 1e9 / self.seconds_forward.max(1e-9);
+        write!(f, "forward {:.4} s ({speed:.1} GFLOP/s)", self.seconds_forward)?;
+        if let Some(seconds) = self.seconds_backward {
+            write!(f, ", backward {seconds:.4} s")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn the_median_is_the_middle_or_the_mean_of_the_two_middles() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+    }
+}

@@ -1,0 +1,215 @@
+//! Files in and out: safetensors with errors that name file, tensor and numbers; outputs written beside and renamed.
+
+use crate::interrupt::Unfinished;
+use anyhow::{Context, Result, bail, ensure};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// A safetensors file in memory.
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl TensorFile {
+    pub(crate) fn read(path: &Path) -> Result<Self> {
+        let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(Self { path: path.to_owned(), bytes })
+    }
+
+    pub(crate) fn parse(&self) -> Result<Tensors<'_>> {
+        let size = self.bytes.len();
+        let tensors = SafeTensors::deserialize(&self.bytes)
+            .with_context(|| format!("{} ({size} bytes) is not a whole safetensors file", self.path.display()))?;
+        Ok(Tensors { path: &self.path, tensors })
+    }
+}
+
+/// The tensors of a file.
+pub(crate) struct Tensors<'a> {
+    path: &'a Path,
+    tensors: SafeTensors<'a>,
+}
+
+impl<'a> Tensors<'a> {
+    pub(crate) fn path(&self) -> &'a Path {
+        self.path
+    }
+
+    pub(crate) fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.tensors.names().into_iter().map(str::to_owned).collect();
+        names.sort_unstable();
+        names
+    }
+
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.tensor(name).is_ok()
+    }
+
+    /// The tensor `name`, of one of the types and with as many dims as `shape` names, e.g. `[B, S, H, D]`.
+    pub(crate) fn get<const N: usize>(&self, name: &str, types: &[Dtype], shape: &str) -> Result<Given<'a, N>> {
+        let path = self.path.display();
+        let Ok(view) = self.tensors.tensor(name) else {
+            let has = self.names().join(", ");
+            bail!("{path}: tensor `{name}` {shape} is missing; the file has: {}", if has.is_empty() { "nothing" } else { &has });
+        };
+        ensure!(
+            types.contains(&view.dtype()),
+            "{path}: tensor `{name}` is {}, expected {}",
+            type_name(view.dtype()),
+            types.iter().map(|t| type_name(*t)).collect::<Vec<_>>().join(" or ")
+        );
+        let Ok(dims) = <[usize; N]>::try_from(view.shape()) else {
+            bail!("{path}: tensor `{name}` has shape {:?} ({} dims), expected {shape} ({N} dims)", view.shape(), view.shape().len());
+        };
+        Ok(Given { dtype: view.dtype(), shape: dims, data: view.data() })
+    }
+}
+
+/// A tensor as it lies in a file.
+#[derive(Clone, Copy)]
+pub(crate) struct Given<'a, const N: usize> {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: [usize; N],
+    pub(crate) data: &'a [u8],
+}
+
+impl<const N: usize> Given<'_, N> {
+    /// All elements of an integer tensor.
+    pub(crate) fn integers(&self) -> Vec<i64> {
+        match self.dtype {
+            Dtype::I64 => self.data.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>).collect(),
+            Dtype::U32 => self.data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<u32>(b))).collect(),
+            _ => self.data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<i32>(b))).collect(),
+        }
+    }
+
+    /// Rows of `width` elements each of a float tensor, as f32, which holds every value of the shorter types.
+    pub(crate) fn float_rows(&self, rows: &[usize], width: usize) -> Vec<f32> {
+        let size = self.dtype.bitsize() / 8 * width;
+        let mut out = Vec::with_capacity(rows.len() * width);
+        for row in rows {
+            let bytes = &self.data[row * size..(row + 1) * size];
+            match self.dtype {
+                Dtype::BF16 => out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::bf16>(b).to_f32())),
+                Dtype::F16 => out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::f16>(b).to_f32())),
+                _ => out.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>)),
+            }
+        }
+        out
+    }
+}
+
+/// A float tensor to be written, rounded once to its type.
+pub(crate) struct Out {
+    name: &'static str,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Out {
+    pub(crate) fn new(name: &'static str, dtype: Dtype, shape: Vec<usize>, values: Vec<f32>) -> Self {
+        let bytes = match dtype {
+            Dtype::BF16 => values.into_iter().flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect(),
+            Dtype::F16 => values.into_iter().flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect(),
+            _ => values.into_iter().flat_map(f32::to_le_bytes).collect(),
+        };
+        Self { name, dtype, shape, bytes }
+    }
+}
+
+/// Writes a safetensors file in the place of `path`.
+pub(crate) fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
+    let cannot = || format!("cannot write {}", path.display());
+    let views = tensors
+        .iter()
+        .map(|t| Ok((t.name, TensorView::new(t.dtype, t.shape.clone(), &t.bytes)?)))
+        .collect::<Result<Vec<_>>>()
+        .with_context(cannot)?;
+    let bytes = safetensors::serialize(views, None).with_context(cannot)?;
+    write(path, &bytes)
+}
+
+/// Writes `bytes` in the place of `path`: beside it first, then renamed, so that no reader ever sees half of it.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    replace(path, bytes).with_context(|| format!("cannot write {} ({} bytes)", path.display(), bytes.len()))
+}
+
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    // A link stays, and what it points to is replaced; a device or pipe is written to as it is.
+    let target = match path.canonicalize() {
+        Ok(real) if real.is_file() => real,
+        Ok(device) => return File::create(device)?.write_all(bytes),
+        Err(_) => path.to_owned(),
+    };
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let beside = target.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
+    let unfinished = Unfinished::new(beside);
+    let mut file = BufWriter::new(File::create(unfinished.path())?);
+    file.write_all(bytes)?;
+    let file = file.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+    file.sync_all()?;
+    drop(file);
+    unfinished.keep_as(&target)
+}
+
+/// Whether an output can be there at all: said before the work, not after it.
+pub(crate) fn check_output(flag: &str, path: &Path) -> Result<()> {
+    ensure!(!path.is_dir(), "{flag} {}: this is a folder; give the name of a file", path.display());
+    ensure!(path.file_name().is_some(), "{flag} '{}' is not the name of a file", path.display());
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    ensure!(folder.is_dir(), "{flag} {}: there is no folder {}", path.display(), folder.display());
+    Ok(())
+}
+
+/// The name of a type as safetensors writes it.
+pub(crate) fn type_name(dtype: Dtype) -> String {
+    format!("{dtype:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_write_leaves_the_old_file_and_nothing_beside_it() {
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("out");
+        write(&path, b"good").expect("first");
+        // The name of the file beside is taken by a folder, so it cannot be created.
+        let beside = folder.path().join(format!(".out.{}.tmp", std::process::id()));
+        std::fs::create_dir(&beside).expect("folder");
+        let message = format!("{:#}", write(&path, b"new").expect_err("must fail"));
+        assert!(message.contains("out (3 bytes)"), "{message}");
+        assert_eq!(std::fs::read(&path).expect("old file"), b"good");
+        std::fs::remove_dir(&beside).expect("still a folder");
+        write(&path, b"new").expect("now it works");
+        assert_eq!(std::fs::read(&path).expect("new file"), b"new");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("folder").count(), 1);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_stays_a_link() {
+        let folder = tempfile::tempdir().expect("folder");
+        let (real, link) = (folder.path().join("real"), folder.path().join("link"));
+        std::fs::write(&real, b"old").expect("file");
+        std::os::unix::fs::symlink(&real, &link).expect("link");
+        write(&link, b"new").expect("write");
+        assert!(link.is_symlink());
+        assert_eq!(std::fs::read(&real).expect("file"), b"new");
+    }
+
+    #[test]
+    fn rounding_is_to_nearest_even() {
+        let one_and_a_half_steps = 1.0 + 1.5 / 128.0;
+        let out = Out::new("x", Dtype::BF16, vec![1], vec![one_and_a_half_steps]);
+        assert_eq!(out.bytes, half::bf16::from_f32(1.0 + 2.0 / 128.0).to_le_bytes());
+    }
+}

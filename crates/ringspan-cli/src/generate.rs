@@ -1,0 +1,104 @@
+//! `ringspan generate`: text that goes on from a prompt.
+
+use crate::mesh::MeshArgs;
+use crate::{model, say};
+use anyhow::{Context, Result, ensure};
+use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
+use std::io::IsTerminal;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+/// Text that goes on from a prompt, over a mesh of ranks.
+///
+/// The prompt is read by all ranks at once, and each keeps its share of the key-value cache. Only the new text goes to
+/// standard output; everything else to standard error. The same prompt, seed and flags give the same text, and with
+/// --temperature 0 every mesh gives the same text.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file"]))]
+pub(crate) struct GenerateArgs {
+    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// The text to go on from
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    prompt: Option<String>,
+    /// A file with the text to go on from
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+    /// Most tokens to generate
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Divides the logits before a token is drawn; 0 always takes the most likely token
+    #[arg(long, default_value_t = 0.8, value_name = "T", allow_hyphen_values = true)]
+    temperature: f32,
+    /// Draw only from the K most likely tokens
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Draw only from the most likely tokens that together have probability P
+    #[arg(long, value_name = "P", allow_hyphen_values = true)]
+    top_p: Option<f32>,
+    /// Start of the random stream
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    seed: u64,
+    /// End before this text; may be given more than once
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    stop: Vec<String>,
+    #[command(flatten)]
+    mesh: MeshArgs,
+}
+
+pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+    let mesh = model::mesh(&args.mesh)?;
+    let sampling =
+        Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    sampling.check()?;
+    ensure!(args.stop.iter().all(|stop| !stop.is_empty()), "--stop '' is an empty text, which would end everything");
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) => text.clone(),
+        (_, Some(file)) => {
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {} as text", file.display()))?
+        }
+        (None, None) => anyhow::bail!("give --prompt or --prompt-file"),
+    };
+    ensure!(!prompt.is_empty(), "the prompt is empty; give at least one character to go on from");
+    let model = model::load(&args.model, &mesh)?;
+    let tokenizer = model::tokenizer(&args.model)?;
+    let tokens = model::encode(&tokenizer, &prompt)?;
+    let options =
+        Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model)? };
+
+    let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
+    let mut written = Ok(true);
+    let ranks = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {
+        let text = stream.push(token)?;
+        written = say::write(&text);
+        let go_on = matches!(written, Ok(true)) && !stream.stopped();
+        Ok(if go_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+    })?;
+    if written.context("cannot write to standard output")? {
+        let rest = stream.finish()?;
+        let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
+        say::write(&(rest + end)).context("cannot write to standard output")?;
+    }
+    eprintln!("{}", summary(&ranks, tokens.len(), stream.stopped()));
+    Ok(())
+}
+
+fn summary(ranks: &[Generation], prompt: usize, stopped: bool) -> String {
+    let Some(first) = ranks.first() else { return String::new() };
+    let speed = |tokens: usize, time: std::time::Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+    let why = match first.stop {
+        Stop::Token => "end of text",
+        Stop::Length => "--max-tokens",
+        Stop::Caller if stopped => "--stop",
+        Stop::Caller => "the reader left",
+    };
+    let cached: Vec<String> = ranks.iter().map(|rank| rank.cached.to_string()).collect();
+    format!(
+        "prompt {prompt} tokens, {:.0} tokens/s; {} new tokens, {:.1} tokens/s; ended by {why}; cached tokens per rank: {}",
+        speed(prompt, first.prefill),
+        first.tokens.len(),
+        speed(first.tokens.len().saturating_sub(1), first.decode),
+        cached.join(", ")
+    )
+}

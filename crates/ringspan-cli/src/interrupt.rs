@@ -1,0 +1,71 @@
+//! What Ctrl-C does: it never leaves half a file behind, and a command that asks for it may finish its step first.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Set by Ctrl-C in commands that stop by themselves.
+static STOP: AtomicBool = AtomicBool::new(false);
+/// Whether the running command looks at [`STOP`].
+static GRACEFUL: AtomicBool = AtomicBool::new(false);
+/// Files that are being written beside their target.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// The exit code of a program ended by Ctrl-C: 128 + SIGINT.
+const INTERRUPTED: i32 = 130;
+
+/// Installs the handler. It runs on a thread of its own, so it may lock and delete files.
+pub(crate) fn install() -> anyhow::Result<()> {
+    ctrlc::set_handler(|| {
+        if GRACEFUL.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
+            eprintln!("\nstopping after this step; Ctrl-C again stops at once");
+            return;
+        }
+        let unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
+        for path in unfinished.iter() {
+            let _ = std::fs::remove_file(path);
+        }
+        eprintln!("\ninterrupted");
+        // The lock is held to the end, so no rename can put a half-deleted list in place of a file.
+        std::process::exit(INTERRUPTED);
+    })?;
+    Ok(())
+}
+
+/// From now on the first Ctrl-C only sets the flag returned here; the second ends the program.
+#[allow(dead_code)] // Only long commands that save their work need it.
+pub(crate) fn watch() -> &'static AtomicBool {
+    GRACEFUL.store(true, Ordering::SeqCst);
+    &STOP
+}
+
+/// A file that is deleted if the program is interrupted or the value is dropped before [`Unfinished::keep_as`].
+pub(crate) struct Unfinished {
+    path: PathBuf,
+}
+
+impl Unfinished {
+    /// Registers `path`, which is about to be created.
+    pub(crate) fn new(path: PathBuf) -> Self {
+        UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
+        Self { path }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Puts the finished file in the place of `target`.
+    pub(crate) fn keep_as(self, target: &Path) -> std::io::Result<()> {
+        let _guard = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
+        std::fs::rename(&self.path, target)
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+        let mut unfinished = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
+        unfinished.retain(|path| *path != self.path);
+    }
+}

@@ -1,0 +1,56 @@
+//! The flags that say how many ranks work together, and with how many threads each.
+
+use anyhow::{Context, Result, ensure};
+use std::time::Duration;
+
+/// How long a rank waits for another. Ranks of one process learn of each other's failure at once, so this only ends
+/// waits that a bug would make endless; a step over a very long sequence must fit in it.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(3600);
+
+/// More ranks than this in one process are a slip of the hand.
+const MOST_RANKS: usize = 4096;
+
+/// The mesh: ring x ulysses ranks, which are threads of this process.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub(crate) struct MeshArgs {
+    /// Ring size R: ranks between which keys and values move
+    #[arg(long, default_value_t = 1, value_name = "R")]
+    pub(crate) ring: usize,
+    /// Ulysses size U: neighbouring ranks that exchange tokens for heads
+    #[arg(long, default_value_t = 1, value_name = "U")]
+    pub(crate) ulysses: usize,
+    /// Threads of each rank [default: cores / ranks, at least 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    threads: Option<u32>,
+}
+
+impl MeshArgs {
+    /// Ranks of the mesh, and threads of each.
+    ///
+    /// Call it before anything computes: it tells the libraries below how many threads they may start.
+    pub(crate) fn start(&self) -> Result<(usize, usize)> {
+        let Self { ring, ulysses, .. } = *self;
+        let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
+        let ranks = ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
+        ensure!(ranks > 0, "--ring {ring} x --ulysses {ulysses} is no rank; both must be at least 1");
+        let threads = self.threads.map_or_else(|| (cores() / ranks).max(1), |threads| threads as usize);
+        limit_threads(ranks, threads);
+        Ok((ranks, threads))
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Keeps the process-wide thread pools of the tensor library from fighting with ranks that are threads themselves.
+///
+/// Call it before the first tensor operation.
+pub(crate) fn limit_threads(ranks: usize, threads: usize) {
+    let threads = if ranks > 1 { 1 } else { threads }.to_string();
+    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+        // SAFETY: no other thread reads or writes the environment now; only that of the signal handler exists, and it
+        // sleeps in a read until Ctrl-C.
+        unsafe { std::env::set_var(name, &threads) };
+    }
+}

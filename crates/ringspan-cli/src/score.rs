@@ -1,0 +1,85 @@
+//! `ringspan score`: how likely a model finds given tokens.
+
+use crate::files::{self, Out};
+use crate::mesh::MeshArgs;
+use crate::tokens::TokenBatch;
+use crate::{model, say};
+use anyhow::{Context, Result};
+use ringspan::{LayoutKind, Strategy};
+use ringspan_serve::Batch;
+use safetensors::Dtype;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// Log-probabilities and perplexity of given tokens, over a mesh of ranks.
+///
+/// OUT gets logprobs f32 [B,S-1]: the natural log of the probability of token t+1 given tokens 0 to t, 0 behind the end
+/// of a row; with --logits also logits f32 [B,S,V].
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("input").required(true).args(["tokens", "text"]))]
+pub(crate) struct ScoreArgs {
+    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// A safetensors file with tokens (i64 or u32, [B,S]) and, for rows that end earlier, lengths (i32, [B])
+    #[arg(long, value_name = "IN")]
+    tokens: Option<PathBuf>,
+    /// A text file, taken as one document
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
+    /// The safetensors file for the results
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+    /// Write the logits as well
+    #[arg(long)]
+    logits: bool,
+    #[command(flatten)]
+    mesh: MeshArgs,
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag
+    #[arg(long, default_value = "zigzag", value_name = "NAME")]
+    layout: LayoutKind,
+    /// How keys and values reach the queries: ring or all-gather
+    #[arg(long, default_value = "ring", value_name = "NAME")]
+    strategy: Strategy,
+}
+
+pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
+    let mesh = model::mesh(&args.mesh)?;
+    files::check_output("--out", &args.out)?;
+    let model = model::load(&args.model, &mesh)?;
+    let batch = match (&args.tokens, &args.text) {
+        (Some(file), _) => TokenBatch::read(file, model.vocabulary())?,
+        (_, Some(file)) => {
+            let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {} as text", file.display()))?;
+            TokenBatch::one(model::encode(&model::tokenizer(&args.model)?, &text)?)
+        }
+        (None, None) => anyhow::bail!("give --tokens or --text"),
+    };
+    let began = Instant::now();
+    let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
+    let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;
+    let seconds = began.elapsed().as_secs_f64();
+
+    let TokenBatch { rows, len, .. } = batch;
+    let sum: f64 = scores.log_probs.iter().map(|log_prob| f64::from(*log_prob)).sum();
+    // The last column predicts nothing.
+    let columns = len.saturating_sub(1);
+    let log_probs = scores.log_probs.chunks_exact(len.max(1)).flat_map(|row| &row[..columns]).copied().collect();
+    let mut out = vec![Out::new("logprobs", Dtype::F32, vec![rows, columns], log_probs)];
+    if let Some(logits) = scores.logits {
+        out.push(Out::new("logits", Dtype::F32, vec![rows, len, model.vocabulary()], logits));
+    }
+    files::write_tensors(&args.out, &out)?;
+    let tokens = batch.documents.tokens();
+    if scores.predicted == 0 {
+        return Ok(say::line(format_args!("no token follows another among {tokens}: no perplexity"))?);
+    }
+    let mean = -sum / scores.predicted as f64;
+    say::line(format_args!(
+        "perplexity {:.4} ({mean:.6} nats a token) over {} predicted of {tokens} tokens, {:.0} tokens/s",
+        mean.exp(),
+        scores.predicted,
+        tokens as f64 / seconds.max(1e-9)
+    ))?;
+    Ok(())
+}

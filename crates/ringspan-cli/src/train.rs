@@ -1,0 +1,47 @@
+//! `ringspan train`: from text to a model folder.
+
+use crate::{interrupt, mesh};
+use anyhow::Result;
+use ringspan_train::{Outcome, Terminal, TrainConfig, train};
+
+pub(crate) use ringspan_train::TrainArgs;
+
+/// Exit code of a training stopped by Ctrl-C: 128 + SIGINT. Its work is saved.
+const INTERRUPTED: i32 = 130;
+
+/// Trains as the arguments say; progress goes to standard error, the result to standard output.
+pub(crate) fn run(args: TrainArgs) -> Result<()> {
+    let config = TrainConfig::from_args(&args)?;
+    mesh::limit_threads(config.ranks(), config.threads);
+    let outcome = train(&config, interrupt::watch(), &mut Terminal::new())?;
+    report(&outcome);
+    if outcome.interrupted {
+        std::process::exit(INTERRUPTED);
+    }
+    Ok(())
+}
+
+fn report(outcome: &Outcome) {
+    let out = outcome.out.display();
+    if outcome.interrupted {
+        println!("stopped after step {} of {}; nothing is lost, go on with:", outcome.step, outcome.steps);
+        println!("  ringspan train --resume {out}");
+        return;
+    }
+    if let Some(evaluation) = &outcome.evaluation {
+        println!("held-out perplexity  {:.3} (loss {:.4})", evaluation.held_out_perplexity, evaluation.held_out_loss);
+    }
+    if let Some(sample) = &outcome.sample {
+        println!("sample               {:?} goes on:", sample.prompt);
+        for line in sample.continuation.lines() {
+            println!("  | {line}");
+        }
+    }
+    println!("model                {out}");
+    println!("metrics              {}", outcome.metrics.display());
+    println!("go on with:");
+    if outcome.tokenizer.is_some() {
+        println!("  ringspan generate --model {out} --prompt 'The '");
+    }
+    println!("  ringspan train --resume {out} --steps {}", outcome.steps * 2);
+}

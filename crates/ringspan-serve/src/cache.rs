@@ -1,0 +1,179 @@
+//! One rank's share of the key-value cache.
+
+use candle_core::{Result, Tensor, bail};
+use ringspan::kernel::View;
+use ringspan::{Mask, Run};
+use std::ops::Range;
+
+/// Generated tokens go to the ranks in blocks of this many positions: long enough that a rank's rows stay long runs,
+/// short enough that the ranks fill evenly.
+pub const BLOCK: usize = 64;
+
+/// The rank, of `ranks`, that keeps the keys and values of the generated token at `position`.
+pub fn owner(position: usize, ranks: usize) -> usize {
+    (position / BLOCK) % ranks.max(1)
+}
+
+/// The keys and values of the tokens that this rank keeps, layer by layer.
+///
+/// Shape letters: n tokens held, G key-value heads, D and Dv head widths.
+#[derive(Debug)]
+pub struct Cache {
+    layers: Vec<Layer>,
+    /// Positions of the rows, in row order.
+    runs: Vec<Run>,
+    /// Rows that will be needed, so that growth does not copy.
+    expected: usize,
+}
+
+#[derive(Debug, Default)]
+struct Layer {
+    kv_heads: usize,
+    dim: usize,
+    v_dim: usize,
+    /// `[n, G, D]`
+    keys: Vec<f32>,
+    /// `[n, G, Dv]`
+    values: Vec<f32>,
+}
+
+impl Cache {
+    /// An empty cache for a model of `layers` layers, with room for `expected` tokens.
+    pub fn new(layers: usize, expected: usize) -> Self {
+        Self { layers: (0..layers).map(|_| Layer::default()).collect(), runs: Vec::new(), expected }
+    }
+
+    /// Tokens held.
+    pub fn tokens(&self) -> usize {
+        self.runs.iter().map(|run| run.len).sum()
+    }
+
+    /// Bytes of the keys and values held.
+    pub fn bytes(&self) -> usize {
+        self.layers.iter().map(|layer| (layer.keys.len() + layer.values.len()) * size_of::<f32>()).sum()
+    }
+
+    /// Says where the rows that every layer appends next stand.
+    pub(crate) fn grow(&mut self, runs: &[Run]) {
+        for run in runs.iter().filter(|run| run.len > 0) {
+            match self.runs.last_mut() {
+                Some(last) if last.step == 1 && run.step == 1 && last.start + last.len == run.start => last.len += run.len,
+                _ => self.runs.push(Run { document: 0, ..*run }),
+            }
+        }
+    }
+
+    /// Appends keys `[T, G, D]` and values `[T, G, Dv]` to a layer.
+    pub(crate) fn append(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
+        let (tokens, kv_heads, dim) = k.dims3()?;
+        let (v_tokens, v_heads, v_dim) = v.dims3()?;
+        let (held, expected) = (self.tokens(), self.expected);
+        let layers = self.layers.len();
+        let Some(layer) = self.layers.get_mut(layer) else { bail!("layer {layer} of a cache of {layers} layers") };
+        if layer.keys.is_empty() {
+            (layer.kv_heads, layer.dim, layer.v_dim) = (kv_heads, dim, v_dim);
+            layer.keys.reserve_exact(expected.max(tokens) * kv_heads * dim);
+            layer.values.reserve_exact(expected.max(tokens) * kv_heads * v_dim);
+        }
+        if (v_tokens, v_heads) != (tokens, kv_heads) || (layer.kv_heads, layer.dim, layer.v_dim) != (kv_heads, dim, v_dim) {
+            bail!(
+                "keys {:?} and values {:?} do not fit a cache of {} heads of {} and {}",
+                k.dims(),
+                v.dims(),
+                layer.kv_heads,
+                layer.dim,
+                layer.v_dim
+            );
+        }
+        layer.keys.extend(k.flatten_all()?.to_vec1::<f32>()?);
+        layer.values.extend(v.flatten_all()?.to_vec1::<f32>()?);
+        if layer.keys.len() != held * kv_heads * dim {
+            bail!("a layer holds {} keys, but {held} tokens are announced", layer.keys.len() / (kv_heads * dim));
+        }
+        Ok(())
+    }
+
+    /// The keys and values of a layer; `None` while there are none.
+    pub(crate) fn layer(&self, layer: usize) -> Option<(View<'_>, View<'_>)> {
+        let Layer { kv_heads, dim, v_dim, keys, values } = self.layers.get(layer)?;
+        let tokens = self.tokens();
+        if tokens == 0 {
+            return None;
+        }
+        Some((View::new(keys, tokens, *kv_heads, *dim)?, View::new(values, tokens, *kv_heads, *v_dim)?))
+    }
+
+    /// The rows that a query at `position` sees.
+    pub(crate) fn visible(&self, position: usize, mask: &Mask) -> ringspan::Result<Vec<Range<usize>>> {
+        let query = Run { document: 0, start: position, len: 1, step: 1 };
+        // Query and keys count in one frame, whose length only end-aligned masks look at.
+        let frame = position + 1;
+        let (mut rows, mut first) = (Vec::new(), 0);
+        for run in &self.runs {
+            if let Some(band) = mask.band(&query, run, frame, frame)? {
+                let seen = band.keys(0, run.len);
+                if !seen.is_empty() {
+                    rows.push(first + seen.start..first + seen.end);
+                }
+            }
+            first += run.len;
+        }
+        Ok(rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Tensor};
+    use proptest::prelude::*;
+
+    fn run(start: usize, len: usize) -> Run {
+        Run { document: 0, start, len, step: 1 }
+    }
+
+    #[test]
+    fn generated_tokens_go_round_the_ranks_in_blocks() {
+        for ranks in 1..6 {
+            let mut counts = vec![0; ranks];
+            for position in 0..BLOCK * ranks * 3 {
+                counts[owner(position, ranks)] += 1;
+            }
+            assert_eq!(counts, vec![BLOCK * 3; ranks]);
+        }
+        assert_eq!((owner(BLOCK - 1, 3), owner(BLOCK, 3), owner(BLOCK * 3, 3)), (0, 1, 0));
+    }
+
+    proptest! {
+        #[test]
+        fn visible_rows_are_those_whose_positions_the_mask_shows(
+            gaps in proptest::collection::vec((1usize..5, 1usize..6), 1..5),
+            ahead in 0usize..4,
+            window in proptest::option::of(0usize..12),
+        ) {
+            let mut cache = Cache::new(1, 0);
+            let (mut positions, mut next) = (Vec::new(), 0);
+            for (gap, len) in gaps {
+                cache.grow(&[run(next + gap, len)]);
+                positions.extend(next + gap..next + gap + len);
+                next += gap + len;
+            }
+            let query = next + ahead - 1;
+            let mask = Mask::causal().window(window, None);
+            let rows: Vec<usize> = cache.visible(query, &mask).expect("equal steps").into_iter().flatten().collect();
+            let seen = |p: usize| p <= query && window.is_none_or(|w| p + w >= query);
+            let expected: Vec<usize> = (0..positions.len()).filter(|row| seen(positions[*row])).collect();
+            prop_assert_eq!(rows, expected);
+        }
+    }
+
+    #[test]
+    fn rows_that_were_not_announced_are_refused() {
+        let mut cache = Cache::new(1, 8);
+        let k = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &Device::Cpu).expect("tensor");
+        assert!(cache.append(0, &k, &k).is_err());
+        cache.grow(&[run(0, 4)]);
+        assert!(cache.append(1, &k, &k).is_err(), "a layer that does not exist");
+        assert!(cache.append(0, &k, &k).is_ok(), "4 rows in all");
+    }
+}

@@ -1,0 +1,199 @@
+//! Generation: the prompt is read by all ranks at once, then one token follows the other.
+
+use crate::cache::{Cache, owner};
+use crate::context::{Decode, Prefill};
+use crate::error::{Error, Result};
+use crate::model::{Mesh, Model};
+use crate::sampler::{Sampler, Sampling};
+use candle_core::{Device, Tensor};
+use ringspan::attention::Group;
+use ringspan::comm::Buffer;
+use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan_candle::{Context, loss};
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How far to go, and how to choose.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// How tokens are drawn.
+    pub sampling: Sampling,
+    /// Most tokens to generate.
+    pub max_tokens: usize,
+    /// Tokens that end the text; they are not part of it.
+    pub stop_tokens: Vec<u32>,
+}
+
+/// Why a generation ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// One of the stop tokens was drawn.
+    Token,
+    /// There are `max_tokens` tokens.
+    Length,
+    /// The caller had enough.
+    Caller,
+}
+
+/// What was generated, as one rank knows it.
+#[derive(Debug, Clone)]
+pub struct Generation {
+    /// The tokens, without the prompt and without a stop token; the same on every rank.
+    pub tokens: Vec<u32>,
+    /// Why there are no more.
+    pub stop: Stop,
+    /// Tokens whose keys and values this rank holds.
+    pub cached: usize,
+    /// Bytes of these keys and values.
+    pub cached_bytes: usize,
+    /// Time to the first token.
+    pub prefill: Duration,
+    /// Time for all others.
+    pub decode: Duration,
+}
+
+/// Generates from `prompt` on a mesh of threads; one [`Generation`] a rank.
+///
+/// `on_token` is called with each new token, on rank 0's thread, and may end the text.
+///
+/// # Errors
+/// An empty prompt, tokens the model does not know, options outside their range, and failures of any rank.
+pub fn generate(
+    model: &Model,
+    mesh: &Mesh,
+    prompt: &[u32],
+    options: &Options,
+    on_token: impl FnMut(u32) -> Result<ControlFlow<()>> + Send,
+) -> Result<Vec<Generation>> {
+    check(model, prompt, options)?;
+    let on_token = Mutex::new(on_token);
+    mesh.run(|group| {
+        generate_on_rank(&group, model, prompt, options, &mut |token| {
+            let mut on_token = on_token.lock().unwrap_or_else(PoisonError::into_inner);
+            on_token(token)
+        })
+    })
+}
+
+/// As [`generate`], but as one rank of a group: all of its ranks must call this with the same arguments.
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_on_rank(
+    group: &Arc<Group>,
+    model: &Model,
+    prompt: &[u32],
+    options: &Options,
+    on_token: &mut dyn FnMut(u32) -> Result<ControlFlow<()>>,
+) -> Result<Generation> {
+    check(model, prompt, options)?;
+    let began = Instant::now();
+    let leads = group.rank() == 0;
+    let mut sampler = Sampler::new(options.sampling)?;
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, prompt.len()), group.size())?;
+    let total = prompt.len() + options.max_tokens.saturating_sub(1);
+    let kept = (prompt.len()..total).filter(|position| owner(*position, group.size()) == group.rank()).count();
+    let mut cache = Cache::new(model.layers(), layout.tokens(group.rank()) + kept);
+
+    let mut tokens: Vec<u32> = Vec::new();
+    let mut prefill = Duration::ZERO;
+    let mut stop = Stop::Length;
+    if options.max_tokens > 0 {
+        let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache)?;
+        loop {
+            // One rank draws and tells the others: they need neither logits nor a random stream.
+            let drawn = if leads { Some(sampler.sample(&next_logits(model, &hidden)?)?) } else { None };
+            if tokens.is_empty() {
+                prefill = began.elapsed();
+            }
+            let end = match drawn {
+                Some(token) if options.stop_tokens.contains(&token) => Some(Stop::Token),
+                Some(token) if on_token(token)?.is_break() => Some(Stop::Caller),
+                _ => None,
+            };
+            let (token, end) = agree(group, drawn.map(|token| (token, end)))?;
+            if end != Some(Stop::Token) {
+                tokens.push(token);
+            }
+            if let Some(end) = end {
+                stop = end;
+                break;
+            }
+            if tokens.len() == options.max_tokens {
+                break;
+            }
+            let position = prompt.len() + tokens.len() - 1;
+            hidden = model.hidden(&[token], &Decode::new(group, &mut cache, position))?;
+        }
+    }
+    let decode = began.elapsed().saturating_sub(prefill);
+    Ok(Generation { tokens, stop, cached: cache.tokens(), cached_bytes: cache.bytes(), prefill, decode })
+}
+
+fn check(model: &Model, prompt: &[u32], options: &Options) -> Result<()> {
+    options.sampling.check()?;
+    if prompt.is_empty() {
+        return Err(Error::EmptyPrompt);
+    }
+    model.check_tokens(prompt)
+}
+
+/// Runs the prompt through the model, fills the cache, and returns the last token's hidden state `[1, C]`.
+fn read_prompt(group: &Arc<Group>, model: &Model, prompt: &[u32], layout: &Layout, cache: &mut Cache) -> Result<Tensor> {
+    let rank = group.rank();
+    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?;
+    let own = layout.shard(rank, prompt, 1)?;
+    let hidden = model.hidden(&own, &Prefill::new(&context, cache))?;
+    // Which token is the last is a question to the whole prompt; its owner answers it for all.
+    let last = prompt.len() - 1;
+    let mut place = None;
+    for owner in 0..group.size() {
+        if let Some(row) = layout.rows(owner).into_iter().position(|row| row == last) {
+            place = Some((owner, row));
+        }
+    }
+    let Some((owner, row)) = place else {
+        return Err(ringspan::Error::Layout(format!("no rank holds token {last} of the prompt")).into());
+    };
+    let own = if owner == rank { Some(Buffer::F32(hidden.get(row)?.to_vec1::<f32>()?)) } else { None };
+    match &*group.cp().broadcast(owner, own)? {
+        Buffer::F32(state) => Ok(Tensor::from_slice(state, (1, state.len()), &Device::Cpu)?),
+        _ => Err(unexpected(group, "the last hidden state", owner)),
+    }
+}
+
+/// Logits `[V]` of the token that follows the one whose hidden state `[1, C]` is given.
+fn next_logits(model: &Model, hidden: &Tensor) -> Result<Vec<f32>> {
+    let normed = model.decoder().norm(model.weights(), hidden)?;
+    let head = model.decoder().head(model.weights())?;
+    Ok(loss::logits(&normed, &head)?.flatten_all()?.to_vec1()?)
+}
+
+/// Rank 0's token, and whether it ends the text, on every rank.
+fn agree(group: &Group, drawn: Option<(u32, Option<Stop>)>) -> Result<(u32, Option<Stop>)> {
+    let code = |end| match end {
+        None => 0u64,
+        Some(Stop::Token) => 1,
+        Some(Stop::Length) => 2,
+        Some(Stop::Caller) => 3,
+    };
+    let own = drawn.map(|(token, end)| Buffer::U64(vec![u64::from(token), code(end)]));
+    match &*group.cp().broadcast(0, own)? {
+        Buffer::U64(message) if message.len() == 2 => {
+            let end = match message[1] {
+                0 => None,
+                1 => Some(Stop::Token),
+                2 => Some(Stop::Length),
+                _ => Some(Stop::Caller),
+            };
+            Ok((message[0] as u32, end))
+        }
+        _ => Err(unexpected(group, "the next token", 0)),
+    }
+}
+
+fn unexpected(group: &Group, what: &str, from: usize) -> Error {
+    let problem = format!("rank {from} sent another kind of message");
+    ringspan::Error::Communicator { rank: group.rank(), operation: what.to_owned(), problem }.into()
+}

@@ -1,0 +1,20 @@
+//! Generation over a mesh of ranks: the prompt is prefilled in parallel, each rank keeps its share of the key-value
+//! cache, and a new token's attention is computed on every rank over its share and merged by log-sum-exp.
+#![deny(missing_docs)]
+
+mod cache;
+mod context;
+mod error;
+mod generate;
+mod model;
+mod sampler;
+mod score;
+mod text;
+
+pub use cache::{BLOCK, Cache, owner};
+pub use error::{Error, Result};
+pub use generate::{Generation, Options, Stop, generate, generate_on_rank};
+pub use model::{Mesh, Model};
+pub use sampler::{Sampler, Sampling};
+pub use score::{Batch, Scores, score};
+pub use text::{Detokenize, TextStream};

@@ -1,0 +1,102 @@
+//! A model in memory, and the ranks it runs on.
+
+use crate::error::{Error, Result};
+use candle_core::Tensor;
+use ringspan::attention::Group;
+use ringspan::comm::threads;
+use ringspan::Kernel;
+use ringspan_candle::Attend;
+use ringspan_models::{Decoder, Weights};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A decoder and its weights; ranks of one process share them.
+#[derive(Debug)]
+pub struct Model {
+    decoder: Decoder,
+    weights: Weights,
+    vocabulary: usize,
+}
+
+impl Model {
+    /// Takes a decoder and its weights.
+    ///
+    /// # Errors
+    /// Weights without an embedding.
+    pub fn new(decoder: Decoder, weights: Weights) -> Result<Self> {
+        let vocabulary = decoder.head(&weights)?.dim(0)?;
+        Ok(Self { decoder, weights, vocabulary })
+    }
+
+    /// The computation.
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+
+    /// The numbers.
+    pub fn weights(&self) -> &Weights {
+        &self.weights
+    }
+
+    /// Tokens V that the model knows.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// Number of layers.
+    pub fn layers(&self) -> usize {
+        self.decoder.config().num_hidden_layers
+    }
+
+    /// Hidden states of `tokens` before the last norm: `[T, C]`.
+    ///
+    /// # Errors
+    /// Tokens the model does not know, failures of other ranks.
+    pub fn hidden(&self, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
+        let mut hidden = self.decoder.embed(&self.weights, tokens)?;
+        for layer in 0..self.layers() {
+            hidden = self.decoder.layer(&self.weights, layer, &hidden, attend)?;
+        }
+        Ok(hidden)
+    }
+
+    /// # Errors
+    /// The first token the model does not know.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        match tokens.iter().position(|token| *token as usize >= self.vocabulary) {
+            None => Ok(()),
+            Some(position) => Err(Error::Vocabulary { token: tokens[position], position, vocabulary: self.vocabulary }),
+        }
+    }
+}
+
+/// Ranks as threads of this process: `ring x ulysses` of them.
+#[derive(Debug, Clone, Copy)]
+pub struct Mesh {
+    /// Ring size R.
+    pub ring: usize,
+    /// Ulysses size U.
+    pub ulysses: usize,
+    /// Threads of each rank's kernel.
+    pub threads: usize,
+    /// How long a rank waits for another.
+    pub deadline: Duration,
+}
+
+impl Mesh {
+    /// One rank with one thread.
+    pub const fn single() -> Self {
+        Self { ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(600) }
+    }
+
+    /// Runs `work` on every rank and returns what each returns, in rank order.
+    ///
+    /// # Errors
+    /// The error of the rank that failed first.
+    pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let Self { ring, ulysses, threads, deadline } = *self;
+        let options = threads::Options { deadline, ..Default::default() };
+        let ranks = ring.saturating_mul(ulysses);
+        threads::run(ranks, options, |comm| work(Arc::new(Group::new(comm, ring, ulysses, Kernel::new(threads))?)))
+    }
+}

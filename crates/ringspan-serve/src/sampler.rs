@@ -1,0 +1,150 @@
+//! From logits to a token: temperature, then the K most likely, then the nucleus, then a draw.
+
+use crate::error::{Error, Result};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{RngCore, SeedableRng},
+};
+
+/// How tokens are drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 always takes the most likely token (the lowest id among equals).
+    pub temperature: f32,
+    /// Only the K most likely tokens, exactly K also among equals (the lowest ids stay).
+    pub top_k: Option<usize>,
+    /// Only the most likely tokens that together have at least this probability, counted after `top_k` on
+    /// temperature-scaled probabilities; 0 keeps the single most likely.
+    pub top_p: Option<f32>,
+    /// Start of the random stream.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Always the most likely token.
+    pub const fn greedy() -> Self {
+        Self { temperature: 0.0, top_k: None, top_p: None, seed: 0 }
+    }
+
+    /// Whether every option is in its range and has an effect.
+    ///
+    /// # Errors
+    /// The first option that is not.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            return wrong("temperature", self.temperature.to_string(), "a finite number of at least 0");
+        }
+        if self.top_k == Some(0) {
+            return wrong("top-k", "0".into(), "a number of at least 1; leave it out to keep all tokens");
+        }
+        if let Some(p) = self.top_p
+            && !(0.0..=1.0).contains(&p)
+        {
+            return wrong("top-p", p.to_string(), "a probability from 0 to 1");
+        }
+        let filter = self.top_k.map(|k| ("top-k", k.to_string())).or(self.top_p.map(|p| ("top-p", p.to_string())));
+        match filter {
+            Some((option, given)) if self.temperature == 0.0 => wrong(
+                option,
+                given,
+                "only a temperature above 0: with temperature 0 the most likely token is taken, so it has no effect",
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A random stream and the options that shape it.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    sampling: Sampling,
+    random: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// A sampler at the start of its stream.
+    ///
+    /// # Errors
+    /// Options outside their range, see [`Sampling::check`].
+    pub fn new(sampling: Sampling) -> Result<Self> {
+        sampling.check()?;
+        Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(sampling.seed) })
+    }
+
+    /// The next token, given its logits `[V]`.
+    ///
+    /// # Errors
+    /// No logits, NaN, or nothing but -inf.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+        let best = argmax(logits)?;
+        if self.sampling.temperature == 0.0 {
+            return Ok(best as u32);
+        }
+        let candidates = self.candidates(logits, logits[best]);
+        let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
+        // 53 random bits: a uniform number in [0, 1).
+        let uniform = (self.random.next_u64() >> 11) as f64 * (1.0 / (1u64 << 53) as f64);
+        let mut rest = uniform * total;
+        for &(token, weight) in &candidates {
+            rest -= weight;
+            if rest < 0.0 {
+                return Ok(token as u32);
+            }
+        }
+        // Rounding may leave a sliver behind the last token.
+        let last = candidates.iter().rev().find(|(_, weight)| *weight > 0.0);
+        Ok(last.map_or(best, |(token, _)| *token) as u32)
+    }
+
+    /// The tokens that may be drawn and their weights (the greatest is 1).
+    fn candidates(&self, logits: &[f32], max: f32) -> Vec<(usize, f64)> {
+        let Sampling { temperature, top_k, top_p, .. } = self.sampling;
+        let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp();
+        let order = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
+        let mut tokens: Vec<usize> = (0..logits.len()).collect();
+        if let Some(k) = top_k
+            && k < tokens.len()
+        {
+            tokens.select_nth_unstable_by(k - 1, order);
+            tokens.truncate(k);
+        }
+        let nucleus = top_p.filter(|p| *p < 1.0);
+        if top_k.is_some() || nucleus.is_some() {
+            tokens.sort_unstable_by(order);
+        }
+        let mut kept: Vec<(usize, f64)> = tokens.into_iter().map(|token| (token, weight(logits[token]))).collect();
+        if let Some(p) = nucleus {
+            let enough = f64::from(p) * kept.iter().map(|(_, weight)| weight).sum::<f64>();
+            let mut sum = 0.0;
+            let reached = kept.iter().position(|(_, weight)| {
+                sum += weight;
+                sum >= enough
+            });
+            kept.truncate(reached.map_or(kept.len(), |index| index + 1));
+        }
+        kept
+    }
+}
+
+/// The index of the greatest logit, the lowest among equals.
+fn argmax(logits: &[f32]) -> Result<usize> {
+    let wrong = |problem: String| Error::Logits { vocabulary: logits.len(), problem };
+    let mut best: Option<usize> = None;
+    for (token, &logit) in logits.iter().enumerate() {
+        if logit.is_nan() || logit == f32::INFINITY {
+            return Err(wrong(format!("the one of token {token} is {logit}")));
+        }
+        if best.is_none_or(|best| logit > logits[best]) {
+            best = Some(token);
+        }
+    }
+    match best {
+        Some(best) if logits[best] > f32::NEG_INFINITY => Ok(best),
+        Some(_) => Err(wrong("all are -inf".into())),
+        None => Err(wrong("the vocabulary is empty".into())),
+    }
+}
+
+#[cfg(test)]
+mod test;

@@ -1,0 +1,81 @@
+//! How likely a model finds given tokens.
+
+use crate::error::Result;
+use crate::model::{Mesh, Model};
+use ringspan::attention::Group;
+use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan_candle::{Context, loss};
+use std::sync::Arc;
+
+/// What to score.
+#[derive(Debug, Clone, Copy)]
+pub struct Batch<'a> {
+    /// `[B * S]`; what stands in padding does not matter.
+    pub tokens: &'a [u32],
+    /// Which of them belong together.
+    pub documents: &'a Documents,
+}
+
+/// What a model says of a batch.
+#[derive(Debug, Clone)]
+pub struct Scores {
+    /// log p of the document's next token, given those up to this one: `[B * S]`; 0 where there is no next one.
+    pub log_probs: Vec<f32>,
+    /// Tokens that were predicted: those that follow another in their document.
+    pub predicted: usize,
+    /// `[B * S, V]`, 0 in padding; only where asked for.
+    pub logits: Option<Vec<f32>>,
+}
+
+/// Scores a batch whose tokens are dealt to the ranks as `layout` says.
+///
+/// # Errors
+/// Tokens the model does not know, a batch of another size than its documents say, failures of any rank.
+pub fn score(model: &Model, mesh: &Mesh, batch: Batch<'_>, layout: LayoutKind, strategy: Strategy, logits: bool) -> Result<Scores> {
+    let layout = Arc::new(Layout::new(layout, batch.documents, mesh.ring.saturating_mul(mesh.ulysses))?);
+    let mut targets = vec![loss::IGNORE; batch.documents.size()];
+    let mut predicted = 0;
+    for rank in 0..layout.ranks() {
+        // Also checks that the tokens fill the documents.
+        model.check_tokens(&layout.shard(rank, batch.tokens, 1)?)?;
+    }
+    // The next token is found in the whole batch, before it is cut: at a rank's border it lies on another rank.
+    for document in batch.documents.iter() {
+        let positions: Vec<usize> = document.spans.iter().cloned().flatten().collect();
+        for pair in positions.windows(2) {
+            targets[document.offset + pair[0]] = batch.tokens[document.offset + pair[1]];
+            predicted += 1;
+        }
+    }
+    let parts = mesh.run(|group| score_on_rank(&group, model, batch.tokens, &targets, &layout, strategy, logits))?;
+    let mut log_probs = vec![0.0; batch.documents.size()];
+    let mut all_logits = logits.then(|| vec![0.0; batch.documents.size() * model.vocabulary()]);
+    for (rank, (local, local_logits)) in parts.into_iter().enumerate() {
+        layout.unshard(rank, &local, 1, &mut log_probs)?;
+        if let (Some(all), Some(local)) = (&mut all_logits, local_logits) {
+            layout.unshard(rank, &local, model.vocabulary(), all)?;
+        }
+    }
+    Ok(Scores { log_probs, predicted, logits: all_logits })
+}
+
+/// Log-probabilities `[T]` and, if asked for, logits `[T, V]` of this rank's tokens.
+fn score_on_rank(
+    group: &Arc<Group>,
+    model: &Model,
+    tokens: &[u32],
+    targets: &[u32],
+    layout: &Arc<Layout>,
+    strategy: Strategy,
+    logits: bool,
+) -> Result<(Vec<f32>, Option<Vec<f32>>)> {
+    let rank = group.rank();
+    let (tokens, targets) = (layout.shard(rank, tokens, 1)?, layout.shard(rank, targets, 1)?);
+    let context = Context::new(group.clone(), layout.clone(), strategy)?;
+    let hidden = model.hidden(&tokens, &context)?;
+    let hidden = model.decoder().norm(model.weights(), &hidden)?;
+    let head = model.decoder().head(model.weights())?;
+    let log_probs = loss::log_probs(&hidden, &head, &targets)?;
+    let logits = if logits { Some(loss::logits(&hidden, &head)?.flatten_all()?.to_vec1()?) } else { None };
+    Ok((log_probs, logits))
+}

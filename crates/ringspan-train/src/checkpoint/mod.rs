@@ -1,0 +1,252 @@
+//! Checkpoints that are whole or not there at all. The protocol is in `README.md` beside this file.
+
+mod storage;
+mod tensors;
+
+pub use storage::{Disk, Sink, Storage};
+
+use crate::{
+    data::Position,
+    error::{Error, Result},
+    optimizer::State,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
+use storage::sync_folder;
+
+/// The version of the folder's format that this code writes and reads.
+const FORMAT: u32 = 1;
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "state.json";
+
+/// Parameters by name: shape and values.
+pub type Parameters = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
+
+/// What a checkpoint belongs to: in words for people, as a number for the comparison.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// For messages, e.g. "llama, 4 layers, hidden 192, 1.8 M parameters".
+    pub summary: String,
+    /// Equal if and only if a run can go on.
+    pub fingerprint: u64,
+}
+
+/// Everything but the tensors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Version of the format.
+    pub format: u32,
+    /// Steps done.
+    pub step: u64,
+    /// Where the next batch begins.
+    pub position: Position,
+    /// The seed of all random draws.
+    pub seed: u64,
+    /// Tokens seen so far.
+    pub tokens: u64,
+    /// The model's names and shapes.
+    pub model: Identity,
+    /// The data as tokens.
+    pub data: Identity,
+}
+
+impl Progress {
+    /// The state of a run at `step`, in the current format.
+    #[must_use]
+    pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
+        Self { format: FORMAT, step, position, seed, tokens, model, data }
+    }
+}
+
+/// A checkpoint as read.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Checkpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Step, data position, identities.
+    pub progress: Progress,
+    /// Parameters.
+    pub parameters: Parameters,
+    /// Optimiser state.
+    pub optimizer: State,
+}
+
+/// The checkpoints of one run: `OUT/checkpoints`.
+pub struct Checkpoints {
+    folder: PathBuf,
+    keep: usize,
+    storage: Box<dyn Storage>,
+}
+
+impl Checkpoints {
+    /// The checkpoints below the run's folder `out`, of which the newest `keep` stay (at least one).
+    #[must_use]
+    pub fn new(out: &Path, keep: usize) -> Self {
+        Self::on(out, keep, Box::new(Disk))
+    }
+
+    /// As [`Self::new`], written through `storage`.
+    #[must_use]
+    pub fn on(out: &Path, keep: usize, storage: Box<dyn Storage>) -> Self {
+        Self { folder: out.join("checkpoints"), keep: keep.max(1), storage }
+    }
+
+    /// Commits a checkpoint and removes the oldest ones. `shapes` are the parameters'; `values` yields each in turn.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the file and the system's message; then nothing of this checkpoint remains and every other one
+    /// is as it was.
+    pub fn save(
+        &self,
+        progress: &Progress,
+        shapes: &BTreeMap<String, Vec<usize>>,
+        values: impl FnMut(&str) -> Result<Vec<f32>>,
+        optimizer: &State,
+    ) -> Result<PathBuf> {
+        fs::create_dir_all(&self.folder).map_err(Error::io("create", &self.folder))?;
+        let name = format!("step-{:06}", progress.step);
+        let part = self.folder.join(format!(".{name}.part"));
+        let path = self.folder.join(&name);
+        remove_if_there(&part)?;
+        fs::create_dir(&part).map_err(Error::io("create", &part))?;
+        let written = self.fill(&part, progress, shapes, values, optimizer).and_then(|()| {
+            sync_folder(&part);
+            // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
+            remove_if_there(&path)?;
+            fs::rename(&part, &path).map_err(Error::io("rename", &part))
+        });
+        if let Err(error) = written {
+            let _ = fs::remove_dir_all(&part);
+            return Err(error);
+        }
+        sync_folder(&self.folder);
+        self.prune()?;
+        Ok(path)
+    }
+
+    fn fill(
+        &self,
+        part: &Path,
+        progress: &Progress,
+        shapes: &BTreeMap<String, Vec<usize>>,
+        values: impl FnMut(&str) -> Result<Vec<f32>>,
+        optimizer: &State,
+    ) -> Result<()> {
+        tensors::write(&*self.storage, &part.join(MODEL), shapes, values)?;
+        let state_shapes = optimizer.iter().map(|(name, values)| (name.clone(), vec![values.len()])).collect();
+        tensors::write(&*self.storage, &part.join(OPTIMIZER), &state_shapes, |name| Ok(optimizer[name].clone()))?;
+        let json = serde_json::to_vec_pretty(progress)
+            .map_err(|e| Error::Checkpoint { path: part.join(STATE), problem: e.to_string() })?;
+        write_through(&*self.storage, &part.join(STATE), &json)
+    }
+
+    /// Steps of the checkpoints there are, rising.
+    ///
+    /// # Errors
+    /// When the folder cannot be read.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let mut steps: Vec<u64> =
+            self.entries()?.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    fn entries(&self) -> Result<Vec<String>> {
+        if !self.folder.exists() {
+            return Ok(Vec::new());
+        }
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.folder).map_err(Error::io("read", &self.folder))? {
+            let entry = entry.map_err(Error::io("read", &self.folder))?;
+            names.push(entry.file_name().to_string_lossy().into_owned());
+        }
+        Ok(names)
+    }
+
+    fn prune(&self) -> Result<()> {
+        let steps = self.steps()?;
+        for step in &steps[..steps.len().saturating_sub(self.keep)] {
+            remove_if_there(&self.folder.join(format!("step-{step:06}")))?;
+        }
+        for name in self.entries()?.iter().filter(|n| n.starts_with(".step-") && n.ends_with(".part")) {
+            remove_if_there(&self.folder.join(name))?;
+        }
+        Ok(())
+    }
+
+    /// Reads the newest checkpoint, which must be of this model and this data.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model or data.
+    pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
+        let Some(&step) = self.steps()?.last() else {
+            return Err(Error::Checkpoint { path: self.folder.clone(), problem: "there is no checkpoint to resume from".into() });
+        };
+        let path = self.folder.join(format!("step-{step:06}"));
+        let progress = read_state(&path)?;
+        let other = |what: &str, saved: &Identity, here: &Identity, advice: &str| Error::Checkpoint {
+            path: path.clone(),
+            problem: format!("it belongs to another {what}: saved with {}; now {}; {advice}", saved.summary, here.summary),
+        };
+        if progress.model.fingerprint != model.fingerprint {
+            return Err(other("model", &progress.model, model, "resume with the model it was made with"));
+        }
+        if progress.data.fingerprint != data.fingerprint {
+            let advice = "a run goes on only over the same text; to train its model on new text, start one with --model";
+            return Err(other("data", &progress.data, data, advice));
+        }
+        let parameters = tensors::read(&path.join(MODEL))?;
+        let optimizer = tensors::read(&path.join(OPTIMIZER))?.into_iter().map(|(name, (_, values))| (name, values)).collect();
+        Ok(Checkpoint { path, progress, parameters, optimizer })
+    }
+}
+
+fn read_state(folder: &Path) -> Result<Progress> {
+    let path = folder.join(STATE);
+    let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
+    let damaged = |problem| Error::Checkpoint { path: path.clone(), problem };
+    let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
+    // Before the fields: another format may have others.
+    match value.get("format").and_then(serde_json::Value::as_u64) {
+        Some(format) if format == u64::from(FORMAT) => {}
+        Some(format) => return Err(damaged(format!("has format {format}; this version reads format {FORMAT}"))),
+        None => return Err(damaged("damaged: no format number".into())),
+    }
+    serde_json::from_value(value).map_err(|e| damaged(format!("damaged: {e}")))
+}
+
+fn remove_if_there(path: &Path) -> Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn write_through(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<()> {
+    let mut file = storage.create(path).map_err(Error::io("write", path))?;
+    file.write_all(bytes).and_then(|()| file.sync()).map_err(Error::io("write", path))
+}
+
+/// Writes a file beside its place and renames it there: readers see the old one or the new one, never a part.
+///
+/// # Errors
+/// [`Error::Io`]; then the old file is as it was.
+pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let part = path.with_file_name(format!(".{name}.part"));
+    let written = write_through(&Disk, &part, bytes).and_then(|()| fs::rename(&part, path).map_err(Error::io("write", path)));
+    if written.is_err() {
+        let _ = fs::remove_file(&part);
+    } else if let Some(parent) = path.parent() {
+        sync_folder(parent);
+    }
+    written
+}
+
+#[cfg(test)]
+mod test;

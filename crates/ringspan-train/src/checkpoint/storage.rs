@@ -1,0 +1,45 @@
+//! Where files are written: the disk, or in tests one that fills up.
+
+use std::{fs::File, io, path::Path};
+
+/// Makes files. Behind a trait so that a full disk can be tested.
+pub trait Storage: Send + Sync {
+    /// A new, empty file.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Sink>>;
+}
+
+/// A file under way.
+pub trait Sink: io::Write {
+    /// Returns once everything written is on the disk.
+    ///
+    /// # Errors
+    /// What the system says; some systems report a full disk only here.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+impl Sink for File {
+    fn sync(&mut self) -> io::Result<()> {
+        self.sync_all()
+    }
+}
+
+/// The file system.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Disk;
+
+impl Storage for Disk {
+    fn create(&self, path: &Path) -> io::Result<Box<dyn Sink>> {
+        Ok(Box::new(File::create(path)?))
+    }
+}
+
+/// Flushes the entries of a folder, so that a rename in it survives a power failure. Not every system lets folders be
+/// opened; where it does not, the rename is as durable as the system makes it.
+pub(crate) fn sync_folder(path: &Path) {
+    if let Ok(folder) = File::open(path) {
+        let _ = folder.sync_all();
+    }
+}

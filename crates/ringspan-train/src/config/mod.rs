@@ -1,0 +1,304 @@
+//! Settings to a configuration: defaults filled in, contradictions refused, before any work is done.
+
+use crate::{
+    error::{Error, Result},
+    lr_schedule::{Decay, LrSchedule},
+    optimizer::{Method, OptimizerKind},
+    settings::{Settings, TrainArgs},
+};
+use ringspan::{LayoutKind, Strategy};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// The settings of a run, kept in its folder so that it can be resumed.
+pub(crate) const RUN_FILE: &str = "train.toml";
+
+/// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
+const CHANGEABLE: [&str; 16] = [
+    "steps", "lr", "weight-decay", "warmup", "schedule", "grad-clip", "ring", "ulysses", "dp-replicate", "strategy",
+    "layout", "threads", "deadline", "save-every", "keep", "eval-every",
+];
+
+/// Where tokens come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Text, packed into sequences.
+    Text(PathBuf),
+    /// A file of tokens, taken whole each step.
+    Tokens(PathBuf),
+}
+
+/// A training run, complete and free of contradictions.
+#[derive(Debug, Clone)]
+pub struct TrainConfig {
+    /// The settings this was made of, as they are kept beside the checkpoints.
+    pub settings: Settings,
+    /// Model folder to start from; none for a new model.
+    pub model: Option<PathBuf>,
+    /// Data.
+    pub source: Source,
+    /// Output folder.
+    pub out: PathBuf,
+    /// Whether to go on from the newest checkpoint in `out`.
+    pub resume: bool,
+    /// Tokens S of a sequence (of text; a token file brings its own).
+    pub sequence_length: usize,
+    /// Sequences B of a micro-batch, over all ranks (of text).
+    pub batch_size: usize,
+    /// Ring size R.
+    pub ring: usize,
+    /// Ulysses size U.
+    pub ulysses: usize,
+    /// Copies of the model.
+    pub dp_replicate: usize,
+    /// How keys and values travel.
+    pub strategy: Strategy,
+    /// Who holds which tokens.
+    pub layout: LayoutKind,
+    /// Threads of a rank's kernel.
+    pub threads: usize,
+    /// How long a rank waits for another.
+    pub deadline: Duration,
+    /// Optimiser.
+    pub method: Method,
+    /// Learning rates, and with them the number of steps.
+    pub lr: LrSchedule,
+    /// Longest gradient.
+    pub grad_clip: Option<f64>,
+    /// Micro-batches of a step.
+    pub grad_accumulation: usize,
+    /// Seed of all random draws.
+    pub seed: u64,
+    /// Steps between checkpoints; none for one at the end.
+    pub save_every: Option<u64>,
+    /// Checkpoints to keep.
+    pub keep: usize,
+    /// Steps between looks at the held-out text; none for one at the end.
+    pub eval_every: Option<u64>,
+    /// Most held-out tokens of a look.
+    pub eval_tokens: usize,
+}
+
+impl TrainConfig {
+    /// The run that the arguments of `ringspan train` ask for.
+    ///
+    /// # Errors
+    /// [`Error::Settings`] or [`Error::Core`] for an unknown key or word, a contradiction, a setting without effect, a
+    /// number out of range; [`Error::Io`] for a file that cannot be read.
+    pub fn from_args(args: &TrainArgs) -> Result<Self> {
+        let given = match &args.config {
+            Some(path) => args.settings.over(&Settings::read(path)?)?,
+            None => args.settings.clone(),
+        };
+        let Some(out) = given.resume.clone() else {
+            let config = Self::resolve(given)?;
+            refuse_used_folder(&config.out)?;
+            return Ok(config);
+        };
+        for key in given.given()? {
+            if !CHANGEABLE.contains(&key.as_str()) && key != "eval-tokens" {
+                return Err(Error::Settings(format!(
+                    "--{key} cannot change when a run is resumed; what can: {}, eval-tokens",
+                    CHANGEABLE.join(", ")
+                )));
+            }
+        }
+        let kept = out.join(RUN_FILE);
+        if !kept.exists() {
+            return Err(Error::Settings(format!(
+                "--resume {}: there is no run in this folder ({} is missing)",
+                out.display(),
+                kept.display()
+            )));
+        }
+        let mut settings = given.over(&Settings::read(&kept)?)?;
+        settings.out = Some(out);
+        Ok(Self { resume: true, ..Self::resolve(settings)? })
+    }
+
+    /// Fills in the defaults and refuses what does not fit.
+    ///
+    /// # Errors
+    /// As [`Self::from_args`].
+    pub fn resolve(settings: Settings) -> Result<Self> {
+        let s = &settings;
+        let no_effect = |flag: &str, why: &str| Err(Error::Settings(format!("--{flag} has no effect {why}; leave it out")));
+        let positive = |flag: &str, value: usize| match value {
+            0 => Err(Error::Settings(format!("--{flag} is 0, but must be at least 1"))),
+            value => Ok(value),
+        };
+
+        let source = match (&s.data, &s.tokens) {
+            (Some(_), Some(_)) => return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into())),
+            (None, Some(tokens)) => Source::Tokens(tokens.clone()),
+            (data, None) => Source::Text(data.clone().unwrap_or_else(|| ".".into())),
+        };
+        if matches!(source, Source::Tokens(_)) {
+            for (flag, given) in [
+                ("sequence-length", s.sequence_length.is_some()),
+                ("batch-size", s.batch_size.is_some()),
+                ("eval-every", s.eval_every.is_some()),
+                ("eval-tokens", s.eval_tokens.is_some()),
+                ("seed", s.seed.is_some() && s.model.is_some()),
+            ] {
+                if given {
+                    return no_effect(flag, "with --tokens: each step takes the whole file, and nothing is held out");
+                }
+            }
+        }
+
+        let another = s.ulysses.is_some() || s.dp_replicate.is_some();
+        let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
+        let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
+        let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
+        if s.strategy.is_some() && ring == 1 {
+            return no_effect("strategy", "with a ring of 1: no keys travel");
+        }
+        if s.layout.is_some() && ring * ulysses == 1 {
+            return no_effect("layout", "with ring x ulysses = 1: every rank holds whole sequences");
+        }
+        let strategy = s.strategy.as_deref().unwrap_or("ring").parse()?;
+        let layout = s.layout.as_deref().unwrap_or("zigzag").parse()?;
+
+        let sequence_length = s.sequence_length.unwrap_or(8192);
+        if sequence_length < 2 {
+            return Err(Error::Settings(format!(
+                "--sequence-length is {sequence_length}, but a token can be predicted only from one before it: at least 2"
+            )));
+        }
+        let batch_size = positive("batch-size", s.batch_size.unwrap_or(dp_replicate))?;
+        if batch_size < dp_replicate {
+            return Err(Error::Settings(format!(
+                "--batch-size {batch_size} leaves {} of --dp-replicate {dp_replicate} copies without a sequence: at least {dp_replicate}",
+                dp_replicate - batch_size
+            )));
+        }
+
+        let steps = s.steps.unwrap_or(120);
+        if steps == 0 {
+            return Err(Error::Settings("--steps is 0, but must be at least 1".into()));
+        }
+        let warmup = s.warmup.unwrap_or((steps / 10).min(100));
+        if warmup >= steps {
+            return Err(Error::Settings(format!("--warmup {warmup} does not end within --steps {steps}: at most {}", steps - 1)));
+        }
+        let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
+        let method = method(kind, s)?;
+        let new = s.model.is_none();
+        let peak = s.lr.unwrap_or(match (kind, new) {
+            (OptimizerKind::AdamW, true) => 3e-3,
+            (OptimizerKind::AdamW, false) => 1e-5,
+            (OptimizerKind::Sgd, true) => 0.1,
+            (OptimizerKind::Sgd, false) => 1e-3,
+        });
+        within("lr", peak, 0.0, f64::MAX)?;
+        let decay: Decay = s.schedule.as_deref().unwrap_or("cosine").parse()?;
+        let grad_clip = s.grad_clip.unwrap_or(1.0);
+        within("grad-clip", grad_clip, 0.0, f64::MAX)?;
+
+        let deadline = s.deadline.unwrap_or(600.0);
+        let deadline = Duration::try_from_secs_f64(deadline).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
+            Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
+        })?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let ranks = ring.saturating_mul(ulysses).saturating_mul(dp_replicate);
+        let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
+        Ok(Self {
+            model: s.model.clone(),
+            source,
+            out: s.out.clone().unwrap_or_else(|| "ringspan-out".into()),
+            resume: false,
+            sequence_length,
+            batch_size,
+            ring,
+            ulysses,
+            dp_replicate,
+            strategy,
+            layout,
+            threads: positive("threads", s.threads.unwrap_or((cores / ranks).max(1)))?,
+            deadline,
+            method,
+            lr: LrSchedule { peak, warmup, steps, decay },
+            grad_clip: (grad_clip > 0.0).then_some(grad_clip),
+            grad_accumulation: positive("grad-accumulation", s.grad_accumulation.unwrap_or(1))?,
+            seed: s.seed.unwrap_or(0),
+            save_every: every(s.save_every, 50),
+            keep: positive("keep", s.keep.unwrap_or(2))?,
+            eval_every: every(s.eval_every, 0),
+            eval_tokens: positive("eval-tokens", s.eval_tokens.unwrap_or(1 << 17))?,
+            settings,
+        })
+    }
+
+    /// Ranks in all.
+    #[must_use]
+    pub fn ranks(&self) -> usize {
+        self.dp_replicate * self.ring * self.ulysses
+    }
+}
+
+fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
+    let wrong = |flag: &str, other: &str| {
+        Err(Error::Settings(format!("--{flag} has no effect with --optimizer {kind}: it belongs to {other}")))
+    };
+    match kind {
+        OptimizerKind::AdamW => {
+            if s.momentum.is_some() {
+                return wrong("momentum", "sgd");
+            }
+            let (beta1, beta2) = (s.beta1.unwrap_or(0.9), s.beta2.unwrap_or(0.95));
+            let (eps, weight_decay) = (s.eps.unwrap_or(1e-8), s.weight_decay.unwrap_or(0.1));
+            below_one("beta1", beta1)?;
+            below_one("beta2", beta2)?;
+            within("eps", eps, 0.0, 1.0)?;
+            within("weight-decay", weight_decay, 0.0, f64::MAX)?;
+            Ok(Method::AdamW { beta1, beta2, eps, weight_decay })
+        }
+        OptimizerKind::Sgd => {
+            for (flag, given) in [("beta1", s.beta1), ("beta2", s.beta2), ("eps", s.eps)] {
+                if given.is_some() {
+                    return wrong(flag, "adamw");
+                }
+            }
+            let (momentum, weight_decay) = (s.momentum.unwrap_or(0.0), s.weight_decay.unwrap_or(0.0));
+            below_one("momentum", momentum)?;
+            within("weight-decay", weight_decay, 0.0, f64::MAX)?;
+            Ok(Method::Sgd { momentum, weight_decay })
+        }
+    }
+}
+
+fn within(flag: &str, value: f64, low: f64, high: f64) -> Result<()> {
+    if value >= low && value <= high {
+        return Ok(());
+    }
+    let range = if high == f64::MAX { format!("at least {low} and finite") } else { format!("from {low} to {high}") };
+    Err(Error::Settings(format!("--{flag} is {value}, but must be {range}")))
+}
+
+fn below_one(flag: &str, value: f64) -> Result<()> {
+    if (0.0..1.0).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::Settings(format!("--{flag} is {value}, but must be at least 0 and below 1")))
+}
+
+/// A new run never writes over another one's work.
+fn refuse_used_folder(out: &Path) -> Result<()> {
+    for name in [RUN_FILE, "checkpoints", "model.safetensors", "model.safetensors.index.json", "config.json"] {
+        if out.join(name).exists() {
+            let advice = if out.join("checkpoints").exists() {
+                format!("go on with --resume {}, choose another --out, or remove it", out.display())
+            } else {
+                "choose another --out, or remove it".into()
+            };
+            return Err(Error::Settings(format!("{} already holds a run or a model ({name}): {advice}", out.display())));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod test;

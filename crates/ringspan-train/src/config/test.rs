@@ -1,0 +1,138 @@
+use super::*;
+
+fn settings(toml: &str) -> Settings {
+    toml::from_str(toml).unwrap()
+}
+
+#[track_caller]
+fn refused(toml: &str, expected: &[&str]) {
+    let message = match toml::from_str::<Settings>(toml) {
+        Ok(settings) => TrainConfig::resolve(settings).unwrap_err().to_string(),
+        Err(e) => e.to_string(),
+    };
+    for part in expected {
+        assert!(message.contains(part), "`{part}` is not in: {message}");
+    }
+}
+
+#[test]
+fn nothing_given_is_two_ranks_over_the_text_of_this_folder() {
+    let config = TrainConfig::resolve(Settings::default()).unwrap();
+    assert_eq!((config.ring, config.ulysses, config.dp_replicate, config.ranks()), (2, 1, 1, 2));
+    assert_eq!((config.sequence_length, config.batch_size), (8192, 1));
+    assert_eq!(config.source, Source::Text(".".into()));
+    assert_eq!(config.out, Path::new("ringspan-out"));
+    assert!(!config.resume && config.threads >= 1);
+    // Another axis replaces the default ring.
+    assert_eq!(TrainConfig::resolve(settings("ulysses = 2")).unwrap().ranks(), 2);
+    assert_eq!(TrainConfig::resolve(settings("dp-replicate = 3")).unwrap().batch_size, 3);
+}
+
+#[test]
+fn an_unknown_key_is_told_the_possible_ones() {
+    refused("sequnce-length = 4096", &["line 1", "unknown field `sequnce-length`", "`sequence-length`", "`grad-clip`"]);
+    refused("resume = 'x'", &["unknown field `resume`"]);
+    refused("steps = 'many'", &["line 1", "invalid type"]);
+    refused("steps = -1", &["line 1"]);
+}
+
+#[test]
+fn an_unknown_word_is_told_the_possible_ones() {
+    refused("optimizer = 'adam'", &["'adam'", "adamw, sgd"]);
+    refused("schedule = 'linear'", &["'linear'", "cosine, constant"]);
+    refused("strategy = 'star'", &["'star'", "ring"]);
+    refused("layout = 'spiral'", &["'spiral'", "zigzag"]);
+}
+
+#[test]
+fn a_setting_without_effect_is_refused() {
+    refused("tokens = 't'\nsequence-length = 8", &["--sequence-length has no effect with --tokens"]);
+    refused("tokens = 't'\nbatch-size = 8", &["--batch-size has no effect"]);
+    refused("tokens = 't'\neval-every = 8", &["--eval-every has no effect"]);
+    refused("tokens = 't'\nmodel = 'm'\nseed = 8", &["--seed has no effect"]);
+    refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
+    refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
+    refused("ring = 1\nstrategy = 'ring'", &["--strategy has no effect", "ring of 1"]);
+    refused("ring = 1\nlayout = 'zigzag'", &["--layout has no effect"]);
+}
+
+#[test]
+fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
+    refused("data = 'a'\ntokens = 'b'", &["--data and --tokens"]);
+    refused("dp-replicate = 4\nbatch-size = 3", &["--batch-size 3 leaves 1 of --dp-replicate 4"]);
+    refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
+    refused("sequence-length = 1", &["is 1", "at least 2"]);
+    refused("beta2 = 1.0", &["--beta2 is 1"]);
+    refused("lr = nan", &["--lr is NaN"]);
+    refused("lr = -1.0", &["--lr is -1"]);
+    refused("eps = inf", &["--eps is inf"]);
+    refused("deadline = 0.0", &["--deadline is 0"]);
+    for key in ["ring", "ulysses", "dp-replicate", "steps", "threads", "grad-accumulation", "keep", "batch-size"] {
+        refused(&format!("{key} = 0"), &[&format!("--{key} is 0")]);
+    }
+}
+
+#[test]
+fn flags_override_the_file_and_the_rest_of_it_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("c.toml");
+    std::fs::write(&path, "steps = 7\nring = 3\nout = 'nowhere-yet'\n").unwrap();
+    let flags = Settings { steps: Some(9), ..Settings::default() };
+    let config = TrainConfig::from_args(&TrainArgs { config: Some(path.clone()), settings: flags }).unwrap();
+    assert_eq!((config.lr.steps, config.ring), (9, 3));
+    let text = config.settings.to_toml().unwrap();
+    assert_eq!(toml::from_str::<Settings>(&text).unwrap(), config.settings);
+    std::fs::write(&path, "stepz = 7").unwrap();
+    let message = TrainConfig::from_args(&TrainArgs { config: Some(path), ..TrainArgs::default() }).unwrap_err().to_string();
+    assert!(message.contains("c.toml") && message.contains("stepz"), "{message}");
+}
+
+#[test]
+fn a_new_run_never_writes_over_a_run_or_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_path_buf();
+    let args = TrainArgs { settings: Settings { out: Some(out.clone()), ..Settings::default() }, config: None };
+    TrainConfig::from_args(&args).unwrap();
+    std::fs::write(out.join("config.json"), "{}").unwrap();
+    let message = TrainConfig::from_args(&args).unwrap_err().to_string();
+    assert!(message.contains("config.json") && message.contains("another --out"), "{message}");
+    std::fs::create_dir(out.join("checkpoints")).unwrap();
+    let message = TrainConfig::from_args(&args).unwrap_err().to_string();
+    assert!(message.contains("--resume"), "{message}");
+}
+
+#[test]
+fn a_resumed_run_keeps_its_settings_and_changes_only_what_its_checkpoint_does_not_depend_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_path_buf();
+    let args = |given: Settings| TrainArgs { settings: Settings { resume: Some(out.clone()), ..given }, config: None };
+    let message = TrainConfig::from_args(&args(Settings::default())).unwrap_err().to_string();
+    assert!(message.contains("no run in this folder"), "{message}");
+    std::fs::write(out.join(RUN_FILE), "seed = 4\nsteps = 10\nout = 'elsewhere'\n").unwrap();
+    let more = Settings { steps: Some(20), ring: Some(1), ..Settings::default() };
+    let config = TrainConfig::from_args(&args(more)).unwrap();
+    assert!(config.resume);
+    assert_eq!((config.seed, config.lr.steps, config.ring, &config.out), (4, 20, 1, &out));
+    for settings in [
+        Settings { model: Some("m".into()), ..Settings::default() },
+        Settings { seed: Some(1), ..Settings::default() },
+        Settings { sequence_length: Some(64), ..Settings::default() },
+        Settings { out: Some("x".into()), ..Settings::default() },
+    ] {
+        let message = TrainConfig::from_args(&args(settings)).unwrap_err().to_string();
+        assert!(message.contains("cannot change when a run is resumed") && message.contains("steps"), "{message}");
+    }
+}
+
+#[test]
+fn every_setting_is_a_flag_of_the_same_name() {
+    use clap::Args;
+    let command = TrainArgs::augment_args(clap::Command::new("train"));
+    let mut flags: Vec<String> = command.get_arguments().filter_map(|a| a.get_long().map(String::from)).collect();
+    flags.sort();
+    let message = toml::from_str::<Settings>("x = 1").unwrap_err().to_string();
+    let mut keys: Vec<String> = message.split('`').skip(3).step_by(2).map(String::from).collect();
+    keys.push("resume".into()); // A file that resumes would override its own run.
+    keys.sort();
+    assert_eq!(flags, keys);
+}

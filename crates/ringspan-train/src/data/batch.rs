@@ -1,0 +1,128 @@
+//! What one pass of the model computes: rows of tokens, the pieces of documents in them, and the targets.
+
+use super::{IGNORE, packing::Sequence};
+use crate::error::Result;
+use ringspan::Documents;
+
+/// A stretch of one document in a row; pieces of a row follow each other from its start. Tokens outside every piece are padding: no rank holds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// The row.
+    pub row: usize,
+    /// First token in the row.
+    pub start: usize,
+    /// Tokens, at least one.
+    pub len: usize,
+}
+
+/// B rows of S tokens. The targets are made before anything is cut across ranks, so that no border loses one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// B.
+    pub rows: usize,
+    /// S.
+    pub length: usize,
+    /// [B, S]; 0 where padded.
+    pub tokens: Vec<u32>,
+    /// [B, S]; [`IGNORE`] where there is none.
+    pub targets: Vec<u32>,
+    /// Pieces, by row and start.
+    pub pieces: Vec<Piece>,
+}
+
+impl Batch {
+    /// The sequences as rows of `length` tokens; a shorter one is padded at its end.
+    #[must_use]
+    pub fn new(sequences: &[Sequence], length: usize) -> Self {
+        let rows = sequences.len();
+        let mut batch =
+            Self { rows, length, tokens: vec![0; rows * length], targets: vec![IGNORE; rows * length], pieces: vec![] };
+        for (row, sequence) in sequences.iter().enumerate() {
+            let len = sequence.tokens.len().min(length);
+            batch.tokens[row * length..][..len].copy_from_slice(&sequence.tokens[..len]);
+            batch.targets[row * length..][..len].copy_from_slice(&sequence.targets[..len]);
+            let mut start = 0;
+            for &len in &sequence.pieces {
+                batch.pieces.push(Piece { row, start, len });
+                start += len;
+            }
+        }
+        batch
+    }
+
+    /// The pieces as the documents of a batch [B, S]. Positions start at 0 in each piece.
+    ///
+    /// # Errors
+    /// Pieces that leave their row.
+    pub fn documents(&self) -> Result<Documents> {
+        let mut rows = vec![Vec::new(); self.rows];
+        for piece in &self.pieces {
+            rows[piece.row].push(piece.len);
+        }
+        Ok(Documents::from_rows(&rows, self.length)?)
+    }
+
+    /// Tokens that have a target.
+    #[must_use]
+    pub fn valid_targets(&self) -> u64 {
+        self.targets.iter().filter(|&&t| t != IGNORE).count() as u64
+    }
+
+    /// Tokens in pieces.
+    #[must_use]
+    pub fn real_tokens(&self) -> u64 {
+        self.pieces.iter().map(|p| p.len as u64).sum()
+    }
+
+    /// Part `index` of `parts`: rows as even as they go, the first ones larger; possibly none.
+    #[must_use]
+    pub fn part(&self, index: usize, parts: usize) -> Self {
+        let cut = |i: usize| (self.rows / parts) * i + i.min(self.rows % parts);
+        let (from, to) = (cut(index), cut(index + 1));
+        Self {
+            rows: to - from,
+            length: self.length,
+            tokens: self.tokens[from * self.length..to * self.length].to_vec(),
+            targets: self.targets[from * self.length..to * self.length].to_vec(),
+            pieces: self
+                .pieces
+                .iter()
+                .filter(|p| (from..to).contains(&p.row))
+                .map(|p| Piece { row: p.row - from, ..*p })
+                .collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sequence(pieces: &[usize]) -> Sequence {
+        let n: usize = pieces.iter().sum();
+        let tokens: Vec<u32> = (0..n as u32).collect();
+        Sequence { targets: tokens.iter().map(|t| t + 1).collect(), tokens, pieces: pieces.to_vec() }
+    }
+
+    #[test]
+    fn a_short_sequence_is_padded_outside_every_piece() {
+        let batch = Batch::new(&[sequence(&[2, 2]), sequence(&[3])], 4);
+        assert_eq!(batch.tokens, [0, 1, 2, 3, 0, 1, 2, 0]);
+        assert_eq!(batch.targets[7], IGNORE);
+        assert_eq!(batch.pieces[2], Piece { row: 1, start: 0, len: 3 });
+        assert_eq!((batch.valid_targets(), batch.real_tokens()), (7, 7));
+    }
+
+    #[test]
+    fn parts_are_the_whole_in_order_and_may_be_empty() {
+        let batch = Batch::new(&[sequence(&[2, 2]), sequence(&[4]), sequence(&[1, 3])], 4);
+        for parts in 1..6 {
+            let all: Vec<Batch> = (0..parts).map(|i| batch.part(i, parts)).collect();
+            assert_eq!(all.iter().map(|b| b.rows).sum::<usize>(), 3);
+            assert_eq!(all.iter().flat_map(|b| b.tokens.clone()).collect::<Vec<_>>(), batch.tokens);
+            assert_eq!(all.iter().map(|b| b.pieces.len()).sum::<usize>(), 5);
+            assert!(all.iter().all(|b| b.pieces.iter().all(|p| p.row < b.rows)));
+        }
+        assert_eq!(batch.part(2, 3).pieces[1], Piece { row: 0, start: 1, len: 3 });
+    }
+}

@@ -1,0 +1,79 @@
+//! What can go wrong while training, said so that a person can mend it.
+
+use std::path::{Path, PathBuf};
+
+/// The result of a fallible training call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Every way preparing, running or saving a training can fail.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The settings contradict each other or ask for something impossible.
+    #[error("{0}")]
+    Settings(String),
+    /// The data cannot be used.
+    #[error("{path}: {problem}", path = .path.display())]
+    Data {
+        /// The file or folder.
+        path: PathBuf,
+        /// What is wrong, with line numbers or shapes.
+        problem: String,
+    },
+    /// The system refused to read or write a file.
+    #[error("cannot {action} {path}: {source}", path = .path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// A tokenizer is damaged or does not fit the model.
+    #[error("tokenizer {path}: {problem}", path = .path.display())]
+    Tokenizer {
+        /// Where it came from.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A checkpoint cannot be used.
+    #[error("checkpoint {path}: {problem}", path = .path.display())]
+    Checkpoint {
+        /// The checkpoint's folder or file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The loss stopped being a number.
+    #[error(
+        "the loss is {loss} at step {step} (learning rate {lr:.3e}): lower --lr, lengthen --warmup or set --grad-clip; \
+         nothing of this step was kept"
+    )]
+    Diverged {
+        /// The step.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+        /// Its learning rate.
+        lr: f64,
+    },
+    /// The core library failed: meshes, layouts, communication.
+    #[error(transparent)]
+    Core(#[from] ringspan::Error),
+    /// The model failed: its folder, its configuration, its computation.
+    #[error("{0}")]
+    Model(String),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// Wraps the system's answer to `action` on `path`.
+    pub(crate) fn io(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(std::io::Error) -> Error {
+        let path = path.as_ref().to_path_buf();
+        move |source| Error::Io { action, path, source }
+    }
+}

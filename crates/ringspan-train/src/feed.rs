@@ -1,0 +1,40 @@
+//! The batches of each step, from text or from a file of tokens.
+
+use crate::data::{Batch, Packer, Position};
+
+/// Yields the same batches on every rank; each rank then takes its part.
+#[derive(Debug, Clone)]
+pub(crate) enum Feed {
+    /// Packed text: B sequences a micro-batch.
+    Text {
+        packer: Packer,
+        length: usize,
+        batch_size: usize,
+    },
+    /// The same rows each step.
+    Tokens(Batch),
+}
+
+impl Feed {
+    /// The micro-batches of the next step.
+    pub(crate) fn next_step(&mut self, accumulation: usize) -> Vec<Batch> {
+        match self {
+            Self::Text { packer, length, batch_size } => (0..accumulation)
+                .map(|_| {
+                    let sequences: Vec<_> = (0..*batch_size).map(|_| packer.next_sequence()).collect();
+                    Batch::new(&sequences, *length)
+                })
+                .collect(),
+            // The whole file in `accumulation` parts: as many micro-batches, and the same sum.
+            Self::Tokens(batch) => (0..accumulation).map(|i| batch.part(i, accumulation)).collect(),
+        }
+    }
+
+    /// Where the next step begins; always the beginning for a file of tokens.
+    pub(crate) fn position(&self) -> Position {
+        match self {
+            Self::Text { packer, .. } => packer.position(),
+            Self::Tokens(_) => Position::default(),
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! Training over a mesh of ranks: data, optimiser, checkpoints, metrics, and the loop.
+//!
+//! ```no_run
+//! use ringspan_train::{Settings, Terminal, TrainConfig, train};
+//! use std::sync::atomic::AtomicBool;
+//!
+//! # fn main() -> Result<(), ringspan_train::Error> {
+//! let settings = Settings { data: Some("corpus".into()), ring: Some(2), ..Settings::default() };
+//! let config = TrainConfig::resolve(settings)?;
+//! let outcome = train(&config, &AtomicBool::new(false), &mut Terminal::new())?;
+//! println!("{} steps, model in {}", outcome.step, outcome.out.display());
+//! # Ok(())
+//! # }
+//! ```
+#![deny(missing_docs)]
+
+pub mod checkpoint;
+mod config;
+pub mod data;
+pub mod default_model;
+mod error;
+mod feed;
+mod hidden;
+mod lr_schedule;
+mod metrics;
+mod observer;
+mod optimizer;
+mod plan;
+mod rank;
+mod sample;
+mod settings;
+mod setup;
+mod tokenizer;
+mod trainer;
+
+pub use config::{Source, TrainConfig};
+pub use error::{Error, Result};
+pub use hidden::hidden;
+pub use lr_schedule::{Decay, LrSchedule};
+pub use metrics::{EvaluationMetrics, MetricsFile, StepMetrics};
+pub use observer::{Observer, Silent, Terminal};
+pub use optimizer::{Method, Optimizer, OptimizerKind, State, clip_scale, global_norm};
+pub use plan::Plan;
+pub use sample::Sample;
+pub use settings::{Settings, TrainArgs};
+pub use tokenizer::Tokenizer;
+pub use trainer::{Outcome, train};

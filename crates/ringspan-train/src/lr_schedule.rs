@@ -1,0 +1,103 @@
+//! The learning rate of each step.
+
+use serde::{Deserialize, Serialize};
+use std::{fmt, str::FromStr};
+
+/// How the learning rate goes on after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decay {
+    /// Down to 0 along half a cosine.
+    #[default]
+    Cosine,
+    /// Not at all.
+    Constant,
+}
+
+impl FromStr for Decay {
+    type Err = ringspan::Error;
+
+    fn from_str(given: &str) -> Result<Self, Self::Err> {
+        match given {
+            "cosine" => Ok(Self::Cosine),
+            "constant" => Ok(Self::Constant),
+            _ => Err(ringspan::Error::Unknown { what: "schedule", given: given.into(), possible: "cosine, constant" }),
+        }
+    }
+}
+
+impl fmt::Display for Decay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cosine => "cosine",
+            Self::Constant => "constant",
+        })
+    }
+}
+
+/// Learning rate over steps `t = 0 .. steps`:
+///
+/// - `t < warmup`: `peak * (t + 1) / (warmup + 1)`, so that the first step already learns and step `warmup` is the peak;
+/// - then cosine: `peak * (1 + cos(pi * (t - warmup) / (steps - warmup))) / 2`, or constant: `peak`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LrSchedule {
+    /// The highest rate.
+    pub peak: f64,
+    /// Steps of linear rise.
+    pub warmup: u64,
+    /// Steps in all.
+    pub steps: u64,
+    /// What follows the rise.
+    pub decay: Decay,
+}
+
+impl LrSchedule {
+    /// The rate of step `t`.
+    #[must_use]
+    pub fn at(&self, t: u64) -> f64 {
+        if t < self.warmup {
+            return self.peak * (t + 1) as f64 / (self.warmup + 1) as f64;
+        }
+        match self.decay {
+            Decay::Constant => self.peak,
+            Decay::Cosine => {
+                let span = self.steps.saturating_sub(self.warmup).max(1) as f64;
+                let gone = ((t - self.warmup) as f64 / span).min(1.0);
+                self.peak * 0.5 * (1.0 + (std::f64::consts::PI * gone).cos())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_rises_in_a_line_to_the_peak_and_falls_along_a_cosine() {
+        let s = LrSchedule { peak: 2.0, warmup: 4, steps: 14, decay: Decay::Cosine };
+        let close = |t, x: f64| assert!((s.at(t) - x).abs() < 1e-12, "step {t}: {} is not {x}", s.at(t));
+        close(0, 0.4);
+        close(3, 1.6);
+        close(4, 2.0);
+        close(9, 1.0);
+        close(14, 0.0);
+        close(99, 0.0);
+        assert!((5..14).all(|t| s.at(t) < s.at(t - 1)));
+    }
+
+    #[test]
+    fn constant_stays_and_no_warmup_starts_at_the_peak() {
+        let s = LrSchedule { peak: 0.1, warmup: 0, steps: 5, decay: Decay::Constant };
+        assert!((0..9).all(|t| s.at(t) == 0.1));
+        assert_eq!(LrSchedule { decay: Decay::Cosine, ..s }.at(0), 0.1);
+        assert_eq!(LrSchedule { warmup: 9, ..s }.at(8), 0.1 * 9.0 / 10.0);
+    }
+
+    #[test]
+    fn an_unknown_schedule_is_told_what_is_possible() {
+        assert_eq!("cosine".parse::<Decay>().unwrap(), Decay::Cosine);
+        let message = "linear".parse::<Decay>().unwrap_err().to_string();
+        assert!(message.contains("'linear'") && message.contains("cosine, constant"), "{message}");
+    }
+}

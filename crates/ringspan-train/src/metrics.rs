@@ -1,0 +1,120 @@
+//! What happened, one JSON object a line.
+
+use crate::{
+    checkpoint::write_file,
+    error::{Error, Result},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs::{self, File, OpenOptions},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+/// One training step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Steps done, this one included: the first is 1.
+    pub step: u64,
+    /// Mean negative log-likelihood per target, in nats, over all ranks and micro-batches.
+    pub loss: f64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// L2 norm of all gradients before clipping.
+    pub grad_norm: f64,
+    /// Tokens seen since the beginning of the run.
+    pub tokens: u64,
+    /// Tokens of this step per second of this step.
+    pub tokens_per_second: f64,
+    /// Seconds since this process began training.
+    pub seconds: f64,
+}
+
+/// One look at the held-out text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EvaluationMetrics {
+    /// Steps done.
+    pub step: u64,
+    /// Mean negative log-likelihood per held-out target, in nats, over all ranks.
+    pub held_out_loss: f64,
+    /// `exp` of it.
+    pub held_out_perplexity: f64,
+    /// Targets it is the mean of.
+    pub held_out_targets: u64,
+}
+
+/// An open `metrics.jsonl`.
+#[derive(Debug)]
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+}
+
+#[derive(Deserialize)]
+struct AnyLine {
+    step: u64,
+}
+
+impl MetricsFile {
+    /// Opens `path` to go on after `step`: lines of later steps, and a last line cut short by a crash, are removed. With
+    /// `step` 0 the file starts empty.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open(path: &Path, step: u64) -> Result<Self> {
+        let before = match fs::read_to_string(path) {
+            Ok(text) if step > 0 => text,
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("read", path)(e)),
+            _ => String::new(),
+        };
+        let kept: String = before
+            .split_inclusive('\n')
+            .filter(|line| line.ends_with('\n') && serde_json::from_str(line).is_ok_and(|l: AnyLine| l.step <= step))
+            .collect();
+        write_file(path, kept.as_bytes())?;
+        let file = OpenOptions::new().append(true).open(path).map_err(Error::io("write", path))?;
+        Ok(Self { path: path.into(), file })
+    }
+
+    /// Adds a line. It is handed to the system at once: what a person follows with `tail -f` is the present.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn append(&mut self, line: &impl Serialize) -> Result<()> {
+        let mut text = serde_json::to_string(line).map_err(|e| Error::io("write", &self.path)(e.into()))?;
+        text.push('\n');
+        self.file.write_all(text.as_bytes()).map_err(Error::io("write", &self.path))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64) -> StepMetrics {
+        StepMetrics { step, loss: 0.1 + 0.2, lr: 1e-3, grad_norm: 1.0, tokens: 8, tokens_per_second: 4.0, seconds: 2.0 }
+    }
+
+    #[test]
+    fn a_resumed_run_cuts_what_came_after_its_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut file = MetricsFile::open(&path, 0).unwrap();
+        for i in 1..=5 {
+            file.append(&step(i)).unwrap();
+        }
+        let evaluation =
+            EvaluationMetrics { step: 3, held_out_loss: 1.0, held_out_perplexity: 1f64.exp(), held_out_targets: 7 };
+        file.append(&evaluation).unwrap();
+        file.file.write_all(b"{\"step\":3,\"lo").unwrap();
+        let mut file = MetricsFile::open(&path, 3).unwrap();
+        file.append(&step(4)).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        let steps: Vec<u64> = text.lines().map(|l| serde_json::from_str::<AnyLine>(l).unwrap().step).collect();
+        assert_eq!(steps, [1, 2, 3, 3, 4]);
+        // Losses come back bit for bit.
+        assert_eq!(serde_json::from_str::<StepMetrics>(text.lines().next().unwrap()).unwrap(), step(1));
+        MetricsFile::open(&path, 0).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "");
+    }
+}

@@ -1,0 +1,163 @@
+//! Who watches a training: a terminal, a log, a test.
+
+use crate::{
+    metrics::{EvaluationMetrics, StepMetrics},
+    plan::Plan,
+};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::{
+    io::IsTerminal,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+/// Told what happens, in order, from one thread at a time.
+pub trait Observer: Send {
+    /// What is about to be done. Called once, before any step.
+    fn planned(&mut self, plan: &Plan) {
+        let _ = plan;
+    }
+    /// A step is done and in the metrics.
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        let _ = metrics;
+    }
+    /// The held-out text was looked at.
+    fn evaluated(&mut self, metrics: &EvaluationMetrics) {
+        let _ = metrics;
+    }
+    /// A checkpoint is on the disk.
+    fn saved(&mut self, step: u64, path: &Path) {
+        let _ = (step, path);
+    }
+}
+
+/// Watches nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Observer for Silent {}
+
+/// Between plain lines, so that a log of hours stays readable.
+const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Standard error: a bar where it is a terminal, plain lines where it is not.
+pub struct Terminal {
+    bar: Option<ProgressBar>,
+    steps: u64,
+    first: Option<u64>,
+    last_line: Option<Instant>,
+    began: Instant,
+}
+
+impl Terminal {
+    /// Looks whether standard error is a terminal.
+    #[must_use]
+    pub fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("step {pos}/{len} [{bar:32}] {msg}, {prefix} left");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+            bar.set_prefix("?");
+            bar
+        });
+        Self { bar, steps: 0, first: None, last_line: None, began: Instant::now() }
+    }
+
+    fn line(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    /// Time the rest takes at the pace so far.
+    fn left(&mut self, step: u64) -> String {
+        let first = *self.first.get_or_insert(step.saturating_sub(1));
+        let done = step.saturating_sub(first).max(1);
+        let each = self.began.elapsed().as_secs_f64() / done as f64;
+        let seconds = (each * self.steps.saturating_sub(step) as f64).round() as u64;
+        match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+            (0, 0, s) => format!("{s} s"),
+            (0, m, s) => format!("{m} min {s:02} s"),
+            (h, m, _) => format!("{h} h {m:02} min"),
+        }
+    }
+}
+
+impl Default for Terminal {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Observer for Terminal {
+    fn planned(&mut self, plan: &Plan) {
+        self.line(&plan.to_string());
+        self.steps = plan.steps;
+        self.began = Instant::now();
+        if let Some(bar) = &self.bar {
+            bar.set_length(plan.steps);
+            bar.set_position(plan.first_step);
+        }
+    }
+
+    fn stepped(&mut self, m: &StepMetrics) {
+        let left = self.left(m.step);
+        let text = format!("loss {:.4}, {} tokens/s", m.loss, grouped(m.tokens_per_second.round() as u64));
+        if let Some(bar) = &self.bar {
+            bar.set_position(m.step);
+            bar.set_message(text);
+            bar.set_prefix(left);
+            if m.step == self.steps {
+                bar.finish();
+            }
+            return;
+        }
+        let due = self.last_line.is_none_or(|last| last.elapsed() >= PLAIN_INTERVAL);
+        if due || m.step == self.steps {
+            self.last_line = Some(Instant::now());
+            eprintln!("step {}/{}: {text}, {left} left", m.step, self.steps);
+        }
+    }
+
+    fn evaluated(&mut self, m: &EvaluationMetrics) {
+        self.line(&format!(
+            "held-out text after step {}: loss {:.4}, perplexity {:.3} over {} tokens",
+            m.step,
+            m.held_out_loss,
+            m.held_out_perplexity,
+            grouped(m.held_out_targets)
+        ));
+    }
+
+    fn saved(&mut self, _: u64, path: &Path) {
+        if self.bar.is_none() {
+            eprintln!("saved {}", path.display());
+        }
+    }
+}
+
+/// 1234567 as 1,234,567.
+pub(crate) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() * 4 / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_grouped_by_thousands() {
+        for (number, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (1234567, "1,234,567")] {
+            assert_eq!(grouped(number), text);
+        }
+    }
+}

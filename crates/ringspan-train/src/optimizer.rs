@@ -1,0 +1,281 @@
+//! AdamW and SGD on f32 slices, step for step as `torch.optim` computes them, and clipping by the global norm.
+//!
+//! Every rank holds the same parameters and the same reduced gradients, so every rank takes the same step, bit for bit.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::{collections::BTreeMap, fmt, str::FromStr};
+
+/// Which optimiser, with its constants.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+    AdamW {
+        /// Decay of the mean.
+        beta1: f64,
+        /// Decay of the mean square.
+        beta2: f64,
+        /// Added to the root of the mean square.
+        eps: f64,
+        /// Per unit of learning rate; on matrices only.
+        weight_decay: f64,
+    },
+    /// Gradient descent, with heavy-ball momentum where it is not 0.
+    Sgd {
+        /// Share of the last step that is kept.
+        momentum: f64,
+        /// Added to the gradient as `weight_decay * p`; on matrices only.
+        weight_decay: f64,
+    },
+}
+
+/// The name of an optimiser, as settings spell it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// [`Method::AdamW`].
+    #[default]
+    AdamW,
+    /// [`Method::Sgd`].
+    Sgd,
+}
+
+impl FromStr for OptimizerKind {
+    type Err = ringspan::Error;
+
+    fn from_str(given: &str) -> std::result::Result<Self, Self::Err> {
+        match given {
+            "adamw" => Ok(Self::AdamW),
+            "sgd" => Ok(Self::Sgd),
+            _ => Err(ringspan::Error::Unknown { what: "optimizer", given: given.into(), possible: "adamw, sgd" }),
+        }
+    }
+}
+
+impl fmt::Display for OptimizerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AdamW => "adamw",
+            Self::Sgd => "sgd",
+        })
+    }
+}
+
+/// State tensors by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` or `momentum_buffer.<parameter>`, flat f32.
+pub type State = BTreeMap<String, Vec<f32>>;
+
+/// An optimiser with its state.
+#[derive(Debug, Clone)]
+pub struct Optimizer {
+    method: Method,
+    state: State,
+}
+
+impl Optimizer {
+    /// An optimiser that has not stepped yet.
+    #[must_use]
+    pub fn new(method: Method) -> Self {
+        Self { method, state: State::new() }
+    }
+
+    /// An optimiser that goes on from `state`, which must be what [`Self::state`] gave for the same parameters.
+    ///
+    /// # Errors
+    /// [`Error::Settings`] when state is missing, of another optimiser, or of another size.
+    pub fn resume<'a>(
+        method: Method,
+        state: State,
+        parameters: impl IntoIterator<Item = (&'a str, usize)>,
+    ) -> Result<Self> {
+        let kinds = kinds(&method);
+        let mut expected = 0;
+        for (name, size) in parameters {
+            for kind in kinds {
+                expected += 1;
+                let key = format!("{kind}.{name}");
+                match state.get(&key).map(Vec::len) {
+                    Some(actual) if actual == size => {}
+                    Some(actual) => {
+                        return Err(Error::Settings(format!("optimiser state `{key}` has {actual} elements, expected {size}")));
+                    }
+                    None => return Err(Error::Settings(format!("optimiser state has no `{key}`"))),
+                }
+            }
+        }
+        if state.len() != expected {
+            return Err(Error::Settings(format!(
+                "optimiser state has {} tensors, this optimiser and model have {expected}",
+                state.len()
+            )));
+        }
+        Ok(Self { method, state })
+    }
+
+    /// The state, for a checkpoint.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// State bytes a parameter of `size` elements costs.
+    #[must_use]
+    pub fn state_bytes(method: &Method, size: usize) -> usize {
+        kinds(method).len() * size * 4
+    }
+
+    /// Takes step `t` (from 0) on one parameter. `scale` multiplies the gradient first (clipping); `decays` says whether
+    /// weight decay applies.
+    ///
+    /// # Errors
+    /// [`Error::Settings`] when the sizes of parameter, gradient and state differ.
+    pub fn update(&mut self, name: &str, t: u64, lr: f64, scale: f32, decays: bool, p: &mut [f32], g: &[f32]) -> Result<()> {
+        if p.len() != g.len() {
+            return Err(Error::Settings(format!(
+                "gradient of `{name}` has {} elements, the parameter {}",
+                g.len(),
+                p.len()
+            )));
+        }
+        match self.method {
+            Method::AdamW { beta1, beta2, eps, weight_decay } => {
+                let mut m = take(&mut self.state, "exp_avg", name, p.len());
+                let mut v = take(&mut self.state, "exp_avg_sq", name, p.len());
+                let count = (t + 1) as f64;
+                let step_size = (lr / (1.0 - beta1.powf(count))) as f32;
+                let root = (1.0 - beta2.powf(count)).sqrt() as f32;
+                let shrink = if decays { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
+                let (mix, keep, add, eps) = ((1.0 - beta1) as f32, beta2 as f32, (1.0 - beta2) as f32, eps as f32);
+                for (((p, g), m), v) in p.iter_mut().zip(g).zip(&mut m).zip(&mut v) {
+                    let g = g * scale;
+                    *m += mix * (g - *m);
+                    *v = *v * keep + add * g * g;
+                    *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
+                }
+                self.state.insert(format!("exp_avg.{name}"), m);
+                self.state.insert(format!("exp_avg_sq.{name}"), v);
+            }
+            Method::Sgd { momentum, weight_decay } => {
+                let decay = if decays { weight_decay as f32 } else { 0.0 };
+                let (lr, keep) = (lr as f32, momentum as f32);
+                if momentum == 0.0 {
+                    for (p, g) in p.iter_mut().zip(g) {
+                        *p -= lr * (g * scale + decay * *p);
+                    }
+                } else {
+                    // The buffer starts at 0, so the first step takes the gradient whole, as torch does.
+                    let mut buffer = take(&mut self.state, "momentum_buffer", name, p.len());
+                    for ((p, g), b) in p.iter_mut().zip(g).zip(&mut buffer) {
+                        *b = *b * keep + (g * scale + decay * *p);
+                        *p -= lr * *b;
+                    }
+                    self.state.insert(format!("momentum_buffer.{name}"), buffer);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn kinds(method: &Method) -> &'static [&'static str] {
+    match method {
+        Method::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
+        Method::Sgd { momentum, .. } if *momentum != 0.0 => &["momentum_buffer"],
+        Method::Sgd { .. } => &[],
+    }
+}
+
+fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Vec<f32> {
+    state.remove(&format!("{kind}.{name}")).filter(|s| s.len() == size).unwrap_or_else(|| vec![0.0; size])
+}
+
+/// The L2 norm of all gradients together, summed in f64 in the order given.
+pub fn global_norm<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64 {
+    gradients.into_iter().map(|g| g.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()).sum::<f64>().sqrt()
+}
+
+/// The factor that brings gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where they fit.
+#[must_use]
+pub fn clip_scale(norm: f64, limit: Option<f64>) -> f32 {
+    limit.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0) as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRADIENTS: [[f32; 3]; 3] = [[0.1, -0.2, 3.0], [0.3, 0.0, -1.0], [-0.5, 0.25, 0.125]];
+
+    fn run(method: Method, decays: bool) -> Vec<f32> {
+        let mut optimizer = Optimizer::new(method);
+        let mut p = vec![1.0f32, -2.0, 0.5];
+        for (t, g) in GRADIENTS.iter().enumerate() {
+            optimizer.update("w", t as u64, 0.1, 1.0, decays, &mut p, g).unwrap();
+        }
+        p
+    }
+
+    #[track_caller]
+    fn close(actual: &[f32], expected: &[f32]) {
+        for (a, e) in actual.iter().zip(expected) {
+            assert!((a - e).abs() <= 2e-6 * e.abs().max(0.1), "{actual:?} is not {expected:?}");
+        }
+    }
+
+    #[test]
+    fn three_steps_equal_pytorch() {
+        // torch.optim of PyTorch 2.15 with these constants, parameter and gradients.
+        let adamw = |beta2, eps, weight_decay| Method::AdamW { beta1: 0.9, beta2, eps, weight_decay };
+        let sgd = |momentum, weight_decay| Method::Sgd { momentum, weight_decay };
+        close(&run(adamw(0.95, 1e-8, 0.1), true), &[0.798_148_87, -1.792_867_5, 0.312_899_1]);
+        close(&run(adamw(0.999, 1e-3, 0.0), true), &[0.825_665_06, -1.851_433_5, 0.326_609_25]);
+        close(&run(sgd(0.0, 0.1), true), &[0.980_798, -1.945_996, 0.277_619_48]);
+        close(&run(sgd(0.9, 0.1), true), &[0.910_957_99, -1.860_316, -0.152_940_5]);
+    }
+
+    #[test]
+    fn a_parameter_that_does_not_decay_steps_as_without_decay() {
+        let adamw = |weight_decay| Method::AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-3, weight_decay };
+        assert_eq!(run(adamw(0.5), false), run(adamw(0.0), true));
+        assert_ne!(run(adamw(0.5), true), run(adamw(0.0), true));
+        let sgd = |weight_decay| Method::Sgd { momentum: 0.9, weight_decay };
+        assert_eq!(run(sgd(0.5), false), run(sgd(0.0), true));
+    }
+
+    #[test]
+    fn a_frozen_scale_clips_the_gradient_before_anything_else() {
+        let method = Method::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        let mut p = vec![1.0];
+        Optimizer::new(method).update("w", 0, 0.5, 0.25, true, &mut p, &[2.0]).unwrap();
+        assert_eq!(p, [0.75]);
+    }
+
+    #[test]
+    fn the_norm_is_over_all_gradients_and_clipping_never_enlarges() {
+        let norm = global_norm([&[3.0f32][..], &[4.0, 12.0][..]]);
+        assert!((norm - 13.0).abs() < 1e-12);
+        assert!((clip_scale(norm, Some(1.3)) - 0.1).abs() < 1e-6);
+        assert_eq!(clip_scale(0.5, Some(1.0)), 1.0);
+        assert_eq!(clip_scale(norm, None), 1.0);
+    }
+
+    #[test]
+    fn an_optimiser_resumes_only_from_its_own_state() {
+        let adamw = Method::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+        let mut optimizer = Optimizer::new(adamw);
+        let mut p = vec![1.0, 2.0];
+        optimizer.update("w", 0, 0.1, 1.0, true, &mut p, &[1.0, 1.0]).unwrap();
+        let state = optimizer.state().clone();
+        let mut again = Optimizer::resume(adamw, state.clone(), [("w", 2)]).unwrap();
+        let mut q = p.clone();
+        optimizer.update("w", 1, 0.1, 1.0, true, &mut p, &[1.0, -1.0]).unwrap();
+        again.update("w", 1, 0.1, 1.0, true, &mut q, &[1.0, -1.0]).unwrap();
+        assert_eq!(p, q);
+        let message = |m, s: &State, n: &str, size| Optimizer::resume(m, s.clone(), [(n, size)]).unwrap_err().to_string();
+        assert!(message(adamw, &state, "w", 3).contains("has 2 elements, expected 3"));
+        assert!(message(adamw, &state, "u", 2).contains("no `exp_avg.u`"));
+        let sgd = Method::Sgd { momentum: 0.0, weight_decay: 0.0 };
+        assert!(message(sgd, &state, "w", 2).contains("has 2 tensors"));
+        assert!(optimizer.update("w", 2, 0.1, 1.0, true, &mut p, &[1.0]).is_err());
+    }
+}

@@ -1,0 +1,304 @@
+//! What a run is about to do, in numbers, before it does it.
+
+use crate::{
+    config::{Source, TrainConfig},
+    data::Batch,
+    error::{Error, Result},
+    observer::grouped,
+    optimizer::{Method, Optimizer},
+    rank::mesh,
+    setup::Setup,
+};
+use ringspan::{Layout, Mask, Schedule, Strategy, schedule::HeadShare};
+use ringspan_models::Config;
+use std::fmt;
+
+/// Rings up to this size are drawn step by step; larger drawings hide the rest of the plan.
+const DRAWN_RING: usize = 4;
+
+/// The plan of a run.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Plan {
+    /// The model, in words.
+    pub model: String,
+    /// The data, in words.
+    pub data: String,
+    /// The mesh, in words.
+    pub mesh: String,
+    /// Who holds what and how it travels, in words.
+    pub attention: String,
+    /// The schedule of the first batch, drawn; empty for one rank and for large rings.
+    pub schedule: String,
+    /// Optimiser and learning rate, in words.
+    pub optimizer: String,
+    /// Output, in words.
+    pub saving: String,
+    /// Tokens of a step, over all ranks.
+    pub tokens_per_step: u64,
+    /// Tokens of the first micro-batch on each rank.
+    pub tokens_per_rank: Vec<usize>,
+    /// Predicted bytes of the fullest rank, by part.
+    pub memory: Vec<(&'static str, u64)>,
+    /// Predicted bytes that the busiest rank sends in a step, by purpose.
+    pub traffic: Vec<(&'static str, u64)>,
+    /// Steps in all.
+    pub steps: u64,
+    /// Steps that are done.
+    pub first_step: u64,
+}
+
+impl Plan {
+    pub(crate) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
+        let mut plan = Self {
+            model: match &config.model {
+                Some(path) => format!("{}, from {}", setup.model.summary, path.display()),
+                None => format!("{}, new (seed {})", setup.model.summary, config.seed),
+            },
+            data: setup.data.summary.clone(),
+            steps: config.lr.steps,
+            first_step: setup.first_step,
+            saving: match config.save_every {
+                Some(n) => format!("{}, a checkpoint every {n} steps", config.out.display()),
+                None => format!("{}, one checkpoint at the end", config.out.display()),
+            },
+            ..Self::default()
+        };
+        let axes = format!("dp_replicate {} x ring {} x ulysses {}", config.dp_replicate, config.ring, config.ulysses);
+        let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
+        plan.mesh = format!("{axes} = {} ranks in this process, {threads} each", config.ranks());
+        plan.optimizer = optimizer_words(config);
+
+        let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
+        let batches = setup.feed.clone().next_step(config.grad_accumulation);
+        plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
+        let cp = config.ring * config.ulysses;
+        let mut largest: Option<(Layout, Schedule)> = None;
+        for replica in 0..config.dp_replicate {
+            let part = batch.part(replica, config.dp_replicate);
+            let layout = Layout::new(config.layout, &part.documents()?, cp)?;
+            plan.tokens_per_rank.extend((0..cp).map(|rank| layout.tokens(rank)));
+            if replica == 0 {
+                let schedule =
+                    Schedule::new(config.strategy, &layout, &layout, &Mask::causal(), config.ring, config.ulysses)?;
+                largest = Some((layout, schedule));
+            }
+        }
+        let Some((layout, schedule)) = largest else { return Ok(plan) };
+        plan.attention = match (config.ring, cp) {
+            (_, 1) => "whole sequences on each rank".into(),
+            (1, _) => format!("layout {}, heads exchanged (ulysses)", layout_words(config)),
+            _ => format!("layout {}, keys and values by {}", layout_words(config), config.strategy),
+        };
+        if cp > 1 && config.ring <= DRAWN_RING {
+            plan.schedule = schedule.to_string();
+        }
+        let shares =
+            HeadShare::all(model.num_attention_heads, model.num_key_value_heads, config.ring, config.ulysses)?;
+        let shape = Shape::new(config, setup, model);
+        plan.memory = shape.memory(&layout, &shares);
+        plan.traffic = shape.traffic(&layout, &schedule, &shares, batches.len());
+        debug_assert_eq!(mesh(config)?.world(), config.ranks());
+        Ok(plan)
+    }
+
+    /// Bytes of the fullest rank.
+    #[must_use]
+    pub fn rank_bytes(&self) -> u64 {
+        self.memory.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Refuses a run that cannot fit into the memory that is free, where the system tells.
+    pub(crate) fn check_memory(&self) -> Result<()> {
+        let needed = self.rank_bytes() * self.tokens_per_rank.len() as u64;
+        match available_memory() {
+            Some(free) if needed > free => Err(Error::Settings(format!(
+                "this needs about {} ({} ranks of up to {}), but only {} of memory is free: lower --sequence-length, \
+                 --batch-size or the number of ranks in this process\n{self}",
+                bytes(needed),
+                self.tokens_per_rank.len(),
+                bytes(self.rank_bytes()),
+                bytes(free)
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn layout_words(config: &TrainConfig) -> String {
+    config.layout.to_string()
+}
+
+fn optimizer_words(config: &TrainConfig) -> String {
+    let method = match config.method {
+        Method::AdamW { beta1, beta2, weight_decay, .. } => {
+            format!("adamw (betas {beta1}, {beta2}; weight decay {weight_decay})")
+        }
+        Method::Sgd { momentum, weight_decay } => format!("sgd (momentum {momentum}; weight decay {weight_decay})"),
+    };
+    let clip = config.grad_clip.map_or_else(|| "no clipping".into(), |c| format!("gradients clipped to norm {c}"));
+    format!("{method}, lr {} {} after {} steps of warm-up, {clip}", config.lr.peak, config.lr.decay, config.lr.warmup)
+}
+
+/// The sizes that memory and traffic follow from.
+struct Shape {
+    parameters: u64,
+    layers: u64,
+    hidden: u64,
+    heads: u64,
+    kv_heads: u64,
+    dim: u64,
+    feed_forward: u64,
+    vocabulary: u64,
+    state: u64,
+    ranks: u64,
+    ring: u64,
+    ulysses: usize,
+    strategy: Strategy,
+}
+
+impl Shape {
+    fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Self {
+        let parameters: usize = setup.shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
+        Self {
+            parameters: parameters as u64,
+            layers: model.num_hidden_layers as u64,
+            hidden: model.hidden_size as u64,
+            heads: model.num_attention_heads as u64,
+            kv_heads: model.num_key_value_heads as u64,
+            dim: model.head_dim() as u64,
+            feed_forward: model.intermediate_size as u64,
+            vocabulary: model.vocab_size as u64,
+            state: Optimizer::state_bytes(&config.method, parameters) as u64,
+            ranks: config.ranks() as u64,
+            ring: config.ring as u64,
+            ulysses: config.ulysses,
+            strategy: config.strategy,
+        }
+    }
+
+    /// Of the rank with most tokens. The layers' inputs stay; of one layer at a time everything else is there, with its
+    /// gradient; attention adds the blocks of keys, values and their gradients that are under way.
+    fn memory(&self, layout: &Layout, shares: &[HeadShare]) -> Vec<(&'static str, u64)> {
+        let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
+        let place = tokens * self.ulysses as u64;
+        let kv = shares.iter().map(|s| s.kv.len()).max().unwrap_or(0) as u64;
+        let block = place * 2 * kv * self.dim * 4;
+        let blocks = match self.strategy {
+            Strategy::Ring => 2.min(self.ring - 1),
+            Strategy::AllGather => self.ring - 1,
+        };
+        let layer = 6 * self.hidden + 3 * self.heads * self.dim + 4 * self.kv_heads * self.dim + 3 * self.feed_forward;
+        let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
+        vec![
+            ("parameters", 4 * self.parameters),
+            ("gradients", 4 * self.parameters),
+            ("optimiser state", self.state),
+            ("inputs of the layers", tokens * self.hidden * 4 * (self.layers + 1)),
+            ("one layer, with gradients", 2 * tokens * layer * 4),
+            ("blocks of other ranks", 2 * blocks * block),
+            ("logits of a chunk", 2 * logits),
+        ]
+    }
+
+    /// Of the rank that sends most. Activation recomputation runs the attention forward twice.
+    fn traffic(
+        &self,
+        layout: &Layout,
+        schedule: &Schedule,
+        shares: &[HeadShare],
+        micro_batches: usize,
+    ) -> Vec<(&'static str, u64)> {
+        let times = self.layers * micro_batches as u64;
+        let (mut forward, mut backward) = (0, 0);
+        for rank in 0..layout.ranks() {
+            let share = &shares[rank % self.ulysses];
+            let rows = schedule.rows_sent(rank / self.ulysses);
+            let row = 2 * share.kv.len() as u64 * self.dim * 4;
+            let exchange = self.exchange(layout, shares, rank);
+            forward = forward.max(rows.forward_keys as u64 * row + exchange.0);
+            backward = backward.max((rows.backward_keys + rows.backward_gradients) as u64 * row + exchange.1);
+        }
+        vec![
+            ("attention forward", 2 * forward * times),
+            ("attention backward", backward * times),
+            ("gradients", self.all_reduce()),
+        ]
+    }
+
+    /// Bytes of the Ulysses exchanges of one attention, forward and backward: to each other member its heads of this
+    /// rank's tokens, and back its tokens of this rank's heads.
+    fn exchange(&self, layout: &Layout, shares: &[HeadShare], rank: usize) -> (u64, u64) {
+        let member = rank % self.ulysses;
+        let own = layout.tokens(rank) as u64;
+        let (mut forward, mut backward) = (0, 0);
+        for (other, share) in shares.iter().enumerate().filter(|(other, _)| *other != member) {
+            let theirs = layout.tokens(rank - member + other) as u64;
+            let (q, kv) = (share.query.len() as u64, share.kv.len() as u64);
+            let (own_q, own_kv) = (shares[member].query.len() as u64, shares[member].kv.len() as u64);
+            let there = own * (q + 2 * kv) * self.dim;
+            forward += there + theirs * own_q * (self.dim + 1);
+            // There: q, k, v, the gradient of the output, log-sum-exp and delta. Back: dq, dk, dv.
+            backward += there + own * q * (self.dim + 2) + theirs * (own_q + 2 * own_kv) * self.dim;
+        }
+        (4 * forward, 4 * backward)
+    }
+
+    fn all_reduce(&self) -> u64 {
+        4 * self.parameters * (self.ranks - 1)
+    }
+}
+
+/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of about this size.
+const LOSS_CHUNK: u64 = 1024;
+
+/// 1536 as "1.5 KiB".
+pub(crate) fn bytes(n: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{n} B") } else { format!("{value:.1} {}", UNITS[unit]) }
+}
+
+/// Free memory, where the system says so in the Linux way.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts = |list: &[(&str, u64)]| {
+            let shown: Vec<String> =
+                list.iter().filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name} {}", bytes(*n))).collect();
+            shown.join(", ")
+        };
+        let total = |list: &[(&str, u64)]| bytes(list.iter().map(|(_, n)| n).sum());
+        writeln!(f, "model      {}", self.model)?;
+        writeln!(f, "data       {}", self.data)?;
+        writeln!(f, "mesh       {}", self.mesh)?;
+        writeln!(f, "attention  {}", self.attention)?;
+        for line in self.schedule.lines() {
+            writeln!(f, "           {line}")?;
+        }
+        let most = self.tokens_per_rank.iter().max().unwrap_or(&0);
+        let least = self.tokens_per_rank.iter().min().unwrap_or(&0);
+        let each = if most == least { format!("{most} on each rank") } else { format!("{least} to {most} on a rank") };
+        writeln!(f, "tokens     {} a step, {each} at a time", grouped(self.tokens_per_step))?;
+        writeln!(f, "memory     about {} a rank: {}", total(&self.memory), parts(&self.memory))?;
+        if self.tokens_per_rank.len() > 1 {
+            writeln!(f, "sent       about {} a step by a rank: {}", total(&self.traffic), parts(&self.traffic))?;
+        }
+        writeln!(f, "optimiser  {}", self.optimizer)?;
+        match self.first_step {
+            0 => writeln!(f, "steps      {}", self.steps)?,
+            done => writeln!(f, "steps      {} to {}, resumed", done + 1, self.steps)?,
+        }
+        write!(f, "output     {}", self.saving)
+    }
+}

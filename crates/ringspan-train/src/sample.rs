@@ -1,0 +1,114 @@
+//! A few tokens from the model as it is after training, so that a person sees at once what it learnt.
+
+use crate::{
+    config::TrainConfig,
+    error::Result,
+    hidden::hidden,
+    setup::{Setup, model_error},
+};
+use rand_chacha::{
+    ChaCha8Rng,
+    rand_core::{RngCore, SeedableRng},
+};
+use ringspan::{
+    Documents, Group, Kernel, Layout, LayoutKind, Strategy,
+    comm::{
+        Communicator,
+        threads::{self, Options},
+    },
+};
+use ringspan_candle::{context::Context, loss};
+use ringspan_models::Weights;
+use std::sync::Arc;
+
+/// Tokens of the held-out text that the sample goes on from.
+const PROMPT: usize = 48;
+/// Tokens the model looks back on; without a cache each new token costs a pass over all of them.
+const WINDOW: usize = 256;
+/// Most tokens of a sample.
+const TOKENS: usize = 200;
+/// Operations a sample may cost: seconds on one core. Models too large for it are shown by `ringspan generate`.
+const BUDGET: u64 = 1_000_000_000_000;
+const TEMPERATURE: f64 = 0.7;
+
+/// A piece of held-out text and how the model goes on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// What it was given.
+    pub prompt: String,
+    /// What it made of it.
+    pub continuation: String,
+}
+
+/// A sample at a fixed temperature; none where there is no text, or the model is too large for a moment's work.
+pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> Result<Option<Sample>> {
+    let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
+    let affordable = (BUDGET / (2 * parameters.max(1) * WINDOW as u64)) as usize;
+    let (Some(tokenizer), Some(sequence)) = (&setup.tokenizer, setup.held_out.first()) else { return Ok(None) };
+    let piece = sequence.pieces.first().copied().unwrap_or(0);
+    let mut tokens = sequence.tokens[..piece.min(PROMPT)].to_vec();
+    let prompt = tokens.len();
+    if affordable < 20 || prompt == 0 {
+        return Ok(None);
+    }
+    let options = Options { deadline: config.deadline, ..Options::default() };
+    let grown = threads::run(1, options, |world: Arc<dyn Communicator>| {
+        let group = Arc::new(Group::new(world, 1, 1, Kernel::new(config.threads))?);
+        let mut random = ChaCha8Rng::seed_from_u64(config.seed);
+        let mut tokens = tokens.clone();
+        for _ in 0..affordable.min(TOKENS) {
+            let window = &tokens[tokens.len().saturating_sub(WINDOW)..];
+            let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
+            let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
+            let hidden = hidden(&setup.decoder, weights, window, &context)?;
+            let last = hidden.narrow(0, window.len() - 1, 1)?;
+            let head = setup.decoder.head(weights).map_err(model_error)?;
+            let logits: Vec<f32> = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
+            let next = draw(&logits, &mut random);
+            if Some(next) == tokenizer.end_of_text() {
+                break;
+            }
+            tokens.push(next);
+        }
+        crate::Result::Ok(tokens)
+    })?;
+    tokens = grown.into_iter().next().unwrap_or(tokens);
+    Ok(Some(Sample {
+        prompt: tokenizer.decode(&tokens[..prompt])?,
+        continuation: tokenizer.decode(&tokens[prompt..])?,
+    }))
+}
+
+/// One token from the distribution at the fixed temperature.
+fn draw(logits: &[f32], random: &mut ChaCha8Rng) -> u32 {
+    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weight = |&l: &f32| (f64::from(l - most) / TEMPERATURE).exp();
+    let total: f64 = logits.iter().map(weight).sum();
+    let mut left = (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64 * total;
+    for (token, logit) in logits.iter().enumerate() {
+        left -= weight(logit);
+        if left < 0.0 {
+            return token as u32;
+        }
+    }
+    logits.len().saturating_sub(1) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_drawn_as_often_as_the_temperature_says() {
+        let logits = [0.0f32, 0.7, f32::NEG_INFINITY, -0.7];
+        let mut random = ChaCha8Rng::seed_from_u64(1);
+        let mut counts = [0.0; 4];
+        for _ in 0..20_000 {
+            counts[draw(&logits, &mut random) as usize] += 1.0 / 20_000.0;
+        }
+        let total = 1.0 + 1f64.exp() + (-1f64).exp();
+        for (count, expected) in counts.iter().zip([1.0 / total, 1f64.exp() / total, 0.0, (-1f64).exp() / total]) {
+            assert!((count - expected).abs() < 0.02, "{counts:?}");
+        }
+    }
+}

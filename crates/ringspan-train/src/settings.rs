@@ -1,0 +1,162 @@
+//! What a person may set: the keys of a configuration file, which are also the flags of `ringspan train`.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The arguments of `ringspan train`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct TrainArgs {
+    /// A TOML file with any of the settings below; flags override it
+    #[arg(value_name = "CONFIG.toml")]
+    pub config: Option<PathBuf>,
+    /// The settings given as flags.
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// Every setting. What is not given has a default, printed in the plan before training begins.
+#[derive(Debug, Clone, Default, PartialEq, clap::Args, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Settings {
+    /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Llama]
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub model: Option<PathBuf>,
+    /// Text: a folder, a text file, or a .jsonl file with `text` [default: the current folder]
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
+    pub data: Option<PathBuf>,
+    /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub tokens: Option<PathBuf>,
+    /// Folder for the trained model, metrics and checkpoints [default: ringspan-out]
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub out: Option<PathBuf>,
+    /// Go on with the run in this folder, from its newest checkpoint
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    #[serde(skip)]
+    pub resume: Option<PathBuf>,
+    /// Tokens of a sequence [default: 8192]
+    #[arg(long, value_name = "S", help_heading = "Model and data")]
+    pub sequence_length: Option<usize>,
+    /// Sequences of a micro-batch, over all ranks [default: 1, or dp-replicate]
+    #[arg(long, value_name = "B", help_heading = "Model and data")]
+    pub batch_size: Option<usize>,
+
+    /// Ranks in a ring, each with a part of the sequence [default: 2, or 1 when another axis is given]
+    #[arg(long, value_name = "R", help_heading = "Mesh")]
+    pub ring: Option<usize>,
+    /// Ranks that exchange tokens for heads, inside each ring place [default: 1]
+    #[arg(long, value_name = "U", help_heading = "Mesh")]
+    pub ulysses: Option<usize>,
+    /// Copies of the model, each with a part of the sequences of a batch [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Mesh")]
+    pub dp_replicate: Option<usize>,
+    /// How keys and values travel: ring, all-gather [default: ring]
+    #[arg(long, help_heading = "Mesh")]
+    pub strategy: Option<String>,
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag [default: zigzag]
+    #[arg(long, help_heading = "Mesh")]
+    pub layout: Option<String>,
+    /// Threads of a rank's attention kernel [default: cores / ranks]
+    #[arg(long, value_name = "N", help_heading = "Mesh")]
+    pub threads: Option<usize>,
+    /// Seconds a rank waits for another before it gives up [default: 600]
+    #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
+    pub deadline: Option<f64>,
+
+    /// Steps in all [default: 120]
+    #[arg(long, value_name = "N", help_heading = "Optimisation")]
+    pub steps: Option<u64>,
+    /// adamw, sgd [default: adamw]
+    #[arg(long, help_heading = "Optimisation")]
+    pub optimizer: Option<String>,
+    /// Highest learning rate [default: adamw 3e-3 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
+    #[arg(long, help_heading = "Optimisation")]
+    pub lr: Option<f64>,
+    /// Weight decay of matrices [default: adamw 0.1, sgd 0]
+    #[arg(long, help_heading = "Optimisation")]
+    pub weight_decay: Option<f64>,
+    /// AdamW: decay of the mean [default: 0.9]
+    #[arg(long, help_heading = "Optimisation")]
+    pub beta1: Option<f64>,
+    /// AdamW: decay of the mean square [default: 0.95]
+    #[arg(long, help_heading = "Optimisation")]
+    pub beta2: Option<f64>,
+    /// AdamW: added to the root of the mean square [default: 1e-8]
+    #[arg(long, help_heading = "Optimisation")]
+    pub eps: Option<f64>,
+    /// SGD: share of the last step that is kept [default: 0]
+    #[arg(long, help_heading = "Optimisation")]
+    pub momentum: Option<f64>,
+    /// Steps over which the learning rate rises [default: a tenth of the steps, at most 100]
+    #[arg(long, value_name = "N", help_heading = "Optimisation")]
+    pub warmup: Option<u64>,
+    /// The learning rate after the warm-up: cosine, constant [default: cosine]
+    #[arg(long, help_heading = "Optimisation")]
+    pub schedule: Option<String>,
+    /// Longest gradient, as L2 norm over all parameters; 0 for no limit [default: 1]
+    #[arg(long, value_name = "NORM", help_heading = "Optimisation")]
+    pub grad_clip: Option<f64>,
+    /// Micro-batches of a step [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Optimisation")]
+    pub grad_accumulation: Option<usize>,
+    /// Seed of the new model and of the order of the documents [default: 0]
+    #[arg(long, help_heading = "Optimisation")]
+    pub seed: Option<u64>,
+
+    /// Steps between checkpoints; 0 for one at the end only [default: 50]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub save_every: Option<u64>,
+    /// Checkpoints to keep [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub keep: Option<usize>,
+    /// Steps between looks at the held-out text; 0 for one at the end only [default: 0]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub eval_every: Option<u64>,
+    /// Most held-out tokens of a look [default: 131072]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub eval_tokens: Option<usize>,
+}
+
+impl Settings {
+    /// Reads a configuration file.
+    ///
+    /// # Errors
+    /// [`Error::Io`], or [`Error::Settings`] with line and column, and for an unknown key the possible ones.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        toml::from_str(&text).map_err(|e| Error::Settings(format!("{}: {e}", path.display())))
+    }
+
+    /// These settings as the text of a configuration file.
+    ///
+    /// # Errors
+    /// A number that TOML cannot hold.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|e| Error::Settings(format!("the settings cannot be written down: {e}")))
+    }
+
+    /// These settings over those of `base`: what is given here wins.
+    ///
+    /// # Errors
+    /// A number that TOML cannot hold.
+    pub fn over(&self, base: &Self) -> Result<Self> {
+        let mut table = base.table()?;
+        table.extend(self.table()?);
+        let mut merged: Self = table.try_into().map_err(|e| Error::Settings(e.to_string()))?;
+        merged.resume = self.resume.clone().or_else(|| base.resume.clone());
+        Ok(merged)
+    }
+
+    /// The keys that are given, as they are spelled.
+    ///
+    /// # Errors
+    /// A number that TOML cannot hold.
+    pub fn given(&self) -> Result<Vec<String>> {
+        Ok(self.table()?.into_iter().map(|(key, _)| key).collect())
+    }
+
+    fn table(&self) -> Result<toml::Table> {
+        toml::Table::try_from(self).map_err(|e| Error::Settings(format!("the settings cannot be written down: {e}")))
+    }
+}

@@ -1,0 +1,245 @@
+//! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
+
+use crate::{
+    checkpoint::{Checkpoint, Checkpoints, Identity},
+    config::{RUN_FILE, Source, TrainConfig},
+    data::{Batch, Corpus, Packer, Position, Sequence, fingerprint, read, read_tokens},
+    default_model,
+    error::{Error, Result},
+    feed::Feed,
+    observer::grouped,
+    optimizer::{Optimizer, State},
+    plan::Plan,
+    tokenizer::Tokenizer,
+};
+use candle_core::{Device, Tensor};
+use ringspan_models::{Config, Decoder, Weights, folder};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+/// A run that is ready to start. The same on every rank.
+pub(crate) struct Setup {
+    /// `config.json` as it is saved with the model.
+    pub(crate) config_json: serde_json::Value,
+    pub(crate) decoder: Decoder,
+    pub(crate) shapes: BTreeMap<String, Vec<usize>>,
+    /// Before the first step. Tensors are shared: no rank pays for them until it has taken a step.
+    pub(crate) weights: Weights,
+    pub(crate) tokenizer: Option<Tokenizer>,
+    pub(crate) feed: Feed,
+    /// Held-out sequences and their length; empty for a file of tokens.
+    pub(crate) held_out: Vec<Sequence>,
+    pub(crate) optimizer: Optimizer,
+    /// Steps done before this run.
+    pub(crate) first_step: u64,
+    /// Tokens seen before this run.
+    pub(crate) tokens: u64,
+    pub(crate) model: Identity,
+    pub(crate) data: Identity,
+    pub(crate) plan: Plan,
+}
+
+impl Setup {
+    /// Reads and checks; writes nothing.
+    pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
+        let (model_config, config_json, weights) = start_model(config)?;
+        check_mesh(config, &model_config)?;
+        let vocabulary = model_config.vocab_size;
+        let decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
+        let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
+        let weights = match weights {
+            Some(weights) => weights,
+            None => decoder.init(config.seed).map_err(model_error)?,
+        };
+        let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
+        let model = Identity {
+            summary: format!(
+                "{}: {} layers, hidden {}, {} heads over {}, vocabulary {vocabulary}, {} parameters",
+                model_config.model_type,
+                model_config.num_hidden_layers,
+                model_config.hidden_size,
+                model_config.num_attention_heads,
+                model_config.num_key_value_heads,
+                grouped(parameters as u64)
+            ),
+            fingerprint: fingerprint(
+                shapes.iter().flat_map(|(name, shape)| name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64))),
+            ),
+        };
+
+        let tokenizer = tokenizer(config, vocabulary)?;
+        let (mut feed, held_out, data) = open_data(config, tokenizer.as_ref(), vocabulary)?;
+        let mut setup = Self {
+            plan: Plan::default(),
+            config_json,
+            decoder,
+            weights,
+            tokenizer,
+            held_out,
+            optimizer: Optimizer::new(config.method),
+            first_step: 0,
+            tokens: 0,
+            model,
+            data,
+            feed: feed.clone(),
+            shapes,
+        };
+        if config.resume {
+            let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
+            if saved.progress.step >= config.lr.steps {
+                return Err(Error::Settings(format!(
+                    "the run in {} has done {} of {} steps: to go on, give more with --steps",
+                    config.out.display(),
+                    saved.progress.step,
+                    config.lr.steps
+                )));
+            }
+            if let Feed::Text { packer, .. } = &mut feed {
+                *packer = packer.clone().at(saved.progress.position);
+            }
+            setup.feed = feed;
+            setup.first_step = saved.progress.step;
+            setup.tokens = saved.progress.tokens;
+            let (weights, state) = restored(saved, &setup.shapes)?;
+            let sizes = setup.shapes.iter().map(|(name, shape)| (name.as_str(), shape.iter().product()));
+            setup.optimizer = Optimizer::resume(config.method, state, sizes)?;
+            setup.weights = weights;
+        }
+        setup.plan = Plan::new(config, &setup, &model_config)?;
+        setup.plan.check_memory()?;
+        Ok(setup)
+    }
+
+    /// The batch whose shape the plan is made for: the first one of the run.
+    pub(crate) fn first_batch(&self, accumulation: usize) -> Option<Batch> {
+        self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens)
+    }
+}
+
+pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
+    Error::Model(error.to_string())
+}
+
+fn start_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Option<Weights>)> {
+    let Some(path) = &config.model else {
+        let json = default_model::config(config.sequence_length);
+        let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
+        return Ok((parsed, json, None));
+    };
+    let json_path = path.join("config.json");
+    let bytes = std::fs::read(&json_path).map_err(Error::io("read", &json_path))?;
+    let json = serde_json::from_slice(&bytes).map_err(|e| Error::Model(format!("{}: {e}", json_path.display())))?;
+    let (parsed, weights) = folder::load(path).map_err(model_error)?;
+    Ok((parsed, json, Some(weights)))
+}
+
+fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {
+    if config.ulysses > model.num_attention_heads {
+        return Err(ringspan::Error::UlyssesHeads {
+            ulysses: config.ulysses,
+            heads: model.num_attention_heads,
+            ranks: config.ring * config.ulysses,
+        }
+        .into());
+    }
+    Ok(())
+}
+
+fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer>> {
+    let path: PathBuf = match &config.model {
+        None => return Tokenizer::byte_level(Path::new("byte-level")).map(Some),
+        Some(model) => model.join("tokenizer.json"),
+    };
+    if !path.exists() {
+        return match &config.source {
+            Source::Tokens(_) => Ok(None),
+            Source::Text(_) => Err(Error::Tokenizer {
+                path,
+                problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
+            }),
+        };
+    }
+    let tokenizer = Tokenizer::read(&path)?;
+    // Models often have more rows than their tokenizer has tokens, never fewer.
+    if matches!(config.source, Source::Text(_)) && tokenizer.vocabulary() > vocabulary {
+        return Err(Error::Tokenizer {
+            path,
+            problem: format!("has {} tokens, but the model's vocabulary is {vocabulary}", tokenizer.vocabulary()),
+        });
+    }
+    Ok(Some(tokenizer))
+}
+
+fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<(Feed, Vec<Sequence>, Identity)> {
+    match (&config.source, tokenizer) {
+        (Source::Tokens(path), _) => {
+            let batch = read_tokens(path, vocabulary)?;
+            let identity = Identity {
+                summary: format!("{} sequences of {} tokens in {}", batch.rows, batch.length, path.display()),
+                fingerprint: fingerprint(batch.tokens.iter().map(|&t| u64::from(t)).chain([batch.length as u64])),
+            };
+            Ok((Feed::Tokens(batch), Vec::new(), identity))
+        }
+        (Source::Text(path), Some(tokenizer)) => {
+            let texts = read(path, std::slice::from_ref(&config.out))?;
+            let corpus = Corpus::new(&texts, tokenizer)?;
+            let s = texts.skipped;
+            let skipped = match s.binary + s.large + s.empty {
+                0 => String::new(),
+                _ => format!(" (skipped {} binary, {} over 4 MiB, {} empty files)", s.binary, s.large, s.empty),
+            };
+            let identity = Identity {
+                summary: format!(
+                    "{} documents of {}: {} tokens to train on, {} held out{skipped}",
+                    texts.documents.len(),
+                    path.display(),
+                    grouped(corpus.train_tokens() as u64),
+                    grouped(corpus.held_out_tokens() as u64)
+                ),
+                fingerprint: corpus.fingerprint,
+            };
+            let length = config.sequence_length;
+            let held_out = Packer::once(&corpus.held_out, length, config.eval_tokens);
+            let packer = Packer::new(corpus.train, length, config.seed, Position::default());
+            Ok((Feed::Text { packer, length, batch_size: config.batch_size }, held_out, identity))
+        }
+        (Source::Text(path), None) => {
+            Err(Error::Data { path: path.clone(), problem: "text needs a tokenizer, and there is none".into() })
+        }
+    }
+}
+
+fn restored(saved: Checkpoint, shapes: &BTreeMap<String, Vec<usize>>) -> Result<(Weights, State)> {
+    let mut weights = Weights::new();
+    for (name, (shape, values)) in saved.parameters {
+        if shapes.get(&name) != Some(&shape) {
+            return Err(Error::Checkpoint {
+                path: saved.path,
+                problem: format!("parameter `{name}` {shape:?} does not belong to this model"),
+            });
+        }
+        weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
+    }
+    if let Some(name) = shapes.keys().find(|name| !weights.contains_key(*name)) {
+        return Err(Error::Checkpoint { path: saved.path, problem: format!("parameter `{name}` is missing") });
+    }
+    Ok((weights, saved.optimizer))
+}
+
+/// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.
+pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
+    std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
+    let mut settings = config.settings.clone();
+    let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
+    settings.out = None;
+    if let Some(model) = &settings.model {
+        settings.model = Some(absolute(model)?);
+    }
+    match &config.source {
+        Source::Text(path) => settings.data = Some(absolute(path)?),
+        Source::Tokens(path) => settings.tokens = Some(absolute(path)?),
+    }
+    crate::checkpoint::write_file(&config.out.join(RUN_FILE), settings.to_toml()?.as_bytes())
+}

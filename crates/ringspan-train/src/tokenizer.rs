@@ -1,0 +1,150 @@
+//! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level one a new model starts with.
+
+use crate::error::{Error, Result};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// Names under which models keep the token that ends a document, in order of preference.
+const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
+
+/// A tokenizer and the token that ends a document.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    end_of_text: Option<u32>,
+    path: PathBuf,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when the file is missing or damaged.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+        Self::parse(&bytes, path)
+    }
+
+    /// 257 tokens: token b is the byte b, token 256 is `<|endoftext|>`. `path` names it in messages.
+    ///
+    /// # Errors
+    /// Never in practice: the tokenizer is the same each time.
+    pub fn byte_level(path: &Path) -> Result<Self> {
+        let vocabulary: serde_json::Map<_, _> =
+            byte_characters().iter().enumerate().map(|(byte, c)| (c.to_string(), json!(byte))).collect();
+        let end = json!({"id": 256, "content": END_OF_TEXT[0], "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true});
+        let level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let tokenizer = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [end],
+            "normalizer": null, "pre_tokenizer": level, "post_processor": null, "decoder": level,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                "vocab": vocabulary, "merges": []}});
+        Self::parse(tokenizer.to_string().as_bytes(), path)
+    }
+
+    fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
+            .map_err(|e| Error::Tokenizer { path: path.into(), problem: e.to_string() })?;
+        // Text that spells a special token stays text: data cannot end a document by naming the token.
+        inner.set_encode_special_tokens(true);
+        let end_of_text = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
+        Ok(Self { inner, end_of_text, path: path.into() })
+    }
+
+    /// The tokens of `text`, without special tokens.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        match self.inner.encode_fast(text, false) {
+            Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+            Err(e) => Err(Error::Tokenizer { path: self.path.clone(), problem: e.to_string() }),
+        }
+    }
+
+    /// The text of `tokens`; special tokens are left out, broken UTF-8 becomes the replacement character.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when the decoder fails.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        self.inner
+            .decode(tokens, true)
+            .map_err(|e| Error::Tokenizer { path: self.path.clone(), problem: e.to_string() })
+    }
+
+    /// The token that ends a document, when the tokenizer has one.
+    #[must_use]
+    pub fn end_of_text(&self) -> Option<u32> {
+        self.end_of_text
+    }
+
+    /// Number of tokens, added ones included.
+    #[must_use]
+    pub fn vocabulary(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The `tokenizer.json` of this tokenizer.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when it cannot be serialised.
+    pub fn to_json(&self) -> Result<String> {
+        self.inner.to_string(true).map_err(|e| Error::Tokenizer { path: self.path.clone(), problem: e.to_string() })
+    }
+}
+
+/// The printable character that stands for each byte in byte-level vocabularies: printable Latin-1 bytes stand for
+/// themselves, the others are numbered from U+0100 on in byte order (the table GPT-2 introduced).
+fn byte_characters() -> [char; 256] {
+    let mut next = 0x100;
+    std::array::from_fn(|byte| {
+        let printable = matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
+        let code = if printable {
+            byte as u32
+        } else {
+            next += 1;
+            next - 1
+        };
+        char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_level_tokens_are_the_bytes_and_come_back_as_the_text() {
+        let tokenizer = Tokenizer::byte_level(Path::new("byte-level")).unwrap();
+        let every_character: String = (0..0x250).filter_map(char::from_u32).chain("日本 🦀\r\n".chars()).collect();
+        for text in ["", "  fn main() {\n\t}\n", "<|endoftext|>", &every_character] {
+            let tokens = tokenizer.encode(text).unwrap();
+            let bytes: Vec<u32> = text.bytes().map(u32::from).collect();
+            assert_eq!(tokens, bytes);
+            assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
+        }
+        assert_eq!((tokenizer.end_of_text(), tokenizer.vocabulary()), (Some(256), 257));
+        assert_eq!(tokenizer.decode(&[104, 105, 256]).unwrap(), "hi");
+    }
+
+    #[test]
+    fn a_saved_tokenizer_is_the_same_again() {
+        let tokenizer = Tokenizer::byte_level(Path::new("byte-level")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, tokenizer.to_json().unwrap()).unwrap();
+        let again = Tokenizer::read(&path).unwrap();
+        assert_eq!(again.encode("Ünï\n").unwrap(), tokenizer.encode("Ünï\n").unwrap());
+        assert_eq!(again.to_json().unwrap(), tokenizer.to_json().unwrap());
+    }
+
+    #[test]
+    fn a_damaged_tokenizer_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, "{\"version\": \"1.0\"").unwrap();
+        let message = Tokenizer::read(&path).unwrap_err().to_string();
+        assert!(message.contains("tokenizer.json"), "{message}");
+    }
+}

@@ -1,0 +1,77 @@
+//! A tiny model, a small text, and an observer that remembers.
+#![allow(dead_code)] // Each test file uses its part.
+
+use ringspan_models::{Config, Decoder, folder};
+use ringspan_train::{
+    EvaluationMetrics, Observer, Outcome, Settings, StepMetrics, Tokenizer, TrainConfig, train,
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+pub fn tiny_config() -> serde_json::Value {
+    serde_json::json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "hidden_act": "silu", "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "attention_bias": false, "tie_word_embeddings": true,
+    })
+}
+
+pub fn tiny_model(folder_path: &Path) -> PathBuf {
+    let path = folder_path.join("tiny");
+    let json = tiny_config();
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
+    let tokenizer = Tokenizer::byte_level(Path::new("byte-level")).unwrap();
+    std::fs::write(path.join("tokenizer.json"), tokenizer.to_json().unwrap()).unwrap();
+    path
+}
+
+/// Documents of many lengths, shorter and longer than the tests' sequences.
+pub fn text(folder_path: &Path) -> PathBuf {
+    let path = folder_path.join("text.jsonl");
+    let lines: Vec<String> = (0..40)
+        .map(|i| {
+            let words: String = (0..1 + i * 7 % 60).map(|w| format!("word {} of {i}; ", w * i % 13)).collect();
+            serde_json::json!({ "text": words }).to_string()
+        })
+        .collect();
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    path
+}
+
+/// Keeps what happened; stops the run after a step where asked.
+#[derive(Default)]
+pub struct Memory<'a> {
+    pub steps: Vec<StepMetrics>,
+    pub evaluations: Vec<EvaluationMetrics>,
+    pub stop_after: Option<(u64, &'a AtomicBool)>,
+}
+
+impl Observer for Memory<'_> {
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        self.steps.push(metrics.clone());
+        if let Some((step, stop)) = self.stop_after
+            && metrics.step == step
+        {
+            stop.store(true, Ordering::SeqCst);
+        }
+    }
+    fn evaluated(&mut self, metrics: &EvaluationMetrics) {
+        self.evaluations.push(metrics.clone());
+    }
+}
+
+impl Memory<'_> {
+    pub fn losses(&self) -> Vec<f64> {
+        self.steps.iter().map(|m| m.loss).collect()
+    }
+}
+
+pub fn run(settings: Settings) -> (Outcome, Memory<'static>) {
+    let mut memory = Memory::default();
+    let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
+    (outcome, memory)
+}

@@ -1,0 +1,113 @@
+//! The mesh is a way to compute, not a part of the result.
+
+mod common;
+
+use common::{Memory, run, text, tiny_model};
+use ringspan_models::{Weights, folder};
+use ringspan_train::Settings;
+use std::path::Path;
+
+/// Ring, Ulysses, copies of the model.
+const MESHES: [(usize, usize, usize); 8] =
+    [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 4, 1), (3, 1, 2)];
+
+fn settings(root: &Path, name: &str) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join(name)),
+        sequence_length: Some(97),
+        batch_size: Some(3),
+        steps: Some(3),
+        optimizer: Some("sgd".into()),
+        lr: Some(0.5),
+        momentum: Some(0.9),
+        warmup: Some(0),
+        grad_clip: Some(0.0),
+        eval_every: Some(2),
+        ..Settings::default()
+    }
+}
+
+#[track_caller]
+fn same(name: &str, a: &Memory<'_>, b: &Memory<'_>) {
+    for (a, b) in a.steps.iter().zip(&b.steps) {
+        assert!((a.loss - b.loss).abs() <= 1e-6 * b.loss, "{name}, step {}: loss {} is not {}", a.step, a.loss, b.loss);
+        let off = (a.grad_norm - b.grad_norm).abs();
+        assert!(off <= 1e-5 * b.grad_norm, "{name}, step {}: norm {} is not {}", a.step, a.grad_norm, b.grad_norm);
+        assert_eq!(a.tokens, b.tokens);
+    }
+    assert_eq!(a.evaluations.len(), 2);
+    for (a, b) in a.evaluations.iter().zip(&b.evaluations) {
+        assert_eq!(a.held_out_targets, b.held_out_targets);
+        assert!((a.held_out_loss - b.held_out_loss).abs() <= 1e-6 * b.held_out_loss, "{name}: held-out loss");
+    }
+}
+
+#[track_caller]
+fn same_weights(name: &str, a: &Weights, b: &Weights) {
+    assert_eq!(a.keys().collect::<Vec<_>>(), b.keys().collect::<Vec<_>>());
+    for (key, b) in b {
+        let a: Vec<f32> = a[key].flatten_all().unwrap().to_vec1().unwrap();
+        let b: Vec<f32> = b.flatten_all().unwrap().to_vec1().unwrap();
+        let norm: f64 = b.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let off: f64 = a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+        assert!(off <= 1e-5 * norm, "{name}, {key}: relative difference {:e}", off / norm);
+    }
+}
+
+#[test]
+fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_every_mesh() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let (outcome, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
+    let (_, before) = folder::load(&root.join("tiny")).unwrap();
+    let (_, weights) = folder::load(&outcome.out).unwrap();
+    let moved: f64 = (&weights["model.embed_tokens.weight"] - &before["model.embed_tokens.weight"])
+        .and_then(|d| d.sqr()?.sum_all()?.to_scalar::<f32>())
+        .unwrap()
+        .into();
+    assert!(moved > 1e-4, "training must move the weights for this comparison to mean something: {moved}");
+    for (ring, ulysses, dp_replicate) in MESHES {
+        let name = format!("ring {ring}, ulysses {ulysses}, copies {dp_replicate}");
+        let mesh =
+            Settings { ring: Some(ring), ulysses: Some(ulysses), dp_replicate: Some(dp_replicate), ..settings(root, &name) };
+        let (outcome, memory) = run(mesh);
+        same(&name, &memory, &one);
+        same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
+    }
+}
+
+#[test]
+fn layouts_and_strategies_train_alike() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let (_, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
+    for layout in ["contiguous", "striped:1", "striped:5", "per-document-zigzag"] {
+        for strategy in ["ring", "all-gather"] {
+            let name = format!("{layout} {strategy}");
+            let (_, memory) = run(Settings {
+                ring: Some(3),
+                layout: Some(layout.into()),
+                strategy: Some(strategy.into()),
+                ..settings(root, &name)
+            });
+            same(&name, &memory, &one);
+        }
+    }
+}
+
+#[test]
+fn micro_batches_add_up_to_one_batch() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let (_, one) = run(Settings { ring: Some(1), batch_size: Some(6), ..settings(root, "one") });
+    let (_, two) = run(Settings { ring: Some(2), grad_accumulation: Some(2), ..settings(root, "two") });
+    same("2 x 3 sequences", &two, &one);
+}

@@ -1,0 +1,118 @@
+//! A run that was cut short and resumed is the run that was not.
+
+mod common;
+
+use common::{Memory, run, text, tiny_model};
+use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
+use std::{fs, path::Path, sync::atomic::AtomicBool};
+
+fn settings(root: &Path, name: &str) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join(name)),
+        sequence_length: Some(64),
+        batch_size: Some(2),
+        ring: Some(2),
+        steps: Some(8),
+        lr: Some(1e-2),
+        save_every: Some(3),
+        grad_accumulation: Some(2),
+        ..Settings::default()
+    }
+}
+
+fn resumed(out: &Path, given: Settings) -> Result<(ringspan_train::Outcome, Memory<'static>), ringspan_train::Error> {
+    let args = TrainArgs { config: None, settings: Settings { resume: Some(out.into()), ..given } };
+    let mut memory = Memory::default();
+    let outcome = train(&TrainConfig::from_args(&args)?, &AtomicBool::new(false), &mut memory)?;
+    Ok((outcome, memory))
+}
+
+fn losses_on_disk(out: &Path) -> Vec<(u64, u64)> {
+    let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+    lines.filter_map(|l| Some((l["step"].as_u64()?, l["loss"].as_f64()?.to_bits()))).collect()
+}
+
+#[test]
+fn losses_and_the_final_model_are_the_same_bit_for_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let (whole, _) = run(settings(root, "whole"));
+    let (cut, _) = run(settings(root, "cut"));
+    assert_eq!(losses_on_disk(&whole.out), losses_on_disk(&cut.out), "the same run twice gives the same bits");
+
+    // As if the power had failed after step 7: the newest checkpoint is that of step 6.
+    fs::remove_dir_all(cut.out.join("checkpoints/step-000008")).unwrap();
+    fs::remove_file(cut.out.join("model.safetensors")).unwrap();
+    let (again, memory) = resumed(&cut.out, Settings::default()).unwrap();
+    assert_eq!(memory.steps.iter().map(|m| m.step).collect::<Vec<_>>(), [7, 8]);
+    assert_eq!(again.step, 8);
+    assert_eq!(losses_on_disk(&again.out), losses_on_disk(&whole.out));
+    for file in ["model.safetensors", "config.json", "tokenizer.json"] {
+        assert_eq!(fs::read(again.out.join(file)).unwrap(), fs::read(whole.out.join(file)).unwrap(), "{file}");
+    }
+}
+
+#[test]
+fn a_stopped_run_saves_its_step_and_goes_on_where_it_stood() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let (whole, _) = run(settings(root, "whole"));
+    let stop = AtomicBool::new(false);
+    let mut memory = Memory { stop_after: Some((4, &stop)), ..Memory::default() };
+    let outcome = train(&TrainConfig::resolve(settings(root, "cut")).unwrap(), &stop, &mut memory).unwrap();
+    assert!(outcome.interrupted && outcome.step == 4);
+    assert!(outcome.out.join("checkpoints/step-000004").exists());
+    assert!(!outcome.out.join("model.safetensors").exists(), "a stopped run has no trained model yet");
+    let (again, _) = resumed(&outcome.out, Settings::default()).unwrap();
+    assert!(!again.interrupted);
+    assert_eq!(losses_on_disk(&again.out), losses_on_disk(&whole.out));
+    let message = resumed(&outcome.out, Settings::default()).unwrap_err().to_string();
+    assert!(message.contains("8 of 8 steps") && message.contains("--steps"), "{message}");
+    assert_eq!(resumed(&outcome.out, Settings { steps: Some(9), ..Settings::default() }).unwrap().0.step, 9);
+}
+
+#[test]
+fn another_mesh_goes_on_with_the_same_losses_within_rounding() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let (whole, memory) = run(settings(root, "whole"));
+    fs::remove_dir_all(whole.out.join("checkpoints/step-000008")).unwrap();
+    let mesh = Settings { ring: Some(1), dp_replicate: Some(2), ..Settings::default() };
+    let (_, again) = resumed(&whole.out, mesh).unwrap();
+    for (a, b) in again.steps.iter().zip(&memory.steps[6..]) {
+        assert!((a.loss - b.loss).abs() <= 1e-5 * b.loss, "step {}: {} is not {}", a.step, a.loss, b.loss);
+    }
+}
+
+#[test]
+fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let model = tiny_model(root);
+    let data = text(root);
+    let (whole, _) = run(settings(root, "whole"));
+    let more = || Settings { steps: Some(9), ..Settings::default() };
+
+    let lines = fs::read_to_string(&data).unwrap();
+    fs::write(&data, format!("{lines}\n{{\"text\":\"one more\"}}")).unwrap();
+    let message = resumed(&whole.out, more()).unwrap_err().to_string();
+    assert!(message.contains("40 documents") && message.contains("41 documents"), "{message}");
+    fs::write(&data, lines).unwrap();
+
+    let mut wide = common::tiny_config();
+    wide["intermediate_size"] = 96.into();
+    let decoder =
+        ringspan_models::Decoder::new(serde_json::from_value::<ringspan_models::Config>(wide.clone()).unwrap()).unwrap();
+    ringspan_models::folder::save(&model, &wide, &decoder.init(3).unwrap()).unwrap();
+    let message = resumed(&whole.out, more()).unwrap_err().to_string();
+    assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");
+}

@@ -1,0 +1,174 @@
+//! Documents: the sequences inside a batch that never see each other.
+
+use crate::error::{Error, Result};
+use std::ops::Range;
+
+/// One sequence inside a batch `[B, S]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Document {
+    /// Batch row.
+    pub row: usize,
+    /// Index of position 0 in the flat batch (`b * S + s`).
+    pub offset: usize,
+    /// Positions that hold tokens, ascending; more than one span where padding or other documents lie between.
+    pub spans: Vec<Range<usize>>,
+    /// Length of the frame in which positions are counted, padding at its end included.
+    pub extent: usize,
+}
+
+impl Document {
+    /// Tokens.
+    pub fn tokens(&self) -> usize {
+        self.spans.iter().map(|span| span.len()).sum()
+    }
+}
+
+/// The documents of a batch `[B, S]`. Tokens in no document are padding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Documents {
+    list: Vec<Document>,
+    size: usize,
+}
+
+impl Documents {
+    /// `rows` documents of `len` tokens: a batch without padding.
+    pub fn batch(rows: usize, len: usize) -> Self {
+        let document = |row| whole(row, row * len, len, len);
+        Self { list: (0..rows).map(document).collect(), size: rows * len }
+    }
+
+    /// A batch `[lengths.len(), len]` whose rows are padded on the right: row b has `lengths[b]` tokens.
+    ///
+    /// # Errors
+    /// A length above `len`.
+    pub fn padded(lengths: &[usize], len: usize) -> Result<Self> {
+        if let Some((row, given)) = lengths.iter().enumerate().find(|(_, given)| **given > len) {
+            return Err(Error::Documents(format!("row {row} has length {given}, but rows hold {len} tokens")));
+        }
+        let list = lengths.iter().enumerate().map(|(row, &tokens)| whole(row, row * len, tokens, len)).collect();
+        Ok(Self { list, size: lengths.len() * len })
+    }
+
+    /// One row of documents of the given lengths, one after the other, without padding.
+    pub fn packed(lengths: &[usize]) -> Self {
+        let mut size = 0;
+        let mut list = Vec::with_capacity(lengths.len());
+        for &len in lengths {
+            list.push(whole(0, size, len, len));
+            size += len;
+        }
+        Self { list, size }
+    }
+
+    /// One row of `len` tokens, document n at `boundaries[n]..boundaries[n + 1]`; tokens outside are padding.
+    ///
+    /// # Errors
+    /// Boundaries that fall, or leave the row.
+    pub fn from_boundaries(boundaries: &[usize], len: usize) -> Result<Self> {
+        let mut list = Vec::new();
+        for (n, pair) in boundaries.windows(2).enumerate() {
+            if pair[0] > pair[1] || pair[1] > len {
+                return Err(Error::Documents(format!(
+                    "document {n} is {}..{}, which does not rise inside 0..{len}",
+                    pair[0], pair[1]
+                )));
+            }
+            list.push(whole(0, pair[0], pair[1] - pair[0], pair[1] - pair[0]));
+        }
+        Ok(Self { list, size: len })
+    }
+
+    /// Rows of lists of document lengths, packed from the left of rows of `len` tokens; the rest is padding.
+    ///
+    /// # Errors
+    /// A row whose documents need more than `len` tokens.
+    pub fn from_rows(rows: &[Vec<usize>], len: usize) -> Result<Self> {
+        let mut list = Vec::new();
+        for (row, lengths) in rows.iter().enumerate() {
+            let total: usize = lengths.iter().sum();
+            if total > len {
+                return Err(Error::Documents(format!("row {row} has {total} tokens, but rows hold {len}")));
+            }
+            let mut offset = row * len;
+            for &tokens in lengths {
+                list.push(whole(row, offset, tokens, tokens));
+                offset += tokens;
+            }
+        }
+        Ok(Self { list, size: rows.len() * len })
+    }
+
+    /// A batch `[ids.len() / len, len]`: tokens of a row with the same id are one document, 0 is padding.
+    ///
+    /// Positions count through whatever lies between the tokens of a document.
+    ///
+    /// # Errors
+    /// Negative ids, or ids that do not fill rows of `len`.
+    pub fn from_ids(ids: &[i32], len: usize) -> Result<Self> {
+        if len == 0 || !ids.len().is_multiple_of(len) {
+            if ids.is_empty() {
+                return Ok(Self { list: Vec::new(), size: 0 });
+            }
+            return Err(Error::Documents(format!("{} document ids do not fill rows of {len}", ids.len())));
+        }
+        let mut list: Vec<Document> = Vec::new();
+        for (row, ids) in ids.chunks_exact(len).enumerate() {
+            let mut seen = std::collections::HashMap::new();
+            for (s, &id) in ids.iter().enumerate() {
+                if id < 0 {
+                    return Err(Error::Documents(format!("id {id} at [{row}, {s}] is negative; 0 is padding")));
+                }
+                if id == 0 {
+                    continue;
+                }
+                let index = *seen.entry(id).or_insert_with(|| {
+                    list.push(Document { row, offset: row * len + s, spans: Vec::new(), extent: 0 });
+                    list.len() - 1
+                });
+                let document = &mut list[index];
+                let position = row * len + s - document.offset;
+                document.extent = position + 1;
+                match document.spans.last_mut() {
+                    Some(span) if span.end == position => span.end += 1,
+                    _ => document.spans.push(position..position + 1),
+                }
+            }
+        }
+        Ok(Self { list, size: ids.len() })
+    }
+
+    /// Number of documents.
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Whether there is no document.
+    pub fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Document `index`.
+    pub fn get(&self, index: usize) -> &Document {
+        &self.list[index]
+    }
+
+    /// All documents, in order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Document> {
+        self.list.iter()
+    }
+
+    /// Elements of the flat batch, padding included: B * S.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Tokens in documents.
+    pub fn tokens(&self) -> usize {
+        self.list.iter().map(Document::tokens).sum()
+    }
+}
+
+fn whole(row: usize, offset: usize, tokens: usize, extent: usize) -> Document {
+    let spans = if tokens > 0 { std::iter::once(0..tokens).collect() } else { Vec::new() };
+    Document { row, offset, spans, extent }
+}

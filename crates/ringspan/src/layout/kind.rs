@@ -1,0 +1,142 @@
+//! The ways to deal tokens to ranks.
+
+use super::{Documents, Run, joined};
+use crate::error::Error;
+use std::ops::Range;
+use std::str::FromStr;
+
+/// A way to deal the tokens of each batch row to P ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum LayoutKind {
+    /// Rank r holds the r-th of P equal parts of the row.
+    Contiguous,
+    /// Rank r holds parts r and 2P-1-r of 2P: causal work is the same on every rank.
+    Zigzag,
+    /// Token t belongs to rank (t / K) mod P.
+    Striped(usize),
+    /// Zigzag inside each document, so that packed documents are balanced one by one.
+    PerDocumentZigzag,
+}
+
+const POSSIBLE: &str = "contiguous, zigzag, striped:K (K >= 1), per-document-zigzag";
+
+/// Above this stripe width, blocks become runs of their own; below, one run a residue with a step.
+///
+/// K runs of a step, or S/(K*P) runs without: the first is fewer for narrow stripes. The choice hangs on K alone, so
+/// that queries and keys of any length get equal steps.
+const STEPPED_STRIPE: usize = 16;
+
+impl LayoutKind {
+    pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
+        let mut out = vec![Vec::new(); ranks];
+        let mut units: Vec<Vec<Piece>> = Vec::new();
+        let mut last_row = None;
+        for (index, document) in documents.iter().enumerate() {
+            if units.is_empty() || self == Self::PerDocumentZigzag || last_row != Some(document.row) {
+                units.push(Vec::new());
+            }
+            last_row = Some(document.row);
+            let Some(unit) = units.last_mut() else { continue };
+            unit.extend(document.spans.iter().map(|span| Piece { document: index, span: span.clone() }));
+        }
+        for unit in &units {
+            // Documents with gaps may interleave; the row's order is that of the flat batch.
+            let mut unit: Vec<&Piece> = unit.iter().collect();
+            unit.sort_by_key(|piece| documents.get(piece.document).offset + piece.span.start);
+            let tokens = unit.iter().map(|piece| piece.span.len()).sum();
+            for (rank, runs) in out.iter_mut().enumerate() {
+                for progression in self.share(tokens, rank, ranks) {
+                    cut(&unit, progression, runs);
+                }
+            }
+        }
+        out.into_iter().map(|runs| joined(runs.into_iter())).collect()
+    }
+
+    /// The token numbers of `rank` among `n` tokens of a row, in local order.
+    fn share(self, n: usize, rank: usize, ranks: usize) -> Vec<Progression> {
+        let part = |index: usize, parts: usize| {
+            // 128-bit: n * parts may not fit in a word.
+            let at = |i: usize| (n as u128 * i as u128 / parts as u128) as usize;
+            Progression { start: at(index), end: at(index + 1), step: 1 }
+        };
+        match self {
+            Self::Contiguous => vec![part(rank, ranks)],
+            Self::Zigzag | Self::PerDocumentZigzag => {
+                vec![part(rank, 2 * ranks), part(2 * ranks - 1 - rank, 2 * ranks)]
+            }
+            Self::Striped(width) if width <= STEPPED_STRIPE => {
+                let residue = |c| Progression { start: rank * width + c, end: n, step: width * ranks };
+                (0..width).map(residue).collect()
+            }
+            Self::Striped(width) => (rank.saturating_mul(width)..n)
+                .step_by(width.saturating_mul(ranks))
+                .map(|start| Progression { start, end: start.saturating_add(width).min(n), step: 1 })
+                .collect(),
+        }
+    }
+}
+
+/// A span of one document, as part of a row.
+struct Piece {
+    document: usize,
+    span: Range<usize>,
+}
+
+/// Token numbers `start, start + step, ..` below `end`.
+#[derive(Clone, Copy)]
+struct Progression {
+    start: usize,
+    end: usize,
+    step: usize,
+}
+
+/// Cuts a progression of token numbers at the borders of the pieces, in order.
+fn cut(pieces: &[&Piece], progression: Progression, runs: &mut Vec<Run>) {
+    let Progression { start, end, step } = progression;
+    let mut base = 0;
+    for piece in pieces {
+        let (from, to) = (base, base + piece.span.len());
+        base = to;
+        let first = if start >= from { start } else { start + (from - start).div_ceil(step) * step };
+        let last = to.min(end);
+        if first >= last {
+            continue;
+        }
+        runs.push(Run {
+            document: piece.document,
+            start: piece.span.start + (first - from),
+            len: (last - first).div_ceil(step),
+            step,
+        });
+    }
+}
+
+impl std::fmt::Display for LayoutKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Contiguous => f.write_str("contiguous"),
+            Self::Zigzag => f.write_str("zigzag"),
+            Self::Striped(width) => write!(f, "striped:{width}"),
+            Self::PerDocumentZigzag => f.write_str("per-document-zigzag"),
+        }
+    }
+}
+
+impl FromStr for LayoutKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let unknown = || Error::Unknown { what: "layout", given: text.to_owned(), possible: POSSIBLE };
+        match text {
+            "contiguous" => Ok(Self::Contiguous),
+            "zigzag" => Ok(Self::Zigzag),
+            "striped" => Ok(Self::Striped(1)),
+            "per-document-zigzag" => Ok(Self::PerDocumentZigzag),
+            _ => match text.strip_prefix("striped:").and_then(|width| width.parse().ok()) {
+                Some(width) if width > 0 => Ok(Self::Striped(width)),
+                _ => Err(unknown()),
+            },
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Axis sizes to coordinates and groups: arithmetic only.
+//!
+//! Ranks are numbered with the last axis fastest, so ranks that differ in the innermost axis only are neighbours.
+
+use crate::error::{Error, Result};
+
+/// Named axes, outermost first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mesh {
+    axes: Vec<(String, usize)>,
+}
+
+impl Mesh {
+    /// Axes and their sizes, outermost first.
+    ///
+    /// # Errors
+    /// Empty or repeated names, sizes of 0, products that do not fit a word.
+    pub fn new(axes: &[(&str, usize)]) -> Result<Self> {
+        let mesh = Self { axes: axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect() };
+        let refuse = |problem: String| Err(Error::MeshAxis { mesh: mesh.to_string(), problem });
+        for (index, (name, size)) in axes.iter().enumerate() {
+            if name.is_empty() {
+                return refuse(format!("axis {index} has no name"));
+            }
+            if *size == 0 {
+                return refuse(format!("axis {name} has size 0; the least is 1"));
+            }
+            if axes[..index].iter().any(|(other, _)| other == name) {
+                return refuse(format!("axis {name} is given twice"));
+            }
+        }
+        if axes.iter().try_fold(1usize, |product, (_, size)| product.checked_mul(*size)).is_none() {
+            return refuse("the product of the sizes does not fit a machine word".into());
+        }
+        Ok(mesh)
+    }
+
+    /// Refuses a mesh that needs another number of ranks.
+    ///
+    /// # Errors
+    /// [`Error::MeshSize`].
+    pub fn check(&self, ranks: usize) -> Result<()> {
+        if self.world() == ranks {
+            return Ok(());
+        }
+        Err(Error::MeshSize { mesh: self.to_string(), needed: self.world(), ranks })
+    }
+
+    /// Ranks: the product of the sizes.
+    pub fn world(&self) -> usize {
+        self.axes.iter().map(|(_, size)| size).product()
+    }
+
+    /// Names and sizes, outermost first.
+    pub fn axes(&self) -> impl Iterator<Item = (&str, usize)> {
+        self.axes.iter().map(|(name, size)| (name.as_str(), *size))
+    }
+
+    /// Size of an axis; axes the mesh does not have are of size 1.
+    pub fn size(&self, axis: &str) -> usize {
+        self.axes().find(|(name, _)| *name == axis).map_or(1, |(_, size)| size)
+    }
+
+    /// Coordinates of a rank, outermost axis first.
+    pub fn coordinates(&self, rank: usize) -> Vec<usize> {
+        let mut rest = rank;
+        let mut coordinates = vec![0; self.axes.len()];
+        for (coordinate, (_, size)) in coordinates.iter_mut().zip(&self.axes).rev() {
+            *coordinate = rest % size;
+            rest /= size;
+        }
+        coordinates
+    }
+
+    /// Coordinate of a rank on one axis; 0 on axes the mesh does not have.
+    pub fn coordinate(&self, rank: usize, axis: &str) -> usize {
+        let at = self.axes().position(|(name, _)| name == axis);
+        at.map_or(0, |at| self.coordinates(rank)[at])
+    }
+
+    /// The rank at the given coordinates, outermost axis first.
+    pub fn rank(&self, coordinates: &[usize]) -> usize {
+        self.axes.iter().zip(coordinates).fold(0, |rank, ((_, size), coordinate)| rank * size + coordinate)
+    }
+
+    /// All ranks, parted into groups that differ on `axes` only; inside a group the first of `axes` is outermost.
+    ///
+    /// # Errors
+    /// An axis the mesh does not have, or one given twice.
+    pub fn groups(&self, axes: &[&str]) -> Result<Vec<Vec<usize>>> {
+        let mut at = Vec::with_capacity(axes.len());
+        for axis in axes {
+            match self.axes().position(|(name, _)| name == *axis) {
+                Some(index) if !at.contains(&index) => at.push(index),
+                found => {
+                    let problem = if found.is_some() { "is asked for twice" } else { "does not exist" };
+                    return Err(Error::MeshAxis { mesh: self.to_string(), problem: format!("axis {axis} {problem}") });
+                }
+            }
+        }
+        let size: usize = at.iter().map(|&index| self.axes[index].1).product();
+        let mut groups: Vec<(Vec<usize>, Vec<usize>)> = Vec::new();
+        let mut index_of = std::collections::HashMap::new();
+        for rank in 0..self.world() {
+            let coordinates = self.coordinates(rank);
+            let others: Vec<usize> =
+                coordinates.iter().enumerate().filter(|(index, _)| !at.contains(index)).map(|(_, c)| *c).collect();
+            let inside = at.iter().fold(0, |place, &index| place * self.axes[index].1 + coordinates[index]);
+            let group = *index_of.entry(others.clone()).or_insert_with(|| {
+                groups.push((others, vec![0; size]));
+                groups.len() - 1
+            });
+            groups[group].1[inside] = rank;
+        }
+        Ok(groups.into_iter().map(|(_, ranks)| ranks).collect())
+    }
+
+    /// The number of `rank`'s group among [`groups`](Self::groups), and its place inside: color and key of a split.
+    ///
+    /// # Errors
+    /// An axis the mesh does not have, or one given twice.
+    pub fn place(&self, rank: usize, axes: &[&str]) -> Result<(usize, usize)> {
+        let groups = self.groups(axes)?;
+        let find = |(color, ranks): (usize, &Vec<usize>)| Some((color, ranks.iter().position(|r| *r == rank)?));
+        groups.iter().enumerate().find_map(find).ok_or_else(|| Error::MeshAxis {
+            mesh: self.to_string(),
+            problem: format!("rank {rank} does not exist"),
+        })
+    }
+}
+
+impl std::fmt::Display for Mesh {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (index, (name, size)) in self.axes.iter().enumerate() {
+            write!(f, "{}{name} {size}", if index > 0 { " x " } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn mesh() -> Mesh {
+        Mesh::new(&[("dp_replicate", 2), ("ring", 3), ("ulysses", 2)]).expect("valid")
+    }
+
+    #[test]
+    fn the_innermost_axis_holds_neighbours() {
+        let mesh = mesh();
+        assert_eq!(mesh.world(), 12);
+        assert_eq!(mesh.coordinates(7), [1, 0, 1]);
+        assert_eq!(mesh.groups(&["ulysses"]).expect("axis")[1], [2, 3]);
+        assert_eq!(mesh.groups(&["ring"]).expect("axis")[0], [0, 2, 4]);
+        assert_eq!(mesh.groups(&["ring", "ulysses"]).expect("axes")[1], [6, 7, 8, 9, 10, 11]);
+        assert_eq!(mesh.groups(&["dp_replicate", "ring"]).expect("axes")[1], [1, 3, 5, 7, 9, 11]);
+        assert_eq!(mesh.place(9, &["ring"]), Ok((3, 1)));
+    }
+
+    #[test]
+    fn bad_axes_are_refused() {
+        assert!(Mesh::new(&[("a", 2), ("a", 1)]).is_err());
+        assert!(Mesh::new(&[("a", 0)]).is_err());
+        assert!(Mesh::new(&[("", 1)]).is_err());
+        assert!(Mesh::new(&[("a", usize::MAX), ("b", 2)]).is_err());
+        assert!(mesh().groups(&["tp"]).is_err());
+        let message = mesh().check(8).err().map(|error| error.to_string()).unwrap_or_default();
+        assert_eq!(message, "mesh dp_replicate 2 x ring 3 x ulysses 2 needs 12 ranks, but there are 8");
+    }
+
+    proptest! {
+        #[test]
+        fn groups_part_the_world(sizes in proptest::collection::vec(1usize..4, 1..5), pick in 0usize..16) {
+            let names = ["a", "b", "c", "d"];
+            let axes: Vec<(&str, usize)> = names.into_iter().zip(sizes).collect();
+            let mesh = Mesh::new(&axes).expect("valid");
+            let chosen: Vec<&str> =
+                axes.iter().enumerate().filter(|(i, _)| pick >> i & 1 == 1).map(|(_, (name, _))| *name).collect();
+            let mut all: Vec<usize> = mesh.groups(&chosen).expect("axes").concat();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..mesh.world()).collect::<Vec<_>>());
+            for rank in 0..mesh.world() {
+                prop_assert_eq!(mesh.rank(&mesh.coordinates(rank)), rank);
+            }
+        }
+    }
+}

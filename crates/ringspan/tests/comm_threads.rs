@@ -1,0 +1,260 @@
+//! Ranks as threads: collectives are right, failures reach all with the name of who failed, and nothing hangs.
+
+use ringspan::Error;
+use ringspan::comm::threads::{Options, run};
+use ringspan::comm::{Buffer, Communicator};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+type Comm = Arc<dyn Communicator>;
+
+fn f32s(buffer: &Buffer) -> Vec<f32> {
+    match buffer {
+        Buffer::F32(values) => values.clone(),
+        other => panic!("expected f32, got {other:?}"),
+    }
+}
+
+/// What every rank returns, errors as text; each keeps its own result.
+fn outcomes(size: usize, deadline: Duration, main: impl Fn(&Comm) -> Result<(), Error> + Sync) -> Vec<String> {
+    let seen = std::sync::Mutex::new(vec![String::new(); size]);
+    let start = Instant::now();
+    let _ = run(size, Options { deadline, ..Options::default() }, |comm| {
+        let result = main(&comm);
+        let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        seen.lock().expect("no panics here")[comm.rank()] = text;
+        result
+    });
+    assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());
+    seen.into_inner().expect("no panics here")
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+#[test]
+fn collectives_give_what_their_names_say() {
+    for size in [1, 2, 3, 5, 8] {
+        run(size, Options::default(), |comm| {
+            let rank = comm.rank();
+            let gathered = comm.all_gather(Buffer::F32(vec![rank as f32; rank]))?;
+            for (from, part) in gathered.iter().enumerate() {
+                assert_eq!(f32s(part), vec![from as f32; from]);
+            }
+            // Rank r sends r + 2 t elements to rank t.
+            let parts = (0..size).map(|to| Buffer::F32(vec![(10 * rank + to) as f32; rank + 2 * to])).collect();
+            for (from, part) in comm.all_to_all(parts)?.iter().enumerate() {
+                assert_eq!(f32s(part), vec![(10 * from + rank) as f32; from + 2 * rank]);
+            }
+            let total = (size * (size + 1) / 2) as f32;
+            let mut sum: Vec<f32> = (0..7).map(|i| (rank + 1) as f32 * i as f32).collect();
+            comm.all_reduce(&mut sum)?;
+            assert_eq!(sum, (0..7).map(|i| total * i as f32).collect::<Vec<_>>());
+            let counts: Vec<usize> = (0..size).collect();
+            let own = comm.reduce_scatter(vec![(rank + 1) as f32; counts.iter().sum()], &counts)?;
+            assert_eq!(own, vec![total; rank]);
+            let root = size / 2;
+            let data = (rank == root).then(|| Buffer::U64(vec![42, 7]));
+            assert_eq!(*comm.broadcast(root, data)?, Buffer::U64(vec![42, 7]));
+            comm.barrier()
+        })
+        .expect("nothing fails");
+    }
+}
+
+#[test]
+fn sums_are_the_same_bits_on_every_rank_and_in_rank_order() {
+    let value = |rank: usize, i: usize| ((rank * 31 + i * 17) as f32).sin() * 10f32.powi(rank as i32 - 3);
+    let sums = run(6, Options::default(), |comm| {
+        let mut sum: Vec<f32> = (0..101).map(|i| value(comm.rank(), i)).collect();
+        comm.all_reduce(&mut sum)?;
+        Ok::<_, Error>(sum)
+    })
+    .expect("nothing fails");
+    let wanted: Vec<f32> = (0..101).map(|i| (0..6).fold(0.0, |sum, rank| sum + value(rank, i))).collect();
+    assert!(sums.iter().all(|sum| *sum == wanted));
+}
+
+#[test]
+fn messages_of_a_tag_keep_their_order_and_tags_do_not_mix() {
+    run(2, Options::default(), |comm| {
+        let peer = 1 - comm.rank();
+        for (tag, value) in [(7, 1.0), (9, 2.0), (7, 3.0)] {
+            comm.send(peer, tag, Arc::new(Buffer::F32(vec![value])))?;
+        }
+        let mut take = |tag| Ok::<_, Error>(f32s(&comm.receive(peer, tag)?.wait()?.expect("a payload"))[0]);
+        assert_eq!([take(9)?, take(7)?, take(7)?], [2.0, 1.0, 3.0]);
+        Ok::<_, Error>(())
+    })
+    .expect("nothing fails");
+}
+
+#[test]
+fn a_block_is_handed_over_without_a_copy() {
+    run(2, Options::default(), |comm| {
+        let block = Arc::new(Buffer::F32(vec![1.0; 1000]));
+        let address = Arc::as_ptr(&block) as u64;
+        comm.send(1 - comm.rank(), 0, block)?;
+        let got = comm.receive(1 - comm.rank(), 0)?.wait()?.expect("a payload");
+        let addresses = comm.all_gather(Buffer::U64(vec![address]))?;
+        assert_eq!(*addresses[1 - comm.rank()], Buffer::U64(vec![Arc::as_ptr(&got) as u64]));
+        Ok::<_, Error>(())
+    })
+    .expect("nothing fails");
+}
+
+#[test]
+fn bytes_to_other_ranks_are_counted_and_bytes_to_oneself_are_not() {
+    let sent = run(3, Options::default(), |comm| {
+        comm.all_to_all(vec![Buffer::F32(vec![0.0; 10]), Buffer::U16(vec![0; 10]), Buffer::U8(vec![0; 10])])?;
+        comm.split(0, 0)?.send(0, 1, Arc::new(Buffer::U64(vec![1])))?;
+        Ok::<_, Error>(comm.bytes_sent())
+    })
+    .expect("nothing fails");
+    // A split tells color and key, 16 bytes, to two ranks; one word goes to rank 0.
+    assert_eq!(sent, [30 + 32, 50 + 32 + 8, 60 + 32 + 8]);
+}
+
+#[test]
+fn split_groups_talk_apart_and_split_again() {
+    run(6, Options::default(), |comm| {
+        let rank = comm.rank();
+        let half = comm.split(rank % 2, 10 - rank)?;
+        assert_eq!((half.size(), half.rank()), (3, 2 - rank / 2));
+        let mut sum = [rank as f32];
+        half.all_reduce(&mut sum)?;
+        assert_eq!(sum, [if rank % 2 == 0 { 6.0 } else { 9.0 }]);
+        let single = half.split(half.rank(), 0)?;
+        assert_eq!(single.size(), 1);
+        single.barrier()?;
+        comm.barrier()
+    })
+    .expect("nothing fails");
+}
+
+#[test]
+fn an_error_of_one_rank_reaches_all_with_its_name() {
+    let result = run(4, Options::default(), |comm| {
+        if comm.rank() == 2 {
+            return Err(Error::Layout("no such luck".into()));
+        }
+        comm.barrier()
+    });
+    assert_eq!(result, Err(Error::Layout("no such luck".into())));
+    let texts = outcomes(4, LONG, |comm| match comm.rank() {
+        2 => Err(Error::Layout("no such luck".into())),
+        _ => comm.barrier(),
+    });
+    for rank in [0, 1, 3] {
+        assert!(texts[rank].contains("rank 2 failed") && texts[rank].contains("no such luck"), "{}", texts[rank]);
+        assert!(texts[rank].contains("barrier"), "{}", texts[rank]);
+    }
+}
+
+#[test]
+fn a_panic_of_one_rank_is_an_error_of_all() {
+    let result = run(3, Options::default(), |comm| {
+        assert!(comm.rank() != 1, "rank 1 breaks");
+        comm.receive(1, 0)?.wait().map(|_| ())
+    });
+    match result {
+        Err(Error::Panicked { rank: 1, message }) => assert!(message.contains("rank 1 breaks")),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn ranks_in_different_collectives_find_out_at_once() {
+    let texts = outcomes(3, LONG, |comm| match comm.rank() {
+        0 => comm.all_gather(Buffer::U8(vec![1])).map(|_| ()),
+        _ => comm.barrier(),
+    });
+    let all = texts.join("\n");
+    assert!(texts.iter().all(|text| !text.is_empty()), "{all}");
+    assert!(all.contains("all_gather #0") && all.contains("barrier #0"), "{all}");
+    let texts = outcomes(2, LONG, |comm| comm.all_reduce(&mut vec![0.0; 3 + comm.rank()]));
+    assert!(texts.join("\n").contains("of 3 elements") && texts.join("\n").contains("of 4 elements"));
+    let texts = outcomes(3, LONG, |comm| {
+        let root = usize::from(comm.rank() == 1);
+        comm.broadcast(root, (comm.rank() == root).then(|| Buffer::U8(vec![1]))).map(|_| ())
+    });
+    assert!(texts.iter().all(|text| !text.is_empty()), "{texts:?}");
+}
+
+#[test]
+fn a_rank_that_finished_is_not_waited_for() {
+    let texts = outcomes(2, LONG, |comm| match comm.rank() {
+        0 => comm.receive(1, 5)?.wait().map(|_| ()),
+        _ => Ok(()),
+    });
+    assert!(texts[0].contains("finished without sending") && texts[0].contains("tag 5"), "{}", texts[0]);
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_are_told() {
+    let texts = outcomes(3, LONG, |comm| comm.receive((comm.rank() + 1) % 3, 1)?.wait().map(|_| ()));
+    assert!(texts.iter().any(|text| text.contains("deadlock")), "{texts:?}");
+    let mixed = outcomes(2, LONG, |comm| match comm.rank() {
+        0 => comm.receive(1, 1)?.wait().map(|_| ()),
+        _ => comm.barrier(),
+    });
+    assert!(mixed.iter().all(|text| !text.is_empty()), "{mixed:?}");
+}
+
+#[test]
+fn a_wait_ends_at_its_deadline_and_says_what_the_other_does() {
+    let texts = outcomes(2, Duration::from_millis(100), |comm| {
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        comm.barrier()
+    });
+    assert!(texts[0].contains("rank 1, which has computed for"), "{}", texts[0]);
+    assert!(texts[1].contains("rank 0 failed"), "{}", texts[1]);
+}
+
+#[test]
+fn bad_calls_are_refused() {
+    let texts = outcomes(2, LONG, |comm| comm.send(5, 0, Arc::new(Buffer::U8(vec![]))).map(|_| ()));
+    assert!(texts.iter().any(|text| text.contains("rank 5 is not in a group of 2")), "{texts:?}");
+    let texts = outcomes(2, LONG, |comm| comm.all_to_all(vec![Buffer::U8(vec![])]).map(|_| ()));
+    assert!(texts.iter().any(|text| text.contains("1 parts for 2 ranks")), "{texts:?}");
+    assert!(run(0, Options::default(), |_| Ok::<_, Error>(())).is_err());
+}
+
+/// Random collectives of random sizes, the same on all ranks; a random rank fails at a random one.
+#[test]
+fn a_failure_anywhere_in_a_long_conversation_ends_it_for_all() {
+    let mut state = 1u64;
+    let mut random = move |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    for _ in 0..40 {
+        let size = 2 + random(6);
+        let script: Vec<(usize, usize)> = (0..30).map(|_| (random(4), random(50))).collect();
+        let (victim, at) = (random(size), random(30));
+        let texts = outcomes(size, LONG, |comm| {
+            for (step, (what, n)) in script.iter().enumerate() {
+                if comm.rank() == victim && step == at {
+                    return Err(Error::Layout("chosen".into()));
+                }
+                match what {
+                    0 => comm.barrier()?,
+                    1 => comm.all_reduce(&mut vec![1.0; *n])?,
+                    2 => drop(comm.all_gather(Buffer::U8(vec![0; n * comm.rank()]))?),
+                    _ => {
+                        let next = (comm.rank() + 1) % comm.size();
+                        let previous = (comm.rank() + comm.size() - 1) % comm.size();
+                        comm.send(next, *n as u64, Arc::new(Buffer::U8(vec![0; *n])))?;
+                        comm.receive(previous, *n as u64)?.wait()?;
+                    }
+                }
+            }
+            comm.barrier()
+        });
+        let named = format!("rank {victim} failed");
+        for (rank, text) in texts.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+            assert!(text.contains(&named), "rank {rank}: {text}");
+        }
+    }
+}
