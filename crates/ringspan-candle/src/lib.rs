@@ -5,6 +5,11 @@ pub mod attend;
 pub mod attention;
 pub mod collective;
 pub mod context;
+pub mod loss;
+pub mod norm;
+pub mod rope;
+mod slices;
+pub mod swiglu;
 
 pub use attend::Attend;
 pub use context::Context;

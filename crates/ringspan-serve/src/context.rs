@@ -64,7 +64,9 @@ impl<'a> Decode<'a> {
         if tiles.is_empty() {
             return Ok(partial);
         }
-        let map = HeadMap::grouped(q.heads, kv_heads).map_err(candle_core::Error::wrap)?;
+        let group = q.heads / kv_heads.max(1);
+        let map = (0..q.heads).map(|head| head / group.max(1)).collect();
+        let map = HeadMap::new(map, kv_heads).map_err(candle_core::Error::wrap)?;
         self.group.kernel().forward(q, k, v, &map, &tiles, score, &mut partial);
         Ok(partial)
     }

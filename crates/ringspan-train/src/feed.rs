@@ -6,11 +6,7 @@ use crate::data::{Batch, Packer, Position};
 #[derive(Debug, Clone)]
 pub(crate) enum Feed {
     /// Packed text: B sequences a micro-batch.
-    Text {
-        packer: Packer,
-        length: usize,
-        batch_size: usize,
-    },
+    Text { packer: Packer, length: usize, batch_size: usize },
     /// The same rows each step.
     Tokens(Batch),
 }

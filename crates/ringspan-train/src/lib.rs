@@ -17,7 +17,7 @@
 pub mod checkpoint;
 mod config;
 pub mod data;
-pub mod default_model;
+mod default_model;
 mod error;
 mod feed;
 mod hidden;
@@ -39,7 +39,7 @@ pub use hidden::hidden;
 pub use lr_schedule::{Decay, LrSchedule};
 pub use metrics::{EvaluationMetrics, MetricsFile, StepMetrics};
 pub use observer::{Observer, Silent, Terminal};
-pub use optimizer::{Method, Optimizer, OptimizerKind, State, clip_scale, global_norm};
+pub use optimizer::{Method, Optimizer, OptimizerKind, State, Update, clip_scale, global_norm};
 pub use plan::Plan;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};

@@ -1,7 +1,7 @@
 //! What a run is about to do, in numbers, before it does it.
 
 use crate::{
-    config::{Source, TrainConfig},
+    config::TrainConfig,
     data::Batch,
     error::{Error, Result},
     observer::grouped,
@@ -93,7 +93,7 @@ impl Plan {
             plan.schedule = schedule.to_string();
         }
         let shares =
-            HeadShare::all(model.num_attention_heads, model.num_key_value_heads, config.ring, config.ulysses)?;
+            HeadShare::all(model.num_attention_heads, model.num_key_value_heads(), config.ring, config.ulysses)?;
         let shape = Shape::new(config, setup, model);
         plan.memory = shape.memory(&layout, &shares);
         plan.traffic = shape.traffic(&layout, &schedule, &shares, batches.len());
@@ -164,7 +164,7 @@ impl Shape {
             layers: model.num_hidden_layers as u64,
             hidden: model.hidden_size as u64,
             heads: model.num_attention_heads as u64,
-            kv_heads: model.num_key_value_heads as u64,
+            kv_heads: model.num_key_value_heads() as u64,
             dim: model.head_dim() as u64,
             feed_forward: model.intermediate_size as u64,
             vocabulary: model.vocab_size as u64,
@@ -244,7 +244,7 @@ impl Shape {
     }
 
     fn all_reduce(&self) -> u64 {
-        4 * self.parameters * (self.ranks - 1)
+        8 * self.parameters * (self.ranks - 1) / self.ranks
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     hidden::hidden,
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
-    optimizer::{Optimizer, clip_scale, global_norm},
+    optimizer::{Optimizer, Update, clip_scale, global_norm},
     setup::{Setup, model_error},
 };
 use candle_core::{Device, Tensor};
@@ -174,7 +174,8 @@ impl<'a> Rank<'a> {
             let mut values: Vec<f32> = tensor.flatten_all()?.to_vec1()?;
             // Biases and norms are vectors: pulling them to 0 regularises nothing.
             let decays = shape.rank() > 1;
-            self.optimizer.update(name, step, lr, clip, decays, &mut values, gradient)?;
+            let at = Update { step, lr, scale: clip, decays };
+            self.optimizer.update(name, at, &mut values, gradient)?;
             self.weights.insert(name.clone(), Tensor::from_vec(values, shape, &Device::Cpu)?);
         }
         Ok((loss, norm))

@@ -25,8 +25,6 @@ use std::sync::Arc;
 const PROMPT: usize = 48;
 /// Tokens the model looks back on; without a cache each new token costs a pass over all of them.
 const WINDOW: usize = 256;
-/// Most tokens of a sample.
-const TOKENS: usize = 200;
 /// Operations a sample may cost: seconds on one core. Models too large for it are shown by `ringspan generate`.
 const BUDGET: u64 = 1_000_000_000_000;
 const TEMPERATURE: f64 = 0.7;
@@ -48,7 +46,9 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
     let piece = sequence.pieces.first().copied().unwrap_or(0);
     let mut tokens = sequence.tokens[..piece.min(PROMPT)].to_vec();
     let prompt = tokens.len();
-    if affordable < 20 || prompt == 0 {
+    let count = affordable.min(config.sample_tokens);
+    // A word or two from a large model would say nothing.
+    if count == 0 || affordable < 20 || prompt == 0 {
         return Ok(None);
     }
     let options = Options { deadline: config.deadline, ..Options::default() };
@@ -56,7 +56,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
         let group = Arc::new(Group::new(world, 1, 1, Kernel::new(config.threads))?);
         let mut random = ChaCha8Rng::seed_from_u64(config.seed);
         let mut tokens = tokens.clone();
-        for _ in 0..affordable.min(TOKENS) {
+        for _ in 0..count {
             let window = &tokens[tokens.len().saturating_sub(WINDOW)..];
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
             let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
@@ -70,7 +70,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
             }
             tokens.push(next);
         }
-        crate::Result::Ok(tokens)
+        Result::Ok(tokens)
     })?;
     tokens = grown.into_iter().next().unwrap_or(tokens);
     Ok(Some(Sample {

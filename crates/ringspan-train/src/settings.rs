@@ -116,6 +116,9 @@ pub struct Settings {
     /// Most held-out tokens of a look [default: 131072]
     #[arg(long, value_name = "N", help_heading = "Saving and looking")]
     pub eval_tokens: Option<usize>,
+    /// Tokens of the sample shown at the end; 0 for none [default: 200, fewer for large models]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub sample_tokens: Option<usize>,
 }
 
 impl Settings {

@@ -51,7 +51,7 @@ impl Setup {
         let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
         let weights = match weights {
             Some(weights) => weights,
-            None => decoder.init(config.seed).map_err(model_error)?,
+            None => default_model::weights(&decoder, config.seed)?,
         };
         let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
         let model = Identity {
@@ -61,11 +61,13 @@ impl Setup {
                 model_config.num_hidden_layers,
                 model_config.hidden_size,
                 model_config.num_attention_heads,
-                model_config.num_key_value_heads,
+                model_config.num_key_value_heads(),
                 grouped(parameters as u64)
             ),
             fingerprint: fingerprint(
-                shapes.iter().flat_map(|(name, shape)| name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64))),
+                shapes
+                    .iter()
+                    .flat_map(|(name, shape)| name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64))),
             ),
         };
 
@@ -172,7 +174,11 @@ fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer
     Ok(Some(tokenizer))
 }
 
-fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<(Feed, Vec<Sequence>, Identity)> {
+fn open_data(
+    config: &TrainConfig,
+    tokenizer: Option<&Tokenizer>,
+    vocabulary: usize,
+) -> Result<(Feed, Vec<Sequence>, Identity)> {
     match (&config.source, tokenizer) {
         (Source::Tokens(path), _) => {
             let batch = read_tokens(path, vocabulary)?;

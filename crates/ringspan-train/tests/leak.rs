@@ -59,7 +59,11 @@ fn a_changed_token_moves_only_its_own_documents_later_predictions() {
                 let in_document = (start..start + LENGTHS[1]).contains(&i);
                 // The token before the changed one has another target; from the changed one on, another past.
                 let moves = in_document && i + 1 >= start + changed && before.targets[i] != IGNORE;
-                assert_eq!(a[i].to_bits() != b[i].to_bits(), moves, "{layout}, ring {ring}, ulysses {ulysses}, token {i}");
+                assert_eq!(
+                    a[i].to_bits() != b[i].to_bits(),
+                    moves,
+                    "{layout}, ring {ring}, ulysses {ulysses}, token {i}"
+                );
             }
         }
     }

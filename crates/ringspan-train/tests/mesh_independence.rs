@@ -16,6 +16,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         model: Some(root.join("tiny")),
         data: Some(root.join("text.jsonl")),
         out: Some(root.join(name)),
+        sample_tokens: Some(0),
         sequence_length: Some(97),
         batch_size: Some(3),
         steps: Some(3),
@@ -72,8 +73,12 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
     assert!(moved > 1e-4, "training must move the weights for this comparison to mean something: {moved}");
     for (ring, ulysses, dp_replicate) in MESHES {
         let name = format!("ring {ring}, ulysses {ulysses}, copies {dp_replicate}");
-        let mesh =
-            Settings { ring: Some(ring), ulysses: Some(ulysses), dp_replicate: Some(dp_replicate), ..settings(root, &name) };
+        let mesh = Settings {
+            ring: Some(ring),
+            ulysses: Some(ulysses),
+            dp_replicate: Some(dp_replicate),
+            ..settings(root, &name)
+        };
         let (outcome, memory) = run(mesh);
         same(&name, &memory, &one);
         same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);

@@ -11,6 +11,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         model: Some(root.join("tiny")),
         data: Some(root.join("text.jsonl")),
         out: Some(root.join(name)),
+        sample_tokens: Some(0),
         sequence_length: Some(64),
         batch_size: Some(2),
         ring: Some(2),
@@ -111,7 +112,8 @@ fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
     let mut wide = common::tiny_config();
     wide["intermediate_size"] = 96.into();
     let decoder =
-        ringspan_models::Decoder::new(serde_json::from_value::<ringspan_models::Config>(wide.clone()).unwrap()).unwrap();
+        ringspan_models::Decoder::new(serde_json::from_value::<ringspan_models::Config>(wide.clone()).unwrap())
+            .unwrap();
     ringspan_models::folder::save(&model, &wide, &decoder.init(3).unwrap()).unwrap();
     let message = resumed(&whole.out, more()).unwrap_err().to_string();
     assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");

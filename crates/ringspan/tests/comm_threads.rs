@@ -81,7 +81,7 @@ fn messages_of_a_tag_keep_their_order_and_tags_do_not_mix() {
         for (tag, value) in [(7, 1.0), (9, 2.0), (7, 3.0)] {
             comm.send(peer, tag, Arc::new(Buffer::F32(vec![value])))?;
         }
-        let mut take = |tag| Ok::<_, Error>(f32s(&comm.receive(peer, tag)?.wait()?.expect("a payload"))[0]);
+        let take = |tag| Ok::<_, Error>(f32s(&comm.receive(peer, tag)?.wait()?.expect("a payload"))[0]);
         assert_eq!([take(9)?, take(7)?, take(7)?], [2.0, 1.0, 3.0]);
         Ok::<_, Error>(())
     })

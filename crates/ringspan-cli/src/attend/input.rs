@@ -98,15 +98,13 @@ impl<'a> Input<'a> {
 }
 
 impl Sizes {
-    /// Whether the sizes of all tensors can be counted: where one dim is 0, a file of no bytes may name any other.
+    /// Whether there can be room for the tensors: where one dim is 0, a file of no bytes may name any other.
     fn check(&self) -> Result<()> {
         let Self { batch, queries, keys, heads, kv_heads, dim, v_dim } = *self;
         for dims in [[batch, queries, heads, dim.max(v_dim)], [batch, keys, kv_heads, dim.max(v_dim)]] {
-            let bytes = dims.iter().try_fold(4usize, |product, &dim| product.checked_mul(dim.max(1)));
-            ensure!(
-                bytes.is_some_and(|bytes| bytes <= isize::MAX as usize),
-                "a tensor of {dims:?} f32 elements has more bytes than a machine can address"
-            );
+            let elements = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
+            let room = elements.filter(|elements| Vec::<f32>::new().try_reserve_exact(*elements).is_ok());
+            ensure!(room.is_some(), "a tensor of {dims:?} f32 elements has more bytes than this machine can give");
         }
         Ok(())
     }

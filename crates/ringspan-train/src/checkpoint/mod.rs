@@ -185,23 +185,31 @@ impl Checkpoints {
     /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model or data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
         let Some(&step) = self.steps()?.last() else {
-            return Err(Error::Checkpoint { path: self.folder.clone(), problem: "there is no checkpoint to resume from".into() });
+            return Err(Error::Checkpoint {
+                path: self.folder.clone(),
+                problem: "there is no checkpoint to resume from".into(),
+            });
         };
         let path = self.folder.join(format!("step-{step:06}"));
         let progress = read_state(&path)?;
         let other = |what: &str, saved: &Identity, here: &Identity, advice: &str| Error::Checkpoint {
             path: path.clone(),
-            problem: format!("it belongs to another {what}: saved with {}; now {}; {advice}", saved.summary, here.summary),
+            problem: format!(
+                "it belongs to another {what}: saved with {}; now {}; {advice}",
+                saved.summary, here.summary
+            ),
         };
         if progress.model.fingerprint != model.fingerprint {
             return Err(other("model", &progress.model, model, "resume with the model it was made with"));
         }
         if progress.data.fingerprint != data.fingerprint {
-            let advice = "a run goes on only over the same text; to train its model on new text, start one with --model";
+            let advice =
+                "a run goes on only over the same text; to train its model on new text, start one with --model";
             return Err(other("data", &progress.data, data, advice));
         }
         let parameters = tensors::read(&path.join(MODEL))?;
-        let optimizer = tensors::read(&path.join(OPTIMIZER))?.into_iter().map(|(name, (_, values))| (name, values)).collect();
+        let optimizer =
+            tensors::read(&path.join(OPTIMIZER))?.into_iter().map(|(name, (_, values))| (name, values)).collect();
         Ok(Checkpoint { path, progress, parameters, optimizer })
     }
 }
@@ -239,7 +247,8 @@ fn write_through(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<()>
 pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let part = path.with_file_name(format!(".{name}.part"));
-    let written = write_through(&Disk, &part, bytes).and_then(|()| fs::rename(&part, path).map_err(Error::io("write", path)));
+    let written =
+        write_through(&Disk, &part, bytes).and_then(|()| fs::rename(&part, path).map_err(Error::io("write", path)));
     if written.is_err() {
         let _ = fs::remove_file(&part);
     } else if let Some(parent) = path.parent() {

@@ -1,6 +1,6 @@
 //! f32 tensors to and from safetensors, one at a time, so that saving needs no second copy of a model.
 
-use super::storage::Storage;
+use super::{Parameters, storage::Storage};
 use crate::error::{Error, Result};
 use safetensors::{Dtype, SafeTensors};
 use std::{
@@ -50,12 +50,12 @@ pub(crate) fn write(
 }
 
 /// Reads all tensors of a file; every one must be f32.
-pub(crate) fn read(path: &Path) -> Result<BTreeMap<String, (Vec<usize>, Vec<f32>)>> {
+pub(crate) fn read(path: &Path) -> Result<Parameters> {
     let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
     let damaged = |problem: String| Error::Checkpoint { path: path.into(), problem };
     let file = SafeTensors::deserialize(&bytes)
         .map_err(|e| damaged(format!("damaged or cut short ({} bytes on disk): {e}", bytes.len())))?;
-    let mut tensors = BTreeMap::new();
+    let mut tensors = Parameters::new();
     for (name, view) in file.iter() {
         if view.dtype() != Dtype::F32 {
             return Err(damaged(format!("`{name}` is {:?}, expected F32", view.dtype())));

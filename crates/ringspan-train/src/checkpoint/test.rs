@@ -101,8 +101,7 @@ fn a_disk_that_fills_at_any_byte_leaves_the_last_checkpoint_as_it_was() {
     let out = tempfile::tempdir().unwrap();
     save(&Checkpoints::new(out.path(), 1), 5).unwrap();
     let before = newest(&Checkpoints::new(out.path(), 1)).unwrap();
-    let size: u64 =
-        fs::read_dir(&before.path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+    let size: u64 = fs::read_dir(&before.path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
     let mut files = std::collections::BTreeSet::new();
     for left in (0..size as usize).step_by(7) {
         let checkpoints = Checkpoints::on(out.path(), 1, Box::new(Filling(Arc::new(AtomicUsize::new(left)))));

@@ -16,9 +16,25 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 16] = [
-    "steps", "lr", "weight-decay", "warmup", "schedule", "grad-clip", "ring", "ulysses", "dp-replicate", "strategy",
-    "layout", "threads", "deadline", "save-every", "keep", "eval-every",
+const CHANGEABLE: [&str; 18] = [
+    "steps",
+    "lr",
+    "weight-decay",
+    "warmup",
+    "schedule",
+    "grad-clip",
+    "ring",
+    "ulysses",
+    "dp-replicate",
+    "strategy",
+    "layout",
+    "threads",
+    "deadline",
+    "save-every",
+    "keep",
+    "eval-every",
+    "eval-tokens",
+    "sample-tokens",
 ];
 
 /// Where tokens come from.
@@ -79,6 +95,8 @@ pub struct TrainConfig {
     pub eval_every: Option<u64>,
     /// Most held-out tokens of a look.
     pub eval_tokens: usize,
+    /// Most tokens of the sample at the end.
+    pub sample_tokens: usize,
 }
 
 impl TrainConfig {
@@ -98,9 +116,9 @@ impl TrainConfig {
             return Ok(config);
         };
         for key in given.given()? {
-            if !CHANGEABLE.contains(&key.as_str()) && key != "eval-tokens" {
+            if !CHANGEABLE.contains(&key.as_str()) {
                 return Err(Error::Settings(format!(
-                    "--{key} cannot change when a run is resumed; what can: {}, eval-tokens",
+                    "--{key} cannot change when a run is resumed; what can: {}",
                     CHANGEABLE.join(", ")
                 )));
             }
@@ -124,14 +142,17 @@ impl TrainConfig {
     /// As [`Self::from_args`].
     pub fn resolve(settings: Settings) -> Result<Self> {
         let s = &settings;
-        let no_effect = |flag: &str, why: &str| Err(Error::Settings(format!("--{flag} has no effect {why}; leave it out")));
+        let no_effect =
+            |flag: &str, why: &str| Err(Error::Settings(format!("--{flag} has no effect {why}; leave it out")));
         let positive = |flag: &str, value: usize| match value {
             0 => Err(Error::Settings(format!("--{flag} is 0, but must be at least 1"))),
             value => Ok(value),
         };
 
         let source = match (&s.data, &s.tokens) {
-            (Some(_), Some(_)) => return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into())),
+            (Some(_), Some(_)) => {
+                return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into()));
+            }
             (None, Some(tokens)) => Source::Tokens(tokens.clone()),
             (data, None) => Source::Text(data.clone().unwrap_or_else(|| ".".into())),
         };
@@ -141,6 +162,7 @@ impl TrainConfig {
                 ("batch-size", s.batch_size.is_some()),
                 ("eval-every", s.eval_every.is_some()),
                 ("eval-tokens", s.eval_tokens.is_some()),
+                ("sample-tokens", s.sample_tokens.is_some()),
                 ("seed", s.seed.is_some() && s.model.is_some()),
             ] {
                 if given {
@@ -182,7 +204,10 @@ impl TrainConfig {
         }
         let warmup = s.warmup.unwrap_or((steps / 10).min(100));
         if warmup >= steps {
-            return Err(Error::Settings(format!("--warmup {warmup} does not end within --steps {steps}: at most {}", steps - 1)));
+            return Err(Error::Settings(format!(
+                "--warmup {warmup} does not end within --steps {steps}: at most {}",
+                steps - 1
+            )));
         }
         let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
         let method = method(kind, s)?;
@@ -228,6 +253,7 @@ impl TrainConfig {
             keep: positive("keep", s.keep.unwrap_or(2))?,
             eval_every: every(s.eval_every, 0),
             eval_tokens: positive("eval-tokens", s.eval_tokens.unwrap_or(1 << 17))?,
+            sample_tokens: s.sample_tokens.unwrap_or(200),
             settings,
         })
     }
@@ -294,7 +320,10 @@ fn refuse_used_folder(out: &Path) -> Result<()> {
             } else {
                 "choose another --out, or remove it".into()
             };
-            return Err(Error::Settings(format!("{} already holds a run or a model ({name}): {advice}", out.display())));
+            return Err(Error::Settings(format!(
+                "{} already holds a run or a model ({name}): {advice}",
+                out.display()
+            )));
         }
     }
     Ok(())

@@ -83,7 +83,8 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     let text = config.settings.to_toml().unwrap();
     assert_eq!(toml::from_str::<Settings>(&text).unwrap(), config.settings);
     std::fs::write(&path, "stepz = 7").unwrap();
-    let message = TrainConfig::from_args(&TrainArgs { config: Some(path), ..TrainArgs::default() }).unwrap_err().to_string();
+    let message =
+        TrainConfig::from_args(&TrainArgs { config: Some(path), ..TrainArgs::default() }).unwrap_err().to_string();
     assert!(message.contains("c.toml") && message.contains("stepz"), "{message}");
 }
 

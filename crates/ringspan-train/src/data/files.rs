@@ -65,7 +65,10 @@ pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
         let s = texts.skipped;
         let seen = match (about.is_dir(), s.binary + s.large + s.empty) {
             (true, n) if n > 0 => {
-                format!("no text to train on; skipped {} binary, {} over 4 MiB, {} empty files", s.binary, s.large, s.empty)
+                format!(
+                    "no text to train on; skipped {} binary, {} over 4 MiB, {} empty files",
+                    s.binary, s.large, s.empty
+                )
             }
             (true, _) => "no text to train on: no files that are neither hidden nor ignored".into(),
             (false, _) => "no text to train on: the file is empty".into(),

@@ -76,9 +76,8 @@ fn split(documents: &[Text]) -> (Vec<&str>, Vec<&str>) {
     {
         chosen[index] = count == 0;
     }
-    let part = |held: bool| {
-        documents.iter().zip(&chosen).filter(|&(_, &c)| c == held).map(|(d, _)| d.text.as_str()).collect()
-    };
+    let part =
+        |held: bool| documents.iter().zip(&chosen).filter(|&(_, &c)| c == held).map(|(d, _)| d.text.as_str()).collect();
     (part(false), part(true))
 }
 

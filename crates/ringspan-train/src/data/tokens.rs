@@ -29,15 +29,20 @@ pub fn read_tokens(path: &Path, vocabulary: usize) -> Result<Batch> {
             integers(&tensor, &[Dtype::I32]).map_err(|e| wrong(format!("`lengths` {e}")))?
         }
     };
-    let mut batch = Batch { rows, length, tokens: vec![0; rows * length], targets: vec![IGNORE; rows * length], pieces: vec![] };
+    let mut batch =
+        Batch { rows, length, tokens: vec![0; rows * length], targets: vec![IGNORE; rows * length], pieces: vec![] };
     for (row, &len) in lengths.iter().enumerate() {
-        let len = usize::try_from(len).ok().filter(|&l| l <= length).ok_or_else(|| {
-            wrong(format!("`lengths`[{row}] is {len}, but a row of `tokens` has {length} tokens"))
-        })?;
+        let len = usize::try_from(len)
+            .ok()
+            .filter(|&l| l <= length)
+            .ok_or_else(|| wrong(format!("`lengths`[{row}] is {len}, but a row of `tokens` has {length} tokens")))?;
         for column in 0..len {
             let (at, value) = (row * length + column, values[row * length + column]);
             let token = u32::try_from(value).ok().filter(|&t| (t as usize) < vocabulary).ok_or_else(|| {
-                wrong(format!("`tokens`[{row}, {column}] is {value}, but the model has tokens 0 to {}", vocabulary.saturating_sub(1)))
+                wrong(format!(
+                    "`tokens`[{row}, {column}] is {value}, but the model has tokens 0 to {}",
+                    vocabulary.saturating_sub(1)
+                ))
             })?;
             batch.tokens[at] = token;
             if column > 0 {
@@ -61,7 +66,7 @@ fn integers(tensor: &TensorView<'_>, allowed: &[Dtype]) -> std::result::Result<V
     }
     let data = tensor.data();
     Ok(match tensor.dtype() {
-        Dtype::I64 => data.chunks_exact(8).map(|b| bytemuck::pod_read_unaligned::<i64>(b)).collect(),
+        Dtype::I64 => data.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>).collect(),
         Dtype::U32 => data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<u32>(b))).collect(),
         _ => data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<i32>(b))).collect(),
     })
@@ -74,10 +79,8 @@ mod tests {
 
     fn file(folder: &Path, tensors: Vec<(&str, Dtype, Vec<usize>, Vec<u8>)>) -> PathBuf {
         let path = folder.join("t.safetensors");
-        let views: Vec<_> = tensors
-            .iter()
-            .map(|(n, d, s, b)| ((*n).to_string(), TensorView::new(*d, s.clone(), b).unwrap()))
-            .collect();
+        let views: Vec<_> =
+            tensors.iter().map(|(n, d, s, b)| ((*n).to_string(), TensorView::new(*d, s.clone(), b).unwrap())).collect();
         safetensors::serialize_to_file(views, None, &path).unwrap();
         path
     }
@@ -109,7 +112,10 @@ mod tests {
             (vec![("ids", Dtype::U32, vec![1, 2], bytes(&[1u32, 2]))], "it has: ids"),
             (vec![("tokens", Dtype::U32, vec![2], bytes(&[1u32, 2]))], "shape [2], expected [B, S]"),
             (vec![("tokens", Dtype::F32, vec![1, 2], bytes(&[1f32, 2.]))], "is F32, expected I64 or U32"),
-            (vec![("tokens", Dtype::U32, vec![1, 2], bytes(&[1u32, 9]))], "`tokens`[0, 1] is 9, but the model has tokens 0 to 7"),
+            (
+                vec![("tokens", Dtype::U32, vec![1, 2], bytes(&[1u32, 9]))],
+                "`tokens`[0, 1] is 9, but the model has tokens 0 to 7",
+            ),
             (vec![("tokens", Dtype::I64, vec![1, 2], bytes(&[-1i64, 2]))], "[0, 0] is -1"),
             (vec![good(), lengths(Dtype::I32, &[1], bytes(&[3i32]))], "`lengths`[0] is 3, but a row of `tokens` has 2"),
             (vec![good(), lengths(Dtype::I32, &[2], bytes(&[1i32, 1]))], "shape [2], expected [1]"),

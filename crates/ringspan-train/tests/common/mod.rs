@@ -2,15 +2,13 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use ringspan_models::{Config, Decoder, folder};
-use ringspan_train::{
-    EvaluationMetrics, Observer, Outcome, Settings, StepMetrics, Tokenizer, TrainConfig, train,
-};
+use ringspan_train::{EvaluationMetrics, Observer, Outcome, Settings, StepMetrics, Tokenizer, TrainConfig, train};
 use std::{
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
 };
 
-pub fn tiny_config() -> serde_json::Value {
+pub(crate) fn tiny_config() -> serde_json::Value {
     serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257, "hidden_size": 32,
         "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -19,7 +17,7 @@ pub fn tiny_config() -> serde_json::Value {
     })
 }
 
-pub fn tiny_model(folder_path: &Path) -> PathBuf {
+pub(crate) fn tiny_model(folder_path: &Path) -> PathBuf {
     let path = folder_path.join("tiny");
     let json = tiny_config();
     let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
@@ -30,7 +28,7 @@ pub fn tiny_model(folder_path: &Path) -> PathBuf {
 }
 
 /// Documents of many lengths, shorter and longer than the tests' sequences.
-pub fn text(folder_path: &Path) -> PathBuf {
+pub(crate) fn text(folder_path: &Path) -> PathBuf {
     let path = folder_path.join("text.jsonl");
     let lines: Vec<String> = (0..40)
         .map(|i| {
@@ -43,11 +41,11 @@ pub fn text(folder_path: &Path) -> PathBuf {
 }
 
 /// Keeps what happened; stops the run after a step where asked.
-#[derive(Default)]
-pub struct Memory<'a> {
-    pub steps: Vec<StepMetrics>,
-    pub evaluations: Vec<EvaluationMetrics>,
-    pub stop_after: Option<(u64, &'a AtomicBool)>,
+#[derive(Debug, Default)]
+pub(crate) struct Memory<'a> {
+    pub(crate) steps: Vec<StepMetrics>,
+    pub(crate) evaluations: Vec<EvaluationMetrics>,
+    pub(crate) stop_after: Option<(u64, &'a AtomicBool)>,
 }
 
 impl Observer for Memory<'_> {
@@ -65,12 +63,12 @@ impl Observer for Memory<'_> {
 }
 
 impl Memory<'_> {
-    pub fn losses(&self) -> Vec<f64> {
+    pub(crate) fn losses(&self) -> Vec<f64> {
         self.steps.iter().map(|m| m.loss).collect()
     }
 }
 
-pub fn run(settings: Settings) -> (Outcome, Memory<'static>) {
+pub(crate) fn run(settings: Settings) -> (Outcome, Memory<'static>) {
     let mut memory = Memory::default();
     let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
     (outcome, memory)

@@ -1,0 +1,68 @@
+//! What can be wrong with a model folder, or happen while a model computes.
+
+use std::path::PathBuf;
+
+/// The result of a fallible call of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Every way a call of this crate can fail.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file cannot be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file is not what its name says.
+    #[error("{path}: {problem}")]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// `config.json` asks for something that is not there, or contradicts itself.
+    #[error("config.json: {0}")]
+    Config(String),
+    /// The model has a parameter that the folder lacks.
+    #[error("the model needs tensor {name} {shape:?}, which the folder does not have")]
+    Missing {
+        /// The parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// The folder has a tensor that the model does not know.
+    #[error("the folder has tensor {name} {shape:?}, which this model does not use")]
+    Unknown {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A tensor has another shape than the model needs.
+    #[error("tensor {name} has shape {actual:?}, but the model needs {expected:?}")]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// What the model needs.
+        expected: Vec<usize>,
+        /// What it is.
+        actual: Vec<usize>,
+    },
+    /// A token is outside the vocabulary.
+    #[error("token {token} is outside the vocabulary of {vocabulary}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Tokens the model knows.
+        vocabulary: usize,
+    },
+    /// A computation failed, here or on another rank.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}

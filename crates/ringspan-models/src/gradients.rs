@@ -1,0 +1,127 @@
+//! Gradients layer by layer, with recomputation: memory for one layer's graph, and each layer's input.
+
+use crate::decoder::{Decoder, Weights};
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor, Var};
+use ringspan_candle::{Attend, loss};
+
+/// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
+///
+/// `on_gradient` gets every parameter's gradient once, as soon as it is known, in an order that depends on the model
+/// only: head (unless tied), last norm, layers from the last to the first, embedding. A rank without tokens takes part
+/// in every attention, forward and backward, and yields zeros.
+///
+/// # Errors
+/// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradient` returns.
+pub fn loss_and_gradients(
+    decoder: &Decoder,
+    weights: &Weights,
+    tokens: &[u32],
+    targets: &[u32],
+    scale: f32,
+    attend: &dyn Attend,
+    on_gradient: &mut dyn FnMut(&str, Tensor) -> Result<()>,
+) -> Result<f64> {
+    let layers = decoder.config().num_hidden_layers;
+    let mut inputs = Vec::with_capacity(layers);
+    let mut x = decoder.embed(weights, tokens)?;
+    for index in 0..layers {
+        let next = decoder.layer(weights, index, &x, attend)?;
+        inputs.push(std::mem::replace(&mut x, next));
+    }
+
+    let hidden = decoder.norm(weights, &x)?;
+    let loss = loss::head_loss(&hidden, &decoder.head(weights)?, targets, scale)?;
+    let tied = decoder.config().tie_word_embeddings;
+    if !tied {
+        on_gradient(decoder.head_name(), loss.d_head.clone())?;
+    }
+    let name = decoder.norm_name().to_owned();
+    let norm = variable(weights, &name)?;
+    let (mut dx, d_norm) = differentiate(&x, &loss.d_hidden, &[(name, norm)], |local, x| decoder.norm(local, x))?;
+    deliver(d_norm, on_gradient)?;
+
+    for (index, x) in inputs.iter().enumerate().rev() {
+        if tokens.is_empty() {
+            take_part(decoder, index, attend)?;
+            for name in decoder.layer_names(index) {
+                let like = weights.get(&name).ok_or_else(|| missing(&name))?;
+                on_gradient(&name, like.zeros_like()?)?;
+            }
+            continue;
+        }
+        let parameter = |name: String| variable(weights, &name).map(|var| (name, var));
+        let parameters = decoder.layer_names(index).into_iter().map(parameter).collect::<Result<Vec<_>>>()?;
+        let (d_input, gradients) =
+            differentiate(x, &dx, &parameters, |local, x| decoder.layer(local, index, x, attend))?;
+        dx = d_input;
+        deliver(gradients, on_gradient)?;
+    }
+
+    let embedding = weights.get(decoder.embedding_name()).ok_or_else(|| missing(decoder.embedding_name()))?;
+    let mut gradient = scatter(&dx, tokens, embedding.dims())?;
+    if tied {
+        gradient = (gradient + loss.d_head)?;
+    }
+    on_gradient(decoder.embedding_name(), gradient)?;
+    Ok(loss.nll_sum)
+}
+
+/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter by name.
+fn differentiate(
+    x: &Tensor,
+    dy: &Tensor,
+    parameters: &[(String, Var)],
+    f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
+) -> Result<(Tensor, Vec<(String, Tensor)>)> {
+    let zeros = |var: &Var| var.as_tensor().zeros_like();
+    if x.dim(0)? == 0 {
+        let none = parameters.iter().map(|(name, var)| Ok((name.clone(), zeros(var)?)));
+        return Ok((x.clone(), none.collect::<Result<_>>()?));
+    }
+    let input = Var::from_tensor(x)?;
+    let local: Weights = parameters.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+    // Candle's backward starts from ones, so the incoming gradient enters as a factor.
+    let y = f(&local, input.as_tensor())?;
+    let mut store = (y * dy.detach())?.sum_all()?.backward()?;
+    let mut gradient = |var: &Var| match store.remove(var.as_tensor()) {
+        Some(gradient) => Ok(gradient.detach()),
+        None => zeros(var),
+    };
+    let dx = gradient(&input)?;
+    let gradients = parameters.iter().map(|(name, var)| Ok((name.clone(), gradient(var)?)));
+    Ok((dx, gradients.collect::<Result<_>>()?))
+}
+
+fn deliver(gradients: Vec<(String, Tensor)>, to: &mut dyn FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
+    gradients.into_iter().try_for_each(|(name, gradient)| to(&name, gradient))
+}
+
+/// The recomputation and backward of a layer's attention on a rank without tokens.
+fn take_part(decoder: &Decoder, index: usize, attend: &dyn Attend) -> Result<()> {
+    let [q, k, v] = decoder.no_tokens()?;
+    let y = attend.attention(index, &q, &k, &v, &decoder.config().mask(index), decoder.scale())?;
+    y.sum_all()?.backward()?;
+    Ok(())
+}
+
+/// Rows of `dx` `[T, C]` added up by token: `[V, C]`.
+fn scatter(dx: &Tensor, tokens: &[u32], shape: &[usize]) -> Result<Tensor> {
+    let width = shape.last().copied().unwrap_or(0);
+    let mut sums = vec![0.0f32; shape.iter().product()];
+    let rows: Vec<f32> = dx.flatten_all()?.to_vec1()?;
+    for (row, &token) in rows.chunks_exact(width.max(1)).zip(tokens) {
+        let at = token as usize * width;
+        sums[at..at + width].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+    }
+    Ok(Tensor::from_vec(sums, shape, &Device::Cpu)?)
+}
+
+fn variable(weights: &Weights, name: &str) -> Result<Var> {
+    let tensor = weights.get(name).ok_or_else(|| missing(name))?;
+    Ok(Var::from_tensor(tensor)?)
+}
+
+fn missing(name: &str) -> Error {
+    Error::Missing { name: name.to_owned(), shape: Vec::new() }
+}

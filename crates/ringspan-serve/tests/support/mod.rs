@@ -1,0 +1,98 @@
+//! Small random models, and one rank's plain computation to compare with.
+#![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
+
+use ringspan::{Documents, Group, Layout, LayoutKind, Strategy};
+use ringspan_candle::{Context, loss};
+use ringspan_models::{Config, Decoder};
+use ringspan_serve::{Generation, Mesh, Model, Options, Result, Sampling, generate};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+pub const VOCABULARY: usize = 97;
+
+/// Every (ring, ulysses) that the tests go through.
+pub const MESHES: [(usize, usize); 7] = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 4)];
+
+pub fn mesh(ring: usize, ulysses: usize) -> Mesh {
+    Mesh { ring, ulysses, ..Mesh::single() }
+}
+
+/// A Qwen3 of two layers with 4 query and 2 key-value heads.
+pub fn qwen3() -> Model {
+    model(serde_json::json!({ "model_type": "qwen3" }))
+}
+
+/// A Mistral whose layers see `window` tokens back.
+pub fn mistral(window: usize) -> Model {
+    model(serde_json::json!({ "model_type": "mistral", "sliding_window": window }))
+}
+
+fn model(more: serde_json::Value) -> Model {
+    let mut config = serde_json::json!({
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "max_position_embeddings": 4096, "tie_word_embeddings": false, "hidden_act": "silu"
+    });
+    if let (Some(config), Some(more)) = (config.as_object_mut(), more.as_object()) {
+        config.extend(more.clone());
+    }
+    let config: Config = serde_json::from_value(config).expect("a known model");
+    let decoder = Decoder::new(config).expect("sizes that fit");
+    let mut weights = decoder.init(5).expect("weights");
+    // Freshly initialised models are almost indifferent to what they read; these are not.
+    for (name, weight) in &mut weights {
+        if name.contains("proj") || name.contains("lm_head") {
+            *weight = weight.affine(6.0, 0.0).expect("scaled");
+        }
+    }
+    Model::new(decoder, weights).expect("a whole model")
+}
+
+/// Tokens without a period.
+pub fn tokens(n: usize, seed: u64) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32 % VOCABULARY as u32
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+pub fn options(max_tokens: usize) -> Options {
+    Options { sampling: Sampling::greedy(), max_tokens, stop_tokens: Vec::new() }
+}
+
+/// Generates on a mesh; one result a rank.
+pub fn run(model: &Model, (ring, ulysses): (usize, usize), prompt: &[u32], options: &Options) -> Vec<Generation> {
+    generate(model, &mesh(ring, ulysses), prompt, options, |_| Ok(ControlFlow::Continue(()))).expect("generation")
+}
+
+/// Logits `[T, V]` of all tokens by one rank, without any cache.
+pub fn logits(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let work = |group: Arc<Group>| -> Result<Vec<Vec<f32>>> {
+        let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
+        let context = Context::new(group, Arc::new(layout), Strategy::Ring)?;
+        let hidden = model.decoder().norm(model.weights(), &model.hidden(tokens, &context)?)?;
+        Ok(loss::logits(&hidden, &model.decoder().head(model.weights())?)?.to_vec2()?)
+    };
+    Mesh::single().run(work).expect("one rank").remove(0)
+}
+
+/// Greedy generation by computing everything anew for each token.
+pub fn recomputed(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
+    let mut all = prompt.to_vec();
+    for _ in 0..n {
+        let last = logits(model, &all).pop().expect("a prompt");
+        let best = (0..last.len()).fold(0, |best, token| if last[token] > last[best] { token } else { best });
+        all.push(best as u32);
+    }
+    all.split_off(prompt.len())
+}
+
+/// ‖a - b‖ / ‖b‖
+pub fn apart(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let difference: f64 = a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    let size: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();
+    (difference / size.max(f64::MIN_POSITIVE)).sqrt()
+}

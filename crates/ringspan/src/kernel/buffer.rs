@@ -1,0 +1,110 @@
+//! Memory of the kernels: aligned buffers that are kept from call to call, and outputs shared by workers.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Mutex;
+
+/// A cache line: a vector load that straddles two of them costs double.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+/// Numbers that start at a cache line. What they are at first is arbitrary, but never uninitialised.
+pub(super) struct Aligned(Vec<Line>);
+
+impl Aligned {
+    fn new(len: usize) -> Self {
+        Self(vec![Line([0.0; 16]); len.div_ceil(16)])
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        // SAFETY: a line is exactly 16 numbers without padding.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * 16) }
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        // SAFETY: a line is exactly 16 numbers without padding.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * 16) }
+    }
+}
+
+/// Rounds up to whole cache lines, so that parts of one buffer are all aligned.
+pub(super) fn lines(len: usize) -> usize {
+    len.next_multiple_of(16)
+}
+
+/// Buffers between two calls: a fresh one costs a page fault per 4 KiB, a tenth of a short call.
+#[derive(Default)]
+pub(super) struct Pool(Mutex<Vec<Aligned>>);
+
+impl Pool {
+    /// A buffer of at least `len` numbers; the smallest kept one that fits, or a new one in place of the smallest.
+    pub(super) fn take(&self, len: usize) -> Aligned {
+        let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let best = (0..kept.len()).filter(|&i| kept[i].len() >= len).min_by_key(|&i| kept[i].len());
+        if let Some(best) = best {
+            return kept.swap_remove(best);
+        }
+        if let Some(smallest) = (0..kept.len()).min_by_key(|&i| kept[i].len()) {
+            kept.swap_remove(smallest);
+        }
+        drop(kept);
+        Aligned::new(len)
+    }
+
+    /// Keeps a buffer for the next call.
+    pub(super) fn give(&self, buffer: Aligned) {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
+    }
+}
+
+/// An output that several workers write, each its own rows.
+#[derive(Clone, Copy)]
+pub(super) struct Target {
+    data: *mut f32,
+    len: usize,
+}
+
+// SAFETY: the rows a worker may touch are its own, by the contract of `row`.
+unsafe impl Send for Target {}
+// SAFETY: as above.
+unsafe impl Sync for Target {}
+
+impl Target {
+    pub(super) fn new(data: &mut [f32]) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len() }
+    }
+
+    /// Elements `at..at + len`.
+    ///
+    /// # Safety
+    /// The slice behind this target must outlive the result, and nobody else may touch these elements meanwhile.
+    pub(super) unsafe fn row<'a>(self, at: usize, len: usize) -> &'a mut [f32] {
+        assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
+        // SAFETY: in bounds; exclusive by the contract.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_aligned_and_reused() {
+        let pool = Pool::default();
+        let (small, large) = (pool.take(100), pool.take(1000));
+        assert_eq!((small.len(), large.len()), (112, 1008));
+        let address = large.as_ptr() as usize;
+        assert_eq!((address % 64, small.as_ptr() as usize % 64), (0, 0));
+        pool.give(small);
+        pool.give(large);
+        assert_eq!(pool.take(500).as_ptr() as usize, address);
+        assert!(pool.take(5000).len() >= 5000);
+    }
+}

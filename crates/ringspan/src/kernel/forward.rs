@@ -1,0 +1,227 @@
+//! The forward pass over one block of queries: an online softmax with the queries in the lanes.
+//!
+//! Scores are kept as S^T `[key][query]`: row maxima, row sums, rescaling and masks are then operations on whole
+//! vectors, nothing is ever reduced across lanes. Sources: Dao, 2023 (arXiv:2307.08691); Goto and van de Geijn, 2008,
+//! for the packing.
+
+use super::buffer::{Target, lines};
+use super::micro::multiply;
+use super::pack::{Keys, transpose};
+use super::plan::{Part, Plan};
+use super::vector::Simd;
+use super::{HeadMap, KEY_BLOCK, View};
+
+/// What all blocks of a call share.
+pub(super) struct Forward<'a> {
+    pub(super) q: View<'a>,
+    pub(super) heads: &'a HeadMap,
+    pub(super) plan: &'a Plan<'a>,
+    pub(super) keys: &'a Keys,
+    pub(super) v_dim: usize,
+    /// Factor on scores, times log2(e).
+    pub(super) scale: f32,
+    /// `[Tq, H, Dv]`
+    pub(super) out: Target,
+    /// `[H, Tq]`
+    pub(super) max: Target,
+    /// `[H, Tq]`
+    pub(super) sum: Target,
+}
+
+/// Elements a worker needs besides the packed keys.
+pub(super) fn scratch(dim: usize, v_dim: usize, lanes: usize, r: usize) -> usize {
+    lines(lanes * dim) + lines(lanes * v_dim.next_multiple_of(r)) + lines(lanes * KEY_BLOCK)
+}
+
+/// The softmax state of one block, lanes = queries.
+struct State<V, const N: usize> {
+    max: [V; N],
+    sum: [V; N],
+}
+
+impl Forward<'_> {
+    /// Adds the plan's keys to the state of one head and block. R keys by N vectors of queries at a time.
+    ///
+    /// # Safety
+    /// No two calls at once may name the same head and block. `scratch` must have the size of [`scratch`].
+    #[inline(always)]
+    pub(super) unsafe fn block<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        block: usize,
+        scratch: &mut [f32],
+    ) {
+        let lanes = N * S::LANES;
+        let (dim, v_dim) = (self.q.dim, self.v_dim);
+        let rows = self.plan.rows(block);
+        let (q, rest) = scratch.split_at_mut(lines(lanes * dim));
+        let (out, p) = rest.split_at_mut(lines(lanes * v_dim.next_multiple_of(R)));
+        transpose::<R>(q, dim, lanes, self.scale, |lane| {
+            (lane < rows.len()).then(|| self.q.row(rows.start + lane, head))
+        });
+
+        // SAFETY: these rows belong to this head and block alone.
+        let (max, sum) = unsafe {
+            let at = head * self.q.tokens + rows.start;
+            (self.max.row(at, rows.len()), self.sum.row(at, rows.len()))
+        };
+        let fresh = max.iter().all(|max| *max == f32::NEG_INFINITY);
+        if fresh {
+            out.fill(0.0);
+        } else {
+            transpose::<R>(out, v_dim, lanes, 1.0, |lane| {
+                // SAFETY: these rows belong to this head and block alone.
+                (lane < rows.len()).then(|| unsafe { &*self.out_row(rows.start + lane, head) })
+            });
+            out[v_dim * lanes..].fill(0.0);
+        }
+        let (mut max_lanes, mut sum_lanes) = ([f32::NEG_INFINITY; 64], [0.0; 64]);
+        max_lanes[..rows.len()].copy_from_slice(max);
+        sum_lanes[..rows.len()].copy_from_slice(sum);
+        let mut state = State { max: [simd.splat(0.0); N], sum: [simd.splat(0.0); N] };
+        for v in 0..N {
+            // SAFETY: N * LANES is at most 64.
+            unsafe {
+                state.max[v] = simd.load(max_lanes.as_ptr().add(v * S::LANES));
+                state.sum[v] = simd.load(sum_lanes.as_ptr().add(v * S::LANES));
+            }
+        }
+
+        for part in self.plan.parts(block) {
+            let first = (part.any.start - self.keys.base) / R * R;
+            let end = (part.any.end - self.keys.base).next_multiple_of(R);
+            for from in (first..end).step_by(KEY_BLOCK) {
+                let keys = from..end.min(from + KEY_BLOCK);
+                // SAFETY: q, out and p have the sizes for these lanes and at most KEY_BLOCK keys.
+                unsafe { self.key_block::<S, R, N>(simd, head, block, part, keys, q, out, p, &mut state) };
+            }
+        }
+
+        for v in 0..N {
+            // SAFETY: N * LANES is at most 64.
+            unsafe {
+                simd.store(max_lanes.as_mut_ptr().add(v * S::LANES), state.max[v]);
+                simd.store(sum_lanes.as_mut_ptr().add(v * S::LANES), state.sum[v]);
+            }
+        }
+        max.copy_from_slice(&max_lanes[..rows.len()]);
+        sum.copy_from_slice(&sum_lanes[..rows.len()]);
+        for lane in 0..rows.len() {
+            // SAFETY: these rows belong to this head and block alone.
+            let row = unsafe { self.out_row(rows.start + lane, head) };
+            for (d, x) in row.iter_mut().enumerate() {
+                *x = out[d * lanes + lane];
+            }
+        }
+    }
+
+    /// The output of one query and head.
+    ///
+    /// # Safety
+    /// Only for the head and block of the caller.
+    #[inline(always)]
+    unsafe fn out_row<'a>(&self, row: usize, head: usize) -> &'a mut [f32] {
+        // SAFETY: the caller's row, by contract.
+        unsafe { self.out.row((row * self.heads.heads() + head) * self.v_dim, self.v_dim) }
+    }
+
+    /// One step of the online softmax: at most KEY_BLOCK keys, `keys` counted from the first packed row.
+    ///
+    /// # Safety
+    /// `q` is `[D][lanes]`, `out` `[Dv up to R][lanes]`, `p` `[KEY_BLOCK][lanes]`; `keys` lie in the packed rows, and
+    /// start and length are multiples of R.
+    #[allow(clippy::too_many_arguments)] // The registers of a loop body, cut out to be readable.
+    #[inline(always)]
+    unsafe fn key_block<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        block: usize,
+        part: &Part,
+        keys: std::ops::Range<usize>,
+        q: &[f32],
+        out: &mut [f32],
+        p: &mut [f32],
+        state: &mut State<S::V, N>,
+    ) {
+        let lanes = N * S::LANES;
+        let kv = self.heads.kv_of(head);
+        let base = self.keys.base + keys.start;
+        let border = part.all.start > base || part.all.end < base + keys.len();
+        let (mut low, mut high) = ([0.0; 64], [0.0; 64]);
+        if border {
+            self.plan.bounds(block, part, base, keys.len(), &mut low[..lanes], &mut high[..lanes]);
+        }
+        let panels = self.keys.keys(kv, keys.start);
+        let mut max = state.max;
+        for row in (0..keys.len()).step_by(R) {
+            let zero = [[simd.splat(0.0); N]; R];
+            // SAFETY: the panel is [D][R], q is [D][lanes]; low and high have 64 lanes; p has KEY_BLOCK rows.
+            unsafe {
+                let panel = panels.as_ptr().add(row * self.q.dim);
+                let mut s = multiply::<S, R, N>(simd, self.q.dim, panel, 1, R, q.as_ptr(), lanes, zero);
+                if border && (base + row < part.all.start || base + row + R > part.all.end) {
+                    for (i, s) in s.iter_mut().enumerate() {
+                        let index = simd.splat((row + i) as f32);
+                        for (v, s) in s.iter_mut().enumerate() {
+                            let at = v * S::LANES;
+                            let (low, high) = (simd.load(low.as_ptr().add(at)), simd.load(high.as_ptr().add(at)));
+                            *s = simd.within(*s, index, low, high);
+                        }
+                    }
+                }
+                for (i, s) in s.iter().enumerate() {
+                    for v in 0..N {
+                        max[v] = simd.max(max[v], s[v]);
+                        simd.store(p.as_mut_ptr().add((row + i) * lanes + v * S::LANES), s[v]);
+                    }
+                }
+            }
+        }
+
+        // A lane that has seen nothing keeps -inf; it is measured against a finite number, so that no NaN arises.
+        let mut finite = max;
+        let mut alpha = max;
+        for v in 0..N {
+            finite[v] = simd.max(max[v], simd.splat(f32::MIN));
+            alpha[v] = simd.exp2(simd.sub(state.max[v], finite[v]));
+        }
+        let mut sum = [simd.splat(0.0); N];
+        for row in 0..keys.len() {
+            for v in 0..N {
+                // SAFETY: p has KEY_BLOCK rows of lanes.
+                unsafe {
+                    let at = p.as_mut_ptr().add(row * lanes + v * S::LANES);
+                    let x = simd.exp2(simd.sub(simd.load(at), finite[v]));
+                    sum[v] = simd.add(sum[v], x);
+                    simd.store(at, x);
+                }
+            }
+        }
+        for v in 0..N {
+            state.sum[v] = simd.fma(state.sum[v], alpha[v], sum[v]);
+        }
+        state.max = max;
+
+        for column in (0..self.v_dim).step_by(R) {
+            let values = self.keys.values::<R>(kv, column, keys.start);
+            // SAFETY: values are [keys][R], p [keys][lanes], and out has whole panels of R columns.
+            unsafe {
+                let out = out.as_mut_ptr().add(column * lanes);
+                let mut acc = [[simd.splat(0.0); N]; R];
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    for (v, x) in acc.iter_mut().enumerate() {
+                        *x = simd.mul(alpha[v], simd.load(out.add(i * lanes + v * S::LANES)));
+                    }
+                }
+                acc = multiply::<S, R, N>(simd, keys.len(), values.as_ptr(), 1, R, p.as_ptr(), lanes, acc);
+                for (i, acc) in acc.iter().enumerate() {
+                    for (v, x) in acc.iter().enumerate() {
+                        simd.store(out.add(i * lanes + v * S::LANES), *x);
+                    }
+                }
+            }
+        }
+    }
+}

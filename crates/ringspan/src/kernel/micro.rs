@@ -1,0 +1,110 @@
+//! The one loop in which the kernels spend their time: a small matrix product held in registers.
+
+use super::vector::Simd;
+
+/// `acc[i][v] += sum over t < depth of a[i * a_row + t * a_step] * b[t * b_step + v * LANES ..][..LANES]`
+///
+/// `R x V` must fit the registers with V + 1 to spare.
+///
+/// # Safety
+/// `a` must be readable at every `i * a_row + t * a_step` with i < R, t < depth, and `b` for `V * LANES` numbers at
+/// every `t * b_step`.
+#[allow(clippy::too_many_arguments)] // Two operands, three strides: the shape of the product.
+#[inline(always)]
+pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    depth: usize,
+    mut a: *const f32,
+    a_row: usize,
+    a_step: usize,
+    mut b: *const f32,
+    b_step: usize,
+    mut acc: [[S::V; V]; R],
+) -> [[S::V; V]; R] {
+    for _ in 0..depth {
+        let mut row = [simd.splat(0.0); V];
+        for (v, x) in row.iter_mut().enumerate() {
+            // SAFETY: the caller made b readable here.
+            *x = unsafe { simd.load(b.add(v * S::LANES)) };
+        }
+        for (i, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: the caller made a readable here.
+            let x = simd.splat(unsafe { *a.add(i * a_row) });
+            for v in 0..V {
+                acc[v] = simd.fma(x, row[v], acc[v]);
+            }
+        }
+        a = a.wrapping_add(a_step);
+        b = b.wrapping_add(b_step);
+    }
+    acc
+}
+
+/// `c[i][..columns] += sum over t < depth of a[i * a_row + t * a_step] * b[t * width ..][..columns]` for i < rows:
+/// lanes run along the columns, and `columns` is `width`, a multiple of LANES.
+///
+/// # Safety
+/// `rows` must be a multiple of R, `a` readable at every `i * a_row + t * a_step`, `b` for `depth * width` numbers, `c`
+/// readable and writable for `rows * width`.
+#[allow(clippy::too_many_arguments)] // Three operands, their shape and strides.
+#[inline(always)]
+pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
+    simd: S,
+    (rows, depth, width): (usize, usize, usize),
+    a: *const f32,
+    a_row: usize,
+    a_step: usize,
+    b: *const f32,
+    c: *mut f32,
+) {
+    let mut left = width / S::LANES;
+    let mut column = 0;
+    while left > 0 {
+        // As even as possible: a stripe of one vector would wait for its own sums.
+        let vectors = left.div_ceil(left.div_ceil(S::COLUMNS));
+        // SAFETY: the caller's promises, for `vectors` of the columns from `column` on.
+        unsafe {
+            let (b, c) = (b.add(column), c.add(column));
+            match vectors {
+                1 => stripe::<S, R, 1>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                2 => stripe::<S, R, 2>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                3 => stripe::<S, R, 3>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                _ => stripe::<S, R, 4>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+            }
+        }
+        left -= vectors;
+        column += vectors * S::LANES;
+    }
+}
+
+/// [`accumulate`] for V vectors of columns.
+#[allow(clippy::too_many_arguments)] // As above.
+#[inline(always)]
+unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    (rows, depth, width): (usize, usize, usize),
+    a: *const f32,
+    a_row: usize,
+    a_step: usize,
+    b: *const f32,
+    c: *mut f32,
+) {
+    for i in (0..rows).step_by(R) {
+        let mut acc = [[simd.splat(0.0); V]; R];
+        // SAFETY: the caller's promises; rows i..i + R exist because rows is a multiple of R.
+        unsafe {
+            let c = c.add(i * width);
+            for (r, acc) in acc.iter_mut().enumerate() {
+                for (v, x) in acc.iter_mut().enumerate() {
+                    *x = simd.load(c.add(r * width + v * S::LANES));
+                }
+            }
+            acc = multiply::<S, R, V>(simd, depth, a.add(i * a_row), a_row, a_step, b, width, acc);
+            for (r, acc) in acc.iter().enumerate() {
+                for (v, x) in acc.iter().enumerate() {
+                    simd.store(c.add(r * width + v * S::LANES), *x);
+                }
+            }
+        }
+    }
+}

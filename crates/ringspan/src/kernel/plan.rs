@@ -1,0 +1,162 @@
+//! Tiles cut into blocks of queries: what a block has to compute, and where it needs a mask.
+
+use super::Tile;
+use std::ops::Range;
+
+/// The part of a tile that concerns one block of queries.
+pub(super) struct Part {
+    /// Index of the tile.
+    tile: usize,
+    /// Key rows that some query of the block sees.
+    pub(super) any: Range<usize>,
+    /// Key rows that every query of the block sees; possibly empty.
+    pub(super) all: Range<usize>,
+}
+
+/// Blocks of `lanes` queries, and their parts.
+pub(super) struct Plan<'a> {
+    tiles: &'a [Tile],
+    lanes: usize,
+    queries: usize,
+    parts: Vec<Vec<Part>>,
+    /// The least range that holds all visible keys.
+    pub(super) keys: Range<usize>,
+    seen_keys: Vec<bool>,
+    seen_queries: Vec<bool>,
+}
+
+impl<'a> Plan<'a> {
+    pub(super) fn new(tiles: &'a [Tile], lanes: usize, queries: usize, keys: usize) -> Self {
+        let mut parts: Vec<Vec<Part>> = Vec::new();
+        parts.resize_with(queries.div_ceil(lanes), Vec::new);
+        let (mut seen_keys, mut seen_queries) = (vec![false; keys], vec![false; queries]);
+        let (mut first, mut last) = (keys, 0);
+        for (index, tile) in tiles.iter().enumerate() {
+            let Some(band) = tile.band.clamp(tile.q.len(), tile.k.len()) else { continue };
+            // Queries lo.. see something, until the last key has left the band.
+            let from = band.lo.max(0) as usize;
+            let to = tile.q.len().min((band.hi + tile.k.len() as i64) as usize);
+            if from >= to {
+                continue;
+            }
+            let rows = tile.q.start + from..tile.q.start + to;
+            let (head, tail) = (band.keys(from, tile.k.len()), band.keys(to - 1, tile.k.len()));
+            let seen = tile.k.start + head.start..tile.k.start + tail.end;
+            (first, last) = (first.min(seen.start), last.max(seen.end));
+            seen_keys[seen].fill(true);
+            seen_queries[rows.clone()].fill(true);
+            for (block, parts) in parts.iter_mut().enumerate().take(rows.end.div_ceil(lanes)).skip(rows.start / lanes) {
+                let block = block * lanes..((block + 1) * lanes).min(queries);
+                let (i0, i1) = (rows.start.max(block.start) - tile.q.start, rows.end.min(block.end) - tile.q.start);
+                // The visible keys move on with the query, so the first and the last query bound them.
+                let (head, tail) = (band.keys(i0, tile.k.len()), band.keys(i1 - 1, tile.k.len()));
+                let shift = |keys: Range<usize>| tile.k.start + keys.start..tile.k.start + keys.end;
+                let any = shift(head.start..tail.end);
+                let whole = i1 - i0 == block.len() && tail.start < head.end;
+                let all = if whole { shift(tail.start..head.end) } else { any.start..any.start };
+                parts.push(Part { tile: index, any, all });
+            }
+        }
+        Self { tiles, lanes, queries, parts, keys: first.min(last)..last, seen_keys, seen_queries }
+    }
+
+    /// Blocks of queries.
+    pub(super) fn blocks(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// The query rows of a block.
+    pub(super) fn rows(&self, block: usize) -> Range<usize> {
+        block * self.lanes..((block + 1) * self.lanes).min(self.queries)
+    }
+
+    /// What a block has to compute.
+    pub(super) fn parts(&self, block: usize) -> &[Part] {
+        &self.parts[block]
+    }
+
+    /// Key rows a block computes, summed over its parts: its cost.
+    pub(super) fn cost(&self, block: usize) -> usize {
+        self.parts[block].iter().map(|part| part.any.len()).sum()
+    }
+
+    /// Whether some query sees this key row. Others are never read: they may hold anything.
+    pub(super) fn sees_key(&self, row: usize) -> bool {
+        self.seen_keys[row]
+    }
+
+    /// Whether this query row sees some key.
+    pub(super) fn sees_anything(&self, row: usize) -> bool {
+        self.seen_queries[row]
+    }
+
+    /// For each lane the visible keys of a part, `low[lane]..high[lane]` counted from `base` and cut to `width`.
+    ///
+    /// Lanes behind the last query repeat it; their results are dropped.
+    pub(super) fn bounds(
+        &self,
+        block: usize,
+        part: &Part,
+        base: usize,
+        width: usize,
+        low: &mut [f32],
+        high: &mut [f32],
+    ) {
+        let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
+        let cut = |key: usize| (tile.k.start + key).clamp(base, base + width) - base;
+        for (lane, (low, high)) in low.iter_mut().zip(high).enumerate() {
+            let row = (rows.start + lane).min(rows.end - 1);
+            let keys = if tile.q.contains(&row) { tile.band.keys(row - tile.q.start, tile.k.len()) } else { 0..0 };
+            // Widths of blocks are small, so these numbers are exact.
+            (*low, *high) = (cut(keys.start) as f32, cut(keys.end) as f32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mask::Band;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_hold_every_visible_pair_once_and_whole_ranges_are_visible_to_all(
+            q0 in 0usize..9, n in 0usize..20, k0 in 0usize..9, m in 0usize..20, lo in -25i64..25, w in 0i64..30, lanes in 1usize..9,
+        ) {
+            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w } };
+            let (queries, keys) = (q0 + n + 3, k0 + m + 2);
+            let tiles = [tile.clone()];
+            let plan = Plan::new(&tiles, lanes, queries, keys);
+            let sees = |i: usize, j: usize| tile.q.contains(&i) && tile.k.contains(&j) && tile.band.sees(i - q0, j - k0);
+            for j in 0..keys {
+                if (0..queries).any(|i| sees(i, j)) {
+                    prop_assert!(plan.sees_key(j) && plan.keys.contains(&j));
+                }
+            }
+            for i in 0..queries {
+                prop_assert_eq!(plan.sees_anything(i), (0..keys).any(|j| sees(i, j)));
+            }
+            for block in 0..plan.blocks() {
+                let rows = plan.rows(block);
+                prop_assert!(plan.parts(block).len() <= 1);
+                let mut pairs = 0;
+                for part in plan.parts(block) {
+                    let (mut low, mut high) = (vec![0.0; lanes], vec![0.0; lanes]);
+                    let base = part.any.start.saturating_sub(1);
+                    plan.bounds(block, part, base, part.any.len() + 2, &mut low, &mut high);
+                    for (lane, i) in rows.clone().enumerate() {
+                        for j in part.any.clone() {
+                            let at = (j - base) as f32;
+                            prop_assert_eq!(sees(i, j), low[lane] <= at && at < high[lane]);
+                            prop_assert!(sees(i, j) || !part.all.contains(&j));
+                            pairs += usize::from(sees(i, j));
+                        }
+                    }
+                }
+                let wanted = rows.map(|i| (0..keys).filter(|&j| sees(i, j)).count()).sum::<usize>();
+                prop_assert_eq!(pairs, wanted);
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Vectors as arrays, left to the compiler.
+
+use super::{EXP2, Simd};
+
+/// Any machine.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+const N: usize = 4;
+
+#[inline(always)]
+fn each(f: impl Fn(usize) -> f32) -> [f32; N] {
+    [f(0), f(1), f(2), f(3)]
+}
+
+impl Simd for Portable {
+    type V = [f32; N];
+    const LANES: usize = N;
+    const COLUMNS: usize = 3;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        [x; N]
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> Self::V {
+        // SAFETY: the caller gives N readable numbers; arrays of f32 need no more alignment than f32.
+        unsafe { from.cast::<[f32; N]>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, x: Self::V) {
+        // SAFETY: the caller gives N writable numbers; arrays of f32 need no more alignment than f32.
+        unsafe { to.cast::<[f32; N]>().write(x) }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // A fused operation that the target lacks would be a call of the C library.
+        if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
+            each(|i| a[i].mul_add(b[i], c[i]))
+        } else {
+            each(|i| a[i] * b[i] + c[i])
+        }
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::V, b: Self::V) -> Self::V {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V) -> Self::V {
+        each(|i| if low[i] <= index[i] && index[i] < high[i] { x[i] } else { f32::NEG_INFINITY })
+    }
+
+    #[inline(always)]
+    fn exp2(self, x: Self::V) -> Self::V {
+        // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits.
+        const ROUND: f32 = 12_582_912.0;
+        each(|i| {
+            let shifted = x[i] + ROUND;
+            let f = x[i] - (shifted - ROUND);
+            let mut p = EXP2[0];
+            for c in &EXP2[1..] {
+                p = p * f + c;
+            }
+            let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+            if x[i] < -126.0 { 0.0 } else { (p * f + 1.0) * power }
+        })
+    }
+
+    #[inline(always)]
+    fn sum(self, x: Self::V) -> f32 {
+        (x[0] + x[2]) + (x[1] + x[3])
+    }
+}
