@@ -6,10 +6,10 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::rope::inverse_frequencies;
 use candle_core::{DType, Device, Tensor, Var};
+use ringspan_candle::Attend;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::swiglu;
-use ringspan_candle::Attend;
 use std::collections::BTreeMap;
 
 /// Parameters by Hugging Face's names, f32.
@@ -52,7 +52,7 @@ impl Decoder {
         if tokens.is_empty() {
             return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, &Device::Cpu)?);
         }
-        Ok(get(weights, EMBEDDING)?.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?)
+        Ok(self.get(weights, EMBEDDING)?.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?)
     }
 
     /// Layer `index`: x `[T, C]` to `[T, C]`.
@@ -70,9 +70,9 @@ impl Decoder {
         let h = self.normed(weights, &part("input_layernorm"), x)?;
         let x = (x + self.attention(weights, index, &h, attend)?)?;
         let h = self.normed(weights, &part("post_attention_layernorm"), &x)?;
-        let gate = linear(weights, &part("mlp.gate_proj"), &h, self.config.mlp_bias())?;
-        let up = linear(weights, &part("mlp.up_proj"), &h, self.config.mlp_bias())?;
-        let down = linear(weights, &part("mlp.down_proj"), &swiglu(&gate, &up)?, self.config.mlp_bias())?;
+        let gate = self.linear(weights, &part("mlp.gate_proj"), &h, self.config.mlp_bias())?;
+        let up = self.linear(weights, &part("mlp.up_proj"), &h, self.config.mlp_bias())?;
+        let down = self.linear(weights, &part("mlp.down_proj"), &swiglu(&gate, &up)?, self.config.mlp_bias())?;
         Ok((x + down)?)
     }
 
@@ -81,7 +81,7 @@ impl Decoder {
         let (tokens, kv_heads, dim) = (h.dim(0)?, self.config.num_key_value_heads(), self.config.head_dim());
         let part = |name: &str| format!("model.layers.{index}.self_attn.{name}");
         let project = |name: &str, heads: usize| -> Result<Tensor> {
-            let flat = linear(weights, &part(name), h, self.config.qkv_bias())?;
+            let flat = self.linear(weights, &part(name), h, self.config.qkv_bias())?;
             Ok(flat.reshape((tokens, heads, dim))?)
         };
         let (mut q, mut k) = (project("q_proj", heads)?, project("k_proj", kv_heads)?);
@@ -93,7 +93,7 @@ impl Decoder {
         let rotation = Rotation::new(attend.positions(), &self.inverse_frequencies, 1.0);
         let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
         let out = attend.attention(index, &q, &k, &v, &self.config.mask(index), self.scale())?;
-        linear(weights, &part("o_proj"), &out.reshape((tokens, heads * dim))?, self.config.output_bias())
+        self.linear(weights, &part("o_proj"), &out.reshape((tokens, heads * dim))?, self.config.output_bias())
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.
@@ -104,7 +104,7 @@ impl Decoder {
         if x.dim(0)? == 0 {
             return Ok(x.clone());
         }
-        Ok(rms_norm(x, get(weights, NORM)?, self.config.rms_norm_eps)?)
+        Ok(rms_norm(x, self.get(weights, NORM)?, self.config.rms_norm_eps)?)
     }
 
     /// The output head `[V, C]`: the embedding, if they are tied.
@@ -112,7 +112,7 @@ impl Decoder {
     /// # Errors
     /// Missing weights.
     pub fn head(&self, weights: &Weights) -> Result<Tensor> {
-        get(weights, self.head_name()).cloned()
+        self.get(weights, self.head_name()).cloned()
     }
 
     /// The parameter that is the output head.
@@ -189,19 +189,22 @@ impl Decoder {
     }
 
     fn normed(&self, weights: &Weights, name: &str, x: &Tensor) -> Result<Tensor> {
-        Ok(rms_norm(x, get(weights, &format!("{name}.weight"))?, self.config.rms_norm_eps)?)
+        Ok(rms_norm(x, self.get(weights, &format!("{name}.weight"))?, self.config.rms_norm_eps)?)
     }
-}
 
-fn get<'a>(weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
-    weights.get(name).ok_or_else(|| Error::Missing { name: name.to_owned(), shape: Vec::new() })
-}
-
-/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
-fn linear(weights: &Weights, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
-    let out = x.matmul(&get(weights, &format!("{name}.weight"))?.t()?)?;
-    if bias {
-        return Ok(out.broadcast_add(get(weights, &format!("{name}.bias"))?)?);
+    /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
+    fn linear(&self, weights: &Weights, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
+        let out = x.matmul(&self.get(weights, &format!("{name}.weight"))?.t()?)?;
+        if bias {
+            return Ok(out.broadcast_add(self.get(weights, &format!("{name}.bias"))?)?);
+        }
+        Ok(out)
     }
-    Ok(out)
+
+    /// A parameter by name.
+    pub(crate) fn get<'a>(&self, weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
+        let missing =
+            || Error::Missing { name: name.to_owned(), shape: self.shapes().remove(name).unwrap_or_default() };
+        weights.get(name).ok_or_else(missing)
+    }
 }

@@ -28,16 +28,16 @@ pub enum Error {
     /// `config.json` asks for something that is not there, or contradicts itself.
     #[error("config.json: {0}")]
     Config(String),
-    /// The model has a parameter that the folder lacks.
-    #[error("the model needs tensor {name} {shape:?}, which the folder does not have")]
+    /// The model has a parameter that the weights lack.
+    #[error("the model needs tensor {name} {shape:?}, which the weights do not have")]
     Missing {
         /// The parameter.
         name: String,
         /// Its shape.
         shape: Vec<usize>,
     },
-    /// The folder has a tensor that the model does not know.
-    #[error("the folder has tensor {name} {shape:?}, which this model does not use")]
+    /// The weights have a tensor that the model does not know.
+    #[error("the weights have tensor {name} {shape:?}, which this model does not use")]
     Unknown {
         /// The tensor.
         name: String,

@@ -10,6 +10,7 @@ use safetensors::{Dtype, SafeTensors};
 use std::collections::{BTreeSet, HashMap};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
 
 const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
@@ -22,7 +23,10 @@ const INDEX: &str = "model.safetensors.index.json";
 pub fn load(folder: &Path) -> Result<(Config, Weights)> {
     let path = folder.join(CONFIG);
     let config: Config = parse(&path)?;
-    let decoder = Decoder::new(config.clone())?;
+    let decoder = Decoder::new(config.clone()).map_err(|error| match error {
+        Error::Config(problem) => Error::Format { path, problem },
+        other => other,
+    })?;
     let mut weights = Weights::new();
     for file in files(folder)? {
         read_tensors(&file, &mut weights)?;
@@ -82,9 +86,19 @@ pub fn save(folder: &Path, config: &serde_json::Value, weights: &Weights) -> Res
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let bytes = safetensors::serialize(views.collect::<Result<Vec<_>>>()?, Some(metadata))
         .map_err(|error| format(error.to_string()))?;
-    replace(&path, &bytes)?;
     let text = serde_json::to_string_pretty(&config).map_err(|error| format(error.to_string()))?;
-    replace(&folder.join(CONFIG), text.as_bytes())
+    // All is on disk before anything gets its name, so a full disk changes nothing.
+    let config_path = folder.join(CONFIG);
+    let new = [(write_beside(&config_path, text.as_bytes())?, config_path), (write_beside(&path, &bytes)?, path)];
+    for (file, path) in new {
+        file.persist(&path).map_err(|error| Error::Io { path: path.clone(), source: error.error })?;
+    }
+    // The new names are on disk only when the folder is.
+    #[cfg(unix)]
+    std::fs::File::open(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(|source| Error::Io { path: folder.to_owned(), source })?;
+    Ok(())
 }
 
 /// The safetensors of a folder.
@@ -124,7 +138,10 @@ fn read_tensors(path: &Path, weights: &mut Weights) -> Result<()> {
             Dtype::F16 => data.chunks_exact(2).map(|b| f16::from_bits(pair(b)).to_f32()).collect(),
             other => return Err(format(format!("tensor {name} is {other:?}: possible are F32, BF16, F16"))),
         };
-        weights.insert(name, Tensor::from_vec(values, view.shape(), &Device::Cpu)?);
+        let tensor = Tensor::from_vec(values, view.shape(), &Device::Cpu)?;
+        if weights.insert(name.clone(), tensor).is_some() {
+            return Err(format(format!("tensor {name} is in another file, too")));
+        }
     }
     Ok(())
 }
@@ -138,12 +155,24 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|source| Error::Io { path: path.to_owned(), source })
 }
 
-/// Writes a file beside, makes sure it is on disk, and renames it.
-fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+/// Writes what is to become `path` to a temporary file in the same folder, and makes sure it is on disk.
+fn write_beside(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
     let io = |source| Error::Io { path: path.to_owned(), source };
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(io)?;
+    let mut file = beside().tempfile_in(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(io)?;
-    file.persist(path).map_err(|error| io(error.error))?;
-    Ok(())
+    Ok(file)
+}
+
+/// Temporary files with the permissions of any new file, not for their owner's eyes only.
+#[cfg(unix)]
+fn beside() -> tempfile::Builder<'static, 'static> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut builder = tempfile::Builder::new();
+    builder.permissions(std::fs::Permissions::from_mode(0o666));
+    builder
+}
+
+#[cfg(not(unix))]
+fn beside() -> tempfile::Builder<'static, 'static> {
+    tempfile::Builder::new()
 }

@@ -1,7 +1,7 @@
 //! Gradients layer by layer, with recomputation: memory for one layer's graph, and each layer's input.
 
 use crate::decoder::{Decoder, Weights};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
 
@@ -23,6 +23,7 @@ pub fn loss_and_gradients(
     on_gradient: &mut dyn FnMut(&str, Tensor) -> Result<()>,
 ) -> Result<f64> {
     let layers = decoder.config().num_hidden_layers;
+    let variable = |name: &str| -> Result<Var> { Ok(Var::from_tensor(decoder.get(weights, name)?)?) };
     let mut inputs = Vec::with_capacity(layers);
     let mut x = decoder.embed(weights, tokens)?;
     for index in 0..layers {
@@ -37,7 +38,7 @@ pub fn loss_and_gradients(
         on_gradient(decoder.head_name(), loss.d_head.clone())?;
     }
     let name = decoder.norm_name().to_owned();
-    let norm = variable(weights, &name)?;
+    let norm = variable(&name)?;
     let (mut dx, d_norm) = differentiate(&x, &loss.d_hidden, &[(name, norm)], |local, x| decoder.norm(local, x))?;
     deliver(d_norm, on_gradient)?;
 
@@ -45,12 +46,11 @@ pub fn loss_and_gradients(
         if tokens.is_empty() {
             take_part(decoder, index, attend)?;
             for name in decoder.layer_names(index) {
-                let like = weights.get(&name).ok_or_else(|| missing(&name))?;
-                on_gradient(&name, like.zeros_like()?)?;
+                on_gradient(&name, decoder.get(weights, &name)?.zeros_like()?)?;
             }
             continue;
         }
-        let parameter = |name: String| variable(weights, &name).map(|var| (name, var));
+        let parameter = |name: String| variable(&name).map(|var| (name, var));
         let parameters = decoder.layer_names(index).into_iter().map(parameter).collect::<Result<Vec<_>>>()?;
         let (d_input, gradients) =
             differentiate(x, &dx, &parameters, |local, x| decoder.layer(local, index, x, attend))?;
@@ -58,7 +58,7 @@ pub fn loss_and_gradients(
         deliver(gradients, on_gradient)?;
     }
 
-    let embedding = weights.get(decoder.embedding_name()).ok_or_else(|| missing(decoder.embedding_name()))?;
+    let embedding = decoder.get(weights, decoder.embedding_name())?;
     let mut gradient = scatter(&dx, tokens, embedding.dims())?;
     if tied {
         gradient = (gradient + loss.d_head)?;
@@ -115,13 +115,4 @@ fn scatter(dx: &Tensor, tokens: &[u32], shape: &[usize]) -> Result<Tensor> {
         sums[at..at + width].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
     }
     Ok(Tensor::from_vec(sums, shape, &Device::Cpu)?)
-}
-
-fn variable(weights: &Weights, name: &str) -> Result<Var> {
-    let tensor = weights.get(name).ok_or_else(|| missing(name))?;
-    Ok(Var::from_tensor(tensor)?)
-}
-
-fn missing(name: &str) -> Error {
-    Error::Missing { name: name.to_owned(), shape: Vec::new() }
 }

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 
 /// Turns tokens into text.
-pub trait Detokenize {
+pub trait Detokenize: Sync {
     /// The text of `tokens`; bytes that are no character become U+FFFD.
     ///
     /// # Errors

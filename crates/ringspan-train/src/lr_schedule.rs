@@ -37,7 +37,7 @@ impl fmt::Display for Decay {
 
 /// Learning rate over steps `t = 0 .. steps`:
 ///
-/// - `t < warmup`: `peak * (t + 1) / (warmup + 1)`, so that the first step already learns and step `warmup` is the peak;
+/// - `t < warmup`: `peak * (t + 1) / warmup`, so that the first step already learns and the last of the rise is the peak;
 /// - then cosine: `peak * (1 + cos(pi * (t - warmup) / (steps - warmup))) / 2`, or constant: `peak`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
@@ -56,7 +56,7 @@ impl LrSchedule {
     #[must_use]
     pub fn at(&self, t: u64) -> f64 {
         if t < self.warmup {
-            return self.peak * (t + 1) as f64 / (self.warmup + 1) as f64;
+            return self.peak * (t + 1) as f64 / self.warmup as f64;
         }
         match self.decay {
             Decay::Constant => self.peak,
@@ -77,8 +77,9 @@ mod tests {
     fn it_rises_in_a_line_to_the_peak_and_falls_along_a_cosine() {
         let s = LrSchedule { peak: 2.0, warmup: 4, steps: 14, decay: Decay::Cosine };
         let close = |t, x: f64| assert!((s.at(t) - x).abs() < 1e-12, "step {t}: {} is not {x}", s.at(t));
-        close(0, 0.4);
-        close(3, 1.6);
+        close(0, 0.5);
+        close(2, 1.5);
+        close(3, 2.0);
         close(4, 2.0);
         close(9, 1.0);
         close(14, 0.0);
@@ -91,7 +92,7 @@ mod tests {
         let s = LrSchedule { peak: 0.1, warmup: 0, steps: 5, decay: Decay::Constant };
         assert!((0..9).all(|t| s.at(t) == 0.1));
         assert_eq!(LrSchedule { decay: Decay::Cosine, ..s }.at(0), 0.1);
-        assert_eq!(LrSchedule { warmup: 9, ..s }.at(8), 0.1 * 9.0 / 10.0);
+        assert_eq!(LrSchedule { warmup: 9, ..s }.at(7), 0.1 * 8.0 / 9.0);
     }
 
     #[test]

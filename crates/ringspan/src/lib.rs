@@ -4,7 +4,6 @@
 pub mod attention;
 pub mod comm;
 pub mod error;
-#[path = "kernel_lead/mod.rs"]
 pub mod kernel;
 pub mod layout;
 pub mod mask;

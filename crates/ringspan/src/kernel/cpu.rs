@@ -2,6 +2,7 @@
 
 use super::backward::{Backward, Sizes, Sums};
 use super::buffer::{Aligned, Pool, Target, lines};
+use super::decode::{self, Decode};
 use super::forward::{self, Forward};
 use super::pack::Keys;
 use super::plan::Plan;
@@ -78,6 +79,15 @@ impl Kernel {
             q.heads,
             v.dim
         );
+        if q.tokens == 1 {
+            // Packing would cost more than the whole product.
+            let seen = |tile: &Tile| {
+                let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
+                tile.k.start + keys.start..tile.k.start + keys.end
+            };
+            let visible: Vec<Range<usize>> = tiles.iter().map(seen).collect();
+            return self.one_query(q, k, v, heads, &visible, score, partial);
+        }
         let (lanes, r) = (self.isa.lanes(), self.isa.rows());
         let plan = Plan::new(tiles, lanes, q.tokens, k.tokens);
         if plan.keys.is_empty() || q.heads == 0 {
@@ -116,6 +126,85 @@ impl Kernel {
             self.pool.give(scratch);
         });
         self.pool.give(keys.into_buffer());
+    }
+
+    /// The softmax state of one query `[1, H, D]` over the rows `visible` of a cache k `[Tk, G, D]`, v `[Tk, G, Dv]`.
+    ///
+    /// The same bits for any number of threads. States of several ranks can be merged by their maxima and sums.
+    ///
+    /// # Panics
+    /// If the shapes or rows do not fit each other, or `q` has another number of tokens than one.
+    pub fn decode(
+        &self,
+        q: View,
+        k: View,
+        v: View,
+        heads: &HeadMap,
+        visible: &[Range<usize>],
+        score: &Score,
+    ) -> Partial {
+        check(&q, &k, &v, heads, &[]);
+        assert_eq!(q.tokens, 1, "queries of a decoding step");
+        for rows in visible {
+            assert!(rows.end <= k.tokens, "rows {rows:?} of a cache of {}", k.tokens);
+        }
+        let mut partial = Partial::new(1, q.heads, v.dim);
+        self.one_query(q, k, v, heads, visible, score, &mut partial);
+        partial
+    }
+
+    #[allow(clippy::too_many_arguments)] // The inputs of attention.
+    fn one_query(
+        &self,
+        q: View,
+        k: View,
+        v: View,
+        heads: &HeadMap,
+        visible: &[Range<usize>],
+        score: &Score,
+        partial: &mut Partial,
+    ) {
+        let job = Decode { q, k, v, heads, scale: score.scale * std::f32::consts::LOG2_E };
+        let chunk = |rows: &Range<usize>| {
+            let rows = rows.clone();
+            rows.clone().step_by(decode::CHUNK).map(move |from| from..rows.end.min(from + decode::CHUNK))
+        };
+        let chunks: Vec<Range<usize>> = visible.iter().flat_map(chunk).collect();
+        let read: Vec<usize> = (0..k.heads).filter(|&kv| !heads.queries_of(kv).is_empty()).collect();
+        let tasks = read.len() * chunks.len();
+        if tasks == 0 {
+            return;
+        }
+        let group = read.iter().map(|&kv| heads.queries_of(kv).len()).max().unwrap_or(0);
+        let size = group * job.state();
+        let mut states = self.pool.take(tasks * size);
+        let target = Target::new(&mut states);
+        let next = AtomicUsize::new(0);
+        // A thread costs about as much as reading this many numbers.
+        let rows: usize = chunks.iter().map(ExactSizeIterator::len).sum();
+        let worth = (rows * read.len() * (k.dim + v.dim)).div_ceil(1 << 19);
+        workers::run(self.threads.min(tasks).min(worth), &|_| {
+            let mut scores = self.pool.take(group * decode::CHUNK);
+            loop {
+                let task = next.fetch_add(1, Ordering::Relaxed);
+                if task >= tasks {
+                    break;
+                }
+                let (kv, rows) = (read[task / chunks.len()], chunks[task % chunks.len()].clone());
+                let heads = heads.queries_of(kv).len();
+                let scores = &mut scores[..heads * decode::CHUNK];
+                // SAFETY: the counter gives each task, and with it these states, to one worker.
+                unsafe {
+                    let states = target.row(task * size, heads * job.state());
+                    isa::decode_chunk(self.isa, &job, kv, rows, states, scores);
+                }
+            }
+            self.pool.give(scores);
+        });
+        for task in 0..tasks {
+            job.merge(read[task / chunks.len()], &states[task * size..][..size], partial);
+        }
+        self.pool.give(states);
     }
 
     fn pack(&self, keys: &mut Keys, plan: &Plan, k: &View, v: &View) {

@@ -1,6 +1,7 @@
 //! Instruction sets, and the blocked kernels compiled for each of them.
 
 use super::backward::{Backward, Sums};
+use super::decode::Decode;
 use super::forward::Forward;
 use super::vector::Portable;
 #[cfg(target_arch = "x86_64")]
@@ -73,9 +74,10 @@ macro_rules! dispatch {
                     // SAFETY: the contract of the caller.
                     unsafe { job.$call::<_, 4, 3>(simd, $($argument),*) }
                 }
-                // SAFETY: the token proves the features; the rest is the contract of the caller.
                 match (isa, Avx512::detect(), Avx2::detect()) {
+                    // SAFETY: the token proves the features; the rest is the contract of the caller.
                     (Isa::Avx512, Some(simd), _) => return unsafe { avx512(simd, job, $($argument),*) },
+                    // SAFETY: as above.
                     (Isa::Avx2, _, Some(simd)) => return unsafe { avx2(simd, job, $($argument),*) },
                     _ => (),
                 }
@@ -98,4 +100,10 @@ dispatch!(
     Backward<'_>,
     head(head: usize, blocks: Range<usize>, sums: Sums, scratch: &mut [f32]),
     "[`Backward::head`] compiled for `isa`."
+);
+dispatch!(
+    decode_chunk,
+    Decode<'_>,
+    chunk(kv: usize, rows: Range<usize>, states: &mut [f32], scores: &mut [f32]),
+    "[`Decode::chunk`] compiled for `isa`."
 );

@@ -5,6 +5,7 @@
 mod backward;
 mod buffer;
 mod cpu;
+mod decode;
 mod forward;
 mod head_map;
 mod isa;

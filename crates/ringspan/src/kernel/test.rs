@@ -315,6 +315,34 @@ fn rows_that_nobody_sees_may_hold_anything() {
 }
 
 #[test]
+fn one_query_over_a_cache_has_the_same_bits_with_any_threads() {
+    let tile = |k: Range<usize>| Tile { q: 0..1, k, band: FULL };
+    for (heads, kv_heads, dims) in [(8, 1, (64, 64)), (6, 2, (80, 33)), (4, 4, (128, 16))] {
+        let mut problem = Problem::new(1, 5000, (heads, kv_heads), dims, FULL);
+        let visible = [7..8, 4000..4999, 20..3333, 9..9];
+        problem.blocks = vec![(0..5000, visible.iter().cloned().map(tile).collect())];
+        let inputs = problem.inputs();
+        let wanted = problem.wanted(&inputs);
+        for isa in Isa::available() {
+            let answers: Vec<Partial> = (1..=3)
+                .map(|threads| {
+                    let kernel = Kernel::with_isa(threads, isa).expect("available");
+                    let q = View::new(&inputs.q, 1, heads, dims.0).expect("its size");
+                    let k = View::new(&inputs.k, 5000, kv_heads, dims.0).expect("its size");
+                    let v = View::new(&inputs.v, 5000, kv_heads, dims.1).expect("its size");
+                    let map = HeadMap::grouped(heads, kv_heads).expect("they divide");
+                    kernel.decode(q, k, v, &map, &visible, &Score { scale: problem.scale() })
+                })
+                .collect();
+            assert!(answers[0] == answers[1] && answers[0] == answers[2], "{isa:?}");
+            let (out, lse) = answers[0].clone().finish(1, heads, dims.1);
+            let got = Answer { out, lse, dq: wanted.dq.clone(), dk: wanted.dk.clone(), dv: wanted.dv.clone() };
+            wanted.compare(&got, 5e-6, &format!("{isa:?}"));
+        }
+    }
+}
+
+#[test]
 fn one_key_head_keeps_all_threads_busy() {
     // Two workers on one key-value head: the second adds through a private sum, and both do about half.
     let tiles = [Tile { q: 0..960, k: 0..960, band: CAUSAL }];

@@ -1,0 +1,242 @@
+//! Model folders: what is written comes back, and what is wrong is named.
+
+use candle_core::{DType, Device, Tensor};
+use ringspan_models::{Decoder, Weights, folder};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use tempfile::TempDir;
+
+fn config(tied: bool) -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 12, "hidden_size": 8,
+        "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "tie_word_embeddings": tied, "torch_dtype": "bfloat16", "a_key_of_others": [1, 2]
+    })
+}
+
+fn decoder(config: &Value) -> Decoder {
+    Decoder::new(serde_json::from_value(config.clone()).expect("sizes")).expect("supported")
+}
+
+/// A saved model.
+fn model(tied: bool) -> (TempDir, Weights) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let weights = decoder(&config(tied)).init(7).expect("weights");
+    folder::save(folder.path(), &config(tied), &weights).expect("saved");
+    (folder, weights)
+}
+
+fn bits(weights: &Weights) -> HashMap<String, (Vec<usize>, Vec<u32>)> {
+    let bits = |tensor: &Tensor| {
+        let values: Vec<f32> = tensor.flatten_all().and_then(|t| t.to_vec1()).expect("f32");
+        (tensor.dims().to_vec(), values.into_iter().map(f32::to_bits).collect())
+    };
+    weights.iter().map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
+}
+
+/// Writes weights over the model's, as they are.
+fn write(path: &Path, weights: &Weights) {
+    let tensors: HashMap<String, Tensor> = weights.clone().into_iter().collect();
+    candle_core::safetensors::save(&tensors, path).expect("written");
+}
+
+fn refusal(folder: &Path) -> String {
+    folder::load(folder).expect_err("must be refused").to_string()
+}
+
+fn contains(message: &str, words: &[&str]) {
+    for word in words {
+        assert!(message.contains(word), "'{word}' is not in: {message}");
+    }
+}
+
+const SINGLE: &str = "model.safetensors";
+const Q: &str = "model.layers.1.self_attn.q_proj.weight";
+
+#[test]
+fn a_saved_model_comes_back_bit_by_bit() {
+    for tied in [false, true] {
+        let (folder, weights) = model(tied);
+        let (read, loaded) = folder::load(folder.path()).expect("loads");
+        assert_eq!(bits(&loaded), bits(&weights));
+        assert_eq!(read.tie_word_embeddings, tied);
+        assert_eq!(loaded.contains_key("lm_head.weight"), !tied);
+        let json = folder::config_json(folder.path()).expect("JSON");
+        assert_eq!((&json["torch_dtype"], &json["a_key_of_others"]), (&json!("float32"), &json!([1, 2])));
+        let names: Vec<_> =
+            fs::read_dir(folder.path()).expect("a folder").map(|file| file.expect("a file").file_name()).collect();
+        assert_eq!(names.len(), 2, "nothing temporary stays: {names:?}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_saved_model_is_as_readable_as_any_new_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let (folder, _) = model(true);
+    let mode = |name: &str| fs::metadata(folder.path().join(name)).expect("a file").permissions().mode() & 0o777;
+    fs::write(folder.path().join("any"), "").expect("written");
+    assert_eq!((mode(SINGLE), mode("config.json")), (mode("any"), mode("any")));
+}
+
+#[test]
+fn half_precision_is_widened_exactly() {
+    for dtype in [DType::BF16, DType::F16] {
+        let (folder, weights) = model(false);
+        let narrow: Weights = weights.iter().map(|(k, v)| (k.clone(), v.to_dtype(dtype).expect("narrow"))).collect();
+        write(&folder.path().join(SINGLE), &narrow);
+        let (_, loaded) = folder::load(folder.path()).expect("loads");
+        let wide: Weights = narrow.iter().map(|(k, v)| (k.clone(), v.to_dtype(DType::F32).expect("wide"))).collect();
+        assert_eq!(bits(&loaded), bits(&wide));
+    }
+}
+
+#[test]
+fn a_tied_head_and_rotary_buffers_may_be_in_the_file() {
+    let (folder, weights) = model(true);
+    let mut more = weights.clone();
+    more.insert("lm_head.weight".into(), weights["model.embed_tokens.weight"].copy().expect("copied"));
+    more.insert(
+        "model.layers.0.self_attn.rotary_emb.inv_freq".into(),
+        Tensor::zeros(2, DType::F32, &Device::Cpu).expect("zeros"),
+    );
+    write(&folder.path().join(SINGLE), &more);
+    assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_named_with_their_shapes() {
+    let (folder, weights) = model(false);
+    let path = folder.path().join(SINGLE);
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("zeros");
+
+    let mut missing = weights.clone();
+    missing.remove(Q);
+    write(&path, &missing);
+    contains(&refusal(folder.path()), &["needs", Q, "[8, 8]"]);
+
+    let mut shaped = weights.clone();
+    shaped.insert(Q.into(), zeros(&[4, 8]));
+    write(&path, &shaped);
+    contains(&refusal(folder.path()), &[Q, "[4, 8]", "[8, 8]"]);
+
+    let mut unknown = weights.clone();
+    unknown.insert("model.layers.2.mlp.up_proj.weight".into(), zeros(&[16, 8]));
+    write(&path, &unknown);
+    contains(&refusal(folder.path()), &["model.layers.2.mlp.up_proj.weight", "[16, 8]"]);
+
+    let mut typed = weights;
+    typed.insert(Q.into(), zeros(&[8, 8]).to_dtype(DType::U32).expect("u32"));
+    write(&path, &typed);
+    contains(&refusal(folder.path()), &[SINGLE, Q, "U32", "F32, BF16, F16"]);
+}
+
+#[test]
+fn broken_files_are_named() {
+    let (folder, _) = model(false);
+    let path = folder.path().join(SINGLE);
+    let whole = fs::read(&path).expect("bytes");
+    // Cut inside the length, the header and the data; a header longer than the file; bytes that are no header.
+    let mut long = whole.clone();
+    long[7] = 0x7f;
+    let noise: Vec<u8> =
+        whole.iter().enumerate().map(|(i, b)| if (8..40).contains(&i) { b ^ 0x5a } else { *b }).collect();
+    for bytes in [&whole[..0], &whole[..5], &whole[..100], &whole[..whole.len() - 1], &long, &noise] {
+        fs::write(&path, bytes).expect("written");
+        contains(&refusal(folder.path()), &[SINGLE]);
+    }
+    fs::remove_file(&path).expect("removed");
+    contains(&refusal(folder.path()), &[SINGLE]);
+
+    fs::write(folder.path().join("config.json"), "{\"model_type\": ").expect("written");
+    contains(&refusal(folder.path()), &["config.json"]);
+    fs::write(folder.path().join("config.json"), config(false).to_string().replace("vocab_size", "size"))
+        .expect("written");
+    contains(&refusal(folder.path()), &["config.json", "vocab_size"]);
+    fs::write(folder.path().join("config.json"), config(false).to_string().replace("llama", "mamba")).expect("written");
+    contains(&refusal(folder.path()), &[folder.path().to_str().expect("a name"), "mamba", "qwen3"]);
+    contains(&refusal(&folder.path().join("nowhere")), &["nowhere"]);
+}
+
+#[test]
+fn shards_are_read_and_their_faults_named() {
+    let (folder, weights) = model(false);
+    let at = |name: &str| folder.path().join(name);
+    fs::remove_file(at(SINGLE)).expect("removed");
+    let index = |map: Vec<(&str, &str)>| {
+        let map: HashMap<_, _> = map.into_iter().collect();
+        fs::write(at("model.safetensors.index.json"), json!({ "weight_map": map }).to_string()).expect("written");
+    };
+    let half = weights.len() / 2;
+    let part = |from: usize, to: usize| weights.clone().into_iter().skip(from).take(to - from).collect::<Weights>();
+    write(&at("a.safetensors"), &part(0, half));
+    write(&at("b.safetensors"), &part(half, weights.len()));
+    index(vec![("one", "a.safetensors"), ("two", "b.safetensors"), ("three", "b.safetensors")]);
+    assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+
+    write(&at("b.safetensors"), &part(half - 1, weights.len()));
+    let twice = weights.keys().nth(half - 1).expect("a name");
+    contains(&refusal(folder.path()), &["b.safetensors", twice, "another file"]);
+
+    fs::remove_file(at("b.safetensors")).expect("removed");
+    contains(&refusal(folder.path()), &["b.safetensors"]);
+
+    let outside = tempfile::tempdir().expect("a folder");
+    write(&outside.path().join("c.safetensors"), &weights);
+    let absolute = outside.path().join("c.safetensors");
+    for name in [absolute.to_str().expect("a name"), "../c.safetensors", "..", ""] {
+        index(vec![("one", name)]);
+        contains(&refusal(folder.path()), &["index.json", "plain file name"]);
+    }
+}
+
+#[test]
+fn saving_over_shards_is_what_is_read_afterwards() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/llama");
+    let folder = tempfile::tempdir().expect("a folder");
+    for file in fs::read_dir(fixture).expect("the fixture") {
+        let file = file.expect("a file");
+        fs::copy(file.path(), folder.path().join(file.file_name())).expect("copied");
+    }
+    let (config, _) = folder::load(folder.path()).expect("loads");
+    let json = folder::config_json(folder.path()).expect("JSON");
+    let weights = Decoder::new(config).expect("supported").init(1).expect("weights");
+    folder::save(folder.path(), &json, &weights).expect("saved");
+    assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+    assert_eq!(folder::config_json(folder.path()).expect("JSON"), json, "already float32");
+}
+
+#[test]
+fn a_failed_save_leaves_the_old_files_and_names_the_place() {
+    let (folder, weights) = model(false);
+    // Not even root can write a file over a folder.
+    fs::remove_file(folder.path().join("config.json")).expect("removed");
+    fs::create_dir(folder.path().join("config.json")).expect("made");
+    let before = fs::read(folder.path().join(SINGLE)).expect("bytes");
+    let other = decoder(&config(false)).init(8).expect("weights");
+    let message = folder::save(folder.path(), &config(false), &other).expect_err("a folder is in the way").to_string();
+    contains(&message, &["config.json"]);
+    assert_eq!(fs::read(folder.path().join(SINGLE)).expect("bytes"), before);
+    let left = fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left, 2, "nothing temporary stays");
+
+    let file = folder.path().join(SINGLE);
+    let message = folder::save(&file, &config(false), &weights).expect_err("a file is in the way").to_string();
+    contains(&message, &[SINGLE]);
+}
+
+#[test]
+fn the_same_seed_gives_the_same_weights() {
+    let decoder = decoder(&config(false));
+    let [a, b, c] = [3, 3, 4].map(|seed| bits(&decoder.init(seed).expect("weights")));
+    assert_eq!(a, b);
+    assert_ne!(a, c);
+    let weights = decoder.init(3).expect("weights");
+    let values: Vec<f32> = weights["lm_head.weight"].flatten_all().and_then(|t| t.to_vec1()).expect("f32");
+    let deviation = (values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32).sqrt();
+    assert!((0.015..0.025).contains(&deviation), "{deviation}");
+    let norm: Vec<f32> = weights["model.norm.weight"].to_vec1().expect("f32");
+    assert!(norm.iter().all(|x| *x == 1.0));
+}

@@ -1,0 +1,83 @@
+//! Calls that cannot be computed say what is wrong.
+
+mod support;
+
+use candle_core::Tensor;
+use ringspan::Mask;
+use ringspan_candle::Attend;
+use ringspan_models::{Decoder, Error, Weights, gradients};
+use support::load;
+
+/// Attention that looks at nothing.
+struct Values(Vec<usize>);
+
+impl Attend for Values {
+    fn attention(&self, _: usize, q: &Tensor, _: &Tensor, _: &Tensor, _: &Mask, _: f32) -> candle_core::Result<Tensor> {
+        Ok(q.clone())
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.0
+    }
+}
+
+fn gradients_of(
+    decoder: &Decoder,
+    weights: &Weights,
+    tokens: &[u32],
+    targets: &[u32],
+    positions: usize,
+) -> Result<f64, Error> {
+    let attend = Values((0..positions).collect());
+    gradients::loss_and_gradients(decoder, weights, tokens, targets, 1.0, &attend, &mut |_, _| Ok(()))
+}
+
+fn contains(error: Error, words: &[&str]) {
+    let message = error.to_string();
+    for word in words {
+        assert!(message.contains(word), "'{word}' is not in: {message}");
+    }
+}
+
+#[test]
+fn tokens_and_targets_outside_the_vocabulary_are_named() {
+    let (decoder, weights, ..) = load("llama");
+    assert!(gradients_of(&decoder, &weights, &[1, 95], &[95, 1], 2).is_ok());
+    contains(gradients_of(&decoder, &weights, &[1, 96], &[1, 1], 2).expect_err("no such token"), &["96"]);
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[97, 1], 2).expect_err("no such target"), &["97", "96"]);
+}
+
+#[test]
+fn tokens_targets_and_positions_must_be_as_many() {
+    let (decoder, weights, ..) = load("llama");
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[1], 2).expect_err("a target too few"), &["1 targets"]);
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[1, 2], 3).expect_err("a position too many"), &["3 tokens"]);
+}
+
+#[test]
+fn a_missing_parameter_is_named_with_its_shape() {
+    let (decoder, weights, ..) = load("qwen2");
+    for (name, shape) in [
+        ("model.embed_tokens.weight", "[96, 32]"),
+        ("lm_head.weight", "[96, 32]"),
+        ("model.norm.weight", "[32]"),
+        ("model.layers.1.self_attn.k_proj.bias", "[16]"),
+        ("model.layers.0.mlp.down_proj.weight", "[32, 48]"),
+    ] {
+        let mut weights = weights.clone();
+        weights.remove(name);
+        contains(gradients_of(&decoder, &weights, &[1], &[2], 1).expect_err("incomplete"), &[name, shape]);
+    }
+}
+
+#[test]
+fn what_the_callback_returns_ends_the_pass() {
+    let (decoder, weights, ..) = load("llama");
+    let mut calls = 0;
+    let error = gradients::loss_and_gradients(&decoder, &weights, &[1], &[2], 1.0, &Values(vec![0]), &mut |name, _| {
+        calls += 1;
+        if name == "model.norm.weight" { Err(Error::Config("enough".into())) } else { Ok(()) }
+    });
+    contains(error.expect_err("the callback's"), &["enough"]);
+    assert_eq!(calls, 2, "the head, and the norm");
+}
