@@ -33,10 +33,9 @@ impl TokenBatch {
             let lengths = tensors.get::<1>("lengths", &[Dtype::I32], "[B]")?;
             ensure!(lengths.shape == [rows], "{path}: `lengths` has shape {:?}, expected [{rows}] [B]", lengths.shape);
             let fits = |(row, length): (usize, i64)| {
-                let length = usize::try_from(length).ok().filter(|length| *length <= len).with_context(|| {
+                usize::try_from(length).ok().filter(|length| *length <= len).with_context(|| {
                     format!("{path}: `lengths`[{row}] is {length}, but a row of `tokens` has 0 to S = {len} tokens")
-                });
-                length
+                })
             };
             lengths.integers().into_iter().enumerate().map(fits).collect::<Result<Vec<_>>>()?
         } else {

@@ -54,7 +54,7 @@ pub struct Settings {
     /// How keys and values travel: ring, all-gather [default: ring]
     #[arg(long, help_heading = "Mesh")]
     pub strategy: Option<String>,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag [default: zigzag]
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag [default: per-document-zigzag]
     #[arg(long, help_heading = "Mesh")]
     pub layout: Option<String>,
     /// Threads of a rank's attention kernel [default: cores / ranks]
@@ -64,13 +64,13 @@ pub struct Settings {
     #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
     pub deadline: Option<f64>,
 
-    /// Steps in all [default: 120]
+    /// Steps in all [default: 330]
     #[arg(long, value_name = "N", help_heading = "Optimisation")]
     pub steps: Option<u64>,
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
-    /// Highest learning rate [default: adamw 3e-3 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
+    /// Highest learning rate [default: adamw 1e-2 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
     /// Weight decay of matrices [default: adamw 0.1, sgd 0]

@@ -14,9 +14,8 @@ fn ten_steps_equal_pytorch_on_one_two_and_four_ranks() {
     let text = std::fs::read_to_string(fixture.join("losses.json")).unwrap();
     let expected: serde_json::Value = serde_json::from_str(&text).unwrap();
     let number = |key: &str| expected[key].as_f64();
-    let list = |key: &str| -> Vec<f64> {
-        expected[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
-    };
+    let list =
+        |key: &str| -> Vec<f64> { expected[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect() };
     let (losses, norms) = (list("losses"), list("grad_norms"));
     assert_eq!(losses.len(), 10);
     let folder = tempfile::tempdir().unwrap();

@@ -182,7 +182,7 @@ impl TrainConfig {
             return no_effect("layout", "with ring x ulysses = 1: every rank holds whole sequences");
         }
         let strategy = s.strategy.as_deref().unwrap_or("ring").parse()?;
-        let layout = s.layout.as_deref().unwrap_or("zigzag").parse()?;
+        let layout = s.layout.as_deref().unwrap_or("per-document-zigzag").parse()?;
 
         let sequence_length = s.sequence_length.unwrap_or(8192);
         if sequence_length < 2 {
@@ -198,7 +198,7 @@ impl TrainConfig {
             )));
         }
 
-        let steps = s.steps.unwrap_or(120);
+        let steps = s.steps.unwrap_or(330);
         if steps == 0 {
             return Err(Error::Settings("--steps is 0, but must be at least 1".into()));
         }
@@ -213,7 +213,7 @@ impl TrainConfig {
         let method = method(kind, s)?;
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
-            (OptimizerKind::AdamW, true) => 3e-3,
+            (OptimizerKind::AdamW, true) => 1e-2,
             (OptimizerKind::AdamW, false) => 1e-5,
             (OptimizerKind::Sgd, true) => 0.1,
             (OptimizerKind::Sgd, false) => 1e-3,

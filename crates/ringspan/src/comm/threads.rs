@@ -41,7 +41,7 @@ where
     }
     let world = Arc::new(World::new(size, options.deadline));
     let ranks: Arc<[usize]> = (0..size).collect();
-    let results = std::thread::scope(|scope| {
+    let mut results = std::thread::scope(|scope| {
         let spawn = |rank: usize| {
             let comm = Group { world: world.clone(), id: 0, ranks: ranks.clone(), rank, next: AtomicU64::new(0) };
             let (world, rank_main) = (world.clone(), &rank_main);
@@ -71,14 +71,14 @@ where
         };
         started.into_iter().enumerate().map(join).collect::<Vec<std::result::Result<T, E>>>()
     });
-    let mut results: Vec<_> = results.into_iter().map(Some).collect();
     // The others' errors only tell of the first one.
-    if let Some(result) = world.first_failure().and_then(|rank| results.get_mut(rank)) {
-        if let Some(Err(error)) = result.take() {
-            return Err(error);
-        }
+    let first = world.first_failure().filter(|&rank| results.get(rank).is_some_and(|result| result.is_err()));
+    if let Some(rank) = first
+        && let Err(error) = results.swap_remove(rank)
+    {
+        return Err(error);
     }
-    results.into_iter().flatten().collect()
+    results.into_iter().collect()
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
@@ -200,7 +200,8 @@ impl Communicator for Group {
     }
 
     fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>> {
-        self.exchange(|number| format!("all_gather #{number}"), vec![Arc::new(data); self.size()])
+        let data = Arc::new(data);
+        self.exchange(|number| format!("all_gather #{number}"), vec![data; self.size()])
     }
 
     fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>> {

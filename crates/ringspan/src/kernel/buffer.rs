@@ -57,6 +57,12 @@ impl Pool {
         Aligned::new(len)
     }
 
+    /// Numbers in all kept buffers.
+    #[cfg(test)]
+    pub(super) fn held(&self) -> usize {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter().map(|buffer| buffer.len()).sum()
+    }
+
     /// Keeps a buffer for the next call.
     pub(super) fn give(&self, buffer: Aligned) {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);

@@ -13,6 +13,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Rows a worker packs at a time.
 const CHUNK: usize = 256;
 
+/// Queries whose packed forms a worker holds at a time in the backward pass: they should stay in the L3 cache.
+const SEGMENT: usize = 4096;
+
 /// Attention on the CPU: a rank's own threads and buffers, and the instruction set they use.
 ///
 /// The same inputs on the same machine with the same number of threads give the same bits.
@@ -267,14 +270,14 @@ impl Kernel {
             return;
         }
 
-        let shares = shares(&plan, q.heads, self.threads);
+        let shares = plan.shares(q.heads, self.threads);
         let owners = |kv: usize| {
             let touches = |share: &[(usize, Range<usize>)]| share.iter().any(|(head, _)| heads.kv_of(*head) == kv);
             shares.iter().filter(|share| touches(share)).count()
         };
         // A key-value head of several workers gets one private sum per worker, added up in the order of workers.
         let (k_size, v_size) = (lines(k.tokens * k.dim), lines(k.tokens * v.dim));
-        let private: Vec<Vec<(usize, Aligned)>> = shares
+        let mut private: Vec<Vec<(usize, Aligned)>> = shares
             .iter()
             .map(|share| {
                 let mut kv: Vec<usize> = share.iter().map(|(head, _)| heads.kv_of(*head)).collect();
@@ -288,7 +291,6 @@ impl Kernel {
                 kv.into_iter().map(zeroed).collect()
             })
             .collect();
-        let mut private = private;
         let job = Backward { q, k, v, d_out, lse, delta, heads, plan: &plan, scale: score.scale, dq: Target::new(dq) };
         let targets: Vec<Vec<(usize, Sums)>> = private
             .iter_mut()
@@ -305,15 +307,19 @@ impl Kernel {
         let sizes = Sizes::new(q.dim, v.dim, lanes, self.isa.vector());
         workers::run(shares.len(), &|worker| {
             let most = shares[worker].iter().map(|(_, blocks)| blocks.len()).max().unwrap_or(0);
-            let mut scratch = self.pool.take(sizes.scratch(most));
+            let segment = SEGMENT / lanes;
+            let mut scratch = self.pool.take(sizes.scratch(most.min(segment)));
             for (head, blocks) in &shares[worker] {
                 let kv = heads.kv_of(*head);
                 let strides = (k.heads * k.dim, k.heads * v.dim);
                 let direct = Sums { dk: dk_target, dv: dv_target, strides, offsets: (kv * k.dim, kv * v.dim) };
                 let sums = targets[worker].iter().find(|target| target.0 == kv).map_or(direct, |target| target.1);
-                // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch has
-                // the asked size.
-                unsafe { isa::backward_head(self.isa, &job, *head, blocks.clone(), sums, &mut scratch) };
+                for from in blocks.clone().step_by(segment) {
+                    let blocks = from..blocks.end.min(from + segment);
+                    // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch
+                    // has the asked size.
+                    unsafe { isa::backward_head(self.isa, &job, *head, blocks, sums, &mut scratch) };
+                }
             }
             self.pool.give(scratch);
         });
@@ -331,6 +337,13 @@ impl Kernel {
 
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
     pub fn forward_workspace(&self, q: View, k: View, v: View, heads: &HeadMap, tiles: &[Tile]) -> u64 {
+        if q.tokens == 1 {
+            let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
+            let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
+            let states = lines(k.heads * chunks * group * (2 + v.dim));
+            let workers = self.threads.min(k.heads * chunks);
+            return bytes(states + workers * lines(group * decode::CHUNK));
+        }
         let (lanes, r) = (self.isa.lanes(), self.isa.rows());
         let (Some(first), Some(last)) = (tiles.iter().map(|t| t.k.start).min(), tiles.iter().map(|t| t.k.end).max())
         else {
@@ -351,36 +364,21 @@ impl Kernel {
         let workers = self.threads.min(heads.heads() * blocks);
         // A worker shares at most the heads at its two ends.
         let shared = 2 * workers.saturating_sub(1);
-        bytes(workers * sizes.scratch(blocks) + shared * (lines(k.tokens * k.dim) + lines(k.tokens * v.dim)))
+        let scratch = sizes.scratch(blocks.min(SEGMENT / self.isa.lanes()));
+        bytes(workers * scratch + shared * (lines(k.tokens * k.dim) + lines(k.tokens * v.dim)))
+    }
+}
+
+#[cfg(test)]
+impl Kernel {
+    /// Bytes of the buffers kept for the next call.
+    pub(super) fn held(&self) -> u64 {
+        bytes(self.pool.held())
     }
 }
 
 fn bytes(elements: usize) -> u64 {
     elements as u64 * 4
-}
-
-/// Heads and blocks cut into at most `workers` runs of about the same cost: per worker, heads with ranges of blocks.
-pub(super) fn shares(plan: &Plan, heads: usize, workers: usize) -> Vec<Vec<(usize, Range<usize>)>> {
-    let per_head: usize = (0..plan.blocks()).map(|block| plan.cost(block)).sum();
-    let total = (heads * per_head) as u128;
-    let mut shares = vec![Vec::new(); workers];
-    let mut before = 0usize;
-    for head in 0..heads {
-        for block in 0..plan.blocks() {
-            let cost = plan.cost(block);
-            // The worker in whose part of the line the middle of this block lies.
-            let worker = ((2 * before + cost) as u128 * workers as u128 / (2 * total)) as usize;
-            before += cost;
-            let share: &mut Vec<(usize, Range<usize>)> = &mut shares[worker.min(workers - 1)];
-            match share.last_mut() {
-                _ if cost == 0 => (),
-                Some((last, blocks)) if *last == head => blocks.end = block + 1,
-                _ => share.push((head, block..block + 1)),
-            }
-        }
-    }
-    shares.retain(|share| !share.is_empty());
-    shares
 }
 
 /// The kernels read and write by pointer: what does not fit must not come that far.

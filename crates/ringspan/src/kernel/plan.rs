@@ -80,6 +80,32 @@ impl<'a> Plan<'a> {
         self.parts[block].iter().map(|part| part.any.len()).sum()
     }
 
+    /// `heads` heads of these blocks cut into at most `workers` runs of about the same cost: heads with ranges of blocks.
+    pub(super) fn shares(&self, heads: usize, workers: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+        let per_head: usize = (0..self.blocks()).map(|block| self.cost(block)).sum();
+        let total = (heads * per_head) as u128;
+        let mut shares: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); workers];
+        let mut before = 0;
+        for head in 0..heads {
+            for block in 0..self.blocks() {
+                let cost = self.cost(block);
+                if cost == 0 {
+                    continue;
+                }
+                // The worker in whose part of the line the middle of this block lies.
+                let worker = ((2 * before + cost) as u128 * workers as u128 / (2 * total)) as usize;
+                before += cost;
+                let share = &mut shares[worker.min(workers - 1)];
+                match share.last_mut() {
+                    Some((last, blocks)) if *last == head => blocks.end = block + 1,
+                    _ => share.push((head, block..block + 1)),
+                }
+            }
+        }
+        shares.retain(|share| !share.is_empty());
+        shares
+    }
+
     /// Whether some query sees this key row. Others are never read: they may hold anything.
     pub(super) fn sees_key(&self, row: usize) -> bool {
         self.seen_keys[row]
@@ -118,6 +144,22 @@ mod tests {
     use super::*;
     use crate::mask::Band;
     use proptest::prelude::*;
+
+    #[test]
+    fn one_key_head_keeps_all_threads_busy() {
+        // Two workers on one key-value head: the second adds through a private sum, and both do about half.
+        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX } }];
+        let plan = Plan::new(&tiles, 48, 960, 960);
+        for heads in [1, 2, 3] {
+            let shares = plan.shares(heads, 2);
+            assert_eq!(shares.len(), 2);
+            let cost = |share: &[(usize, Range<usize>)]| -> usize {
+                share.iter().flat_map(|(_, blocks)| blocks.clone()).map(|block| plan.cost(block)).sum()
+            };
+            let (a, b) = (cost(&shares[0]) as f64, cost(&shares[1]) as f64);
+            assert!((a / b - 1.0).abs() < 0.2, "{heads} heads: {a} and {b}");
+        }
+    }
 
     proptest! {
         #[test]

@@ -250,7 +250,6 @@ fn tiles_may_come_in_any_order_and_number() {
     let documents = vec![
         tile(90..130, 80..120, CAUSAL),
         tile(0..37, 0..37, CAUSAL),
-        tile(38..39, 38..39, FULL),
         tile(39..90, 39..80, Band { lo: -4, hi: 11 }),
         tile(90..130, 10..30, FULL),
         tile(37..38, 120..121, FULL),
@@ -276,6 +275,37 @@ fn key_blocks_accumulate_in_any_order() {
         (90..200, vec![tile(20..200, 5..90, Band { lo: -9, hi: 70 })]),
     ];
     problem.check("blocks");
+}
+
+#[test]
+fn more_queries_than_a_segment() {
+    Problem::new(4300, 50, (2, 1), (8, 8), Band { lo: -20, hi: 4100 }).check("two segments");
+}
+
+#[test]
+fn a_call_holds_no_more_than_it_says() {
+    for (queries, keys, kv_heads) in [(100, 300, 1), (500, 100, 4), (1, 3000, 2), (1, 3000, 4), (4300, 50, 2)] {
+        let problem = Problem::new(queries, keys, (4, kv_heads), (24, 40), FULL);
+        let inputs = problem.inputs();
+        let map = HeadMap::new(problem.kv_of.clone(), kv_heads).expect("heads in order");
+        let q = View::new(&inputs.q, queries, 4, 24).expect("its size");
+        let k = View::new(&inputs.k, keys, kv_heads, 24).expect("its size");
+        let v = View::new(&inputs.v, keys, kv_heads, 40).expect("its size");
+        let tiles = &problem.blocks[0].1;
+        for isa in Isa::available() {
+            for threads in 1..=3 {
+                let kernel = || Kernel::with_isa(threads, isa).expect("available");
+                let (forward, both) = (kernel(), kernel());
+                let mut partial = Partial::new(queries, 4, 40);
+                forward.forward(q, k, v, &map, tiles, &Score { scale: 0.2 }, &mut partial);
+                problem.computed(&both, &inputs);
+                let said = forward.forward_workspace(q, k, v, &map, tiles);
+                assert!(0 < forward.held() && forward.held() <= said, "{queries}: {} of {said}", forward.held());
+                let said = said + both.backward_workspace(q, k, v, &map, tiles);
+                assert!(forward.held() < both.held() && both.held() <= said, "{queries}: {} of {said}", both.held());
+            }
+        }
+    }
 }
 
 #[test]
@@ -339,22 +369,6 @@ fn one_query_over_a_cache_has_the_same_bits_with_any_threads() {
             let got = Answer { out, lse, dq: wanted.dq.clone(), dk: wanted.dk.clone(), dv: wanted.dv.clone() };
             wanted.compare(&got, 5e-6, &format!("{isa:?}"));
         }
-    }
-}
-
-#[test]
-fn one_key_head_keeps_all_threads_busy() {
-    // Two workers on one key-value head: the second adds through a private sum, and both do about half.
-    let tiles = [Tile { q: 0..960, k: 0..960, band: CAUSAL }];
-    let plan = plan::Plan::new(&tiles, 48, 960, 960);
-    for heads in [1, 2, 3] {
-        let shares = cpu::shares(&plan, heads, 2);
-        assert_eq!(shares.len(), 2);
-        let cost = |share: &[(usize, Range<usize>)]| -> usize {
-            share.iter().flat_map(|(_, blocks)| blocks.clone()).map(|block| plan.cost(block)).sum()
-        };
-        let (a, b) = (cost(&shares[0]) as f64, cost(&shares[1]) as f64);
-        assert!((a / b - 1.0).abs() < 0.2, "{heads} heads: {a} and {b}");
     }
 }
 

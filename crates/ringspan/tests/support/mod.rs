@@ -233,7 +233,7 @@ pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
         norm += f64::from(b).powi(2);
     }
     // A gradient that cancels to zero (one visible key: dq = 0) is compared with elements of size 0.01.
-    difference.sqrt() / norm.sqrt().max(0.01 * (b.len() as f64).sqrt())
+    difference.sqrt() / norm.sqrt().max(0.01 * (b.len().max(1) as f64).sqrt())
 }
 
 /// Reproducible values in [-1, 1), by SplitMix64.
