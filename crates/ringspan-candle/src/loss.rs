@@ -114,12 +114,7 @@ fn exponentials(row: &[f32]) -> (f32, f64) {
 fn check(hidden: &Tensor, head: &Tensor, targets: &[u32]) -> Result<(usize, usize)> {
     let ((tokens, width), (vocabulary, head_width)) = (hidden.dims2()?, head.dims2()?);
     if width != head_width || tokens != targets.len() || vocabulary == 0 {
-        bail!(
-            "loss: hidden {:?}, head {:?} and {} targets do not fit",
-            hidden.shape(),
-            head.shape(),
-            targets.len()
-        );
+        bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.shape(), targets.len());
     }
     match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary) {
         Some(target) => bail!("loss: target {target} is outside the vocabulary of {vocabulary}"),

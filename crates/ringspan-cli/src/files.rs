@@ -53,7 +53,10 @@ impl<'a> Tensors<'a> {
         let path = self.path.display();
         let Ok(view) = self.tensors.tensor(name) else {
             let has = self.names().join(", ");
-            bail!("{path}: tensor `{name}` {shape} is missing; the file has: {}", if has.is_empty() { "nothing" } else { &has });
+            bail!(
+                "{path}: tensor `{name}` {shape} is missing; the file has: {}",
+                if has.is_empty() { "nothing" } else { &has }
+            );
         };
         ensure!(
             types.contains(&view.dtype()),
@@ -62,7 +65,11 @@ impl<'a> Tensors<'a> {
             types.iter().map(|t| type_name(*t)).collect::<Vec<_>>().join(" or ")
         );
         let Ok(dims) = <[usize; N]>::try_from(view.shape()) else {
-            bail!("{path}: tensor `{name}` has shape {:?} ({} dims), expected {shape} ({N} dims)", view.shape(), view.shape().len());
+            bail!(
+                "{path}: tensor `{name}` has shape {:?} ({} dims), expected {shape} ({N} dims)",
+                view.shape(),
+                view.shape().len()
+            );
         };
         Ok(Given { dtype: view.dtype(), shape: dims, data: view.data() })
     }
@@ -81,7 +88,9 @@ impl<const N: usize> Given<'_, N> {
     pub(crate) fn integers(&self) -> Vec<i64> {
         match self.dtype {
             Dtype::I64 => self.data.chunks_exact(8).map(bytemuck::pod_read_unaligned::<i64>).collect(),
-            Dtype::U32 => self.data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<u32>(b))).collect(),
+            Dtype::U32 => {
+                self.data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<u32>(b))).collect()
+            }
             _ => self.data.chunks_exact(4).map(|b| i64::from(bytemuck::pod_read_unaligned::<i32>(b))).collect(),
         }
     }
@@ -93,8 +102,12 @@ impl<const N: usize> Given<'_, N> {
         for row in rows {
             let bytes = &self.data[row * size..(row + 1) * size];
             match self.dtype {
-                Dtype::BF16 => out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::bf16>(b).to_f32())),
-                Dtype::F16 => out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::f16>(b).to_f32())),
+                Dtype::BF16 => {
+                    out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::bf16>(b).to_f32()))
+                }
+                Dtype::F16 => {
+                    out.extend(bytes.chunks_exact(2).map(|b| bytemuck::pod_read_unaligned::<half::f16>(b).to_f32()))
+                }
                 _ => out.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>)),
             }
         }

@@ -49,8 +49,7 @@ pub(crate) struct GenerateArgs {
 
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     let mesh = model::mesh(&args.mesh)?;
-    let sampling =
-        Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
+    let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
     ensure!(args.stop.iter().all(|stop| !stop.is_empty()), "--stop '' is an empty text, which would end everything");
     let prompt = match (&args.prompt, &args.prompt_file) {

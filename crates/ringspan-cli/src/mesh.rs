@@ -31,7 +31,8 @@ impl MeshArgs {
     pub(crate) fn start(&self) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
         let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
-        let ranks = ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
+        let ranks =
+            ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
         ensure!(ranks > 0, "--ring {ring} x --ulysses {ulysses} is no rank; both must be at least 1");
         let threads = self.threads.map_or_else(|| (cores() / ranks).max(1), |threads| threads as usize);
         limit_threads(ranks, threads);

@@ -50,7 +50,8 @@ pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
     let batch = match (&args.tokens, &args.text) {
         (Some(file), _) => TokenBatch::read(file, model.vocabulary())?,
         (_, Some(file)) => {
-            let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {} as text", file.display()))?;
+            let text =
+                std::fs::read_to_string(file).with_context(|| format!("cannot read {} as text", file.display()))?;
             TokenBatch::one(model::encode(&model::tokenizer(&args.model)?, &text)?)
         }
         (None, None) => anyhow::bail!("give --tokens or --text"),

@@ -8,8 +8,8 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
-use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::Context as Attention;
+use ringspan_candle::loss::{self, IGNORE};
 use ringspan_models::{Config, Decoder, gradients};
 use ringspan_serve::{Mesh, Model};
 use std::collections::BTreeMap;
@@ -88,7 +88,10 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         say::line("FAIL")?;
         bail!("{failed} of {} differ by more than {TOLERANCE:.0e} (relative L2), at worst by {worst:.2e}", lines.len());
     }
-    say::line(format_args!("PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {TOLERANCE:.0e} passes)", lines.len()))?;
+    say::line(format_args!(
+        "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {TOLERANCE:.0e} passes)",
+        lines.len()
+    ))?;
     Ok(())
 }
 
@@ -175,12 +178,20 @@ fn pass_on_rank(
     // The valid targets of all ranks, so that the gradients of the ranks simply add up.
     let scale = 1.0 / batch.valid.max(1) as f32;
     let mut summed = BTreeMap::new();
-    let nll = gradients::loss_and_gradients(decoder, weights, &tokens, &targets, scale, &attention, &mut |name, gradient| {
-        let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
-        group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
-        summed.insert(name.to_string(), gradient);
-        Ok(())
-    })?;
+    let nll = gradients::loss_and_gradients(
+        decoder,
+        weights,
+        &tokens,
+        &targets,
+        scale,
+        &attention,
+        &mut |name, gradient| {
+            let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
+            group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
+            summed.insert(name.to_string(), gradient);
+            Ok(())
+        },
+    )?;
     let mut sum = 0.0;
     for part in group.cp().all_gather(Buffer::U64(vec![nll.to_bits()]))? {
         match &*part {

@@ -22,7 +22,8 @@ fn check(s: &Sizes, tensors: &[(&str, Tensor)], flags: &[String], sees: impl Fn(
 
 /// `flags` on several meshes.
 fn on_meshes(flags: &str) -> Vec<String> {
-    let meshes = ["", "--ring 3", "--ulysses 4", "--ring 2 --ulysses 2 --strategy all-gather", "--ring 5 --layout striped:3"];
+    let meshes =
+        ["", "--ring 3", "--ulysses 4", "--ring 2 --ulysses 2 --strategy all-gather", "--ring 5 --layout striped:3"];
     meshes.iter().map(|mesh| format!("{flags} {mesh}")).collect()
 }
 
@@ -73,7 +74,9 @@ fn packed_documents_never_see_each_other_and_the_rest_is_padding() {
     flags.push("--ring 3 --layout per-document-zigzag".into());
     let full = check(&s, &tensors, &flags, same);
     assert_eq!(full.lse[36], f64::NEG_INFINITY);
-    check(&s, &tensors, &on_meshes("--mask causal --window 7,-1"), move |b, i, j| same(b, i, j) && j <= i && j + 7 >= i);
+    check(&s, &tensors, &on_meshes("--mask causal --window 7,-1"), move |b, i, j| {
+        same(b, i, j) && j <= i && j + 7 >= i
+    });
 }
 
 #[test]
@@ -113,7 +116,9 @@ fn short_types_are_read_exactly_and_rounded_once() {
             let results = bench.results(&format!("--mask causal --backward {mesh}"));
             compare(mesh, &results, &expected, step);
             // Rounding once leaves each element within half a step of its value; f32 work before it adds little.
-            for (name, exact) in [("out", &expected.out), ("dq", &expected.dq), ("dk", &expected.dk), ("dv", &expected.dv)] {
+            for (name, exact) in
+                [("out", &expected.out), ("dq", &expected.dq), ("dk", &expected.dk), ("dv", &expected.dv)]
+            {
                 assert_eq!(results[name].dtype, tensors[0].1.dtype, "{name}");
                 for (a, b) in results[name].values().iter().zip(exact) {
                     let error = (f64::from(*a) - b).abs();
@@ -139,7 +144,9 @@ fn scale_and_more_ranks_than_tokens() {
 
 #[test]
 fn empty_sizes_give_empty_results() {
-    for s in [Sizes { sq: 0, sk: 0, ..SIZES }, Sizes { b: 0, ..SIZES }, Sizes { sk: 0, ..SIZES }, Sizes { sq: 0, ..SIZES }] {
+    for s in
+        [Sizes { sq: 0, sk: 0, ..SIZES }, Sizes { b: 0, ..SIZES }, Sizes { sk: 0, ..SIZES }, Sizes { sq: 0, ..SIZES }]
+    {
         let tensors = s.tensors();
         let expected = dense(&s, &tensors, 1.0, |_, _, _| true);
         let bench = Bench::new(&tensors);

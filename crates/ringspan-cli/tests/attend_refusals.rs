@@ -131,7 +131,8 @@ fn corrupt_files_are_refused() {
 fn sizes_that_overflow_where_a_dim_is_empty_are_refused() {
     let huge = 1usize << 40;
     let tensors = |sk: usize| {
-        let empty = |shape: [usize; 4]| Tensor { dtype: safetensors::Dtype::F32, shape: shape.to_vec(), bytes: Vec::new() };
+        let empty =
+            |shape: [usize; 4]| Tensor { dtype: safetensors::Dtype::F32, shape: shape.to_vec(), bytes: Vec::new() };
         vec![("q", Tensor::random(&[1, 2, 1, 4], 1)), ("k", empty([1, sk, 1, 4])), ("v", empty([1, sk, 1, huge << 10]))]
     };
     refused(&tensors(0), "", &["more bytes than"]);
@@ -153,7 +154,9 @@ fn outputs_that_cannot_be_are_refused_before_the_work() {
 #[test]
 fn flags_that_make_no_sense_are_a_usage_error() {
     let bench = Bench::new(&SIZES.tensors());
-    for flags in ["--mask diagonal", "--window 3", "--layout zig", "--strategy star", "--repeat 0", "--threads 0", "--unknown 3"] {
+    for flags in
+        ["--mask diagonal", "--window 3", "--layout zig", "--strategy star", "--repeat 0", "--threads 0", "--unknown 3"]
+    {
         let output = bench.attend(flags);
         assert_eq!(output.status.code(), Some(2), "{flags}");
         assert!(!output.stderr.is_empty());

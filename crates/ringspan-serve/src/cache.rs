@@ -57,7 +57,9 @@ impl Cache {
     pub(crate) fn grow(&mut self, runs: &[Run]) {
         for run in runs.iter().filter(|run| run.len > 0) {
             match self.runs.last_mut() {
-                Some(last) if last.step == 1 && run.step == 1 && last.start + last.len == run.start => last.len += run.len,
+                Some(last) if last.step == 1 && run.step == 1 && last.start + last.len == run.start => {
+                    last.len += run.len
+                }
                 _ => self.runs.push(Run { document: 0, ..*run }),
             }
         }
@@ -75,7 +77,9 @@ impl Cache {
             layer.keys.reserve_exact(expected.max(tokens) * kv_heads * dim);
             layer.values.reserve_exact(expected.max(tokens) * kv_heads * v_dim);
         }
-        if (v_tokens, v_heads) != (tokens, kv_heads) || (layer.kv_heads, layer.dim, layer.v_dim) != (kv_heads, dim, v_dim) {
+        if (v_tokens, v_heads) != (tokens, kv_heads)
+            || (layer.kv_heads, layer.dim, layer.v_dim) != (kv_heads, dim, v_dim)
+        {
             bail!(
                 "keys {:?} and values {:?} do not fit a cache of {} heads of {} and {}",
                 k.dims(),

@@ -53,7 +53,15 @@ impl<'a> Decode<'a> {
     }
 
     /// What this rank's keys give the query, as `[out, max, sum]` in one block.
-    fn local(&self, layer: usize, q: View<'_>, v_dim: usize, kv_heads: usize, mask: &Mask, score: &Score) -> Result<Partial> {
+    fn local(
+        &self,
+        layer: usize,
+        q: View<'_>,
+        v_dim: usize,
+        kv_heads: usize,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Partial> {
         let cache = self.cache.borrow();
         let mut partial = Partial::new(1, q.heads, v_dim);
         let Some((k, v)) = cache.layer(layer) else { return Ok(partial) };

@@ -140,7 +140,13 @@ fn check(model: &Model, prompt: &[u32], options: &Options) -> Result<()> {
 }
 
 /// Runs the prompt through the model, fills the cache, and returns the last token's hidden state `[1, C]`.
-fn read_prompt(group: &Arc<Group>, model: &Model, prompt: &[u32], layout: &Layout, cache: &mut Cache) -> Result<Tensor> {
+fn read_prompt(
+    group: &Arc<Group>,
+    model: &Model,
+    prompt: &[u32],
+    layout: &Layout,
+    cache: &mut Cache,
+) -> Result<Tensor> {
     let rank = group.rank();
     let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?;
     let own = layout.shard(rank, prompt, 1)?;

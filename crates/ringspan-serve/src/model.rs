@@ -2,9 +2,9 @@
 
 use crate::error::{Error, Result};
 use candle_core::Tensor;
+use ringspan::Kernel;
 use ringspan::attention::Group;
 use ringspan::comm::threads;
-use ringspan::Kernel;
 use ringspan_candle::Attend;
 use ringspan_models::{Decoder, Weights};
 use std::sync::Arc;

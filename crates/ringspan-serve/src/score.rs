@@ -31,7 +31,14 @@ pub struct Scores {
 ///
 /// # Errors
 /// Tokens the model does not know, a batch of another size than its documents say, failures of any rank.
-pub fn score(model: &Model, mesh: &Mesh, batch: Batch<'_>, layout: LayoutKind, strategy: Strategy, logits: bool) -> Result<Scores> {
+pub fn score(
+    model: &Model,
+    mesh: &Mesh,
+    batch: Batch<'_>,
+    layout: LayoutKind,
+    strategy: Strategy,
+    logits: bool,
+) -> Result<Scores> {
     let layout = Arc::new(Layout::new(layout, batch.documents, mesh.ring.saturating_mul(mesh.ulysses))?);
     let mut targets = vec![loss::IGNORE; batch.documents.size()];
     let mut predicted = 0;

@@ -9,7 +9,7 @@ use crate::{
     rank::mesh,
     setup::Setup,
 };
-use ringspan::{Layout, Mask, Schedule, Strategy, schedule::HeadShare};
+use ringspan::{Layout, Schedule, Strategy, schedule::HeadShare};
 use ringspan_models::Config;
 use std::fmt;
 
@@ -72,31 +72,31 @@ impl Plan {
         let batches = setup.feed.clone().next_step(config.grad_accumulation);
         plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
         let cp = config.ring * config.ulysses;
-        let mut largest: Option<(Layout, Schedule)> = None;
+        let mut first: Option<(Layout, Vec<LayerSchedule>)> = None;
         for replica in 0..config.dp_replicate {
             let part = batch.part(replica, config.dp_replicate);
             let layout = Layout::new(config.layout, &part.documents()?, cp)?;
             plan.tokens_per_rank.extend((0..cp).map(|rank| layout.tokens(rank)));
             if replica == 0 {
-                let schedule =
-                    Schedule::new(config.strategy, &layout, &layout, &Mask::causal(), config.ring, config.ulysses)?;
-                largest = Some((layout, schedule));
+                let schedules = layer_schedules(config, model, &layout)?;
+                first = Some((layout, schedules));
             }
         }
-        let Some((layout, schedule)) = largest else { return Ok(plan) };
+        let Some((layout, schedules)) = first else { return Ok(plan) };
         plan.attention = match (config.ring, cp) {
             (_, 1) => "whole sequences on each rank".into(),
             (1, _) => format!("layout {}, heads exchanged (ulysses)", layout_words(config)),
             _ => format!("layout {}, keys and values by {}", layout_words(config), config.strategy),
         };
         if cp > 1 && config.ring <= DRAWN_RING {
-            plan.schedule = schedule.to_string();
+            let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
+            plan.schedule = drawn.collect::<Vec<_>>().join("\n");
         }
         let shares =
             HeadShare::all(model.num_attention_heads, model.num_key_value_heads(), config.ring, config.ulysses)?;
         let shape = Shape::new(config, setup, model);
         plan.memory = shape.memory(&layout, &shares);
-        plan.traffic = shape.traffic(&layout, &schedule, &shares, batches.len());
+        plan.traffic = shape.traffic(&layout, &schedules, &shares, batches.len());
         debug_assert_eq!(mesh(config)?.world(), config.ranks());
         Ok(plan)
     }
@@ -204,19 +204,24 @@ impl Shape {
     fn traffic(
         &self,
         layout: &Layout,
-        schedule: &Schedule,
+        schedules: &[LayerSchedule],
         shares: &[HeadShare],
         micro_batches: usize,
     ) -> Vec<(&'static str, u64)> {
-        let times = self.layers * micro_batches as u64;
+        let times = micro_batches as u64;
         let (mut forward, mut backward) = (0, 0);
         for rank in 0..layout.ranks() {
             let share = &shares[rank % self.ulysses];
-            let rows = schedule.rows_sent(rank / self.ulysses);
             let row = 2 * share.kv.len() as u64 * self.dim * 4;
             let exchange = self.exchange(layout, shares, rank);
-            forward = forward.max(rows.forward_keys as u64 * row + exchange.0);
-            backward = backward.max((rows.backward_keys + rows.backward_gradients) as u64 * row + exchange.1);
+            let (mut own_forward, mut own_backward) = (0, 0);
+            for LayerSchedule { schedule, layers } in schedules {
+                let rows = schedule.rows_sent(rank / self.ulysses);
+                own_forward += layers * (rows.forward_keys as u64 * row + exchange.0);
+                own_backward += layers * ((rows.backward_keys + rows.backward_gradients) as u64 * row + exchange.1);
+            }
+            forward = forward.max(own_forward);
+            backward = backward.max(own_backward);
         }
         vec![
             ("attention forward", 2 * forward * times),
@@ -248,8 +253,27 @@ impl Shape {
     }
 }
 
-/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of about this size.
-const LOSS_CHUNK: u64 = 1024;
+/// The schedule of the layers that share a mask.
+struct LayerSchedule {
+    schedule: Schedule,
+    layers: u64,
+}
+
+fn layer_schedules(config: &TrainConfig, model: &Config, layout: &Layout) -> Result<Vec<LayerSchedule>> {
+    let mut all: Vec<LayerSchedule> = Vec::new();
+    for mask in (0..model.num_hidden_layers).map(|layer| model.mask(layer)) {
+        if let Some(same) = all.iter_mut().find(|other| other.schedule.mask() == mask) {
+            same.layers += 1;
+            continue;
+        }
+        let schedule = Schedule::new(config.strategy, layout, layout, &mask, config.ring, config.ulysses)?;
+        all.push(LayerSchedule { schedule, layers: 1 });
+    }
+    Ok(all)
+}
+
+/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of this size.
+const LOSS_CHUNK: u64 = 512;
 
 /// 1536 as "1.5 KiB".
 pub(crate) fn bytes(n: u64) -> String {

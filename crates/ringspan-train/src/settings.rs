@@ -19,7 +19,7 @@ pub struct TrainArgs {
 #[derive(Debug, Clone, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Llama]
+    /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
     /// Text: a folder, a text file, or a .jsonl file with `text` [default: the current folder]
@@ -64,13 +64,13 @@ pub struct Settings {
     #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
     pub deadline: Option<f64>,
 
-    /// Steps in all [default: 330]
+    /// Steps in all [default: 220]
     #[arg(long, value_name = "N", help_heading = "Optimisation")]
     pub steps: Option<u64>,
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
-    /// Highest learning rate [default: adamw 1e-2 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
+    /// Highest learning rate [default: adamw 5e-3 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
     /// Weight decay of matrices [default: adamw 0.1, sgd 0]

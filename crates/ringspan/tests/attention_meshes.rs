@@ -92,7 +92,9 @@ fn heads_that_do_not_divide_by_ulysses() {
 
 #[test]
 fn windows() {
-    for (turn, (left, right)) in [(Some(9), None), (Some(40), Some(0)), (Some(3), Some(5)), (None, Some(7))].into_iter().enumerate() {
+    for (turn, (left, right)) in
+        [(Some(9), None), (Some(40), Some(0)), (Some(3), Some(5)), (None, Some(7))].into_iter().enumerate()
+    {
         on_all_meshes(&Problem::new(1, 150, 4, 2, 16, Mask::full().window(left, right)), turn);
         on_all_meshes(&Problem::new(1, 150, 4, 2, 16, Mask::causal().window(left, right)), turn + 1);
     }
@@ -109,7 +111,9 @@ fn ragged_batches_with_padding() {
 /// 96 tokens on 4 ranks have borders at 24, 48, 72 (zigzag: at multiples of 12); documents end on and beside them.
 #[test]
 fn packed_documents_whose_borders_fall_on_and_beside_rank_borders() {
-    for (turn, lengths) in [[24, 24, 24, 24], [23, 25, 25, 23], [12, 13, 47, 24], [1, 94, 0, 1], [11, 1, 1, 83]].iter().enumerate() {
+    for (turn, lengths) in
+        [[24, 24, 24, 24], [23, 25, 25, 23], [12, 13, 47, 24], [1, 94, 0, 1], [11, 1, 1, 83]].iter().enumerate()
+    {
         for (side, mask) in [Mask::causal(), Mask::full()].into_iter().enumerate() {
             on_all_meshes(&Problem::with_documents(Documents::packed(lengths), 1, 4, 2, 16, mask), turn + side);
         }
@@ -118,7 +122,17 @@ fn packed_documents_whose_borders_fall_on_and_beside_rank_borders() {
 
 #[test]
 fn documents_with_padding_between_and_behind_them() {
-    let ids: Vec<i32> = (0..96).map(|t| match t { 0..=4 => 0, 5..=30 => 7, 31 => 0, 32..=60 => 2, 61..=64 => 0, 65..=70 => 7, _ => 5 }).collect();
+    let ids: Vec<i32> = (0..96)
+        .map(|t| match t {
+            0..=4 => 0,
+            5..=30 => 7,
+            31 => 0,
+            32..=60 => 2,
+            61..=64 => 0,
+            65..=70 => 7,
+            _ => 5,
+        })
+        .collect();
     let documents = Documents::from_ids(&ids, 96).expect("full row");
     for (turn, mask) in [Mask::causal(), Mask::full().window(Some(8), Some(40))].into_iter().enumerate() {
         on_all_meshes(&Problem::with_documents(documents.clone(), 1, 4, 4, 16, mask), turn);

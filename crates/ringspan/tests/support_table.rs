@@ -54,7 +54,8 @@ fn cell(problem: &Problem, strategy: Strategy, mesh: (usize, usize)) -> String {
 
 #[test]
 fn the_readme_says_what_works_with_what() {
-    let mut table = format!("| |{}|\n|---|{}|\n", COLUMNS.map(|c| format!(" {} ", c.0)).join("|"), ["---"; 4].join("|"));
+    let mut table =
+        format!("| |{}|\n|---|{}|\n", COLUMNS.map(|c| format!(" {} ", c.0)).join("|"), ["---"; 4].join("|"));
     for (name, problem) in rows() {
         let cells = COLUMNS.map(|(_, strategy, mesh)| cell(&problem, strategy, mesh));
         table += &format!("| {name} | {} |\n", cells.join(" | "));

@@ -90,7 +90,10 @@ impl<'a> Input<'a> {
             false => None,
         };
         if backward && d_out.is_none() {
-            bail!("{path}: --backward needs the tensor `d_out` [B, Sq, H, Dv]; the file has: {}", file.names().join(", "));
+            bail!(
+                "{path}: --backward needs the tensor `d_out` [B, Sq, H, Dv]; the file has: {}",
+                file.names().join(", ")
+            );
         }
         let (query_documents, key_documents) = documents(file, &sizes)?;
         Ok(Self { sizes, q, k, v, d_out: d_out.filter(|_| backward), query_documents, key_documents })
@@ -154,7 +157,10 @@ fn documents(file: &Tensors<'_>, sizes: &Sizes) -> Result<(Documents, Documents)
                 );
             }
             let last = entries[entries.len() - 1];
-            ensure!(last as usize <= queries, "{path}: `cu_seqlens` ends at {last}, but there are S = {queries} tokens");
+            ensure!(
+                last as usize <= queries,
+                "{path}: `cu_seqlens` ends at {last}, but there are S = {queries} tokens"
+            );
             let boundaries: Vec<usize> = entries.into_iter().map(|entry| entry as usize).collect();
             let documents = Documents::from_boundaries(&boundaries, queries)?;
             Ok((documents.clone(), documents))
@@ -175,7 +181,9 @@ fn documents(file: &Tensors<'_>, sizes: &Sizes) -> Result<(Documents, Documents)
             ensure!(given.shape == [batch], "{path}: `kv_lengths` has shape {:?}, expected [{batch}] [B]", given.shape);
             let lengths = given.integers().into_iter().enumerate().map(|(row, length)| {
                 let fits = usize::try_from(length).ok().filter(|length| *length <= keys);
-                fits.with_context(|| format!("{path}: `kv_lengths`[{row}] is {length}, but a row has 0 to Sk = {keys} keys"))
+                fits.with_context(|| {
+                    format!("{path}: `kv_lengths`[{row}] is {length}, but a row has 0 to Sk = {keys} keys")
+                })
             });
             let keys = Documents::padded(&lengths.collect::<Result<Vec<_>>>()?, keys)?;
             Ok((Documents::batch(batch, queries), keys))

@@ -39,8 +39,7 @@ pub(crate) fn run(args: &AttendArgs) -> Result<()> {
     let kind = args.layout();
     let query = Layout::new(kind, &input.query_documents, ranks)?;
     let key = Layout::new(kind, &input.key_documents, ranks)?;
-    let schedule =
-        Schedule::new(args.strategy, &query, &key, &args.visibility(), args.mesh.ring, args.mesh.ulysses)?;
+    let schedule = Schedule::new(args.strategy, &query, &key, &args.visibility(), args.mesh.ring, args.mesh.ulysses)?;
     let work = Work { input: &input, schedule: &schedule, scale, threads, repeat: args.repeat as usize };
     let parts = work.run()?;
     let report = Report::new(args, &work, &parts, kind);

@@ -76,9 +76,16 @@ impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, threads, .. } = &self.run;
         let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = sizes;
-        writeln!(f, "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}")?;
+        writeln!(
+            f,
+            "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}"
+        )?;
         writeln!(f, "ring {ring} x ulysses {ulysses}, {threads} threads a rank, {strategy}, {layout}")?;
-        writeln!(f, "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}", "rank", "tokens", "GFLOP", "MB sent", "MB back", "peak MB")?;
+        writeln!(
+            f,
+            "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}",
+            "rank", "tokens", "GFLOP", "MB sent", "MB back", "peak MB"
+        )?;
         for (rank, r) in self.ranks.iter().enumerate() {
             let mega = |bytes: u64| bytes as f64 / 1e6;
             writeln!(

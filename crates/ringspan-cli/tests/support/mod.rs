@@ -46,7 +46,9 @@ impl Tensor {
     pub fn values(&self) -> Vec<f32> {
         match self.dtype {
             Dtype::F32 => self.bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-            Dtype::BF16 => self.bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            Dtype::BF16 => {
+                self.bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
             Dtype::F16 => self.bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
             other => panic!("{other:?} is no float type"),
         }
@@ -66,14 +68,19 @@ pub fn random(n: usize, seed: u64) -> Vec<f32> {
 }
 
 pub fn write(path: &Path, tensors: &[(&str, Tensor)]) {
-    let views = tensors.iter().map(|(name, t)| (*name, TensorView::new(t.dtype, t.shape.clone(), &t.bytes).expect("sizes")));
+    let views =
+        tensors.iter().map(|(name, t)| (*name, TensorView::new(t.dtype, t.shape.clone(), &t.bytes).expect("sizes")));
     std::fs::write(path, safetensors::serialize(views, None).expect("tensors")).expect("file");
 }
 
 pub fn read(path: &Path) -> BTreeMap<String, Tensor> {
     let bytes = std::fs::read(path).expect("output");
     let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let tensor = |view: &TensorView<'_>| Tensor { dtype: view.dtype(), shape: view.shape().to_vec(), bytes: view.data().to_vec() };
+    let tensor = |view: &TensorView<'_>| Tensor {
+        dtype: view.dtype(),
+        shape: view.shape().to_vec(),
+        bytes: view.data().to_vec(),
+    };
     file.tensors().iter().map(|(name, view)| (name.clone(), tensor(view))).collect()
 }
 
@@ -208,10 +215,8 @@ pub fn dense(s: &Sizes, tensors: &[(&str, Tensor)], scale: f64, sees: impl Fn(us
                 let g = h / (s.h / s.g);
                 let (qi, oi) = (at(s.q(), b, i, h), at(s.out(), b, i, h));
                 let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
-                let scores: Vec<f64> = keys
-                    .iter()
-                    .map(|j| scale * dot(&q[qi..qi + s.d], &k[at(s.k(), b, *j, g)..][..s.d]))
-                    .collect();
+                let scores: Vec<f64> =
+                    keys.iter().map(|j| scale * dot(&q[qi..qi + s.d], &k[at(s.k(), b, *j, g)..][..s.d])).collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 if max == f64::NEG_INFINITY {
                     continue;

@@ -198,7 +198,7 @@ impl TrainConfig {
             )));
         }
 
-        let steps = s.steps.unwrap_or(330);
+        let steps = s.steps.unwrap_or(220);
         if steps == 0 {
             return Err(Error::Settings("--steps is 0, but must be at least 1".into()));
         }
@@ -213,7 +213,7 @@ impl TrainConfig {
         let method = method(kind, s)?;
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
-            (OptimizerKind::AdamW, true) => 1e-2,
+            (OptimizerKind::AdamW, true) => 5e-3,
             (OptimizerKind::AdamW, false) => 1e-5,
             (OptimizerKind::Sgd, true) => 0.1,
             (OptimizerKind::Sgd, false) => 1e-3,

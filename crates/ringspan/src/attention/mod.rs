@@ -32,7 +32,14 @@ struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    fn new(operation: &'static str, group: &Group, schedule: &Schedule, q: View<'a>, k: View<'a>, v: View<'a>) -> Result<Self> {
+    fn new(
+        operation: &'static str,
+        group: &Group,
+        schedule: &Schedule,
+        q: View<'a>,
+        k: View<'a>,
+        v: View<'a>,
+    ) -> Result<Self> {
         if (schedule.ring(), schedule.ulysses()) != (group.ring().size(), group.ulysses().size()) {
             return Err(Error::MeshSize {
                 mesh: format!("ring {} x ulysses {} (the schedule's)", schedule.ring(), schedule.ulysses()),
@@ -73,4 +80,3 @@ impl<'a> Inputs<'a> {
 fn f32_bytes(elements: usize) -> u64 {
     elements as u64 * 4
 }
-

@@ -29,13 +29,20 @@ impl Wire {
     }
 
     /// The values of a message of `expected` elements; borrowed where they need no conversion.
-    pub(super) fn unpack<'a>(self, buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Cow<'a, [f32]>> {
+    pub(super) fn unpack<'a>(
+        self,
+        buffer: &'a Buffer,
+        expected: usize,
+        operation: &'static str,
+    ) -> Result<Cow<'a, [f32]>> {
         let values: Cow<'a, [f32]> = match (self, buffer) {
             (Self::F32, Buffer::F32(values)) => Cow::Borrowed(values),
             (Self::Bf16, Buffer::U16(bits)) => bits.iter().map(|&bits| bf16::from_bits(bits).to_f32()).collect(),
             (Self::F16, Buffer::U16(bits)) => bits.iter().map(|&bits| f16::from_bits(bits).to_f32()).collect(),
             _ => {
-                return Err(Error::Layout(format!("{operation}: received a message that is not of wire type {self:?}")));
+                return Err(Error::Layout(format!(
+                    "{operation}: received a message that is not of wire type {self:?}"
+                )));
             }
         };
         if values.len() != expected {

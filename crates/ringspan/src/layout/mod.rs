@@ -139,7 +139,14 @@ impl Layout {
         Ok(Self { kind: self.kind, documents: self.documents.clone(), ranks })
     }
 
-    fn check(&self, operation: &'static str, what: &'static str, actual: usize, tokens: usize, width: usize) -> Result<()> {
+    fn check(
+        &self,
+        operation: &'static str,
+        what: &'static str,
+        actual: usize,
+        tokens: usize,
+        width: usize,
+    ) -> Result<()> {
         let expected = tokens * width;
         if actual == expected {
             return Ok(());

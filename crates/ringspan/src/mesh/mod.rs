@@ -17,7 +17,7 @@ impl Mesh {
     /// Empty or repeated names, sizes of 0, products that do not fit a word.
     pub fn new(axes: &[(&str, usize)]) -> Result<Self> {
         let mesh = Self { axes: axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect() };
-        let refuse = |problem: String| Err(Error::MeshAxis { mesh: mesh.to_string(), problem });
+        let refuse = |problem: String| Err(Error::MeshAxis { mesh: mesh.sizes(), problem });
         for (index, (name, size)) in axes.iter().enumerate() {
             if name.is_empty() {
                 return refuse(format!("axis {index} has no name"));
@@ -43,7 +43,7 @@ impl Mesh {
         if self.world() == ranks {
             return Ok(());
         }
-        Err(Error::MeshSize { mesh: self.to_string(), needed: self.world(), ranks })
+        Err(Error::MeshSize { mesh: self.sizes(), needed: self.world(), ranks })
     }
 
     /// Ranks: the product of the sizes.
@@ -94,7 +94,7 @@ impl Mesh {
                 Some(index) if !at.contains(&index) => at.push(index),
                 found => {
                     let problem = if found.is_some() { "is asked for twice" } else { "does not exist" };
-                    return Err(Error::MeshAxis { mesh: self.to_string(), problem: format!("axis {axis} {problem}") });
+                    return Err(Error::MeshAxis { mesh: self.sizes(), problem: format!("axis {axis} {problem}") });
                 }
             }
         }
@@ -115,6 +115,31 @@ impl Mesh {
         Ok(groups.into_iter().map(|(_, ranks)| ranks).collect())
     }
 
+    /// The ranks that differ from `rank` on `axes` only, itself included; the first of `axes` is outermost.
+    ///
+    /// # Errors
+    /// A rank or an axis the mesh does not have, or an axis given twice.
+    pub fn group(&self, rank: usize, axes: &[&str]) -> Result<Vec<usize>> {
+        let color = self.color(rank, axes)?;
+        Ok(self.groups(axes)?.swap_remove(color))
+    }
+
+    /// Place of `rank` in its [`group`](Self::group): the key of a split.
+    ///
+    /// # Errors
+    /// A rank or an axis the mesh does not have, or an axis given twice.
+    pub fn index_in_group(&self, rank: usize, axes: &[&str]) -> Result<usize> {
+        Ok(self.place(rank, axes)?.1)
+    }
+
+    /// Number of `rank`'s group among [`groups`](Self::groups): the color of a split.
+    ///
+    /// # Errors
+    /// A rank or an axis the mesh does not have, or an axis given twice.
+    pub fn color(&self, rank: usize, axes: &[&str]) -> Result<usize> {
+        Ok(self.place(rank, axes)?.0)
+    }
+
     /// The number of `rank`'s group among [`groups`](Self::groups), and its place inside: color and key of a split.
     ///
     /// # Errors
@@ -122,19 +147,24 @@ impl Mesh {
     pub fn place(&self, rank: usize, axes: &[&str]) -> Result<(usize, usize)> {
         let groups = self.groups(axes)?;
         let find = |(color, ranks): (usize, &Vec<usize>)| Some((color, ranks.iter().position(|r| *r == rank)?));
-        groups.iter().enumerate().find_map(find).ok_or_else(|| Error::MeshAxis {
-            mesh: self.to_string(),
-            problem: format!("rank {rank} does not exist"),
-        })
+        groups
+            .iter()
+            .enumerate()
+            .find_map(find)
+            .ok_or_else(|| Error::MeshAxis { mesh: self.sizes(), problem: format!("rank {rank} does not exist") })
+    }
+
+    /// The axes as text, without their product: it may not fit a word.
+    fn sizes(&self) -> String {
+        let sizes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
+        if sizes.is_empty() { "without axes".into() } else { sizes.join(" x ") }
     }
 }
 
 impl std::fmt::Display for Mesh {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (index, (name, size)) in self.axes.iter().enumerate() {
-            write!(f, "{}{name} {size}", if index > 0 { " x " } else { "" })?;
-        }
-        Ok(())
+        let ranks = self.world();
+        write!(f, "{} = {ranks} rank{}", self.sizes(), if ranks == 1 { "" } else { "s" })
     }
 }
 
@@ -157,6 +187,28 @@ mod tests {
         assert_eq!(mesh.groups(&["ring", "ulysses"]).expect("axes")[1], [6, 7, 8, 9, 10, 11]);
         assert_eq!(mesh.groups(&["dp_replicate", "ring"]).expect("axes")[1], [1, 3, 5, 7, 9, 11]);
         assert_eq!(mesh.place(9, &["ring"]), Ok((3, 1)));
+        assert_eq!(mesh.group(9, &["ring"]), Ok(vec![7, 9, 11]));
+    }
+
+    #[test]
+    fn the_first_axis_asked_for_is_outermost_in_a_group() {
+        let mesh = mesh();
+        assert_eq!(mesh.group(0, &["ring", "ulysses"]), Ok(vec![0, 1, 2, 3, 4, 5]));
+        assert_eq!(mesh.group(0, &["ulysses", "ring"]), Ok(vec![0, 2, 4, 1, 3, 5]));
+        assert_eq!(mesh.index_in_group(4, &["ulysses", "ring"]), Ok(2));
+    }
+
+    #[test]
+    fn a_mesh_is_written_with_its_product() {
+        assert_eq!(mesh().to_string(), "dp_replicate 2 x ring 3 x ulysses 2 = 12 ranks");
+        assert_eq!(Mesh::new(&[]).map(|mesh| mesh.to_string()), Ok("without axes = 1 rank".to_owned()));
+    }
+
+    #[test]
+    fn a_rank_outside_the_mesh_has_no_group() {
+        let error = mesh().color(12, &["ring"]).err().map(|error| error.to_string()).unwrap_or_default();
+        assert_eq!(error, "mesh dp_replicate 2 x ring 3 x ulysses 2: rank 12 does not exist");
+        assert!(mesh().group(0, &["ring", "ring"]).is_err());
     }
 
     #[test]
@@ -183,6 +235,13 @@ mod tests {
             prop_assert_eq!(all, (0..mesh.world()).collect::<Vec<_>>());
             for rank in 0..mesh.world() {
                 prop_assert_eq!(mesh.rank(&mesh.coordinates(rank)), rank);
+                let group = mesh.group(rank, &chosen).expect("axes");
+                prop_assert_eq!(group[mesh.index_in_group(rank, &chosen).expect("axes")], rank);
+                prop_assert_eq!(&group, &mesh.groups(&chosen).expect("axes")[mesh.color(rank, &chosen).expect("axes")]);
+                for (name, _) in axes.iter().filter(|(name, _)| !chosen.contains(name)) {
+                    let same = |other: &usize| mesh.coordinate(*other, name) == mesh.coordinate(rank, name);
+                    prop_assert!(group.iter().all(same));
+                }
             }
         }
     }

@@ -28,10 +28,7 @@ pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
 fn gather(schedule: &Schedule, rank: usize) -> Step {
     Step {
         send: users(schedule, rank).into_iter().map(|peer| Transfer { block: Block::Keys(rank), peer }).collect(),
-        receive: seen_by(schedule, rank)
-            .into_iter()
-            .map(|peer| Transfer { block: Block::Keys(peer), peer })
-            .collect(),
+        receive: seen_by(schedule, rank).into_iter().map(|peer| Transfer { block: Block::Keys(peer), peer }).collect(),
         compute: schedule.compute(rank, rank),
         after: Vec::new(),
     }

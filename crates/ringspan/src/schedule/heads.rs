@@ -62,7 +62,10 @@ mod tests {
     #[test]
     fn more_ranks_than_heads_are_refused_with_the_numbers() {
         let message = HeadShare::all(4, 2, 3, 8).err().map(|error| error.to_string()).unwrap_or_default();
-        assert!(message.contains("ulysses 8") && message.contains("there are 4") && message.contains("24"), "{message}");
+        assert!(
+            message.contains("ulysses 8") && message.contains("there are 4") && message.contains("24"),
+            "{message}"
+        );
         assert!(HeadShare::all(6, 4, 1, 1).is_err());
     }
 }

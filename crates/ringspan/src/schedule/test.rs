@@ -1,6 +1,6 @@
+use super::Strategy;
 use super::*;
 use crate::layout::{Documents, LayoutKind};
-use super::Strategy;
 use proptest::prelude::{Strategy as Generator, *};
 use std::collections::{HashMap, HashSet};
 

@@ -70,7 +70,15 @@ impl Problem {
     }
 
     /// Attention of `queries` over `keys` of other lengths.
-    pub(crate) fn cross(batch: usize, queries: usize, keys: usize, heads: usize, kv_heads: usize, dim: usize, mask: Mask) -> Self {
+    pub(crate) fn cross(
+        batch: usize,
+        queries: usize,
+        keys: usize,
+        heads: usize,
+        kv_heads: usize,
+        dim: usize,
+        mask: Mask,
+    ) -> Self {
         Self {
             name: format!("B={batch} Sq={queries} Sk={keys} H={heads} G={kv_heads} D={dim} {mask}"),
             queries,
@@ -197,7 +205,14 @@ impl Problem {
     }
 
     /// Asserts that a mesh gives the reference's answer: relative L2 up to 1e-5, and -inf and 0 where it has them.
-    pub(crate) fn check(&self, inputs: &Inputs, wanted: &Answer, kind: LayoutKind, strategy: Strategy, mesh: (usize, usize)) {
+    pub(crate) fn check(
+        &self,
+        inputs: &Inputs,
+        wanted: &Answer,
+        kind: LayoutKind,
+        strategy: Strategy,
+        mesh: (usize, usize),
+    ) {
         let what = format!("{}, {kind}, {strategy}, ring {} x ulysses {}", self.name, mesh.0, mesh.1);
         let got = match self.on_mesh(inputs, kind, strategy, mesh.0, mesh.1) {
             Ok(got) => got,

@@ -1,0 +1,235 @@
+//! A group of ranks that are threads, as one of them sees it.
+
+use super::mailbox::{Address, GroupId};
+use super::operation::{Call, Collective, Operation};
+use super::pending::{Receiving, Sent};
+use super::round::Part;
+use super::world::World;
+use crate::comm::{Buffer, Communicator, Pending};
+use crate::error::{Error, Result};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub(super) struct Group {
+    world: Arc<World>,
+    id: GroupId,
+    /// Ranks of the world, by rank of the group.
+    ranks: Arc<[usize]>,
+    rank: usize,
+    /// Number of the next collective.
+    next: AtomicU64,
+}
+
+/// A collective that is over: what the ranks brought for this one, in rank order.
+struct Exchanged {
+    number: u64,
+    operation: Operation,
+    parts: Vec<Part>,
+}
+
+impl Group {
+    /// All ranks of a world, seen by `rank`.
+    pub(super) fn world(world: Arc<World>, ranks: Arc<[usize]>, rank: usize) -> Self {
+        Self { world, id: Arc::new([]), ranks, rank, next: AtomicU64::new(0) }
+    }
+
+    fn own(&self) -> usize {
+        self.ranks[self.rank]
+    }
+
+    fn operation(&self, call: Call) -> Operation {
+        Operation { call, group: (!self.id.is_empty()).then(|| self.ranks.clone()) }
+    }
+
+    /// Numbers a collective.
+    fn begin(&self, collective: Collective) -> (u64, Operation) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        (number, self.operation(Call::Collective { number, collective }))
+    }
+
+    /// A call that makes no sense is a failure: the other ranks would wait for its part.
+    fn refuse<T>(&self, operation: &Operation, problem: String) -> Result<T> {
+        self.world.check(self.own(), operation)?;
+        let error = Error::Communicator { rank: self.own(), operation: operation.to_string(), problem };
+        self.world.fail(self.own(), error.to_string());
+        Err(error)
+    }
+
+    /// A rank of the group as a rank of the world, and what `call` does with it.
+    fn peer(&self, peer: usize, call: impl Fn(usize) -> Call) -> Result<(usize, Operation)> {
+        match self.ranks.get(peer) {
+            Some(&world) => Ok((world, self.operation(call(world)))),
+            None => {
+                let problem = format!("rank {peer} is not in a group of {}", self.size());
+                self.refuse(&self.operation(call(peer)), problem)
+            }
+        }
+    }
+
+    /// All-to-all of parts, the base of every collective.
+    fn exchange(&self, collective: Collective, parts: Vec<Part>) -> Result<Exchanged> {
+        let (number, operation) = self.begin(collective);
+        if parts.len() != self.size() {
+            let problem = format!("{} parts for {} ranks", parts.len(), self.size());
+            return self.refuse(&operation, problem);
+        }
+        let parts = self.world.join((&self.id, &self.ranks, self.rank), number, &operation, parts)?;
+        Ok(Exchanged { number, operation, parts })
+    }
+
+    fn f32<'a>(&self, part: &'a Part, len: usize, operation: &Operation) -> Result<&'a [f32]> {
+        match &*part.data {
+            Buffer::F32(values) if part.range.len() == len => Ok(&values[part.range.clone()]),
+            other => self.refuse(operation, format!("received {} elements that are not {len} of f32", other.len())),
+        }
+    }
+
+    /// Sum of `parts` in rank order.
+    fn sum(&self, parts: &[Part], len: usize, operation: &Operation) -> Result<Vec<f32>> {
+        let mut sum = vec![0.0; len];
+        for (rank, part) in parts.iter().enumerate() {
+            let part = self.f32(part, len, operation)?;
+            if rank == 0 {
+                // Not added to 0: that would turn -0 into 0.
+                sum.copy_from_slice(part);
+                continue;
+            }
+            for (sum, x) in sum.iter_mut().zip(part) {
+                *sum += x;
+            }
+        }
+        Ok(sum)
+    }
+}
+
+impl Communicator for Group {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>> {
+        let elements = data.len();
+        let (to, operation) = self.peer(to, |to| Call::Send { elements, to, tag })?;
+        self.world.send(Address { group: self.id.clone(), from: self.own(), to, tag }, &operation, data)?;
+        Ok(Box::new(Sent { world: self.world.clone(), rank: self.own(), operation }))
+    }
+
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>> {
+        let (from, operation) = self.peer(from, |from| Call::Receive { from, tag })?;
+        let address = Address { group: self.id.clone(), from, to: self.own(), tag };
+        Ok(Box::new(Receiving::new(self.world.clone(), address, operation)?))
+    }
+
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {
+        let parts = parts.into_iter().map(|part| Part::whole(Arc::new(part))).collect();
+        Ok(buffers(self.exchange(Collective::AllToAll, parts)?.parts))
+    }
+
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>> {
+        let part = Part::whole(Arc::new(data));
+        Ok(buffers(self.exchange(Collective::AllGather, vec![part; self.size()])?.parts))
+    }
+
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>> {
+        let collective = Collective::ReduceScatter { counts: counts.to_vec() };
+        let total = counts.iter().try_fold(0usize, |sum, count| sum.checked_add(*count));
+        if counts.len() != self.size() || total != Some(data.len()) {
+            let (_, operation) = self.begin(collective);
+            let problem = format!("{} counts for {} elements on {} ranks", counts.len(), data.len(), self.size());
+            return self.refuse(&operation, problem);
+        }
+        let Exchanged { operation, parts, .. } =
+            self.exchange(collective, split(Arc::new(Buffer::F32(data)), counts))?;
+        self.sum(&parts, counts[self.rank], &operation)
+    }
+
+    fn all_reduce(&self, data: &mut [f32]) -> Result<()> {
+        let (size, elements) = (self.size(), data.len());
+        let (share, more) = (elements / size, elements % size);
+        let counts: Vec<usize> = (0..size).map(|rank| share + usize::from(rank < more)).collect();
+        let parts = split(Arc::new(Buffer::F32(data.to_vec())), &counts);
+        let Exchanged { operation, parts, .. } = self.exchange(Collective::AllReduce { elements }, parts)?;
+        let own = Part::whole(Arc::new(Buffer::F32(self.sum(&parts, counts[self.rank], &operation)?)));
+        let Exchanged { operation, parts: sums, .. } =
+            self.exchange(Collective::AllReduce { elements }, vec![own; size])?;
+        let mut rest = data;
+        for (part, &count) in sums.iter().zip(&counts) {
+            let (here, later) = rest.split_at_mut(count);
+            here.copy_from_slice(self.f32(part, count, &operation)?);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>> {
+        let complete = root != self.rank || data.is_some();
+        let collective = |root| Collective::Broadcast { root, complete };
+        let problem = if root >= self.size() {
+            Some(format!("rank {root} is not in a group of {}", self.size()))
+        } else if root != self.rank && data.is_some() {
+            Some("a rank that is not the root gave data".to_owned())
+        } else if !complete && self.size() == 1 {
+            Some("the root gave no data".to_owned())
+        } else {
+            None
+        };
+        let world_root = self.ranks.get(root).copied().unwrap_or(root);
+        if let Some(problem) = problem {
+            let (_, operation) = self.begin(collective(world_root));
+            return self.refuse(&operation, problem);
+        }
+        // Ranks without data send empty messages, so that ranks with different roots find out.
+        let part = Part::whole(Arc::new(data.unwrap_or(Buffer::U8(Vec::new()))));
+        let Exchanged { parts, .. } = self.exchange(collective(world_root), vec![part; self.size()])?;
+        Ok(buffers(parts).swap_remove(root))
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let nothing = Part::whole(Arc::new(Buffer::U8(Vec::new())));
+        self.exchange(Collective::Barrier, vec![nothing; self.size()]).map(|_| ())
+    }
+
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>> {
+        let part = Part::whole(Arc::new(Buffer::U64(vec![color as u64, key as u64])));
+        let Exchanged { number, operation, parts } = self.exchange(Collective::Split, vec![part; self.size()])?;
+        let mut members: Vec<(u64, usize)> = Vec::new();
+        for (rank, part) in parts.iter().enumerate() {
+            match &*part.data {
+                Buffer::U64(pair) if pair.len() == 2 => {
+                    if pair[0] == color as u64 {
+                        members.push((pair[1], rank));
+                    }
+                }
+                _ => return self.refuse(&operation, format!("rank {rank} sent no color and key")),
+            }
+        }
+        members.sort_unstable();
+        let rank = members.iter().position(|(_, rank)| *rank == self.rank).unwrap_or_default();
+        let ranks = members.iter().map(|(_, rank)| self.ranks[*rank]).collect();
+        let id = self.id.iter().copied().chain([(number, color as u64)]).collect();
+        Ok(Arc::new(Self { world: self.world.clone(), id, ranks, rank, next: AtomicU64::new(0) }))
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.world.bytes_sent(self.own())
+    }
+}
+
+fn buffers(parts: Vec<Part>) -> Vec<Arc<Buffer>> {
+    parts.into_iter().map(|part| part.data).collect()
+}
+
+/// Parts of the given lengths, in order; they share the buffer.
+fn split(data: Arc<Buffer>, counts: &[usize]) -> Vec<Part> {
+    let mut start = 0;
+    let part = |&count: &usize| {
+        let range = start..start + count;
+        start = range.end;
+        Part { data: data.clone(), range }
+    };
+    counts.iter().map(part).collect()
+}

@@ -1,0 +1,145 @@
+//! The messages between two ranks under one tag, matched with receives in the order both were posted.
+
+use crate::comm::Buffer;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Where a message waits: group, sender and receiver (ranks of the world), and tag.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Address {
+    pub(super) group: GroupId,
+    pub(super) from: usize,
+    pub(super) to: usize,
+    pub(super) tag: u64,
+}
+
+/// The splits that led to a group, from the world on: number of the split in its group, and color.
+///
+/// All members derive the same id without talking, and no other group has it.
+pub(super) type GroupId = Arc<[(u64, u64)]>;
+
+/// The n-th message and the n-th receive of an address share a slot, whichever comes first.
+#[derive(Debug)]
+enum Slot {
+    Wanted,
+    Arrived(Arc<Buffer>),
+    /// The receive was given up; its message goes nowhere.
+    Abandoned,
+    Done,
+}
+
+/// The slots that are not done yet.
+#[derive(Debug, Default)]
+pub(super) struct Mailbox {
+    slots: VecDeque<Slot>,
+    /// Number of the front slot.
+    first: u64,
+    sent: u64,
+    posted: u64,
+}
+
+impl Mailbox {
+    /// Adds a message.
+    pub(super) fn send(&mut self, data: Arc<Buffer>) {
+        let number = self.sent;
+        self.sent += 1;
+        match self.slot(number) {
+            Some(slot @ Slot::Wanted) => *slot = Slot::Arrived(data),
+            Some(slot) => *slot = Slot::Done,
+            None => self.slots.push_back(Slot::Arrived(data)),
+        }
+        self.trim();
+    }
+
+    /// Adds a receive, and returns its ticket.
+    pub(super) fn post(&mut self) -> u64 {
+        let ticket = self.posted;
+        self.posted += 1;
+        if self.slot(ticket).is_none() {
+            self.slots.push_back(Slot::Wanted);
+        }
+        ticket
+    }
+
+    /// Whether the message of a ticket is here.
+    pub(super) fn has(&self, ticket: u64) -> bool {
+        let at = ticket.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
+        matches!(at.and_then(|at| self.slots.get(at)), Some(Slot::Arrived(_)))
+    }
+
+    /// The message of a ticket.
+    pub(super) fn take(&mut self, ticket: u64) -> Option<Arc<Buffer>> {
+        let slot = self.slot(ticket).filter(|slot| matches!(slot, Slot::Arrived(_)))?;
+        let taken = std::mem::replace(slot, Slot::Done);
+        self.trim();
+        match taken {
+            Slot::Arrived(data) => Some(data),
+            _ => None,
+        }
+    }
+
+    /// Gives a ticket up: its message is dropped, now or when it comes.
+    pub(super) fn abandon(&mut self, ticket: u64) {
+        match self.slot(ticket) {
+            Some(slot @ Slot::Wanted) => *slot = Slot::Abandoned,
+            Some(slot @ Slot::Arrived(_)) => *slot = Slot::Done,
+            _ => {}
+        }
+        self.trim();
+    }
+
+    /// Whether nothing is under way: a new mailbox would do as well.
+    pub(super) fn is_idle(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    fn slot(&mut self, number: u64) -> Option<&mut Slot> {
+        let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        self.slots.get_mut(at)
+    }
+
+    fn trim(&mut self) {
+        while matches!(self.slots.front(), Some(Slot::Done)) {
+            self.slots.pop_front();
+            self.first += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(value: u64) -> Arc<Buffer> {
+        Arc::new(Buffer::U64(vec![value]))
+    }
+
+    #[test]
+    fn tickets_take_their_own_message_in_any_order() {
+        let mut mailbox = Mailbox::default();
+        let early = mailbox.post();
+        (1..=3).for_each(|value| mailbox.send(message(value)));
+        let (second, third) = (mailbox.post(), mailbox.post());
+        assert_eq!(mailbox.take(third), Some(message(3)));
+        assert_eq!(mailbox.take(early), Some(message(1)));
+        assert_eq!(mailbox.take(early), None);
+        assert!(mailbox.has(second) && !mailbox.is_idle());
+        assert_eq!(mailbox.take(second), Some(message(2)));
+        assert!(mailbox.is_idle());
+    }
+
+    #[test]
+    fn an_abandoned_receive_uses_its_message_up() {
+        let mut mailbox = Mailbox::default();
+        let (first, second) = (mailbox.post(), mailbox.post());
+        mailbox.abandon(first);
+        mailbox.send(message(1));
+        assert!(!mailbox.has(first) && !mailbox.has(second));
+        mailbox.send(message(2));
+        assert_eq!(mailbox.take(second), Some(message(2)));
+        let third = mailbox.post();
+        mailbox.send(message(3));
+        mailbox.abandon(third);
+        assert!(mailbox.is_idle());
+    }
+}

@@ -1,0 +1,81 @@
+//! What a rank does with others, in words, and what the ranks of a collective must agree on.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// A call to a communicator. Ranks are ranks of the world, also in a group split from it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Operation {
+    pub(super) call: Call,
+    /// Members of the group, if it is not the world.
+    pub(super) group: Option<Arc<[usize]>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Call {
+    Send { elements: usize, to: usize, tag: u64 },
+    Receive { from: usize, tag: u64 },
+    Collective { number: u64, collective: Collective },
+}
+
+/// A collective with all that its ranks must agree on: two that are not equal are a mismatch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Collective {
+    AllToAll,
+    AllGather,
+    ReduceScatter {
+        counts: Vec<usize>,
+    },
+    AllReduce {
+        elements: usize,
+    },
+    /// `complete` is false only at a root that gives no data: no other rank describes it so.
+    Broadcast {
+        root: usize,
+        complete: bool,
+    },
+    Barrier,
+    Split,
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.call {
+            Call::Send { elements, to, tag } => write!(f, "send of {elements} elements to rank {to} (tag {tag})")?,
+            Call::Receive { from, tag } => write!(f, "receive from rank {from} (tag {tag})")?,
+            Call::Collective { number, collective } => collective.write(f, *number)?,
+        }
+        match &self.group {
+            Some(ranks) => write!(f, " in the group of ranks {}", listing(ranks)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Collective {
+    fn write(&self, f: &mut fmt::Formatter<'_>, number: u64) -> fmt::Result {
+        match self {
+            Self::AllToAll => write!(f, "all_to_all #{number}"),
+            Self::AllGather => write!(f, "all_gather #{number}"),
+            Self::ReduceScatter { counts } => write!(f, "reduce_scatter #{number} of {} elements", listing(counts)),
+            Self::AllReduce { elements } => write!(f, "all_reduce #{number} of {elements} elements"),
+            Self::Broadcast { root, complete } => {
+                write!(f, "broadcast #{number} from rank {root}{}", if *complete { "" } else { ", which gave no data" })
+            }
+            Self::Barrier => write!(f, "barrier #{number}"),
+            Self::Split => write!(f, "split #{number}"),
+        }
+    }
+}
+
+/// Numbers in brackets; of many, the first ones and how many there are.
+pub(super) fn listing(numbers: &[usize]) -> String {
+    const SHOWN: usize = 16;
+    match numbers.get(..SHOWN) {
+        Some(first) if numbers.len() > SHOWN => {
+            let first: Vec<String> = first.iter().map(ToString::to_string).collect();
+            format!("[{}, .. {} in all]", first.join(", "), numbers.len())
+        }
+        _ => format!("{numbers:?}"),
+    }
+}
