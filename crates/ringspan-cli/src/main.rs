@@ -1,4 +1,5 @@
 //! The command `ringspan`: trains and runs transformers over sequences cut across ranks.
+#![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
 mod attend;
 mod files;

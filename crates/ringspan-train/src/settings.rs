@@ -1,4 +1,5 @@
 //! What a person may set: the keys of a configuration file, which are also the flags of `ringspan train`.
+#![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};

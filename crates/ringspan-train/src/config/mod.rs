@@ -163,7 +163,6 @@ impl TrainConfig {
                 ("eval-every", s.eval_every.is_some()),
                 ("eval-tokens", s.eval_tokens.is_some()),
                 ("sample-tokens", s.sample_tokens.is_some()),
-                ("seed", s.seed.is_some() && s.model.is_some()),
             ] {
                 if given {
                     return no_effect(flag, "with --tokens: each step takes the whole file, and nothing is held out");
@@ -175,12 +174,7 @@ impl TrainConfig {
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
         let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
-        if s.strategy.is_some() && ring == 1 {
-            return no_effect("strategy", "with a ring of 1: no keys travel");
-        }
-        if s.layout.is_some() && ring * ulysses == 1 {
-            return no_effect("layout", "with ring x ulysses = 1: every rank holds whole sequences");
-        }
+        // A layout and a strategy are accepted on one rank too, so that one configuration runs on any mesh.
         let strategy = s.strategy.as_deref().unwrap_or("ring").parse()?;
         let layout = s.layout.as_deref().unwrap_or("per-document-zigzag").parse()?;
 

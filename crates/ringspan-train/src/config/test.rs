@@ -49,11 +49,8 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\nsequence-length = 8", &["--sequence-length has no effect with --tokens"]);
     refused("tokens = 't'\nbatch-size = 8", &["--batch-size has no effect"]);
     refused("tokens = 't'\neval-every = 8", &["--eval-every has no effect"]);
-    refused("tokens = 't'\nmodel = 'm'\nseed = 8", &["--seed has no effect"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
     refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
-    refused("ring = 1\nstrategy = 'ring'", &["--strategy has no effect", "ring of 1"]);
-    refused("ring = 1\nlayout = 'zigzag'", &["--layout has no effect"]);
 }
 
 #[test]

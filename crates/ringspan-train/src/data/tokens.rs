@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::path::Path;
 
-/// Reads `tokens` (i64 or u32, [B, S]) and, where given, `lengths` (i32, [B]) as one batch: row b is a document of
+/// Reads `tokens` (i64 or u32, [B, S]) and, where given, `lengths` (i32, `[B]`) as one batch: row b is a document of
 /// `lengths[b]` tokens, what lies behind is padding.
 ///
 /// # Errors
