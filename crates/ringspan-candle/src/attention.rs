@@ -2,8 +2,8 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
-use ringspan::attention::{self, Forward, Group};
-use ringspan::kernel::View;
+use ringspan::attention::{self, Forward, Group, Inputs};
+use ringspan::kernel::{Data, View};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex};
 
@@ -54,7 +54,8 @@ impl CustomOp3 for Attention {
     ) -> Result<(CpuStorage, Shape)> {
         let (q, k, v) = (view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?);
         let Forward { out, lse, .. } =
-            attention::forward(&self.group, &self.schedule, q, k, v, &self.score).map_err(candle_core::Error::wrap)?;
+            attention::forward(&self.group, &self.schedule, &Inputs::new(q, k, v, &self.score))
+                .map_err(candle_core::Error::wrap)?;
         *self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = lse;
         Ok((CpuStorage::F32(out), Shape::from((q.tokens, q.heads, v.dim))))
     }
@@ -75,7 +76,8 @@ impl CustomOp3 for Attention {
             with_view(k, |k| {
                 with_view(v, |v| {
                     with_view(&d_out, |d_out| {
-                        attention::backward(&self.group, &self.schedule, q, k, v, &self.score, &saved, d_out)
+                        let inputs = Inputs::new(q, k, v, &self.score);
+                        attention::backward(&self.group, &self.schedule, &inputs, &saved, d_out)
                             .map_err(candle_core::Error::wrap)
                     })
                 })
@@ -93,7 +95,7 @@ fn view<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<View<'a>> {
     };
     let stride = layout.stride();
     Ok(View {
-        data: data.get(layout.start_offset()..).unwrap_or_default(),
+        data: Data::F32(data.get(layout.start_offset()..).unwrap_or_default()),
         tokens,
         heads,
         dim,

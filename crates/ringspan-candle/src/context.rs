@@ -50,18 +50,17 @@ impl Context {
         if let Some(schedule) = schedules.get(mask) {
             return Ok(schedule.clone());
         }
-        let (ring, ulysses) = (self.group.ring().size(), self.group.ulysses().size());
-        let schedule = Schedule::new(self.strategy, &self.layout, &self.layout, mask, ring, ulysses)
+        let schedule = Schedule::new(self.strategy, &self.layout, &self.layout, mask, self.group.grid())
             .map_err(candle_core::Error::wrap)?;
         let schedule = Arc::new(schedule);
-        schedules.insert(*mask, schedule.clone());
+        schedules.insert(mask.clone(), schedule.clone());
         Ok(schedule)
     }
 }
 
 impl Attend for Context {
     fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
-        attention(&self.group, &self.schedule(mask)?, q, k, v, Score { scale })
+        attention(&self.group, &self.schedule(mask)?, q, k, v, Score::new(scale))
     }
 
     fn positions(&self) -> &[usize] {

@@ -82,7 +82,7 @@ fn attention_of_a_context_has_the_gradients_of_one_rank() {
             Arc::new(Layout::new(LayoutKind::Zigzag, &Documents::batch(1, LEN), ring * ulysses).expect("ranks"));
         let parts = run(ring * ulysses, Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(comm, ring, ulysses, Kernel::new(1))?;
+            let group = Group::new(comm, (ring, ulysses), Kernel::new(1))?;
             let shard = |heads: usize, seed| -> Result<Var, Error> {
                 let local = layout.shard(rank, &values(LEN * heads * 8, seed), heads * 8)?;
                 let tensor = Tensor::from_vec(local, (layout.tokens(rank), heads, 8), &Device::Cpu).map_err(text)?;

@@ -1,5 +1,6 @@
 //! Files in and out: safetensors with errors that name file, tensor and numbers; outputs written beside and renamed.
 
+use crate::header;
 use crate::interrupt::Unfinished;
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -16,13 +17,19 @@ pub(crate) struct TensorFile {
 impl TensorFile {
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), bytes })
+        Ok(Self::new(path, bytes))
+    }
+
+    /// A file whose bytes are here already.
+    pub(crate) fn new(path: &Path, bytes: Vec<u8>) -> Self {
+        Self { path: path.to_owned(), bytes }
     }
 
     pub(crate) fn parse(&self) -> Result<Tensors<'_>> {
         let size = self.bytes.len();
-        let tensors = SafeTensors::deserialize(&self.bytes)
-            .with_context(|| format!("{} ({size} bytes) is not a whole safetensors file", self.path.display()))?;
+        let whole = || format!("{} ({size} bytes) is not a whole safetensors file", self.path.display());
+        header::check(&self.bytes).with_context(whole)?;
+        let tensors = SafeTensors::deserialize(&self.bytes).with_context(whole)?;
         Ok(Tensors { path: &self.path, tensors })
     }
 }
@@ -95,6 +102,25 @@ impl<const N: usize> Given<'_, N> {
         }
     }
 
+    /// All elements of a float tensor.
+    pub(crate) fn floats(&self) -> Vec<f32> {
+        self.float_rows(&[0], self.shape.iter().product())
+    }
+
+    /// Rows of `width` elements each of a float tensor, in its type.
+    pub(crate) fn stored_rows(&self, rows: &[usize], width: usize) -> Stored {
+        fn read<T: bytemuck::AnyBitPattern>(data: &[u8], rows: &[usize], width: usize) -> Vec<T> {
+            let size = size_of::<T>() * width;
+            let row = |row: &usize| data[row * size..(row + 1) * size].chunks_exact(size_of::<T>());
+            rows.iter().flat_map(row).map(bytemuck::pod_read_unaligned).collect()
+        }
+        match self.dtype {
+            Dtype::BF16 => Stored::Bf16(read(self.data, rows, width)),
+            Dtype::F16 => Stored::F16(read(self.data, rows, width)),
+            _ => Stored::F32(read(self.data, rows, width)),
+        }
+    }
+
     /// Rows of `width` elements each of a float tensor, as f32, which holds every value of the shorter types.
     pub(crate) fn float_rows(&self, rows: &[usize], width: usize) -> Vec<f32> {
         let size = self.dtype.bitsize() / 8 * width;
@@ -112,6 +138,23 @@ impl<const N: usize> Given<'_, N> {
             }
         }
         out
+    }
+}
+
+/// Elements of a float tensor in the type of their file.
+pub(crate) enum Stored {
+    F32(Vec<f32>),
+    Bf16(Vec<half::bf16>),
+    F16(Vec<half::f16>),
+}
+
+impl Stored {
+    pub(crate) fn data(&self) -> ringspan::kernel::Data<'_> {
+        match self {
+            Self::F32(values) => ringspan::kernel::Data::F32(values),
+            Self::Bf16(values) => ringspan::kernel::Data::Bf16(values),
+            Self::F16(values) => ringspan::kernel::Data::F16(values),
+        }
     }
 }
 

@@ -4,6 +4,7 @@
 mod attend;
 mod files;
 mod generate;
+mod header;
 mod interrupt;
 mod mesh;
 mod model;

@@ -18,7 +18,7 @@ pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
     ensure!(path.is_dir(), "--model {}: there is no such folder", path.display());
     let (config, weights) = folder::load(path)?;
     let heads = config.num_attention_heads;
-    ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), mesh.ring, mesh.ulysses)?;
+    ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
     let decoder = Decoder::new(config)?;
     Model::new(decoder, weights).with_context(|| format!("the model in {}", path.display()))
 }

@@ -98,7 +98,7 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
 /// A Qwen3 of two layers: query and key norms, grouped heads, untied head.
 fn tiny(mesh: &Mesh) -> Result<Model> {
     let (heads, kv_heads) = (8, 2);
-    ringspan::schedule::HeadShare::all(heads, kv_heads, mesh.ring, mesh.ulysses)?;
+    ringspan::schedule::HeadShare::all(heads, kv_heads, (mesh.ring, mesh.ulysses).into())?;
     let config: Config = serde_json::from_value(serde_json::json!({
         "model_type": "qwen3", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "rms_norm_eps": 1e-6,

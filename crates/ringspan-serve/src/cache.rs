@@ -114,11 +114,10 @@ impl Cache {
         let frame = position + 1;
         let (mut rows, mut first) = (Vec::new(), 0);
         for run in &self.runs {
-            if let Some(band) = mask.band(&query, run, frame, frame)? {
-                let seen = band.keys(0, run.len);
-                if !seen.is_empty() {
-                    rows.push(first + seen.start..first + seen.end);
-                }
+            for piece in mask.pieces(&query, run, frame, frame)? {
+                let seen = piece.band.keys(0, piece.k.len());
+                let first = first + piece.k.start;
+                rows.push(first + seen.start..first + seen.end);
             }
             first += run.len;
         }

@@ -4,10 +4,11 @@ use crate::cache::{Cache, owner};
 use candle_core::{Device, Result, Tensor, bail};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
-use ringspan::kernel::{HeadMap, Partial, Score, Tile, View};
+use ringspan::kernel::{HeadMap, Inputs, Partial, Place, Score, Tile, View};
 use ringspan::{Band, Mask, Run};
 use ringspan_candle::{Attend, Context};
 use std::cell::RefCell;
+use std::ops::Range;
 
 /// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
 pub(crate) struct Prefill<'a> {
@@ -66,16 +67,18 @@ impl<'a> Decode<'a> {
         let mut partial = Partial::new(1, q.heads, v_dim);
         let Some((k, v)) = cache.layer(layer) else { return Ok(partial) };
         let rows = cache.visible(self.position[0], mask).map_err(candle_core::Error::wrap)?;
-        // Everything in these rows is visible.
+        // Everything in these rows is visible, and no score here asks where they lie.
         let all = |len: usize| Band { lo: 1 - len as i64, hi: 0 };
-        let tiles: Vec<Tile> = rows.into_iter().map(|k| Tile { q: 0..1, band: all(k.len()), k }).collect();
+        let tile = |k: Range<usize>| Tile { q: 0..1, band: all(k.len()), k, place: Place::START };
+        let tiles: Vec<Tile> = rows.into_iter().map(tile).collect();
         if tiles.is_empty() {
             return Ok(partial);
         }
         let group = q.heads / kv_heads.max(1);
         let map = (0..q.heads).map(|head| head / group.max(1)).collect();
         let map = HeadMap::new(map, kv_heads).map_err(candle_core::Error::wrap)?;
-        self.group.kernel().forward(q, k, v, &map, &tiles, score, &mut partial);
+        let inputs = Inputs { q, k, v, heads: &map, score, bias: None };
+        self.group.kernel().forward(&inputs, &tiles, &mut partial);
         Ok(partial)
     }
 }
@@ -92,7 +95,7 @@ impl Attend for Decode<'_> {
         }
         let q = q.flatten_all()?.to_vec1::<f32>()?;
         let Some(q) = View::new(&q, 1, heads, dim) else { bail!("a query of {} elements", q.len()) };
-        let partial = self.local(layer, q, v_dim, kv_heads, mask, &Score { scale })?;
+        let partial = self.local(layer, q, v_dim, kv_heads, mask, &Score::new(scale))?;
         let out = merge(self.group, partial, heads, v_dim).map_err(candle_core::Error::wrap)?;
         Tensor::from_vec(out, (1, heads, v_dim), &Device::Cpu)
     }

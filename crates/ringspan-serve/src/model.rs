@@ -97,6 +97,6 @@ impl Mesh {
         let Self { ring, ulysses, threads, deadline } = *self;
         let options = threads::Options { deadline, ..Default::default() };
         let ranks = ring.saturating_mul(ulysses);
-        threads::run(ranks, options, |comm| work(Arc::new(Group::new(comm, ring, ulysses, Kernel::new(threads))?)))
+        threads::run(ranks, options, |comm| work(Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?)))
     }
 }

@@ -9,7 +9,8 @@ use crate::{
     rank::mesh,
     setup::Setup,
 };
-use ringspan::{Layout, Schedule, Strategy, schedule::HeadShare};
+use ringspan::schedule::{HeadShare, Pass, Sizes};
+use ringspan::{Layout, Schedule, Strategy};
 use ringspan_models::Config;
 use std::fmt;
 
@@ -92,11 +93,14 @@ impl Plan {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
         }
-        let shares =
-            HeadShare::all(model.num_attention_heads, model.num_key_value_heads(), config.ring, config.ulysses)?;
+        let shares = HeadShare::all(
+            model.num_attention_heads,
+            model.num_key_value_heads(),
+            (config.ring, config.ulysses).into(),
+        )?;
         let shape = Shape::new(config, setup, model);
         plan.memory = shape.memory(&layout, &shares);
-        plan.traffic = shape.traffic(&layout, &schedules, &shares, batches.len());
+        plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
         debug_assert_eq!(mesh(config)?.world(), config.ranks());
         Ok(plan)
     }
@@ -184,8 +188,10 @@ impl Shape {
         let kv = shares.iter().map(|s| s.kv.len()).max().unwrap_or(0) as u64;
         let block = place * 2 * kv * self.dim * 4;
         let blocks = match self.strategy {
-            Strategy::Ring => 2.min(self.ring - 1),
-            Strategy::AllGather => self.ring - 1,
+            Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
+            Strategy::BidirectionalRing => 4.min(self.ring - 1),
+            // At most: halo fetches parts of them.
+            Strategy::AllGather | Strategy::Halo => self.ring - 1,
         };
         let layer = 6 * self.hidden + 3 * self.heads * self.dim + 4 * self.kv_heads * self.dim + 3 * self.feed_forward;
         let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
@@ -205,47 +211,28 @@ impl Shape {
         &self,
         layout: &Layout,
         schedules: &[LayerSchedule],
-        shares: &[HeadShare],
         micro_batches: usize,
-    ) -> Vec<(&'static str, u64)> {
+    ) -> Result<Vec<(&'static str, u64)>> {
         let times = micro_batches as u64;
         let (mut forward, mut backward) = (0, 0);
         for rank in 0..layout.ranks() {
-            let share = &shares[rank % self.ulysses];
-            let row = 2 * share.kv.len() as u64 * self.dim * 4;
-            let exchange = self.exchange(layout, shares, rank);
-            let (mut own_forward, mut own_backward) = (0, 0);
-            for LayerSchedule { schedule, layers } in schedules {
-                let rows = schedule.rows_sent(rank / self.ulysses);
-                own_forward += layers * (rows.forward_keys as u64 * row + exchange.0);
-                own_backward += layers * ((rows.backward_keys + rows.backward_gradients) as u64 * row + exchange.1);
-            }
-            forward = forward.max(own_forward);
-            backward = backward.max(own_backward);
+            let of = |pass| -> Result<u64> {
+                let all = schedules.iter().map(|s| Ok(s.layers * s.schedule.bytes_sent(pass, rank, &self.sizes())?));
+                all.sum()
+            };
+            forward = forward.max(of(Pass::Forward)?);
+            backward = backward.max(of(Pass::Backward)?);
         }
-        vec![
+        Ok(vec![
             ("attention forward", 2 * forward * times),
             ("attention backward", backward * times),
             ("gradients", self.all_reduce()),
-        ]
+        ])
     }
 
-    /// Bytes of the Ulysses exchanges of one attention, forward and backward: to each other member its heads of this
-    /// rank's tokens, and back its tokens of this rank's heads.
-    fn exchange(&self, layout: &Layout, shares: &[HeadShare], rank: usize) -> (u64, u64) {
-        let member = rank % self.ulysses;
-        let own = layout.tokens(rank) as u64;
-        let (mut forward, mut backward) = (0, 0);
-        for (other, share) in shares.iter().enumerate().filter(|(other, _)| *other != member) {
-            let theirs = layout.tokens(rank - member + other) as u64;
-            let (q, kv) = (share.query.len() as u64, share.kv.len() as u64);
-            let (own_q, own_kv) = (shares[member].query.len() as u64, shares[member].kv.len() as u64);
-            let there = own * (q + 2 * kv) * self.dim;
-            forward += there + theirs * own_q * (self.dim + 1);
-            // There: q, k, v, the gradient of the output, log-sum-exp and delta. Back: dq, dk, dv.
-            backward += there + own * q * (self.dim + 2) + theirs * (own_q + 2 * own_kv) * self.dim;
-        }
-        (4 * forward, 4 * backward)
+    fn sizes(&self) -> Sizes {
+        let [heads, kv_heads, dim] = [self.heads, self.kv_heads, self.dim].map(|size| size as usize);
+        Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
     }
 
     fn all_reduce(&self) -> u64 {
@@ -262,11 +249,11 @@ struct LayerSchedule {
 fn layer_schedules(config: &TrainConfig, model: &Config, layout: &Layout) -> Result<Vec<LayerSchedule>> {
     let mut all: Vec<LayerSchedule> = Vec::new();
     for mask in (0..model.num_hidden_layers).map(|layer| model.mask(layer)) {
-        if let Some(same) = all.iter_mut().find(|other| other.schedule.mask() == mask) {
+        if let Some(same) = all.iter_mut().find(|other| *other.schedule.mask() == mask) {
             same.layers += 1;
             continue;
         }
-        let schedule = Schedule::new(config.strategy, layout, layout, &mask, config.ring, config.ulysses)?;
+        let schedule = Schedule::new(config.strategy, layout, layout, &mask, (config.ring, config.ulysses))?;
         all.push(LayerSchedule { schedule, layers: 1 });
     }
     Ok(all)

@@ -60,7 +60,7 @@ impl<'a> Rank<'a> {
         let mesh = mesh(config)?;
         let replica = mesh.coordinates(world.rank())[0];
         let cp = world.split(replica, world.rank())?;
-        let group = Arc::new(Group::new(cp, config.ring, config.ulysses, Kernel::new(config.threads))?);
+        let group = Arc::new(Group::new(cp, (config.ring, config.ulysses), Kernel::new(config.threads))?);
         let (weights, optimizer) = (setup.weights.clone(), setup.optimizer.clone());
         Ok(Self { config, setup, world, group, replica, weights, optimizer })
     }

@@ -53,7 +53,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
     }
     let options = Options { deadline: config.deadline, ..Options::default() };
     let grown = threads::run(1, options, |world: Arc<dyn Communicator>| {
-        let group = Arc::new(Group::new(world, 1, 1, Kernel::new(config.threads))?);
+        let group = Arc::new(Group::new(world, (1, 1), Kernel::new(config.threads))?);
         let mut random = ChaCha8Rng::seed_from_u64(config.seed);
         let mut tokens = tokens.clone();
         for _ in 0..count {

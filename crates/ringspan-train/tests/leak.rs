@@ -31,7 +31,7 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
     let layout = Arc::new(Layout::new(layout.parse().unwrap(), &batch.documents().unwrap(), ranks).unwrap());
     let parts = threads::run(ranks, Options::default(), |world| {
         let rank = world.rank();
-        let group = Arc::new(Group::new(world, ring, ulysses, Kernel::new(1))?);
+        let group = Arc::new(Group::new(world, (ring, ulysses), Kernel::new(1))?);
         let context = Context::new(group, layout.clone(), Strategy::Ring)?;
         let tokens = layout.shard(rank, &batch.tokens, 1)?;
         let targets = layout.shard(rank, &batch.targets, 1)?;

@@ -1,11 +1,14 @@
 //! Speed of the attention kernels beside that of a matrix product in the same process.
 //!
 //! Clocks drift and machines are shared, so GFLOP/s alone say little: the table times the kernels and the product in
-//! turn and prints medians and their ratio. Operations: 4 S^2 H D forward, 2.5 times that backward, half if causal.
-//! `cargo bench --bench attention -- --table` prints the table alone.
+//! turn and prints medians of the rounds and of their ratios. Operations: 4 S^2 H D forward, 2.5 times that backward,
+//! half if causal. `cargo bench --bench attention -- --table` prints the table alone; words like `case=a`, `mask=causal`,
+//! `type=bf16`, `threads=1` choose rows of it, and `rounds=9` how often each is timed. With
+//! `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use ringspan::kernel::{HeadMap, Kernel, Partial, Score, Tile, View, delta};
+use half::bf16;
+use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Place, Saved, Score, Sums, Tile, View};
 use ringspan::mask::Band;
 use std::hint::black_box;
 use std::time::Instant;
@@ -14,29 +17,43 @@ use std::time::Instant;
 const PRODUCT: usize = 2048;
 /// Interleaved rounds of the table.
 const ROUNDS: usize = 3;
+/// Seconds that one timing lasts at least.
+const LEAST: f64 = 0.15;
+
+/// S, H, G and D.
+type Shape = (usize, usize, usize, usize);
+
+const SHAPES: [(&str, Shape); 5] = [
+    ("a", (4096, 16, 16, 64)),
+    ("b", (8192, 16, 4, 128)),
+    ("c", (16384, 8, 2, 128)),
+    ("d", (1024, 16, 16, 64)),
+    ("e", (1024, 16, 4, 128)),
+];
 
 /// Self-attention of S tokens, H query heads, G key-value heads of width D.
 struct Case {
+    name: String,
     s: usize,
     h: usize,
     g: usize,
     d: usize,
     causal: bool,
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    half: bool,
+    /// q, k and v.
+    values: [Vec<f32>; 3],
+    halves: [Vec<bf16>; 3],
     d_out: Vec<f32>,
 }
 
 impl Case {
-    fn new((s, h, g, d): (usize, usize, usize, usize), causal: bool) -> Self {
-        let values = |heads, seed| random(s * heads * d, seed);
-        Self { s, h, g, d, causal, q: values(h, 1), k: values(g, 2), v: values(g, 3), d_out: values(h, 4) }
-    }
-
-    fn name(&self) -> String {
-        let Self { s, h, g, d, .. } = self;
-        format!("S={s} H={h} G={g} D={d} {}", if self.causal { "causal" } else { "full" })
+    fn new(name: &str, (s, h, g, d): Shape, causal: bool, half: bool) -> Self {
+        let mask = if causal { "causal" } else { "full" };
+        let kind = if half { "bf16" } else { "f32" };
+        let name = format!("{name} S={s} H={h} G={g} D={d} {mask} {kind}");
+        let values = [(h, 1), (g, 2), (g, 3)].map(|(heads, seed)| random(s * heads * d, seed));
+        let halves = values.each_ref().map(|x| x.iter().map(|x| bf16::from_f32(*x)).collect());
+        Self { name, s, h, g, d, causal, half, values, halves, d_out: random(s * h * d, 4) }
     }
 
     /// Operations of the forward pass.
@@ -47,39 +64,48 @@ impl Case {
 
     fn tiles(&self) -> [Tile; 1] {
         let lo = if self.causal { 0 } else { i64::MIN };
-        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX } }]
+        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX }, place: Place::START }]
     }
 
-    fn views(&self) -> (View<'_>, View<'_>, View<'_>, View<'_>, HeadMap, Score) {
-        let view = |data, heads| View::new(data, self.s, heads, self.d).expect("made of this size");
-        let map = HeadMap::grouped(self.h, self.g).expect("G divides H");
-        let score = Score { scale: 1.0 / (self.d as f32).sqrt() };
-        (view(&self.q, self.h), view(&self.k, self.g), view(&self.v, self.g), view(&self.d_out, self.h), map, score)
+    /// Calls `work` with the inputs of the kernels.
+    fn with(&self, work: impl FnOnce(&Inputs)) {
+        let view = |at: usize, heads| {
+            let data = if self.half { Data::Bf16(&self.halves[at]) } else { Data::F32(&self.values[at]) };
+            View::stored(data, self.s, heads, self.d).expect("made of this size")
+        };
+        let heads = &HeadMap::grouped(self.h, self.g).expect("G divides H");
+        let score = &Score::new(1.0 / (self.d as f32).sqrt());
+        work(&Inputs { q: view(0, self.h), k: view(1, self.g), v: view(2, self.g), heads, score, bias: None });
+    }
+
+    fn d_out(&self) -> View<'_> {
+        View::new(&self.d_out, self.s, self.h, self.d).expect("made of this size")
     }
 
     fn forward(&self, kernel: &Kernel, partial: &mut Partial) {
-        let (q, k, v, _, map, score) = self.views();
         partial.max.fill(f32::NEG_INFINITY);
-        kernel.forward(q, k, v, &map, &self.tiles(), &score, partial);
+        partial.sum.fill(0.0);
+        self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial));
     }
 
     /// Log-sum-exp and delta, which the backward pass starts from.
     fn saved(&self, kernel: &Kernel) -> (Vec<f32>, Vec<f32>) {
         let mut partial = Partial::new(self.s, self.h, self.d);
         self.forward(kernel, &mut partial);
-        let (out, lse) = partial.finish(self.s, self.h, self.d);
-        (lse, delta(&out, self.views().3))
+        let (out, lse) = partial.finish(self.s, self.h, self.d, None);
+        (lse, kernel.delta(View::new(&out, self.s, self.h, self.d).expect("its size"), self.d_out()))
     }
 
     fn backward(&self, kernel: &Kernel, (lse, delta): &(Vec<f32>, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
-        let (q, k, v, d_out, map, score) = self.views();
         let [dq, dk, dv] = sums;
-        kernel.backward(q, k, v, &map, &self.tiles(), &score, lse, delta, d_out, dq, dk, dv);
+        let mut sums = Sums { dq, dk, dv, d_table: &mut [], d_bias: &mut [] };
+        let saved = Saved { lse, delta, d_out: self.d_out() };
+        self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums));
     }
 
     fn sums(&self) -> [Vec<f32>; 3] {
         // Not zero, so that the pages exist before they are timed.
-        [vec![1.0; self.q.len()], vec![1.0; self.k.len()], vec![1.0; self.v.len()]]
+        self.values.each_ref().map(|x| vec![1.0; x.len()])
     }
 }
 
@@ -87,6 +113,8 @@ impl Case {
 struct Product([Vec<f32>; 3]);
 
 impl Product {
+    const OPERATIONS: f64 = 2.0 * (PRODUCT * PRODUCT * PRODUCT) as f64;
+
     fn new() -> Self {
         let n = PRODUCT * PRODUCT;
         Self([random(n, 5), random(n, 6), vec![0.0; n]])
@@ -104,6 +132,53 @@ impl Product {
     }
 }
 
+/// Fused multiply-adds in registers, the most a core can do: `rounds` of 24 vectors. The operations of a round.
+#[cfg(target_arch = "x86_64")]
+fn peak(rounds: usize) -> f64 {
+    use std::arch::x86_64::*;
+    macro_rules! chains {
+        ($name:ident, $feature:literal, $vector:ty, $count:literal, $set:ident, $fma:ident) => {
+            #[target_feature(enable = $feature)]
+            fn $name(rounds: usize) {
+                let (x, y) = ($set(black_box(0.999)), $set(black_box(1e-3)));
+                let mut sums: [$vector; $count] = [x; $count];
+                for _ in 0..rounds {
+                    for sum in &mut sums {
+                        *sum = $fma(*sum, x, y);
+                    }
+                }
+                black_box(sums);
+            }
+        };
+    }
+    chains!(wide, "avx512f", __m512, 24, _mm512_set1_ps, _mm512_fmadd_ps);
+    chains!(narrow, "avx2,fma", __m256, 12, _mm256_set1_ps, _mm256_fmadd_ps);
+    match Isa::available()[0] {
+        // SAFETY: the machine has the instructions.
+        Isa::Avx512 => unsafe { wide(rounds) },
+        // SAFETY: as above.
+        Isa::Avx2 => unsafe { narrow(rounds) },
+        Isa::Portable => return f64::NAN,
+    }
+    if Isa::available()[0] == Isa::Avx512 { 24.0 * 32.0 } else { 12.0 * 16.0 }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn peak(_: usize) -> f64 {
+    f64::NAN
+}
+
+fn peak_of(threads: usize) -> f64 {
+    const STEPS: usize = 2_000_000;
+    let operations = peak(1) * (STEPS * threads) as f64;
+    speed(operations, || {
+        std::thread::scope(|scope| {
+            (1..threads).for_each(|_| drop(scope.spawn(|| peak(STEPS))));
+            peak(STEPS);
+        });
+    })
+}
+
 fn random(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -115,16 +190,47 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-fn cases() -> impl Iterator<Item = Case> {
-    let shapes = [(4096, 16, 16, 64), (8192, 16, 4, 128)];
-    shapes.into_iter().flat_map(|shape| [false, true].map(|causal| Case::new(shape, causal)))
+/// What an argument `name=value` says.
+fn given(name: &str) -> Option<String> {
+    std::env::args().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
 }
 
-/// 10^9 operations a second, of something timed now.
-fn speed(operations: f64, work: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    work();
-    operations / start.elapsed().as_secs_f64() / 1e9
+fn chosen(name: &str, value: &str) -> bool {
+    given(name).is_none_or(|wanted| wanted.split(',').any(|wanted| wanted == value))
+}
+
+fn cases() -> impl Iterator<Item = Case> {
+    SHAPES.into_iter().filter(|(name, _)| chosen("case", name)).flat_map(|(name, shape)| {
+        let masks = ["full", "causal"].into_iter().filter(|mask| chosen("mask", mask));
+        masks.flat_map(move |mask| {
+            let kinds = ["f32", "bf16"].into_iter().filter(|kind| chosen("type", kind));
+            kinds.map(move |kind| Case::new(name, shape, mask == "causal", kind == "bf16"))
+        })
+    })
+}
+
+fn threads() -> impl Iterator<Item = usize> {
+    [1, 2].into_iter().filter(|threads| chosen("threads", &threads.to_string()))
+}
+
+/// 10^9 operations a second, of something timed now as often as it takes.
+fn speed(operations: f64, mut work: impl FnMut()) -> f64 {
+    let (start, processor, mut times) = (Instant::now(), processor_seconds(), 0.0);
+    while start.elapsed().as_secs_f64() < LEAST {
+        work();
+        times += 1.0;
+    }
+    let seconds = match (processor, processor_seconds()) {
+        (Some(start), Some(end)) if given("clock").as_deref() == Some("cpu") => end - start,
+        _ => start.elapsed().as_secs_f64(),
+    };
+    times * operations / seconds / 1e9
+}
+
+/// What the scheduler has given this thread; others that compute do not count.
+fn processor_seconds() -> Option<f64> {
+    let spent = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    Some(spent.split(' ').next()?.parse::<f64>().ok()? / 1e9)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -133,27 +239,47 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 fn table() {
+    let rounds = given("rounds").and_then(|rounds| rounds.parse().ok()).unwrap_or(ROUNDS);
+    let isa = Isa::available()[0];
+    println!("{isa:?}; GFLOP/s and ratios to gemm and to the FMA peak, medians of {rounds} interleaved rounds");
     println!(
-        "{:?}; GFLOP/s, medians of {ROUNDS} interleaved rounds; ratios to gemm, round by round",
-        Kernel::new(1).isa()
+        "{:37} threads {:>8} {:>6} {:>6} {:>9} {:>6} {:>6} {:>8} {:>8}",
+        "", "forward", "/gemm", "/peak", "backward", "/gemm", "/peak", "gemm", "peak"
     );
-    println!("{:34} threads {:>8} {:>6} {:>9} {:>6} {:>8}", "", "forward", "ratio", "backward", "ratio", "gemm");
     let mut product = Product::new();
     for case in cases() {
-        for threads in [1, 2] {
+        for threads in threads() {
             let kernel = Kernel::new(threads);
             let mut partial = Partial::new(case.s, case.h, case.d);
             let (saved, mut sums) = (case.saved(&kernel), case.sums());
-            let mut rounds = Vec::new();
-            for _ in 0..ROUNDS {
-                let gemm = speed(2.0 * (PRODUCT as f64).powi(3), || product.run(threads));
+            let mut timed = Vec::new();
+            for _ in 0..rounds {
+                let peak = peak_of(threads);
+                let mut gemm = || speed(Product::OPERATIONS, || product.run(threads));
+                // Each pass between two products, so that a drift falls on both.
+                let first = gemm();
                 let forward = speed(case.operations(), || case.forward(&kernel, &mut partial));
+                let second = gemm();
                 let backward = speed(2.5 * case.operations(), || case.backward(&kernel, &saved, &mut sums));
-                rounds.push([forward, forward / gemm, backward, backward / gemm, gemm]);
+                let third = gemm();
+                let around = [(first + second) / 2.0, (second + third) / 2.0];
+                timed.push([
+                    forward,
+                    forward / around[0],
+                    forward / peak,
+                    backward,
+                    backward / around[1],
+                    backward / peak,
+                    second,
+                    peak,
+                ]);
             }
-            let [forward, f, backward, b, gemm] =
-                std::array::from_fn(|i| median(rounds.iter().map(|r| r[i]).collect()));
-            println!("{:34} {threads:7} {forward:8.1} {f:6.2} {backward:9.1} {b:6.2} {gemm:8.1}", case.name());
+            let [forward, f, fp, backward, b, bp, gemm, peak] =
+                std::array::from_fn(|i| median(timed.iter().map(|r| r[i]).collect()));
+            println!(
+                "{:37} {threads:7} {forward:8.1} {f:6.2} {fp:6.2} {backward:9.1} {b:6.2} {bp:6.2} {gemm:8.1} {peak:8.1}",
+                case.name
+            );
         }
     }
 }
@@ -162,9 +288,9 @@ fn bench(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("attention");
     group.sample_size(10);
     for case in cases() {
-        for threads in [1, 2] {
+        for threads in threads() {
             let kernel = Kernel::new(threads);
-            let id = |pass| BenchmarkId::new(format!("{pass}, {threads} threads"), case.name());
+            let id = |pass| BenchmarkId::new(format!("{pass}, {threads} threads"), &case.name);
             // Criterion's elements per second are operations per second.
             group.throughput(Throughput::Elements(case.operations() as u64));
             let mut partial = Partial::new(case.s, case.h, case.d);

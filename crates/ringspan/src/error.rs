@@ -68,6 +68,22 @@ pub enum Error {
     /// A layout cannot be made from what was asked.
     #[error("layout: {0}")]
     Layout(String),
+    /// A mask cannot be made from what was asked, or does not fit the documents.
+    #[error("mask: {0}")]
+    Mask(String),
+    /// A parameter of the score does not fit the heads, or has no meaning.
+    #[error("score: {0}")]
+    Score(String),
+    /// Two things that do not go together.
+    #[error("{what} does not work with {with}: {why}")]
+    Unsupported {
+        /// What was asked.
+        what: &'static str,
+        /// With what.
+        with: &'static str,
+        /// Why not, and what to do instead.
+        why: &'static str,
+    },
     /// A word is not in the vocabulary of an option.
     #[error("unknown {what} '{given}': possible are {possible}")]
     Unknown {

@@ -3,7 +3,7 @@
 mod support;
 
 use ringspan::{Documents, LayoutKind, Mask, Strategy};
-use support::Problem;
+use support::{On, Problem};
 
 const LEN: usize = 96;
 
@@ -18,7 +18,7 @@ fn a_ring_sends_p_minus_1_blocks_forward_and_twice_that_backward() {
         let problem = Problem::new(1, LEN, 4, 2, 16, mask);
         let inputs = problem.inputs(0);
         for ranks in [1, 2, 3, 4, 6, 8] {
-            let got = problem.on_mesh(&inputs, kind, Strategy::Ring, ranks, 1).expect("runs");
+            let got = problem.on_mesh(&inputs, On::new(kind, Strategy::Ring, (ranks, 1))).expect("runs");
             let block = all_keys(&problem) / ranks as u64;
             let hops = ranks as u64 - 1;
             assert_eq!(got.bytes_forward, vec![hops * block; ranks], "forward on {ranks}");
@@ -31,14 +31,17 @@ fn a_ring_sends_p_minus_1_blocks_forward_and_twice_that_backward() {
 #[test]
 fn an_all_gather_sends_the_own_block_to_each_other_rank() {
     let problem = Problem::new(1, LEN, 4, 2, 16, Mask::full());
-    let got = problem.on_mesh(&problem.inputs(0), LayoutKind::Contiguous, Strategy::AllGather, 4, 1).expect("runs");
+    let got = problem
+        .on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::AllGather, (4, 1)))
+        .expect("runs");
     assert_eq!(got.bytes_forward, vec![3 * all_keys(&problem) / 4; 4]);
 }
 
 #[test]
 fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_lse_back() {
     let problem = Problem::new(1, LEN, 4, 4, 16, Mask::causal());
-    let got = problem.on_mesh(&problem.inputs(0), LayoutKind::Contiguous, Strategy::Ring, 1, 4).expect("runs");
+    let got =
+        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (1, 4))).expect("runs");
     // T = S/4 tokens, 3 of 4 heads go out in q, k, v; 3/4 of the tokens of the own head go back in out and lse.
     let tokens = (LEN / 4) as u64;
     assert_eq!(got.bytes_forward, vec![tokens * 3 * 3 * 16 * 4 + 3 * tokens * (16 + 1) * 4; 4]);
@@ -47,7 +50,8 @@ fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_lse_back() {
 #[test]
 fn documents_that_stay_on_a_rank_cost_nothing() {
     let problem = Problem::with_documents(Documents::packed(&[24; 4]), 1, 4, 2, 16, Mask::causal());
-    let got = problem.on_mesh(&problem.inputs(0), LayoutKind::Contiguous, Strategy::Ring, 4, 1).expect("runs");
+    let got =
+        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (4, 1))).expect("runs");
     assert_eq!(got.bytes_forward, vec![0; 4]);
     assert_eq!(got.bytes_backward, vec![0; 4]);
 }
@@ -55,7 +59,8 @@ fn documents_that_stay_on_a_rank_cost_nothing() {
 #[test]
 fn a_window_asks_only_the_neighbours_it_reaches() {
     let problem = Problem::new(1, LEN, 4, 2, 16, Mask::causal().window(Some(24), None));
-    let got = problem.on_mesh(&problem.inputs(0), LayoutKind::Contiguous, Strategy::Ring, 4, 1).expect("runs");
+    let got =
+        problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (4, 1))).expect("runs");
     let block = all_keys(&problem) / 4;
     assert_eq!(got.bytes_forward, vec![block, block, block, 0]);
 }

@@ -3,15 +3,16 @@
 mod support;
 
 use ringspan::{Documents, LayoutKind, Mask, Strategy};
-use support::{Problem, relative_l2};
+use support::{On, Problem, relative_l2};
 
 const RANKS: [usize; 6] = [1, 2, 3, 4, 6, 8];
-const LAYOUTS: [LayoutKind; 5] = [
+const LAYOUTS: [LayoutKind; 6] = [
     LayoutKind::Zigzag,
     LayoutKind::Contiguous,
     LayoutKind::Striped(1),
     LayoutKind::Striped(20),
     LayoutKind::PerDocumentZigzag,
+    LayoutKind::Balanced(None),
 ];
 
 /// All (ring, ulysses) of 1, 2, 3, 4, 6 and 8 ranks in which every Ulysses rank has a query head.
@@ -26,8 +27,8 @@ fn on_all_meshes(problem: &Problem, turn: usize) {
     let wanted = problem.reference(&inputs);
     for (index, mesh) in meshes(problem.heads).into_iter().enumerate() {
         let kind = LAYOUTS[(index + turn) % LAYOUTS.len()];
-        let strategy = if (index + turn) % 3 == 1 { Strategy::AllGather } else { Strategy::Ring };
-        problem.check(&inputs, &wanted, kind, strategy, mesh);
+        let strategy = Strategy::ALL[(index / 2 + turn) % Strategy::ALL.len()];
+        problem.check(&inputs, &wanted, On::new(kind, strategy, mesh));
     }
 }
 
@@ -41,8 +42,8 @@ fn lengths_around_the_number_of_ranks() {
                 let wanted = problem.reference(&inputs);
                 for (index, kind) in LAYOUTS.into_iter().enumerate() {
                     for ulysses in [1, 2, 4].into_iter().filter(|u| ranks.is_multiple_of(*u)) {
-                        let strategy = if (index + turn) % 2 == 0 { Strategy::Ring } else { Strategy::AllGather };
-                        problem.check(&inputs, &wanted, kind, strategy, (ranks / ulysses, ulysses));
+                        let strategy = Strategy::ALL[(index + turn + ranks) % Strategy::ALL.len()];
+                        problem.check(&inputs, &wanted, On::new(kind, strategy, (ranks / ulysses, ulysses)));
                     }
                 }
             }
@@ -172,7 +173,7 @@ fn keys_hidden_behind_their_length() {
 fn rows_that_see_nothing_are_zero_with_lse_minus_infinity() {
     let problem = Problem::cross(1, 20, 6, 2, 1, 16, Mask::causal_bottom_right());
     let inputs = problem.inputs(5);
-    let got = problem.on_mesh(&inputs, LayoutKind::Zigzag, Strategy::Ring, 3, 1).expect("runs");
+    let got = problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (3, 1))).expect("runs");
     for row in 0..14 {
         assert!(got.out[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
         assert!(got.dq[row * 32..(row + 1) * 32].iter().all(|x| *x == 0.0));
@@ -185,8 +186,8 @@ fn rows_that_see_nothing_are_zero_with_lse_minus_infinity() {
 fn the_same_mesh_gives_the_same_bits() {
     let problem = Problem::new(1, 300, 4, 2, 32, Mask::causal());
     let inputs = problem.inputs(9);
-    for strategy in [Strategy::Ring, Strategy::AllGather] {
-        let run = || problem.on_mesh(&inputs, LayoutKind::Zigzag, strategy, 2, 2).expect("runs");
+    for strategy in Strategy::ALL {
+        let run = || problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, strategy, (2, 2))).expect("runs");
         let first = run();
         assert!((0..3).all(|_| run() == first));
     }
@@ -203,8 +204,10 @@ fn a_changed_token_is_seen_by_later_tokens_of_its_document_only() {
     changed.k[token * 32..(token + 1) * 32].fill(0.5);
     changed.v[token * 32..(token + 1) * 32].fill(3.0);
     for mesh in meshes(4) {
-        let before = problem.on_mesh(&inputs, LayoutKind::Zigzag, Strategy::Ring, mesh.0, mesh.1).expect("runs");
-        let after = problem.on_mesh(&changed, LayoutKind::Zigzag, Strategy::Ring, mesh.0, mesh.1).expect("runs");
+        let before =
+            problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (mesh.0, mesh.1))).expect("runs");
+        let after =
+            problem.on_mesh(&changed, On::new(LayoutKind::Zigzag, Strategy::Ring, (mesh.0, mesh.1))).expect("runs");
         for row in 0..96 {
             let moved = before.out[row * 64..(row + 1) * 64] != after.out[row * 64..(row + 1) * 64];
             assert_eq!(moved, (token..65).contains(&row), "row {row} on {mesh:?}");
@@ -219,7 +222,7 @@ fn more_ranks_are_no_less_exact() {
     let inputs = problem.inputs(1);
     let wanted = problem.reference(&inputs);
     let error = |ranks| {
-        let got = problem.on_mesh(&inputs, LayoutKind::Zigzag, Strategy::Ring, ranks, 1).expect("runs");
+        let got = problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (ranks, 1))).expect("runs");
         [(&got.out, &wanted.out), (&got.dq, &wanted.dq), (&got.dk, &wanted.dk), (&got.dv, &wanted.dv)]
             .map(|(got, wanted)| relative_l2(got, wanted))
             .into_iter()

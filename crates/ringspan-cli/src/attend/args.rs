@@ -4,28 +4,61 @@ use crate::mesh::MeshArgs;
 use ringspan::schedule::Strategy;
 use ringspan::{LayoutKind, Mask};
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// Attention on given tensors, over a mesh of ranks.
 ///
-/// IN holds q [B,Sq,H,D], k [B,Sk,G,D], v [B,Sk,G,Dv] (f32, bf16 or f16), optionally cu_seqlens i32 [n+1] (packed
-/// documents, B = 1; tokens after the last entry are padding), document_ids i32 [B,S] (0 is padding), kv_lengths i32 [B]
-/// (hides keys behind it), and d_out [B,Sq,H,Dv] for --backward. OUT gets out (q's type), lse f32 [B,H,Sq] (natural
-/// log) and, with --backward, dq, dk, dv in the types of q, k, v.
+/// IN holds q [B,Sq,H,D], k [B,Sk,G,D], v [B,Sk,G,Dv] (f32, bf16 or f16) and d_out [B,Sq,H,Dv] for --backward.
+///
+/// Optional, who belongs together: cu_seqlens i32 [n+1] (packed documents, B = 1; tokens after the last entry are
+/// padding), document_ids i32 [B,S] (0 is padding), or kv_lengths i32 [B] (hides keys behind it).
+///
+/// Optional, the mask: prefix_lengths i32 (one, or one a document; for --mask causal), block_pairs i32 [n,2] (visible
+/// pairs of blocks, with --block-size).
+///
+/// Optional, the score: sinks [H], alibi_slopes [H], relative_bias [buckets,H] (T5), bias [B or 1,H or 1,Sq,Sk]. A score
+/// is scale * q.k, then softcap, then ALiBi or T5 and bias, then the mask.
+///
+/// OUT gets out (q's type), lse f32 [B,H,Sq] (natural log, sinks included) and, with --backward, dq, dk, dv in the types
+/// of q, k, v, and f32 d_sinks, d_relative_bias, d_bias in the shapes of what they belong to.
 #[derive(Debug, clap::Args)]
 pub(crate) struct AttendArgs {
     /// The safetensors file with the inputs
-    #[arg(value_name = "IN")]
-    pub(crate) input: PathBuf,
+    #[arg(value_name = "IN", required_unless_present = "support")]
+    pub(crate) input: Option<PathBuf>,
     /// The safetensors file for the results
-    #[arg(long, value_name = "OUT")]
-    pub(crate) out: PathBuf,
+    #[arg(long, value_name = "OUT", required_unless_present = "support")]
+    pub(crate) out: Option<PathBuf>,
+    /// Print what works with what, and stop
+    #[arg(long, exclusive = true)]
+    pub(crate) support: bool,
     #[command(flatten)]
     pub(crate) mesh: MeshArgs,
-    /// How keys and values reach the queries: ring or all-gather
+    /// Let Ulysses be the outer axis, so that neighbours are next to each other in the ring
+    #[arg(long)]
+    pub(crate) ulysses_outer: bool,
+    /// Compute the heads of a Ulysses rank in N parts: one travels while another is computed
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) head_chunks: Option<u32>,
+    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q, or auto: the cheapest by counted bytes
+    /// and operations, for links and ranks as fast as --link-bandwidth, --link-latency and --rank-speed say
     #[arg(long, default_value = "ring", value_name = "NAME")]
-    pub(crate) strategy: Strategy,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag [default: zigzag for causal masks,
-    /// contiguous otherwise]
+    pub(crate) strategy: StrategyChoice,
+    /// Of a link between ranks, for --strategy auto [default: 10]
+    #[arg(long, value_name = "GB/s", value_parser = positive)]
+    pub(crate) link_bandwidth: Option<f64>,
+    /// Of a link between ranks, for --strategy auto [default: 5]
+    #[arg(long, value_name = "MICROSECONDS", value_parser = positive)]
+    pub(crate) link_latency: Option<f64>,
+    /// Of a rank in attention, for --strategy auto [default: 100 for each thread]
+    #[arg(long, value_name = "GFLOP/s", value_parser = positive)]
+    pub(crate) rank_speed: Option<f64>,
+    /// Type in which q, k and v travel: f32, bf16 or f16 [default: that of the tensors]. Results and gradients always
+    /// travel in f32
+    #[arg(long, value_name = "TYPE")]
+    pub(crate) dtype: Option<WireName>,
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
+    /// zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
     pub(crate) layout: Option<LayoutKind>,
     /// full, causal (aligned to the first key) or causal-bottom-right (aligned to the last: i counts from Sk - Sq)
@@ -34,6 +67,33 @@ pub(crate) struct AttendArgs {
     /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit
     #[arg(long, value_name = "LEFT,RIGHT", allow_hyphen_values = true, value_parser = window)]
     pub(crate) window: Option<Window>,
+    /// Cut the tokens of each document into chunks of N; a query sees keys of its own chunk
+    #[arg(long, value_name = "N")]
+    pub(crate) chunk: Option<usize>,
+    /// Let every query see the first N tokens of its document, also those ahead of it (prefix-LM)
+    #[arg(long, value_name = "N")]
+    pub(crate) prefix: Option<usize>,
+    /// Positions of a block of queries and of a block of keys that the tensor block_pairs counts in
+    #[arg(long, value_name = "QUERIES,KEYS", value_parser = block_size)]
+    pub(crate) block_size: Option<BlockSize>,
+    /// Bound scores: F * tanh(score / F)
+    #[arg(long, value_name = "F")]
+    pub(crate) softcap: Option<f32>,
+    /// A softmax with a further score of 0 that has no value, so that a query may attend to nothing
+    #[arg(long)]
+    pub(crate) off_by_one: bool,
+    /// Distance from which T5's relative buckets are one [default: 128]
+    #[arg(long, value_name = "N")]
+    pub(crate) relative_max_distance: Option<usize>,
+    /// Give keys ahead of the query relative buckets of their own
+    #[arg(long)]
+    pub(crate) relative_bidirectional: bool,
+    /// Drop weights with this probability; the same ones on any mesh
+    #[arg(long, value_name = "RATE")]
+    pub(crate) dropout: Option<f32>,
+    /// Which weights are dropped [default: 0]
+    #[arg(long, value_name = "N")]
+    pub(crate) seed: Option<u64>,
     /// Factor on q.k [default: 1/sqrt(D)]
     #[arg(long, value_name = "F", allow_hyphen_values = true)]
     pub(crate) scale: Option<f32>,
@@ -61,6 +121,54 @@ impl AttendArgs {
             MaskName::Full => LayoutKind::Contiguous,
             MaskName::Causal | MaskName::CausalBottomRight => LayoutKind::Zigzag,
         })
+    }
+}
+
+/// A strategy, or the wish to have one chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StrategyChoice {
+    Auto,
+    Fixed(Strategy),
+}
+
+impl FromStr for StrategyChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => text.parse().map(Self::Fixed).map_err(|error: ringspan::Error| format!("{error}, auto")),
+        }
+    }
+}
+
+/// A type on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum WireName {
+    F32,
+    Bf16,
+    F16,
+}
+
+/// Positions of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockSize {
+    pub(crate) queries: usize,
+    pub(crate) keys: usize,
+}
+
+fn block_size(text: &str) -> Result<BlockSize, String> {
+    let sizes = text.split_once(',').map(|(q, k)| (q.trim().parse(), k.trim().parse()));
+    match sizes {
+        Some((Ok(queries), Ok(keys))) if queries > 0 && keys > 0 => Ok(BlockSize { queries, keys }),
+        _ => Err("expected two numbers of at least 1, QUERIES,KEYS, such as 128,128".into()),
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number > 0.0 && number.is_finite() => Ok(number),
+        _ => Err("expected a number above 0".into()),
     }
 }
 

@@ -5,8 +5,25 @@ use anyhow::{Context, Result, bail, ensure};
 use ringspan::Documents;
 use safetensors::Dtype;
 
-const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
-const KNOWN: [&str; 7] = ["q", "k", "v", "cu_seqlens", "document_ids", "kv_lengths", "d_out"];
+pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::BF16, Dtype::F16];
+const KNOWN: [&str; 13] = [
+    "q",
+    "k",
+    "v",
+    "d_out",
+    "cu_seqlens",
+    "document_ids",
+    "kv_lengths",
+    "prefix_lengths",
+    "block_pairs",
+    "sinks",
+    "alibi_slopes",
+    "relative_bias",
+    "bias",
+];
+
+/// Where a tensor has no bytes, its other dims cost the file nothing, but rows and heads of nothing cost memory and time.
+const MOST_OF_NOTHING: usize = 1 << 16;
 
 /// Sizes: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
@@ -107,6 +124,11 @@ impl Sizes {
         for dims in [[batch, queries, heads, dim.max(v_dim)], [batch, keys, kv_heads, dim.max(v_dim)]] {
             let elements = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
             let room = elements.filter(|elements| Vec::<f32>::new().try_reserve_exact(*elements).is_ok());
+            let nothing = dims.contains(&0);
+            ensure!(
+                !nothing || elements.is_some_and(|elements| elements <= MOST_OF_NOTHING),
+                "a tensor of {dims:?} holds nothing; beside a dim of 0, the others may multiply to {MOST_OF_NOTHING}"
+            );
             ensure!(room.is_some(), "a tensor of {dims:?} f32 elements has more bytes than this machine can give");
         }
         Ok(())

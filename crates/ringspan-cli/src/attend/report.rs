@@ -1,10 +1,9 @@
 //! What `attend` did, for people and for programs.
 
-use super::args::AttendArgs;
 use super::compute::{Part, RankReport, Work};
 use super::input::Sizes;
+use super::plan::Plan;
 use crate::files::type_name;
-use ringspan::LayoutKind;
 use serde::Serialize;
 
 /// Times, counts, and what they were counted for.
@@ -16,6 +15,19 @@ pub(super) struct Report {
     seconds_backward: Option<f64>,
     ranks: Vec<RankReport>,
     run: Run,
+    /// What the strategies were estimated to cost; empty unless one was to be chosen.
+    estimates: Vec<Estimate>,
+    #[serde(skip)]
+    choice: Option<String>,
+}
+
+/// What a strategy was estimated to cost.
+#[derive(Debug, Serialize)]
+struct Estimate {
+    strategy: String,
+    seconds: f64,
+    compute_seconds: f64,
+    bytes_sent: u64,
 }
 
 /// What was run.
@@ -28,36 +40,52 @@ struct Run {
     documents: usize,
     ring: usize,
     ulysses: usize,
+    ulysses_outer: bool,
+    head_chunks: usize,
     strategy: String,
     layout: String,
     mask: String,
+    /// The type in which q, k and v travel.
+    wire: String,
     scale: f32,
     threads: usize,
     repeat: usize,
 }
 
 impl Report {
-    pub(super) fn new(args: &AttendArgs, work: &Work<'_>, parts: &[Part], kind: LayoutKind) -> Self {
+    pub(super) fn new(work: &Work<'_>, plan: &Plan, parts: &[Part]) -> Self {
+        let schedule = work.schedule;
+        let estimate = |e: &ringspan::schedule::Estimate| Estimate {
+            strategy: e.strategy.to_string(),
+            seconds: e.seconds,
+            compute_seconds: e.compute_seconds,
+            bytes_sent: e.bytes_sent,
+        };
         // All ranks leave the same barriers; the first one's clock stands for all.
         let seconds = |times: fn(&Part) -> &Vec<f64>| parts.first().map_or(0.0, |part| median(times(part)));
         Self {
             seconds_forward: seconds(|part| &part.seconds_forward),
-            seconds_backward: args.backward.then(|| seconds(|part| &part.seconds_backward)),
+            seconds_backward: work.input.d_out.is_some().then(|| seconds(|part| &part.seconds_backward)),
             ranks: parts.iter().map(|part| part.report.clone()).collect(),
             run: Run {
                 version: env!("CARGO_PKG_VERSION"),
                 sizes: work.input.sizes,
                 dtype: type_name(work.input.q.dtype),
                 documents: work.input.query_documents.len(),
-                ring: args.mesh.ring,
-                ulysses: args.mesh.ulysses,
-                strategy: args.strategy.to_string(),
-                layout: kind.to_string(),
-                mask: args.visibility().to_string(),
-                scale: work.scale,
+                ring: schedule.grid().ring,
+                ulysses: schedule.grid().ulysses,
+                ulysses_outer: schedule.grid().ulysses_outer,
+                head_chunks: schedule.head_chunks(),
+                strategy: schedule.strategy().to_string(),
+                layout: plan.layout.to_string(),
+                mask: schedule.mask().to_string(),
+                wire: format!("{:?}", work.wire).to_lowercase(),
+                scale: work.terms.score.scale,
                 threads: work.threads,
                 repeat: work.repeat,
             },
+            estimates: plan.choice.iter().flat_map(|choice| &choice.estimates).map(estimate).collect(),
+            choice: plan.choice.as_ref().map(ToString::to_string),
         }
     }
 }
@@ -74,13 +102,19 @@ fn median(times: &[f64]) -> f64 {
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, threads, .. } = &self.run;
+        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, wire, threads, .. } = &self.run;
+        if let Some(choice) = &self.choice {
+            writeln!(f, "{choice}")?;
+        }
         let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = sizes;
         writeln!(
             f,
             "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}"
         )?;
-        writeln!(f, "ring {ring} x ulysses {ulysses}, {threads} threads a rank, {strategy}, {layout}")?;
+        writeln!(
+            f,
+            "ring {ring} x ulysses {ulysses}, {threads} threads a rank, {strategy}, {layout}, {wire} on the wire"
+        )?;
         writeln!(
             f,
             "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}",

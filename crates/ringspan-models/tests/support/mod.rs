@@ -78,7 +78,7 @@ impl Attend for Dense<'_> {
     ) -> candle_core::Result<Tensor> {
         let Batch { rows, len, .. } = *self.batch;
         let groups = q.dim(1)? / k.dim(1)?;
-        let bias = |at: usize| if mask.sees(at / len, at % len, len, len) { 0.0 } else { f32::NEG_INFINITY };
+        let bias = |at: usize| if mask.sees(0, at / len, at % len, len, len) { 0.0 } else { f32::NEG_INFINITY };
         let bias = Tensor::from_iter((0..len * len).map(bias), &Device::Cpu)?.reshape((len, len))?;
         let mut out = Vec::new();
         for row in 0..rows {
@@ -127,7 +127,7 @@ pub(crate) fn on_mesh(
     let orders = threads::run(ring * ulysses, Options::default(), |comm| {
         let rank = comm.rank();
         let run = || -> Result<Vec<String>, Error> {
-            let group = Group::new(comm.clone(), ring, ulysses, Kernel::new(1)).map_err(candle_core::Error::wrap)?;
+            let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
             let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
             let shard = |all: &[u32]| layout.shard(rank, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);

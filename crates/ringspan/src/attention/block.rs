@@ -1,112 +1,155 @@
-//! Keys and values as they travel, and the transfers of a step.
+//! The blocks a rank holds while a plan runs, and how they travel.
 
-use super::{Group, Inputs, Wire};
+use super::meter::Meter;
+use super::wire::{Wire, floats};
+use super::{Group, f32_bytes};
 use crate::comm::{Buffer, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::View;
-use crate::schedule::{Block, Transfer};
-use std::borrow::Cow;
+use crate::kernel::{Data, Inputs, Saved, View};
+use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Widths of a block of keys and values.
-#[derive(Clone, Copy)]
-pub(super) struct Widths {
-    pub(super) heads: usize,
-    pub(super) dim: usize,
-    pub(super) v_dim: usize,
-}
-
-impl Widths {
-    pub(super) fn of(inputs: &Inputs) -> Self {
-        Self { heads: inputs.k.heads, dim: inputs.k.dim, v_dim: inputs.v.dim }
-    }
-
-    /// Elements of the keys of `rows` tokens.
-    pub(super) fn keys(self, rows: usize) -> usize {
-        rows * self.heads * self.dim
-    }
-
-    /// Elements of the keys and values of `rows` tokens.
-    pub(super) fn both(self, rows: usize) -> usize {
-        rows * self.heads * (self.dim + self.v_dim)
-    }
-}
-
-/// The key blocks a rank holds besides its own, by owner.
+/// What a rank has of its own and of others: keys, queries, and what the backward pass needs of queries.
 pub(super) struct Blocks<'a> {
     own: Inputs<'a>,
-    owner: usize,
+    saved: Option<Saved<'a>>,
+    rank: usize,
     wire: Wire,
-    widths: Widths,
-    message: Option<Arc<Buffer>>,
-    others: HashMap<usize, (usize, Arc<Buffer>)>,
+    /// Messages of others, and of this rank's own blocks while they are still to be sent.
+    held: HashMap<Block, (Rows, Arc<Buffer>)>,
+    /// The last step that needs a block.
+    last_use: HashMap<Block, usize>,
 }
 
 impl<'a> Blocks<'a> {
-    pub(super) fn new(own: Inputs<'a>, owner: usize, wire: Wire) -> Self {
-        Self { own, owner, wire, widths: Widths::of(&own), message: None, others: HashMap::new() }
+    pub(super) fn new(own: Inputs<'a>, saved: Option<Saved<'a>>, rank: usize, wire: Wire, plan: &Plan) -> Self {
+        let mut last_use = HashMap::new();
+        for (at, Step { send, compute, .. }) in plan.iter().enumerate() {
+            last_use.extend(send.iter().map(|transfer| (transfer.block, at)));
+            if let Some(Compute { queries, keys, .. }) = compute {
+                let used = [Block::Keys(*keys), Block::Queries(*queries), Block::Saved(*queries)];
+                last_use.extend(used.map(|block| (block, at)));
+            }
+        }
+        Self { own, saved, rank, wire, held: HashMap::new(), last_use }
     }
 
-    /// The block of `owner` as a message; the own one is packed when it is first sent.
-    pub(super) fn message(&mut self, owner: usize) -> Result<Arc<Buffer>> {
-        if owner != self.owner {
-            return self.others.get(&owner).map(|(_, message)| message.clone()).ok_or_else(|| missing(owner));
+    /// A block as a message; of this rank's own it is packed now, unless the same rows were sent before.
+    pub(super) fn message(&mut self, transfer: &Transfer, meter: &mut Meter) -> Result<Arc<Buffer>> {
+        let Transfer { block, rows, .. } = transfer;
+        if let Some((held, message)) = self.held.get(block)
+            && (held == rows || block.owner() != self.rank)
+        {
+            return Ok(message.clone());
         }
-        let (wire, own) = (self.wire, &self.own);
-        let message = self.message.get_or_insert_with(|| {
-            let mut values = rows(&own.k);
-            values.extend(rows(&own.v));
-            Arc::new(wire.pack(values))
+        if block.owner() != self.rank {
+            return Err(missing(*block));
+        }
+        let Inputs { q, k, v, .. } = &self.own;
+        let tokens = rows.ranges().iter().flat_map(Clone::clone);
+        let message = match (block, self.saved) {
+            (Block::Keys(_), _) => self.wire.pack([(k, 0..k.heads), (v, 0..v.heads)], tokens),
+            (Block::Queries(_), _) => self.wire.pack([(q, 0..q.heads)], tokens),
+            (Block::Saved(_), Some(Saved { lse, delta, d_out })) => {
+                let mut message = Wire::F32.pack([(&d_out, 0..d_out.heads)], tokens);
+                if let Buffer::F32(values) = &mut message {
+                    values.extend_from_slice(lse);
+                    values.extend_from_slice(delta);
+                }
+                message
+            }
+            _ => return Err(missing(*block)),
+        };
+        let message = Arc::new(message);
+        self.insert(transfer, message.clone(), meter);
+        Ok(message)
+    }
+
+    pub(super) fn insert(&mut self, transfer: &Transfer, message: Arc<Buffer>, meter: &mut Meter) {
+        meter.hold(message.bytes());
+        if let Some((_, old)) = self.held.insert(transfer.block, (transfer.rows.clone(), message)) {
+            meter.release(old.bytes());
+        }
+    }
+
+    /// Drops what no step after `step` needs.
+    pub(super) fn drop_after(&mut self, step: usize, meter: &mut Meter) {
+        let last_use = &self.last_use;
+        self.held.retain(|block, (_, message)| {
+            let needed = last_use.get(block).is_some_and(|&last| last > step);
+            if !needed {
+                meter.release(message.bytes());
+            }
+            needed
         });
-        Ok(message.clone())
     }
 
-    pub(super) fn insert(&mut self, owner: usize, rows: usize, message: Arc<Buffer>) {
-        self.others.insert(owner, (rows, message));
-    }
-
-    pub(super) fn remove(&mut self, owner: usize) {
-        self.others.remove(&owner);
-    }
-
-    /// Calls `compute` with the keys and values of `owner`.
-    pub(super) fn with<T>(&self, owner: usize, compute: impl FnOnce(View, View) -> T) -> Result<T> {
-        if owner == self.owner {
-            return Ok(compute(self.own.k, self.own.v));
+    /// What the kernel reads in a computation.
+    pub(super) fn inputs(&self, compute: &Compute) -> Result<Inputs<'_>> {
+        let mut inputs = self.own;
+        let Inputs { q, k, v, .. } = self.own;
+        if let Some((rows, message)) = self.foreign(Block::Keys(compute.keys))? {
+            let (keys, both) = (rows * k.heads * k.dim, rows * k.heads * (k.dim + v.dim));
+            let data = self.wire.read(message, both, "attention")?;
+            inputs.k = stored(data.slice(0..keys), rows, k.heads, k.dim)?;
+            inputs.v = stored(data.slice(keys..both), rows, k.heads, v.dim)?;
         }
-        let (rows, message) = self.others.get(&owner).ok_or_else(|| missing(owner))?;
-        let Widths { heads, dim, v_dim } = self.widths;
-        let values: Cow<[f32]> = self.wire.unpack(message, self.widths.both(*rows), "attention")?;
-        let (k, v) = values.split_at(self.widths.keys(*rows));
-        let views = View::new(k, *rows, heads, dim).zip(View::new(v, *rows, heads, v_dim));
-        let (k, v) = views.ok_or_else(|| missing(owner))?;
-        Ok(compute(k, v))
+        if let Some((rows, message)) = self.foreign(Block::Queries(compute.queries))? {
+            let data = self.wire.read(message, rows * q.heads * q.dim, "attention")?;
+            inputs.q = stored(data, rows, q.heads, q.dim)?;
+            inputs.bias = None;
+        }
+        Ok(inputs)
+    }
+
+    /// What the backward kernel reads besides.
+    pub(super) fn saved(&self, compute: &Compute) -> Result<Saved<'_>> {
+        let Inputs { q, v, .. } = self.own;
+        match (self.foreign(Block::Saved(compute.queries))?, self.saved) {
+            (Some((rows, message)), _) => {
+                let values = floats(message, rows * q.heads * (v.dim + 2), "attention backward")?;
+                let (d_out, statistics) = values.split_at(rows * q.heads * v.dim);
+                let (lse, delta) = statistics.split_at(rows * q.heads);
+                Ok(Saved { lse, delta, d_out: stored(Data::F32(d_out), rows, q.heads, v.dim)? })
+            }
+            (None, Some(saved)) => Ok(saved),
+            (None, None) => Err(missing(Block::Saved(compute.queries))),
+        }
+    }
+
+    /// The message of a block, with its rows; `None` for this rank's own.
+    fn foreign(&self, block: Block) -> Result<Option<(usize, &Buffer)>> {
+        if block.owner() == self.rank {
+            return Ok(None);
+        }
+        let (rows, message) = self.held.get(&block).ok_or_else(|| missing(block))?;
+        Ok(Some((rows.len(), message)))
     }
 }
 
 /// A plan that uses a block it does not hold; the schedule's tests exclude it.
-fn missing(owner: usize) -> Error {
-    Error::Layout(format!("the schedule uses the keys of rank {owner} before they arrived"))
+fn missing(block: Block) -> Error {
+    Error::Layout(format!("the schedule uses {block:?} before it arrived"))
 }
 
-/// The elements of a view, row after row.
-pub(super) fn rows(view: &View) -> Vec<f32> {
-    let mut values = Vec::with_capacity(view.tokens * view.heads * view.dim);
-    for token in 0..view.tokens {
-        for head in 0..view.heads {
-            values.extend_from_slice(view.row(token, head));
-        }
-    }
-    values
+/// A contiguous tensor of a size that is known to fit.
+pub(super) fn stored(data: Data<'_>, tokens: usize, heads: usize, dim: usize) -> Result<View<'_>> {
+    View::stored(data, tokens, heads, dim).ok_or_else(|| Error::Shape {
+        operation: "attention",
+        what: "a received tensor",
+        expected: tokens * heads * dim,
+        actual: data.len(),
+        shape: format!("[{tokens}, {heads}, {dim}]"),
+    })
 }
 
 pub(super) fn send(group: &Group, transfer: &Transfer, message: Arc<Buffer>) -> Result<Box<dyn Pending>> {
     group.ring().send(transfer.peer, tag(transfer.block), message)
 }
 
-pub(super) fn receive(group: &Group, transfer: &Transfer) -> Result<(Block, Box<dyn Pending>)> {
-    Ok((transfer.block, group.ring().receive(transfer.peer, tag(transfer.block))?))
+pub(super) fn receive(group: &Group, transfer: &Transfer) -> Result<Box<dyn Pending>> {
+    group.ring().receive(transfer.peer, tag(transfer.block))
 }
 
 /// The payload of a receive.
@@ -115,8 +158,25 @@ pub(super) fn payload(pending: Box<dyn Pending>) -> Result<Arc<Buffer>> {
 }
 
 fn tag(block: Block) -> u64 {
-    match block {
-        Block::Keys(owner) => 2 * owner as u64,
-        Block::Gradients(owner) => 2 * owner as u64 + 1,
-    }
+    let kind = match block {
+        Block::Keys(_) => 0,
+        Block::KeyGradients(_) => 1,
+        Block::Queries(_) => 2,
+        Block::Saved(_) => 3,
+        Block::Partial(_) => 4,
+        Block::QueryGradients(_) => 5,
+    };
+    6 * block.owner() as u64 + kind
+}
+
+/// Elements of keys and values of `rows` tokens, of these those of the keys.
+pub(super) fn key_elements(inputs: &Inputs, rows: usize) -> (usize, usize) {
+    let Inputs { k, v, .. } = inputs;
+    (rows * k.heads * (k.dim + v.dim), rows * k.heads * k.dim)
+}
+
+/// Zeros that the meter knows of.
+pub(super) fn zeros(len: usize, meter: &mut Meter) -> Vec<f32> {
+    meter.hold(f32_bytes(len));
+    vec![0.0; len]
 }

@@ -1,76 +1,100 @@
 //! Ulysses: an all-to-all that turns each member's tokens into each member's heads, and back (Jacobs et al., 2023).
+//!
+//! It is made of sends and receives that are started at one time and waited for at another, so that one part of the
+//! heads can travel while another is computed.
 
-use super::{Wire, f32_bytes, meter::Meter};
-use crate::comm::{Buffer, Communicator};
+use super::block::payload;
+use super::meter::Meter;
+use super::wire::{Wire, append, floats};
+use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::Result;
 use crate::kernel::View;
-use crate::layout::Layout;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// One exchange between the members of a Ulysses group: who holds how many tokens, who computes which heads.
+/// The members of a Ulysses group: who holds how many tokens.
 pub(super) struct Exchange<'a> {
     pub(super) comm: &'a dyn Communicator,
     pub(super) tokens: Vec<usize>,
-    pub(super) heads: Vec<Range<usize>>,
 }
 
-impl<'a> Exchange<'a> {
-    /// The members of `rank`'s group hold what `layout` says.
-    pub(super) fn new(comm: &'a dyn Communicator, layout: &Layout, rank: usize, heads: Vec<Range<usize>>) -> Self {
-        let first = rank - comm.rank();
-        let tokens = (first..first + comm.size()).map(|member| layout.tokens(member)).collect();
-        Self { comm, tokens, heads }
-    }
+/// One tensor under way.
+pub(super) struct Moving {
+    /// From each member; this member's own part is at hand.
+    parts: Vec<Part>,
+    sent: Vec<Box<dyn Pending>>,
+    heads: Vec<Range<usize>>,
+    dim: usize,
+    wire: Wire,
+}
 
+enum Part {
+    Here(Arc<Buffer>),
+    Coming(Box<dyn Pending>),
+}
+
+impl Exchange<'_> {
     /// Tokens of all members.
     pub(super) fn all_tokens(&self) -> usize {
         self.tokens.iter().sum()
     }
 
-    /// Heads of this member.
-    pub(super) fn own_heads(&self) -> usize {
-        self.heads[self.comm.rank()].len()
+    /// Starts turning all heads of this member's tokens `[T, heads, dim]` into its heads of all tokens; member m gets
+    /// `heads[m]`.
+    pub(super) fn to_heads(&self, local: &View, heads: &[Range<usize>], wire: Wire, tag: u64) -> Result<Moving> {
+        let part = |heads: &Range<usize>| wire.pack([(local, heads.clone())], 0..local.tokens);
+        let parts = heads.iter().map(part).collect();
+        self.start(parts, heads.to_vec(), local.dim, wire, tag)
     }
 
-    /// From all heads of this member's tokens `[T, heads, dim]` to its heads of all tokens `[Tg, own heads, dim]`.
-    pub(super) fn to_heads(&self, local: &View, wire: Wire, meter: &mut Meter) -> Result<Vec<f32>> {
-        let parts = self.heads.iter().map(|heads| {
-            let mut part = Vec::with_capacity(local.tokens * heads.len() * local.dim);
-            for token in 0..local.tokens {
-                for head in heads.clone() {
-                    part.extend_from_slice(local.row(token, head));
-                }
+    /// Starts the way back: from this member's heads of all tokens to all heads of its own tokens.
+    pub(super) fn to_tokens(&self, all: &[f32], heads: &[Range<usize>], dim: usize, tag: u64) -> Result<Moving> {
+        let row = heads[self.comm.rank()].len() * dim;
+        let mut rest = all;
+        let part = |&tokens: &usize| {
+            let (part, later) = rest.split_at(tokens * row);
+            rest = later;
+            Buffer::F32(part.to_vec())
+        };
+        let parts = self.tokens.iter().map(part).collect();
+        self.start(parts, heads.to_vec(), dim, Wire::F32, tag)
+    }
+
+    fn start(&self, parts: Vec<Buffer>, heads: Vec<Range<usize>>, dim: usize, wire: Wire, tag: u64) -> Result<Moving> {
+        let (rank, mut sent, mut coming) = (self.comm.rank(), Vec::new(), Vec::new());
+        for (member, part) in parts.into_iter().enumerate() {
+            if member == rank {
+                coming.push(Part::Here(Arc::new(part)));
+            } else {
+                sent.push(self.comm.send(member, tag, Arc::new(part))?);
+                coming.push(Part::Coming(self.comm.receive(member, tag)?));
             }
-            wire.pack(part)
-        });
-        let received = self.comm.all_to_all(parts.collect())?;
-        let row = self.own_heads() * local.dim;
-        let mut all = Vec::with_capacity(self.all_tokens() * row);
-        for (message, &tokens) in received.iter().zip(&self.tokens) {
-            all.extend_from_slice(&wire.unpack(message, tokens * row, "the exchange of heads")?);
         }
-        meter.hold(f32_bytes(all.len()));
+        Ok(Moving { parts: coming, sent, heads, dim, wire })
+    }
+
+    /// What [`to_heads`](Self::to_heads) started: `[Tg, own heads, dim]`.
+    pub(super) fn heads(&self, moving: Moving, meter: &mut Meter) -> Result<Buffer> {
+        let row = moving.heads[self.comm.rank()].len() * moving.dim;
+        let mut all = moving.wire.empty();
+        for (part, &tokens) in moving.parts.into_iter().zip(&self.tokens) {
+            let message = part.take()?;
+            moving.wire.read(&message, tokens * row, "the exchange of heads")?;
+            append(&mut all, &message);
+        }
+        meter.hold(all.bytes());
+        finish(moving.sent)?;
         Ok(all)
     }
 
-    /// Back: from this member's heads of all tokens to all `heads` heads of its own tokens `[T, heads, dim]`.
-    ///
-    /// Heads that several members hold (replicated key-value heads) are summed, in member order.
-    pub(super) fn to_tokens(&self, all: &[f32], heads: usize, dim: usize) -> Result<Vec<f32>> {
-        let row = self.own_heads() * dim;
-        let mut parts = Vec::with_capacity(self.tokens.len());
-        let mut rest = all;
-        for &tokens in &self.tokens {
-            let (part, later) = rest.split_at(tokens * row);
-            parts.push(Buffer::F32(part.to_vec()));
-            rest = later;
-        }
-        let received = self.comm.all_to_all(parts)?;
-        let tokens = self.tokens[self.comm.rank()];
-        let mut local = vec![0.0; tokens * heads * dim];
-        for (message, range) in received.iter().zip(&self.heads) {
-            let part = Wire::F32.unpack(message, tokens * range.len() * dim, "the exchange of tokens")?;
+    /// What [`to_tokens`](Self::to_tokens) started, added to `local` `[T, heads, dim]`: heads that several members hold
+    /// (replicated key-value heads) are summed, in member order.
+    pub(super) fn tokens(&self, moving: Moving, heads: usize, local: &mut [f32]) -> Result<()> {
+        let (tokens, dim) = (self.tokens[self.comm.rank()], moving.dim);
+        for (part, range) in moving.parts.into_iter().zip(&moving.heads) {
+            let message = part.take()?;
             let width = range.len() * dim;
+            let part = floats(&message, tokens * width, "the exchange of tokens")?;
             for token in 0..tokens {
                 let at = (token * heads + range.start) * dim;
                 for (sum, x) in local[at..at + width].iter_mut().zip(&part[token * width..]) {
@@ -78,8 +102,21 @@ impl<'a> Exchange<'a> {
                 }
             }
         }
-        Ok(local)
+        finish(moving.sent)
     }
+}
+
+impl Part {
+    fn take(self) -> Result<Arc<Buffer>> {
+        match self {
+            Self::Here(message) => Ok(message),
+            Self::Coming(pending) => payload(pending),
+        }
+    }
+}
+
+fn finish(sent: Vec<Box<dyn Pending>>) -> Result<()> {
+    sent.into_iter().try_for_each(|pending| pending.wait().map(drop))
 }
 
 /// `[rows, columns]` to `[columns, rows]`.

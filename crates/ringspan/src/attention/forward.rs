@@ -1,19 +1,23 @@
 //! The forward pass: output and log-sum-exp of this rank's queries.
 
-use super::block::{Blocks, Widths, payload, receive, send};
-use super::exchange::{Exchange, transpose};
+use super::block::{Blocks, payload, receive, send, zeros};
+use super::exchange::transpose;
 use super::meter::Meter;
-use super::{Group, Inputs, f32_bytes};
-use crate::error::{Error, Result};
-use crate::kernel::{HeadMap, Partial, Score, View};
-use crate::schedule::{Block, Schedule};
+use super::ulysses::Part;
+use super::wire::floats;
+use super::{Group, Inputs, f32_bytes, stored_bytes};
+use crate::comm::Buffer;
+use crate::error::Result;
+use crate::kernel::{self, HeadMap, Partial};
+use crate::schedule::{Block, Pass, Schedule};
+use std::sync::Arc;
 
 /// What the forward pass leaves, for the caller and for the backward pass.
 #[derive(Debug, Clone)]
 pub struct Forward {
     /// Attention output `[T, H, Dv]`; 0 where a query sees nothing.
     pub out: Vec<f32>,
-    /// Natural log of the sum of exponentials of the scores `[H, T]`; -inf where a query sees nothing.
+    /// Natural log of the sum of exponentials of the scores `[H, T]`; where a query sees nothing, its sink or -inf.
     pub lse: Vec<f32>,
     /// Most bytes this rank held at once: its tensors, blocks of others, packing buffers.
     pub peak_bytes: u64,
@@ -21,95 +25,102 @@ pub struct Forward {
 
 /// Attention of this rank's queries over the keys of all ranks.
 ///
-/// q is `[T, H, D]`, k `[T, G, D]`, v `[T, G, Dv]`: what this rank holds in the schedule's layouts. All ranks of the
-/// group must call this with the same schedule.
+/// The inputs are what this rank holds in the schedule's layouts. All ranks of the group must call this with the same
+/// schedule and score.
 ///
 /// # Errors
 /// Shapes that do not fit the schedule, heads that do not fit the group, failures of other ranks.
-pub fn forward(group: &Group, schedule: &Schedule, q: View, k: View, v: View, score: &Score) -> Result<Forward> {
-    let inputs = Inputs::new("attention forward", group, schedule, q, k, v)?;
-    let shares = inputs.shares(schedule)?;
-    let share = &shares[group.ulysses().rank()];
-    let map = HeadMap::new(share.kv_of.clone(), share.kv.len())?;
+pub fn forward(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward> {
+    inputs.check("attention forward", group, schedule)?;
+    let Inputs { q, k, v, score, bias } = *inputs;
     let mut meter = Meter::default();
-    meter.hold(f32_bytes(q.tokens * q.heads * q.dim + Widths::of(&inputs).both(k.tokens)));
+    meter.hold([q, k, v].iter().map(stored_bytes).sum());
     if group.ulysses().size() == 1 {
-        let (out, lse) = over_ring(group, schedule, &inputs, &map, score, &mut meter)?;
+        let heads = &HeadMap::grouped(q.heads, k.heads)?;
+        let inputs = kernel::Inputs { q, k, v, heads, score, bias };
+        let (out, lse) = over_ring(group, schedule, &inputs, &mut meter)?;
         return Ok(Forward { out, lse, peak_bytes: meter.peak() });
     }
 
-    let (rank, comm) = (group.rank(), group.ulysses());
-    let queries = Exchange::new(comm, schedule.query(), rank, shares.iter().map(|s| s.query.clone()).collect());
-    let keys = Exchange::new(comm, schedule.key(), rank, shares.iter().map(|s| s.kv.clone()).collect());
-    let q_heads = queries.to_heads(&q, group.wire(), &mut meter)?;
-    let k_heads = keys.to_heads(&k, group.wire(), &mut meter)?;
-    let v_heads = keys.to_heads(&v, group.wire(), &mut meter)?;
-    let view = |data, exchange: &Exchange, dim| exchanged(data, exchange, dim);
-    let inputs = Inputs {
-        q: view(&q_heads, &queries, q.dim)?,
-        k: view(&k_heads, &keys, k.dim)?,
-        v: view(&v_heads, &keys, v.dim)?,
-    };
-    let (out, lse) = over_ring(group, schedule, &inputs, &map, score, &mut meter)?;
-    let lse = transpose(&lse, queries.own_heads(), queries.all_tokens());
-    let out = queries.to_tokens(&out, q.heads, v.dim)?;
-    // 0 + (-inf) is -inf, so the sum that places the heads leaves empty rows as they are.
-    let lse = transpose(&queries.to_tokens(&lse, q.heads, 1)?, q.tokens, q.heads);
+    let parts = Part::all(group, schedule, inputs)?;
+    let mut out = zeros(q.tokens * q.heads * v.dim, &mut meter);
+    let mut lse = zeros(q.tokens * q.heads, &mut meter);
+    let mut results = Vec::new();
+    let mut under_way = parts.first().map(|part| part.send(inputs, None)).transpose()?;
+    for (number, part) in parts.iter().enumerate() {
+        let Some(sent) = under_way.take() else { break };
+        let arrived = part.receive(sent, score, &mut meter)?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, None)).transpose()?;
+        let (out, lse) = over_ring(group, schedule, &arrived.inputs(inputs)?, &mut meter)?;
+        let lse = transpose(&lse, part.own_heads().len(), part.queries.all_tokens());
+        results.push((part.return_queries(&out, v.dim, 0)?, part.return_queries(&lse, 1, 1)?));
+    }
+    for (part, (out_part, lse_part)) in parts.iter().zip(results) {
+        part.queries.tokens(out_part, q.heads, &mut out)?;
+        // 0 + (-inf) is -inf, so the sum that places the heads leaves empty rows as they are.
+        part.queries.tokens(lse_part, q.heads, &mut lse)?;
+    }
+    let lse = transpose(&lse, q.tokens, q.heads);
     Ok(Forward { out, lse, peak_bytes: meter.peak() })
-}
-
-/// A view of what an exchange returned.
-pub(super) fn exchanged<'a>(data: &'a [f32], exchange: &Exchange, dim: usize) -> Result<View<'a>> {
-    let (tokens, heads) = (exchange.all_tokens(), exchange.own_heads());
-    View::new(data, tokens, heads, dim).ok_or_else(|| Error::Shape {
-        operation: "the exchange of heads",
-        what: "an exchanged tensor",
-        expected: tokens * heads * dim,
-        actual: data.len(),
-        shape: format!("[{tokens}, {heads}, {dim}]"),
-    })
 }
 
 /// Runs the forward plan of this ring rank: output `[Tg, heads, Dv]` and log-sum-exp `[heads, Tg]`.
 fn over_ring(
     group: &Group,
     schedule: &Schedule,
-    inputs: &Inputs,
-    map: &HeadMap,
-    score: &Score,
+    inputs: &kernel::Inputs,
     meter: &mut Meter,
 ) -> Result<(Vec<f32>, Vec<f32>)> {
     let rank = group.ring().rank();
-    let q = inputs.q;
-    let mut partial = Partial::new(q.tokens, q.heads, inputs.v.dim);
-    meter.hold(f32_bytes(partial.out.len() + partial.max.len() + partial.sum.len()));
-    let mut blocks = Blocks::new(*inputs, rank, group.wire());
-    let block_bytes = |owner: usize| f32_bytes(Widths::of(inputs).both(schedule.key_groups().tokens(owner)));
+    let (heads, v_dim) = (inputs.q.heads, inputs.v.dim);
+    let state = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));
+    let mut own = Partial::new(inputs.q.tokens, heads, v_dim);
+    meter.hold(state(inputs.q.tokens));
+    let plan = schedule.plan(Pass::Forward, rank);
+    let mut blocks = Blocks::new(*inputs, None, rank, group.wire(), &plan);
     let mut sent = Vec::new();
-    for step in schedule.forward(rank) {
+    for (number, step) in plan.iter().enumerate() {
         for transfer in &step.send {
-            let Block::Keys(owner) = transfer.block else { continue };
-            sent.push(send(group, transfer, blocks.message(owner)?)?);
+            sent.push(send(group, transfer, blocks.message(transfer, meter)?)?);
         }
         let received = step.receive.iter().map(|transfer| receive(group, transfer)).collect::<Result<Vec<_>>>()?;
+        let mut foreign = None;
         if let Some(compute) = &step.compute {
-            meter.touch(group.kernel().forward_workspace(inputs.q, inputs.k, inputs.v, map, &compute.tiles));
-            blocks.with(compute.owner, |k, v| {
-                group.kernel().forward(q, k, v, map, &compute.tiles, score, &mut partial);
-            })?;
-            if compute.owner != rank {
-                blocks.remove(compute.owner);
-                meter.release(block_bytes(compute.owner));
+            let inputs = blocks.inputs(compute)?;
+            meter.touch(group.kernel().forward_workspace(&inputs, &compute.tiles));
+            let partial = if compute.queries == rank {
+                &mut own
+            } else {
+                meter.hold(state(inputs.q.tokens));
+                foreign.insert(Partial::new(inputs.q.tokens, heads, v_dim))
+            };
+            group.kernel().forward(&inputs, &compute.tiles, partial);
+        }
+        blocks.drop_after(number, meter);
+        for (transfer, pending) in step.receive.iter().zip(received) {
+            let message = payload(pending)?;
+            match transfer.block {
+                Block::Partial(_) => {
+                    let tokens = inputs.q.tokens;
+                    meter.touch(message.bytes());
+                    own.merge(
+                        tokens,
+                        heads,
+                        v_dim,
+                        floats(&message, tokens * heads * (v_dim + 2), "attention forward")?,
+                    );
+                }
+                _ => blocks.insert(transfer, message, meter),
             }
         }
-        for (block, pending) in received {
-            let Block::Keys(owner) = block else { continue };
-            meter.hold(block_bytes(owner));
-            blocks.insert(owner, schedule.key_groups().tokens(owner), payload(pending)?);
+        for (transfer, partial) in step.after.iter().zip(foreign) {
+            let message = Buffer::F32(partial.into_message());
+            meter.release(message.bytes());
+            sent.push(send(group, transfer, Arc::new(message))?);
         }
     }
     for pending in sent {
         pending.wait()?;
     }
-    Ok(partial.finish(q.tokens, q.heads, inputs.v.dim))
+    Ok(own.finish(inputs.q.tokens, heads, v_dim, inputs.score.sinks.as_deref()))
 }

@@ -4,11 +4,13 @@ use super::Wire;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
+use crate::mesh::Grid;
 use std::sync::Arc;
 
-/// A context-parallel group as one of its ranks sees it: ring outer, Ulysses inner.
+/// A context-parallel group as one of its ranks sees it.
 pub struct Group {
     cp: Arc<dyn Communicator>,
+    grid: Grid,
     ring: Arc<dyn Communicator>,
     ulysses: Arc<dyn Communicator>,
     kernel: Kernel,
@@ -16,22 +18,23 @@ pub struct Group {
 }
 
 impl Group {
-    /// Splits the communicator of `ring x ulysses` ranks. All of them must call this.
+    /// Splits the communicator into the axes of `grid`. All of its ranks must call this.
     ///
     /// # Errors
     /// Sizes whose product is not the communicator's; failures of other ranks.
-    pub fn new(cp: Arc<dyn Communicator>, ring: usize, ulysses: usize, kernel: Kernel) -> Result<Self> {
-        if ring.checked_mul(ulysses) != Some(cp.size()) {
+    pub fn new(cp: Arc<dyn Communicator>, grid: impl Into<Grid>, kernel: Kernel) -> Result<Self> {
+        let grid = grid.into();
+        if grid.size() != Some(cp.size()) {
             return Err(Error::MeshSize {
-                mesh: format!("ring {ring} x ulysses {ulysses}"),
-                needed: ring.saturating_mul(ulysses),
+                mesh: grid.to_string(),
+                needed: grid.size().unwrap_or(usize::MAX),
                 ranks: cp.size(),
             });
         }
-        let (outer, inner) = (cp.rank() / ulysses, cp.rank() % ulysses);
-        let ring = cp.split(inner, outer)?;
-        let ulysses = cp.split(outer, inner)?;
-        Ok(Self { cp, ring, ulysses, kernel, wire: Wire::F32 })
+        let (ring_rank, ulysses_rank) = grid.place(cp.rank());
+        let ring = cp.split(ulysses_rank, ring_rank)?;
+        let ulysses = cp.split(ring_rank, ulysses_rank)?;
+        Ok(Self { cp, grid, ring, ulysses, kernel, wire: Wire::F32 })
     }
 
     /// Sends queries, keys and values as `wire`.
@@ -47,6 +50,11 @@ impl Group {
     /// Ranks in the group: R x U.
     pub fn size(&self) -> usize {
         self.cp.size()
+    }
+
+    /// The axes.
+    pub fn grid(&self) -> Grid {
+        self.grid
     }
 
     /// All ranks of the group.

@@ -1,7 +1,7 @@
 //! Attention over a group of ranks: runs the plans of a schedule, forward and backward.
 //!
 //! Shape letters: T tokens on this rank, Tg tokens of its ring rank (its Ulysses group), H query heads, G key-value
-//! heads, D and Dv head widths.
+//! heads, D and Dv head widths, Sk keys of a batch row.
 
 mod backward;
 mod block;
@@ -9,6 +9,7 @@ mod exchange;
 mod forward;
 mod group;
 mod meter;
+mod ulysses;
 mod wire;
 
 pub use backward::{Gradients, backward};
@@ -17,36 +18,45 @@ pub use group::Group;
 pub use wire::Wire;
 
 use crate::error::{Error, Result};
-use crate::kernel::View;
-use crate::schedule::{HeadShare, Schedule};
+use crate::kernel::{Data, Score, View};
+use crate::schedule::{Schedule, Strategy};
 
-/// The inputs of one attention call on this rank, checked against the schedule.
-#[derive(Clone, Copy)]
-struct Inputs<'a> {
-    /// `[T, H, D]`
-    q: View<'a>,
-    /// `[Tk, G, D]`
-    k: View<'a>,
-    /// `[Tk, G, Dv]`
-    v: View<'a>,
+/// The inputs of one attention call on this rank.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// Queries `[T, H, D]`.
+    pub q: View<'a>,
+    /// Keys `[Tk, G, D]`.
+    pub k: View<'a>,
+    /// Values `[Tk, G, Dv]`.
+    pub v: View<'a>,
+    /// From products to weights, for all H heads.
+    pub score: &'a Score,
+    /// A term for each query of this rank, head, and key of the query's batch row: `[T, H, Sk]`, or `[T, 1, Sk]` for all
+    /// heads.
+    pub bias: Option<View<'a>>,
 }
 
 impl<'a> Inputs<'a> {
-    fn new(
-        operation: &'static str,
-        group: &Group,
-        schedule: &Schedule,
-        q: View<'a>,
-        k: View<'a>,
-        v: View<'a>,
-    ) -> Result<Self> {
-        if (schedule.ring(), schedule.ulysses()) != (group.ring().size(), group.ulysses().size()) {
+    /// Queries, keys and values, without a bias.
+    pub fn new(q: View<'a>, k: View<'a>, v: View<'a>, score: &'a Score) -> Self {
+        Self { q, k, v, score, bias: None }
+    }
+
+    /// The same with a bias.
+    pub fn with_bias(self, bias: View<'a>) -> Self {
+        Self { bias: Some(bias), ..self }
+    }
+
+    fn check(&self, operation: &'static str, group: &Group, schedule: &Schedule) -> Result<()> {
+        if schedule.grid() != group.grid() {
             return Err(Error::MeshSize {
-                mesh: format!("ring {} x ulysses {} (the schedule's)", schedule.ring(), schedule.ulysses()),
-                needed: schedule.ring() * schedule.ulysses(),
+                mesh: format!("{} (the schedule's; the group's is {})", schedule.grid(), group.grid()),
+                needed: schedule.query().ranks(),
                 ranks: group.size(),
             });
         }
+        let Self { q, k, v, score, bias } = self;
         let rank = group.rank();
         let (queries, keys) = (schedule.query().tokens(rank), schedule.key().tokens(rank));
         let shape = |what, view: &View, tokens: usize, heads: usize, dim: usize| {
@@ -64,16 +74,38 @@ impl<'a> Inputs<'a> {
                 ),
             })
         };
-        shape("q", &q, queries, q.heads, q.dim)?;
-        shape("k", &k, keys, k.heads, q.dim)?;
-        shape("v", &v, keys, k.heads, v.dim)?;
-        Ok(Self { q, k, v })
+        shape("q", q, queries, q.heads, q.dim)?;
+        shape("k", k, keys, k.heads, q.dim)?;
+        shape("v", v, keys, k.heads, v.dim)?;
+        score.check(q.heads)?;
+        if let Some(bias) = bias {
+            let heads = if bias.heads == 1 { 1 } else { q.heads };
+            shape("the bias", bias, queries, heads, schedule.key().documents().row_len())?;
+            supports_bias(schedule.strategy())?;
+        }
+        Ok(())
     }
+}
 
-    /// Who computes which heads inside a Ulysses group.
-    fn shares(&self, schedule: &Schedule) -> Result<Vec<HeadShare>> {
-        HeadShare::all(self.q.heads, self.k.heads, schedule.ring(), schedule.ulysses())
+/// Whether a strategy can carry a bias.
+///
+/// # Errors
+/// The reason why not.
+pub fn supports_bias(strategy: Strategy) -> Result<()> {
+    match strategy {
+        Strategy::PassQ => Err(Error::Unsupported {
+            what: "a bias",
+            with: "pass-q",
+            why: "its rows stay with their queries, which would travel without them; use a strategy that moves keys",
+        }),
+        _ => Ok(()),
     }
+}
+
+/// Bytes of the elements of a tensor, in the type they are stored in.
+fn stored_bytes(view: &View) -> u64 {
+    let width = if matches!(view.data, Data::F32(_)) { 4 } else { 2 };
+    (view.tokens * view.heads * view.dim * width) as u64
 }
 
 /// Bytes of f32 elements.

@@ -10,6 +10,7 @@ mod world;
 
 use super::Communicator;
 use crate::error::Error;
+use crate::sync::thread;
 use group::Group;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -48,10 +49,10 @@ where
     }
     let world = Arc::new(World::new(size, options.deadline));
     let ranks: Arc<[usize]> = (0..size).collect();
-    let results = std::thread::scope(|scope| {
+    let results = thread::scope(|scope| {
         let spawn = |rank: usize| {
             let (world, ranks, rank_main) = (world.clone(), ranks.clone(), &rank_main);
-            let thread = std::thread::Builder::new().name(format!("rank-{rank}")).stack_size(options.stack_bytes);
+            let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(options.stack_bytes);
             thread.spawn_scoped(scope, move || one_rank(world, ranks, rank, rank_main))
         };
         let start = |rank: usize| {
@@ -62,7 +63,7 @@ where
             thread
         };
         let started: Vec<_> = (0..size).map(start).collect();
-        let join = |(rank, thread): (usize, std::io::Result<std::thread::ScopedJoinHandle<'_, _>>)| {
+        let join = |(rank, thread): (usize, std::io::Result<thread::ScopedJoinHandle<'_, _>>)| {
             let problem = match thread.map(|thread| thread.join()) {
                 Ok(Ok(result)) => return result,
                 Ok(Err(panic)) => panic_message(&*panic),

@@ -95,6 +95,16 @@ impl Target {
         // SAFETY: in bounds; exclusive by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
     }
+
+    /// Elements `at..at + len`, to read.
+    ///
+    /// # Safety
+    /// As [`row`](Self::row), but others may read too.
+    pub(super) unsafe fn read<'a>(self, at: usize, len: usize) -> &'a [f32] {
+        assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
+        // SAFETY: in bounds; unchanged by the contract.
+        unsafe { std::slice::from_raw_parts(self.data.add(at), len) }
+    }
 }
 
 #[cfg(test)]

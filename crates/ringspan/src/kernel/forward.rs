@@ -5,10 +5,13 @@
 //! for the packing.
 
 use super::buffer::{Target, lines};
-use super::micro::multiply;
-use super::pack::{Keys, transpose};
+use super::isa::Code;
+use super::micro::{multiply, multiply_seen};
+use super::pack::{self, Keys};
 use super::plan::{Part, Plan};
+use super::terms::{self, Terms};
 use super::vector::Simd;
+use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
 
 /// What all blocks of a call share.
@@ -18,8 +21,9 @@ pub(super) struct Forward<'a> {
     pub(super) plan: &'a Plan<'a>,
     pub(super) keys: &'a Keys,
     pub(super) v_dim: usize,
-    /// Factor on scores, times log2(e).
-    pub(super) scale: f32,
+    /// [`terms::factor`]
+    pub(super) factor: f32,
+    pub(super) terms: Option<&'a Terms<'a>>,
     /// `[Tq, H, Dv]`
     pub(super) out: Target,
     /// `[H, Tq]`
@@ -29,8 +33,10 @@ pub(super) struct Forward<'a> {
 }
 
 /// Elements a worker needs besides the packed keys.
-pub(super) fn scratch(dim: usize, v_dim: usize, lanes: usize, r: usize) -> usize {
-    lines(lanes * dim) + lines(lanes * v_dim.next_multiple_of(r)) + lines(lanes * KEY_BLOCK)
+pub(super) fn scratch(dim: usize, v_dim: usize, code: Code, bias: bool) -> usize {
+    let (lanes, bias) = (code.lanes(), Terms::scratch(bias, code.lanes()));
+    let out = lines(lanes * v_dim.next_multiple_of(code.rows()));
+    lines(lanes * dim.div_ceil(code.pair())) + out + lines(lanes * KEY_BLOCK) + bias
 }
 
 /// The softmax state of one block, lanes = queries.
@@ -43,7 +49,8 @@ impl Forward<'_> {
     /// Adds the plan's keys to the state of one head and block. R keys by N vectors of queries at a time.
     ///
     /// # Safety
-    /// No two calls at once may name the same head and block. `scratch` must have the size of [`scratch`].
+    /// No two calls at once may name the same head and block. What the head reads must have been packed, and `scratch`
+    /// have the size of [`scratch`].
     #[inline(always)]
     pub(super) unsafe fn block<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -55,10 +62,11 @@ impl Forward<'_> {
         let lanes = N * S::LANES;
         let (dim, v_dim) = (self.q.dim, self.v_dim);
         let rows = self.plan.rows(block);
-        let (q, rest) = scratch.split_at_mut(lines(lanes * dim));
-        let (out, p) = rest.split_at_mut(lines(lanes * v_dim.next_multiple_of(R)));
-        transpose::<R>(q, dim, lanes, self.scale, |lane| {
-            (lane < rows.len()).then(|| self.q.row(rows.start + lane, head))
+        let (q, rest) = scratch.split_at_mut(lines(lanes * dim.div_ceil(S::PAIR)));
+        let (out, rest) = rest.split_at_mut(lines(lanes * v_dim.next_multiple_of(R)));
+        let (p, bias) = rest.split_at_mut(lines(lanes * KEY_BLOCK));
+        pack::operand_columns(simd, q, dim, lanes, self.factor, |lane| {
+            (lane < rows.len()).then(|| self.q.at(rows.start + lane, head))
         });
 
         // SAFETY: these rows belong to this head and block alone.
@@ -66,13 +74,14 @@ impl Forward<'_> {
             let at = head * self.q.tokens + rows.start;
             (self.max.row(at, rows.len()), self.sum.row(at, rows.len()))
         };
-        let fresh = max.iter().all(|max| *max == f32::NEG_INFINITY);
+        // A maximum can have passed over a NaN; the sum has it.
+        let fresh = max.iter().all(|max| *max == f32::NEG_INFINITY) && sum.iter().all(|sum| *sum == 0.0);
         if fresh {
             out.fill(0.0);
         } else {
-            transpose::<R>(out, v_dim, lanes, 1.0, |lane| {
+            pack::columns(simd, out, v_dim, lanes, 1.0, |lane| {
                 // SAFETY: these rows belong to this head and block alone.
-                (lane < rows.len()).then(|| unsafe { &*self.out_row(rows.start + lane, head) })
+                (lane < rows.len()).then(|| Data::F32(unsafe { self.out_row(rows.start + lane, head) }))
             });
             out[v_dim * lanes..].fill(0.0);
         }
@@ -93,8 +102,8 @@ impl Forward<'_> {
             let end = (part.any.end - self.keys.base).next_multiple_of(R);
             for from in (first..end).step_by(KEY_BLOCK) {
                 let keys = from..end.min(from + KEY_BLOCK);
-                // SAFETY: q, out and p have the sizes for these lanes and at most KEY_BLOCK keys.
-                unsafe { self.key_block::<S, R, N>(simd, head, block, part, keys, q, out, p, &mut state) };
+                // SAFETY: q, out, p and bias have the sizes for these lanes and at most KEY_BLOCK keys.
+                unsafe { self.key_block::<S, R, N>(simd, head, block, part, keys, q, out, p, bias, &mut state) };
             }
         }
 
@@ -107,13 +116,10 @@ impl Forward<'_> {
         }
         max.copy_from_slice(&max_lanes[..rows.len()]);
         sum.copy_from_slice(&sum_lanes[..rows.len()]);
-        for lane in 0..rows.len() {
+        pack::rows(simd, out, v_dim, lanes, |lane| {
             // SAFETY: these rows belong to this head and block alone.
-            let row = unsafe { self.out_row(rows.start + lane, head) };
-            for (d, x) in row.iter_mut().enumerate() {
-                *x = out[d * lanes + lane];
-            }
-        }
+            (lane < rows.len()).then(|| unsafe { self.out_row(rows.start + lane, head) })
+        });
     }
 
     /// The output of one query and head.
@@ -130,7 +136,7 @@ impl Forward<'_> {
     ///
     /// # Safety
     /// `q` is `[D][lanes]`, `out` `[Dv up to R][lanes]`, `p` `[KEY_BLOCK][lanes]`; `keys` lie in the packed rows, and
-    /// start and length are multiples of R.
+    /// start and length are multiples of R, and packed. `bias` has the size that `Terms::scratch` tells.
     #[allow(clippy::too_many_arguments)] // The registers of a loop body, cut out to be readable.
     #[inline(always)]
     unsafe fn key_block<S: Simd, const R: usize, const N: usize>(
@@ -143,31 +149,36 @@ impl Forward<'_> {
         q: &[f32],
         out: &mut [f32],
         p: &mut [f32],
+        bias: &mut [f32],
         state: &mut State<S::V, N>,
     ) {
         let lanes = N * S::LANES;
         let kv = self.heads.kv_of(head);
         let base = self.keys.base + keys.start;
         let border = part.all.start > base || part.all.end < base + keys.len();
-        let (mut low, mut high) = ([0.0; 64], [0.0; 64]);
+        let (mut low, mut high) = ([0.0; terms::LANES], [0.0; terms::LANES]);
         if border {
             self.plan.bounds(block, part, base, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
-        let panels = self.keys.keys(kv, keys.start);
-        let mut max = state.max;
+        // SAFETY: the head has been packed, by the contract.
+        let panels = unsafe { self.keys.keys(kv, keys.start) };
+        let depth = self.q.dim.div_ceil(S::PAIR);
+        // Scores are products, or in bf16, where queries are not scaled, products times this.
+        let factor = simd.splat(if S::PAIR > 1 && self.terms.is_none() { self.factor } else { 1.0 });
+        let mut max = [simd.splat(f32::NEG_INFINITY); N];
         for row in (0..keys.len()).step_by(R) {
             let zero = [[simd.splat(0.0); N]; R];
             // SAFETY: the panel is [D][R], q is [D][lanes]; low and high have 64 lanes; p has KEY_BLOCK rows.
             unsafe {
-                let panel = panels.as_ptr().add(row * self.q.dim);
-                let mut s = multiply::<S, R, N>(simd, self.q.dim, panel, 1, R, q.as_ptr(), lanes, zero);
-                if border && (base + row < part.all.start || base + row + R > part.all.end) {
+                let panel = panels.as_ptr().add(row * depth);
+                let mut s = multiply::<S, R, N>(simd, depth, panel, 1, R, q.as_ptr(), lanes, zero);
+                if border && self.terms.is_none() && (base + row < part.all.start || base + row + R > part.all.end) {
                     for (i, s) in s.iter_mut().enumerate() {
-                        let index = simd.splat((row + i) as f32);
+                        let (index, hidden) = (simd.splat((row + i) as f32), simd.splat(f32::NEG_INFINITY));
                         for (v, s) in s.iter_mut().enumerate() {
                             let at = v * S::LANES;
                             let (low, high) = (simd.load(low.as_ptr().add(at)), simd.load(high.as_ptr().add(at)));
-                            *s = simd.within(*s, index, low, high);
+                            *s = simd.within(*s, index, low, high, hidden);
                         }
                     }
                 }
@@ -179,23 +190,49 @@ impl Forward<'_> {
                 }
             }
         }
+        let frame = self.terms.map(|terms| {
+            let meeting = self.plan.meeting(block, part, base);
+            let frame = terms.frame(simd, meeting, head, keys.len(), lanes, bias);
+            let bounds = (low, high);
+            max = [simd.splat(f32::NEG_INFINITY); N];
+            // SAFETY: p and bias are [KEY_BLOCK][lanes].
+            unsafe {
+                let bounds = border.then_some(&bounds);
+                terms.scores::<S, N>(simd, &frame, p.as_mut_ptr(), bias, bounds, &mut max);
+            }
+            (terms, frame)
+        });
 
         // A lane that has seen nothing keeps -inf; it is measured against a finite number, so that no NaN arises.
-        let mut finite = max;
-        let mut alpha = max;
+        let (mut finite, mut alpha) = (max, max);
         for v in 0..N {
+            max[v] = simd.max(state.max[v], if S::PAIR > 1 { simd.mul(max[v], factor) } else { max[v] });
             finite[v] = simd.max(max[v], simd.splat(f32::MIN));
             alpha[v] = simd.exp2(simd.sub(state.max[v], finite[v]));
         }
         let mut sum = [simd.splat(0.0); N];
-        for row in 0..keys.len() {
+        for row in (0..keys.len()).step_by(S::PAIR) {
             for v in 0..N {
-                // SAFETY: p has KEY_BLOCK rows of lanes.
+                // SAFETY: p has KEY_BLOCK rows of lanes; keys are whole pairs.
                 unsafe {
                     let at = p.as_mut_ptr().add(row * lanes + v * S::LANES);
-                    let x = simd.exp2(simd.sub(simd.load(at), finite[v]));
-                    sum[v] = simd.add(sum[v], x);
-                    simd.store(at, x);
+                    if S::PAIR == 1 {
+                        let x = simd.exp2(simd.sub(simd.load(at), finite[v]));
+                        sum[v] = simd.add(sum[v], x);
+                        simd.store(at, x);
+                        continue;
+                    }
+                    let below = simd.sub(simd.splat(0.0), finite[v]);
+                    let x = simd.exp2(simd.fma(simd.load(at), factor, below));
+                    let y = simd.exp2(simd.fma(simd.load(at.add(lanes)), factor, below));
+                    sum[v] = simd.add(sum[v], simd.add(x, y));
+                    if frame.is_some() {
+                        simd.store(at, x);
+                        simd.store(at.add(lanes), y);
+                    } else {
+                        // This row of pairs has been read: it is one of the two, or lies before them.
+                        simd.store(p.as_mut_ptr().add(row / 2 * lanes + v * S::LANES), simd.pair(x, y));
+                    }
                 }
             }
         }
@@ -203,10 +240,26 @@ impl Forward<'_> {
             state.sum[v] = simd.fma(state.sum[v], alpha[v], sum[v]);
         }
         state.max = max;
+        if let Some((terms, frame)) = &frame {
+            terms.drop(frame, lanes, p);
+            if S::PAIR > 1 {
+                for at in (0..keys.len() / 2).flat_map(|row| (0..N).map(move |v| row * lanes + v * S::LANES)) {
+                    let (row, lane) = (at / lanes, at % lanes);
+                    // SAFETY: p has KEY_BLOCK rows of lanes; what is written here has been read, as above.
+                    unsafe {
+                        let from = p.as_ptr().add(2 * row * lanes + lane);
+                        simd.store(p.as_mut_ptr().add(at), simd.pair(simd.load(from), simd.load(from.add(lanes))));
+                    }
+                }
+            }
+        }
 
+        let careful = border && self.keys.spoilt(kv, &keys);
         for column in (0..self.v_dim).step_by(R) {
-            let values = self.keys.values::<R>(kv, column, keys.start);
-            // SAFETY: values are [keys][R], p [keys][lanes], and out has whole panels of R columns.
+            // SAFETY: as above.
+            let values = unsafe { self.keys.values::<R>(kv, column, keys.start) };
+            let depth = keys.len() / S::PAIR;
+            // SAFETY: values are [keys][R], p [keys][lanes], both perhaps of pairs, and out has whole panels of R columns.
             unsafe {
                 let out = out.as_mut_ptr().add(column * lanes);
                 let mut acc = [[simd.splat(0.0); N]; R];
@@ -215,7 +268,12 @@ impl Forward<'_> {
                         *x = simd.mul(alpha[v], simd.load(out.add(i * lanes + v * S::LANES)));
                     }
                 }
-                acc = multiply::<S, R, N>(simd, keys.len(), values.as_ptr(), 1, R, p.as_ptr(), lanes, acc);
+                let (values, p) = (values.as_ptr(), p.as_ptr());
+                acc = if careful {
+                    multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc)
+                } else {
+                    multiply::<S, R, N>(simd, depth, values, 1, R, p, lanes, acc)
+                };
                 for (i, acc) in acc.iter().enumerate() {
                     for (v, x) in acc.iter().enumerate() {
                         simd.store(out.add(i * lanes + v * S::LANES), *x);

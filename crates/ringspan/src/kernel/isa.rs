@@ -1,8 +1,11 @@
 //! Instruction sets, and the blocked kernels compiled for each of them.
 
-use super::backward::{Backward, Sums};
+use super::Tile;
+use super::backward::{Backward, Share};
 use super::decode::Decode;
+use super::delta::Delta;
 use super::forward::Forward;
+use super::pack::Packing;
 use super::vector::Portable;
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
@@ -24,11 +27,39 @@ impl Isa {
     pub fn available() -> Vec<Isa> {
         #[cfg(target_arch = "x86_64")]
         {
-            let wide = Avx512::detect().map(|_| Isa::Avx512).into_iter();
+            let wide = Avx512::<false>::detect().map(|_| Isa::Avx512).into_iter();
             wide.chain(Avx2::detect().map(|_| Isa::Avx2)).chain([Isa::Portable]).collect()
         }
         #[cfg(not(target_arch = "x86_64"))]
         vec![Isa::Portable]
+    }
+
+    /// Whether the blocked kernels multiply in bf16 where q, k and v are stored so: products of bf16, sums in f32.
+    pub fn multiplies_bf16(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self == Isa::Avx512 && Avx512::<true>::detect().is_some();
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+}
+
+/// What the functions of a call are compiled for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Code {
+    isa: Isa,
+    /// Whether products take pairs of bf16.
+    pairs: bool,
+}
+
+impl Code {
+    /// `pairs` only if the instruction set multiplies in bf16.
+    pub(super) fn new(isa: Isa, pairs: bool) -> Self {
+        Self { isa, pairs: pairs && isa.multiplies_bf16() }
+    }
+
+    /// Numbers of a reduction that a product takes.
+    pub(super) fn pair(self) -> usize {
+        if self.pairs { 2 } else { 1 }
     }
 
     /// Queries of a block: three vectors.
@@ -38,7 +69,7 @@ impl Isa {
 
     /// Numbers in a vector.
     pub(super) fn vector(self) -> usize {
-        match self {
+        match self.isa {
             Isa::Portable => 4,
             Isa::Avx2 => 8,
             Isa::Avx512 => 16,
@@ -47,7 +78,7 @@ impl Isa {
 
     /// Keys that the micro kernel takes at once: as many as the registers hold beside three vectors of queries.
     pub(super) fn rows(self) -> usize {
-        match self {
+        match self.isa {
             Isa::Avx512 => 8,
             _ => 4,
         }
@@ -61,11 +92,16 @@ macro_rules! dispatch {
         ///
         /// # Safety
         /// As the generic function.
-        pub(super) unsafe fn $name(isa: Isa, job: &$job, $($argument: $type),*) {
+        pub(super) unsafe fn $name(code: Code, job: &$job, $($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f")]
-                unsafe fn avx512(simd: Avx512, job: &$job, $($argument: $type),*) {
+                unsafe fn avx512(simd: Avx512<false>, job: &$job, $($argument: $type),*) {
+                    // SAFETY: the contract of the caller.
+                    unsafe { job.$call::<_, 8, 3>(simd, $($argument),*) }
+                }
+                #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+                unsafe fn avx512_pairs(simd: Avx512<true>, job: &$job, $($argument: $type),*) {
                     // SAFETY: the contract of the caller.
                     unsafe { job.$call::<_, 8, 3>(simd, $($argument),*) }
                 }
@@ -74,21 +110,36 @@ macro_rules! dispatch {
                     // SAFETY: the contract of the caller.
                     unsafe { job.$call::<_, 4, 3>(simd, $($argument),*) }
                 }
-                match (isa, Avx512::detect(), Avx2::detect()) {
-                    // SAFETY: the token proves the features; the rest is the contract of the caller.
-                    (Isa::Avx512, Some(simd), _) => return unsafe { avx512(simd, job, $($argument),*) },
-                    // SAFETY: as above.
-                    (Isa::Avx2, _, Some(simd)) => return unsafe { avx2(simd, job, $($argument),*) },
-                    _ => (),
+                match code.isa {
+                    Isa::Avx512 if code.pairs => {
+                        if let Some(simd) = Avx512::detect() {
+                            // SAFETY: the token proves the features; the rest is the contract of the caller.
+                            return unsafe { avx512_pairs(simd, job, $($argument),*) };
+                        }
+                    }
+                    Isa::Avx512 => {
+                        if let Some(simd) = Avx512::detect() {
+                            // SAFETY: as above.
+                            return unsafe { avx512(simd, job, $($argument),*) };
+                        }
+                    }
+                    Isa::Avx2 => {
+                        if let Some(simd) = Avx2::detect() {
+                            // SAFETY: as above.
+                            return unsafe { avx2(simd, job, $($argument),*) };
+                        }
+                    }
+                    Isa::Portable => (),
                 }
             }
-            debug_assert_eq!(isa, Isa::Portable);
+            debug_assert_eq!(code.isa, Isa::Portable);
             // SAFETY: the contract of the caller.
             unsafe { job.$call::<_, 4, 3>(Portable, $($argument),*) }
         }
     };
 }
 
+dispatch!(pack_chunk, Packing<'_>, chunk(head: usize, chunk: usize), "[`Packing::chunk`] compiled for `isa`.");
 dispatch!(
     forward_block,
     Forward<'_>,
@@ -98,12 +149,18 @@ dispatch!(
 dispatch!(
     backward_head,
     Backward<'_>,
-    head(head: usize, blocks: Range<usize>, sums: Sums, scratch: &mut [f32]),
+    head(share: Share<'_>, scratch: &mut [f32]),
     "[`Backward::head`] compiled for `isa`."
+);
+dispatch!(
+    delta_head,
+    Delta<'_>,
+    head(head: usize, scratch: &mut [f32]),
+    "[`Delta::head`] compiled for `isa`."
 );
 dispatch!(
     decode_chunk,
     Decode<'_>,
-    chunk(kv: usize, rows: Range<usize>, states: &mut [f32], scores: &mut [f32]),
+    chunk(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scores: &mut [f32]),
     "[`Decode::chunk`] compiled for `isa`."
 );

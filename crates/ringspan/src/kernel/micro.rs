@@ -1,4 +1,6 @@
 //! The one loop in which the kernels spend their time: a small matrix product held in registers.
+//!
+//! Where products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and a depth counts pairs.
 
 use super::vector::Simd;
 
@@ -31,11 +33,52 @@ pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
             // SAFETY: the caller made a readable here.
             let x = simd.splat(unsafe { *a.add(i * a_row) });
             for v in 0..V {
-                acc[v] = simd.fma(x, row[v], acc[v]);
+                acc[v] = simd.product(x, row[v], acc[v]);
             }
         }
         a = a.wrapping_add(a_step);
         b = b.wrapping_add(b_step);
+    }
+    acc
+}
+
+/// [`multiply`] where `a_row` is 1 and a lane takes row `t` only if `low <= t < high` (of a pair, each
+/// half for itself): what a lane does not see may be no number.
+///
+/// # Safety
+/// As [`multiply`]; `low` and `high` must be readable for `V * LANES` numbers.
+#[allow(clippy::too_many_arguments)] // As multiply, and the bounds.
+#[inline(always)]
+pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    depth: usize,
+    a: *const f32,
+    a_step: usize,
+    b: *const f32,
+    b_step: usize,
+    (low, high): (&[f32], &[f32]),
+    mut acc: [[S::V; V]; R],
+) -> [[S::V; V]; R] {
+    let zero = simd.splat(0.0);
+    for t in 0..depth {
+        for v in 0..V {
+            let at = v * S::LANES;
+            // SAFETY: the caller made all of this readable.
+            unsafe {
+                let (low, high) = (simd.load(low.as_ptr().add(at)), simd.load(high.as_ptr().add(at)));
+                let row = simd.load(b.add(t * b_step + at));
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    let bits = (*a.add(t * a_step + i)).to_bits();
+                    for half in 0..S::PAIR {
+                        // The other half takes part as 0: where it is seen, what it multiplies belongs to the lane.
+                        let bits = if S::PAIR == 1 { bits } else { bits & (0xFFFF << (16 * half)) };
+                        let index = simd.splat((t * S::PAIR + half) as f32);
+                        let x = simd.within(simd.splat(f32::from_bits(bits)), index, low, high, zero);
+                        acc[v] = simd.product(x, row, acc[v]);
+                    }
+                }
+            }
+        }
     }
     acc
 }

@@ -6,6 +6,7 @@ mod backward;
 mod buffer;
 mod cpu;
 mod decode;
+mod delta;
 mod forward;
 mod head_map;
 mod isa;
@@ -14,7 +15,10 @@ mod pack;
 mod partial;
 mod plan;
 pub mod reference;
+mod score;
+mod terms;
 mod vector;
+mod view;
 mod workers;
 
 #[cfg(test)]
@@ -23,51 +27,15 @@ mod test;
 pub use cpu::Kernel;
 pub use head_map::HeadMap;
 pub use isa::Isa;
-pub use partial::{Partial, delta};
+pub use partial::Partial;
+pub use score::{Buckets, Dropout, Relative, Score};
+pub use view::{Data, View};
 
 use crate::mask::Band;
 use std::ops::Range;
 
 /// Keys between two updates of a softmax state: 96 to 256 measured alike.
 const KEY_BLOCK: usize = 128;
-
-/// A tensor `[tokens, heads, dim]` read in place; rows may lie anywhere, the last dimension is contiguous.
-#[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
-    /// The elements.
-    pub data: &'a [f32],
-    /// Tokens.
-    pub tokens: usize,
-    /// Heads.
-    pub heads: usize,
-    /// Elements a head.
-    pub dim: usize,
-    /// Elements from one token to the next.
-    pub token_stride: usize,
-    /// Elements from one head to the next.
-    pub head_stride: usize,
-}
-
-impl<'a> View<'a> {
-    /// A contiguous `[tokens, heads, dim]` tensor; `None` if `data` has another size.
-    pub fn new(data: &'a [f32], tokens: usize, heads: usize, dim: usize) -> Option<Self> {
-        (data.len() == tokens * heads * dim).then_some(Self {
-            data,
-            tokens,
-            heads,
-            dim,
-            token_stride: heads * dim,
-            head_stride: dim,
-        })
-    }
-
-    /// The elements of one token and head.
-    #[inline]
-    pub fn row(&self, token: usize, head: usize) -> &'a [f32] {
-        let at = token * self.token_stride + head * self.head_stride;
-        &self.data[at..at + self.dim]
-    }
-}
 
 /// Queries `q` against keys `k` (rows of this rank's queries and of the key block), visible where `band` says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,11 +46,69 @@ pub struct Tile {
     pub k: Range<usize>,
     /// Visibility, in indices local to `q` and `k`.
     pub band: Band,
+    /// Where in the batch the tile lies.
+    pub place: Place,
 }
 
-/// What changes a score besides the mask.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Score {
-    /// Factor on `q . k`; usually 1/sqrt(D).
-    pub scale: f32,
+/// Where a tile lies in the batch: what scores that depend on positions, and dropout, count in.
+///
+/// Query i and key j, local to the tile, are the tokens `query + i * step` and `key + j * step`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Index of the first query in the flat batch `[B, Sq]`.
+    pub query: usize,
+    /// Index of the first key in its batch row.
+    pub key: usize,
+    /// Position of the first query less that of the first key, in the frame of the mask.
+    pub distance: i64,
+    /// Tokens from one row to the next; a tile of one query or key may have the other side's.
+    pub step: usize,
+}
+
+impl Place {
+    /// Tokens `0..` of one row, queries and keys alike.
+    pub const START: Self = Self { query: 0, key: 0, distance: 0, step: 1 };
+}
+
+/// What a call of a kernel reads, besides the tiles.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs<'a> {
+    /// `[Tq, H, D]`
+    pub q: View<'a>,
+    /// `[Tk, G, D]`
+    pub k: View<'a>,
+    /// `[Tk, G, Dv]`
+    pub v: View<'a>,
+    /// Which key-value head a query head reads.
+    pub heads: &'a HeadMap,
+    /// From products to weights, for these H heads.
+    pub score: &'a Score,
+    /// A term for each query, head and key of its batch row: `[Tq, H, Sk]`, or `[Tq, 1, Sk]` for all heads.
+    pub bias: Option<View<'a>>,
+}
+
+/// What the backward pass of a kernel reads besides its inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct Saved<'a> {
+    /// Natural log-sum-exp of each query over all its keys, not only these, and its sink: `[H, Tq]`.
+    pub lse: &'a [f32],
+    /// [`Kernel::delta`] of the final output: `[H, Tq]`.
+    pub delta: &'a [f32],
+    /// Gradient of the output `[Tq, H, Dv]`.
+    pub d_out: View<'a>,
+}
+
+/// Where the backward pass of a kernel adds gradients.
+#[derive(Debug)]
+pub struct Sums<'a> {
+    /// `[Tq, H, D]`
+    pub dq: &'a mut [f32],
+    /// `[Tk, G, D]`
+    pub dk: &'a mut [f32],
+    /// `[Tk, G, Dv]`
+    pub dv: &'a mut [f32],
+    /// Of the table of relative buckets `[H, count]`; empty without one.
+    pub d_table: &'a mut [f32],
+    /// Of the bias, in its shape; empty without one.
+    pub d_bias: &'a mut [f32],
 }

@@ -1,7 +1,5 @@
 //! The running state of a softmax over key blocks that arrive one after another.
 
-use super::View;
-
 /// The state of an online softmax over the key blocks seen so far (Milakov and Gimelshein, 2018, arXiv:1805.02867),
 /// all in f32.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,8 +22,47 @@ impl Partial {
         }
     }
 
+    /// The state as one run of numbers: out, max, sum.
+    pub fn into_message(self) -> Vec<f32> {
+        let mut message = self.out;
+        message.extend(self.max);
+        message.extend(self.sum);
+        message
+    }
+
+    /// Adds the state of the same queries over other keys, as [`into_message`](Self::into_message) gave it.
+    ///
+    /// # Panics
+    /// If the message has another size.
+    pub fn merge(&mut self, tokens: usize, heads: usize, v_dim: usize, message: &[f32]) {
+        let rows = tokens * heads;
+        assert_eq!(message.len(), rows * (v_dim + 2), "the size of a softmax state");
+        let (out, statistics) = message.split_at(rows * v_dim);
+        let (max, sum) = statistics.split_at(rows);
+        for head in 0..heads {
+            for token in 0..tokens {
+                let at = head * tokens + token;
+                let greatest = self.max[at].max(max[at]);
+                // A number to measure -inf against, so that no NaN arises.
+                let finite = greatest.max(f32::MIN);
+                let (old, new) = ((self.max[at] - finite).exp2(), (max[at] - finite).exp2());
+                self.max[at] = greatest;
+                self.sum[at] = self.sum[at] * old + sum[at] * new;
+                let row = (token * heads + head) * v_dim..(token * heads + head + 1) * v_dim;
+                for (sum, x) in self.out[row.clone()].iter_mut().zip(&out[row]) {
+                    *sum = *sum * old + x * new;
+                }
+            }
+        }
+    }
+
     /// Output `[Tq, H, Dv]` and natural log-sum-exp `[H, Tq]`; a query that saw nothing has 0 and -inf.
-    pub fn finish(mut self, tokens: usize, heads: usize, v_dim: usize) -> (Vec<f32>, Vec<f32>) {
+    ///
+    /// `sinks` `[H]` are further logits of each head; with them a query that saw nothing has its sink for log-sum-exp.
+    pub fn finish(mut self, tokens: usize, heads: usize, v_dim: usize, sinks: Option<&[f32]>) -> (Vec<f32>, Vec<f32>) {
+        for (head, sink) in sinks.into_iter().flatten().enumerate() {
+            self.add_sink(head * tokens..(head + 1) * tokens, heads, v_dim, sink * std::f32::consts::LOG2_E);
+        }
         let mut lse = self.max;
         if v_dim > 0 {
             for (row, out) in self.out.chunks_exact_mut(v_dim).enumerate() {
@@ -42,31 +79,20 @@ impl Partial {
         }
         (self.out, lse)
     }
-}
 
-/// Row sums of `out * d_out`, `[H, Tq]`, from out `[Tq, H, Dv]` contiguous: what the backward pass subtracts.
-///
-/// # Panics
-/// If `out` has fewer elements than `d_out`.
-pub fn delta(out: &[f32], d_out: View) -> Vec<f32> {
-    let View { tokens, heads, dim, .. } = d_out;
-    let mut delta = vec![0.0; heads * tokens];
-    for token in 0..tokens {
-        for head in 0..heads {
-            let out = &out[(token * heads + head) * dim..][..dim];
-            // Eight sums side by side: a vector's worth, in an order that does not depend on the machine.
-            let mut sums = [0.0f32; 8];
-            let (a, b) = (out.chunks_exact(8), d_out.row(token, head).chunks_exact(8));
-            let rest: f32 = a.remainder().iter().zip(b.remainder()).map(|(x, y)| x * y).sum();
-            for (a, b) in a.zip(b) {
-                for lane in 0..8 {
-                    sums[lane] += a[lane] * b[lane];
-                }
-            }
-            delta[head * tokens + token] = sums.iter().sum::<f32>() + rest;
+    /// Adds a score without a value to the rows of one head.
+    fn add_sink(&mut self, rows: std::ops::Range<usize>, heads: usize, v_dim: usize, score: f32) {
+        let head = rows.start / rows.len().max(1);
+        for (token, at) in rows.enumerate() {
+            let max = self.max[at].max(score);
+            // A number to measure -inf against, so that no NaN arises.
+            let finite = max.max(f32::MIN);
+            let old = (self.max[at] - finite).exp2();
+            self.sum[at] = self.sum[at] * old + (score - finite).exp2();
+            self.max[at] = max;
+            self.out[(token * heads + head) * v_dim..][..v_dim].iter_mut().for_each(|x| *x *= old);
         }
     }
-    delta
 }
 
 #[cfg(test)]
@@ -79,18 +105,36 @@ mod tests {
         // Token 1, head 0: two keys of weight 1 at score log2(e) * ln(4) = 2.
         (partial.max[1], partial.sum[1]) = (2.0, 2.0);
         partial.out[6..9].copy_from_slice(&[2.0, 4.0, 6.0]);
-        let (out, lse) = partial.finish(2, 2, 3);
+        let (out, lse) = partial.finish(2, 2, 3, None);
         assert_eq!(out, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]);
         assert!((lse[1] - 8f32.ln()).abs() < 1e-6);
         assert_eq!([lse[0], lse[2], lse[3]], [f32::NEG_INFINITY; 3]);
     }
 
     #[test]
-    fn delta_is_by_head_then_token() {
-        let out: Vec<f32> = (0..2 * 2 * 11).map(|x| x as f32).collect();
-        let ones = vec![1.0; out.len()];
-        let d_out = View::new(&ones, 2, 2, 11).expect("its size");
-        let sum = |row: usize| (row * 11..row * 11 + 11).sum::<usize>() as f32;
-        assert_eq!(delta(&out, d_out), [sum(0), sum(2), sum(1), sum(3)]);
+    fn merged_states_are_the_state_of_all_keys() {
+        // Two queries; the first saw one key on each side, the second one key on one side only.
+        let state = |max: [f32; 2], out: [f32; 2]| {
+            let seen = max.map(|max| f32::from(u8::from(max > f32::NEG_INFINITY)));
+            Partial { out: out.to_vec(), max: max.to_vec(), sum: seen.to_vec() }
+        };
+        let mut partial = state([1.0, f32::NEG_INFINITY], [3.0, 0.0]);
+        partial.merge(2, 1, 1, &state([2.0, 5.0], [6.0, 7.0]).into_message());
+        assert_eq!((partial.max.as_slice(), partial.sum.as_slice()), (&[2.0, 5.0][..], &[1.5, 1.0][..]));
+        assert_eq!(partial.out, [7.5, 7.0]);
+        let before = partial.clone();
+        partial.merge(2, 1, 1, &Partial::new(2, 1, 1).into_message());
+        assert_eq!(partial, before);
+    }
+
+    #[test]
+    fn a_sink_takes_its_share_of_the_weight() {
+        let mut partial = Partial::new(2, 2, 1);
+        // Token 0 of head 1: one key of value 8 at score ln(3); the sink at 0 takes a quarter.
+        (partial.max[2], partial.sum[2], partial.out[1]) = (3f32.log2(), 1.0, 8.0);
+        let (out, lse) = partial.finish(2, 2, 1, Some(&[1.0, 0.0]));
+        for (got, wanted) in out.iter().zip([0.0, 6.0, 0.0, 0.0]).chain(lse.iter().zip([1.0, 1.0, 4f32.ln(), 0.0])) {
+            assert!((got - wanted).abs() < 1e-6, "{got} for {wanted}");
+        }
     }
 }

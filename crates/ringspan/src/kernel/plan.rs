@@ -1,6 +1,6 @@
 //! Tiles cut into blocks of queries: what a block has to compute, and where it needs a mask.
 
-use super::Tile;
+use super::{Place, Tile};
 use std::ops::Range;
 
 /// The part of a tile that concerns one block of queries.
@@ -11,6 +11,61 @@ pub(super) struct Part {
     pub(super) any: Range<usize>,
     /// Key rows that every query of the block sees; possibly empty.
     pub(super) all: Range<usize>,
+}
+
+/// Where a block of queries meets a block of keys of a tile.
+#[derive(Clone)]
+pub(super) struct Meeting {
+    place: Place,
+    /// Row of lane 0.
+    row: usize,
+    /// Lane 0 and key 0, in rows of the tile; the tile may begin later.
+    i: i64,
+    j: i64,
+    /// Rows of the tile.
+    queries: usize,
+    keys: usize,
+}
+
+impl Meeting {
+    /// Rows `rows` of a tile's keys before its only query.
+    pub(super) fn of_query(tile: &Tile, key: usize) -> Self {
+        let j = (key - tile.k.start) as i64;
+        Self { place: tile.place, row: tile.q.start, i: 0, j, queries: tile.q.len(), keys: tile.k.len() }
+    }
+
+    /// Distance of a lane and a key whose numbers differ by `lane_less_key`.
+    pub(super) fn distance(&self, lane_less_key: i64) -> i64 {
+        self.place.distance + self.place.step as i64 * (self.i - self.j + lane_less_key)
+    }
+
+    /// Index of a lane's query in the flat batch. Lanes beside the tile get that of its border.
+    pub(super) fn query(&self, lane: usize) -> usize {
+        let i = (self.i + lane as i64).clamp(0, self.queries as i64 - 1) as usize;
+        self.place.query + i * self.place.step
+    }
+
+    /// Index of a key in its batch row. Keys beside the tile get that of its border.
+    pub(super) fn key(&self, key: usize) -> usize {
+        let j = (self.j + key as i64).clamp(0, self.keys as i64 - 1) as usize;
+        self.place.key + j * self.place.step
+    }
+
+    /// The row of a lane's query, if it lies in the tile.
+    pub(super) fn row(&self, lane: usize) -> Option<usize> {
+        (0..self.queries as i64).contains(&(self.i + lane as i64)).then_some(self.row + lane)
+    }
+
+    /// Tokens from one row to the next.
+    pub(super) fn step(&self) -> usize {
+        self.place.step
+    }
+
+    /// Those of the first `count` keys that lie in the tile.
+    pub(super) fn keys(&self, count: usize) -> Range<usize> {
+        let end = (self.keys as i64 - self.j).clamp(0, count as i64) as usize;
+        ((-self.j).max(0) as usize).min(end)..end
+    }
 }
 
 /// Blocks of `lanes` queries, and their parts.
@@ -106,6 +161,15 @@ impl<'a> Plan<'a> {
         shares
     }
 
+    /// As [`shares`](Self::shares), but a block belongs to one worker for all heads.
+    pub(super) fn shares_by_block(&self, heads: usize, workers: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+        let of_one = self.shares(1, workers);
+        let of_all = |share: Vec<(usize, Range<usize>)>| {
+            (0..heads).flat_map(|head| share.iter().map(move |(_, blocks)| (head, blocks.clone()))).collect()
+        };
+        of_one.into_iter().map(of_all).collect()
+    }
+
     /// Whether some query sees this key row. Others are never read: they may hold anything.
     pub(super) fn sees_key(&self, row: usize) -> bool {
         self.seen_keys[row]
@@ -116,9 +180,18 @@ impl<'a> Plan<'a> {
         self.seen_queries[row]
     }
 
+    /// Where a block meets the keys from row `base` on.
+    pub(super) fn meeting(&self, block: usize, part: &Part, base: usize) -> Meeting {
+        let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
+        let (i, j) = (rows.start as i64 - tile.q.start as i64, base as i64 - tile.k.start as i64);
+        // Lanes behind the block's last query are beside the tile.
+        let queries = tile.q.len().min(rows.end - tile.q.start.min(rows.end));
+        Meeting { place: tile.place, row: rows.start, i, j, queries, keys: tile.k.len() }
+    }
+
     /// For each lane the visible keys of a part, `low[lane]..high[lane]` counted from `base` and cut to `width`.
     ///
-    /// Lanes behind the last query repeat it; their results are dropped.
+    /// Lanes behind the last query see nothing.
     pub(super) fn bounds(
         &self,
         block: usize,
@@ -131,8 +204,12 @@ impl<'a> Plan<'a> {
         let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
         let cut = |key: usize| (tile.k.start + key).clamp(base, base + width) - base;
         for (lane, (low, high)) in low.iter_mut().zip(high).enumerate() {
-            let row = (rows.start + lane).min(rows.end - 1);
-            let keys = if tile.q.contains(&row) { tile.band.keys(row - tile.q.start, tile.k.len()) } else { 0..0 };
+            let row = rows.start + lane;
+            let keys = if row < rows.end && tile.q.contains(&row) {
+                tile.band.keys(row - tile.q.start, tile.k.len())
+            } else {
+                0..0
+            };
             // Widths of blocks are small, so these numbers are exact.
             (*low, *high) = (cut(keys.start) as f32, cut(keys.end) as f32);
         }
@@ -148,7 +225,7 @@ mod tests {
     #[test]
     fn one_key_head_keeps_all_threads_busy() {
         // Two workers on one key-value head: the second adds through a private sum, and both do about half.
-        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX } }];
+        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, place: Place::START }];
         let plan = Plan::new(&tiles, 48, 960, 960);
         for heads in [1, 2, 3] {
             let shares = plan.shares(heads, 2);
@@ -166,7 +243,7 @@ mod tests {
         fn parts_hold_every_visible_pair_once_and_whole_ranges_are_visible_to_all(
             q0 in 0usize..9, n in 0usize..20, k0 in 0usize..9, m in 0usize..20, lo in -25i64..25, w in 0i64..30, lanes in 1usize..9,
         ) {
-            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w } };
+            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w }, place: Place::START };
             let (queries, keys) = (q0 + n + 3, k0 + m + 2);
             let tiles = [tile.clone()];
             let plan = Plan::new(&tiles, lanes, queries, keys);

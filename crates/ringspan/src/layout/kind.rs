@@ -1,6 +1,7 @@
 //! The ways to deal tokens to ranks.
 
-use super::{Documents, Run, joined};
+use super::joined;
+use crate::documents::{Documents, Run};
 use crate::error::Error;
 use std::ops::Range;
 use std::str::FromStr;
@@ -16,9 +17,12 @@ pub enum LayoutKind {
     Striped(usize),
     /// Zigzag inside each document, so that packed documents are balanced one by one.
     PerDocumentZigzag,
+    /// Blocks of this many tokens (chosen by the size if `None`) go to the rank that sees the fewest pairs so far.
+    Balanced(Option<usize>),
 }
 
-const POSSIBLE: &str = "contiguous, zigzag, striped:K (K >= 1), per-document-zigzag";
+const POSSIBLE: &str =
+    "contiguous, zigzag, striped:K (K >= 1), per-document-zigzag, balanced, balanced:BLOCK (BLOCK >= 1)";
 
 /// Above this stripe width, blocks become runs of their own; below, one run a residue with a step.
 ///
@@ -27,6 +31,7 @@ const POSSIBLE: &str = "contiguous, zigzag, striped:K (K >= 1), per-document-zig
 const STEPPED_STRIPE: usize = 16;
 
 impl LayoutKind {
+    /// Deals by position; [`Balanced`](Self::Balanced) is dealt by a mask.
     pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
         let mut out = vec![Vec::new(); ranks];
         let mut units: Vec<Vec<Piece>> = Vec::new();
@@ -61,7 +66,7 @@ impl LayoutKind {
             Progression { start: at(index), end: at(index + 1), step: 1 }
         };
         match self {
-            Self::Contiguous => vec![part(rank, ranks)],
+            Self::Contiguous | Self::Balanced(_) => vec![part(rank, ranks)],
             Self::Zigzag | Self::PerDocumentZigzag => {
                 vec![part(rank, 2 * ranks), part(2 * ranks - 1 - rank, 2 * ranks)]
             }
@@ -119,6 +124,8 @@ impl std::fmt::Display for LayoutKind {
             Self::Zigzag => f.write_str("zigzag"),
             Self::Striped(width) => write!(f, "striped:{width}"),
             Self::PerDocumentZigzag => f.write_str("per-document-zigzag"),
+            Self::Balanced(None) => f.write_str("balanced"),
+            Self::Balanced(Some(block)) => write!(f, "balanced:{block}"),
         }
     }
 }
@@ -133,8 +140,10 @@ impl FromStr for LayoutKind {
             "zigzag" => Ok(Self::Zigzag),
             "striped" => Ok(Self::Striped(1)),
             "per-document-zigzag" => Ok(Self::PerDocumentZigzag),
-            _ => match text.strip_prefix("striped:").and_then(|width| width.parse().ok()) {
-                Some(width) if width > 0 => Ok(Self::Striped(width)),
+            "balanced" => Ok(Self::Balanced(None)),
+            _ => match text.split_once(':').map(|(name, size)| (name, size.parse::<usize>())) {
+                Some(("striped", Ok(width))) if width > 0 => Ok(Self::Striped(width)),
+                Some(("balanced", Ok(block))) if block > 0 => Ok(Self::Balanced(Some(block))),
                 _ => Err(unknown()),
             },
         }

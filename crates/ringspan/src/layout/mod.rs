@@ -2,42 +2,15 @@
 //!
 //! A layout is, per rank, a list of [`Run`]s in local order. Padding is in no run, so nothing can attend to it.
 
-mod documents;
+mod balanced;
 mod kind;
 
-pub use documents::{Document, Documents};
 pub use kind::LayoutKind;
 
+use crate::documents::{Documents, Run};
 use crate::error::{Error, Result};
+use crate::mask::Mask;
 use std::sync::Arc;
-
-/// Tokens of one document in arithmetic progression: positions `start, start + step, ..`, `len` of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Run {
-    /// Index of the document in its [`Documents`].
-    pub document: usize,
-    /// Position of the first token inside the document.
-    pub start: usize,
-    /// Tokens.
-    pub len: usize,
-    /// Distance of neighbours; 1 unless the layout is striped.
-    pub step: usize,
-}
-
-impl Run {
-    /// Positions inside the document, in order.
-    pub fn positions(self) -> impl Iterator<Item = usize> {
-        (0..self.len).map(move |i| self.start + i * self.step)
-    }
-
-    /// Whether `next` goes on where this run ends, so that both are one run.
-    fn continues_with(&self, next: &Run) -> bool {
-        let step = if self.len > 1 { self.step } else { next.step };
-        self.document == next.document
-            && (next.len == 1 || next.step == step)
-            && self.start + self.len * step == next.start
-    }
-}
 
 /// The tokens of every rank, as runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,14 +23,48 @@ pub struct Layout {
 impl Layout {
     /// Deals the tokens of `documents` to `ranks` ranks. Any length, any number of ranks; a rank may get none.
     ///
+    /// [`LayoutKind::Balanced`] is balanced for causal attention; [`pair`](Self::pair) takes any mask.
+    ///
     /// # Errors
     /// No ranks.
     pub fn new(kind: LayoutKind, documents: &Documents, ranks: usize) -> Result<Self> {
+        Ok(Self::pair(kind, documents, documents, &Mask::causal(), ranks)?.0)
+    }
+
+    /// Deals queries and keys to `ranks` ranks. Where both are the same documents, so are the layouts.
+    ///
+    /// [`LayoutKind::Balanced`] evens out the pairs that `mask` leaves visible, by where the queries are; other keys
+    /// than the queries' own are then dealt contiguously.
+    ///
+    /// # Errors
+    /// No ranks, documents that do not pair up, or a mask that does not fit them.
+    pub fn pair(
+        kind: LayoutKind,
+        queries: &Documents,
+        keys: &Documents,
+        mask: &Mask,
+        ranks: usize,
+    ) -> Result<(Self, Self)> {
         if ranks == 0 {
             return Err(Error::Layout("0 ranks cannot hold tokens; at least 1 is needed".into()));
         }
-        let runs = kind.deal(documents, ranks);
-        Ok(Self { kind, documents: Arc::new(documents.clone()), ranks: runs })
+        if queries.len() != keys.len() {
+            return Err(Error::Documents(format!(
+                "{} documents of queries do not pair with {} of keys",
+                queries.len(),
+                keys.len()
+            )));
+        }
+        mask.check(queries.len())?;
+        let deal = |documents: &Documents| match (kind, documents == queries) {
+            (LayoutKind::Balanced(block), true) => balanced::deal(queries, keys, mask, block, ranks),
+            _ => Ok(kind.deal(documents, ranks)),
+        };
+        let layout =
+            |documents: &Documents| Ok(Self { kind, ranks: deal(documents)?, documents: Arc::new(documents.clone()) });
+        let query = layout(queries)?;
+        let key = if keys == queries { query.clone() } else { layout(keys)? };
+        Ok((query, key))
     }
 
     /// How the tokens were dealt.
@@ -127,16 +134,10 @@ impl Layout {
         Ok(())
     }
 
-    /// The layout of groups of `size` neighbouring ranks, each holding what its members hold, in member order.
-    ///
-    /// # Errors
-    /// Ranks that do not divide into such groups.
-    pub fn grouped(&self, size: usize) -> Result<Self> {
-        if size == 0 || !self.ranks().is_multiple_of(size) {
-            return Err(Error::Layout(format!("{} ranks do not divide into groups of {size}", self.ranks())));
-        }
-        let ranks = self.ranks.chunks_exact(size).map(|members| joined(members.iter().flatten().copied())).collect();
-        Ok(Self { kind: self.kind, documents: self.documents.clone(), ranks })
+    /// The layout of groups of ranks, each holding what its members hold, in the given order.
+    pub fn grouped(&self, groups: &[Vec<usize>]) -> Self {
+        let runs = |members: &Vec<usize>| joined(members.iter().flat_map(|&rank| self.ranks[rank].iter().copied()));
+        Self { kind: self.kind, documents: self.documents.clone(), ranks: groups.iter().map(runs).collect() }
     }
 
     fn check(

@@ -1,4 +1,5 @@
 use super::*;
+use crate::mesh::Grid;
 use proptest::prelude::*;
 
 fn kinds() -> impl Strategy<Value = LayoutKind> {
@@ -7,6 +8,7 @@ fn kinds() -> impl Strategy<Value = LayoutKind> {
         Just(LayoutKind::Zigzag),
         Just(LayoutKind::PerDocumentZigzag),
         (1usize..40).prop_map(LayoutKind::Striped),
+        proptest::option::of(1usize..9).prop_map(LayoutKind::Balanced),
     ]
 }
 
@@ -58,18 +60,26 @@ proptest! {
     #[test]
     fn groups_hold_what_their_members_hold(kind in kinds(), documents in batches(), ring in 1usize..5, size in 1usize..5) {
         let layout = Layout::new(kind, &documents, ring * size).expect("ranks");
-        let grouped = layout.grouped(size).expect("divides");
-        for group in 0..ring {
-            let members: Vec<usize> = (group * size..(group + 1) * size).flat_map(|rank| layout.rows(rank)).collect();
-            prop_assert_eq!(grouped.rows(group), members);
+        for grid in [Grid::new(ring, size), Grid::new(ring, size).with_ulysses_outer()] {
+            let grouped = layout.grouped(&grid.members());
+            for (group, members) in grid.members().into_iter().enumerate() {
+                let rows: Vec<usize> = members.into_iter().flat_map(|rank| layout.rows(rank)).collect();
+                prop_assert_eq!(grouped.rows(group), rows);
+            }
         }
     }
 
     #[test]
     fn long_rows_are_dealt_evenly(kind in kinds(), len in 0usize..500, ranks in 1usize..9) {
         let layout = Layout::new(kind, &Documents::batch(1, len), ranks).expect("ranks");
-        let slack = match kind { LayoutKind::Striped(width) => width, _ => 2 };
         let counts: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();
+        if let LayoutKind::Balanced(block) = kind {
+            // Whole blocks: a row of few of them leaves ranks without any.
+            let block = block.unwrap_or(len.div_ceil(16 * ranks).max(1));
+            prop_assert!(counts.iter().all(|&count| count <= len.div_ceil(ranks) + block), "{:?}", counts);
+            return Ok(());
+        }
+        let slack = match kind { LayoutKind::Striped(width) => width, _ => 2 };
         let (least, most) = (counts.iter().min(), counts.iter().max());
         prop_assert!(most.zip(least).is_some_and(|(most, least)| most - least <= slack), "{:?}", counts);
     }
@@ -94,10 +104,10 @@ fn striped_tokens_belong_to_rank_t_div_k_mod_p() {
 
 #[test]
 fn words_for_layouts_are_checked() {
-    for word in ["contiguous", "zigzag", "striped:4", "per-document-zigzag"] {
+    for word in ["contiguous", "zigzag", "striped:4", "per-document-zigzag", "balanced", "balanced:64"] {
         assert_eq!(word.parse::<LayoutKind>().map(|kind| kind.to_string()), Ok(word.to_owned()));
     }
-    for word in ["striped:0", "striped:x", "zig", ""] {
+    for word in ["striped:0", "striped:x", "balanced:0", "balanced:", "zig", ""] {
         assert!(word.parse::<LayoutKind>().is_err(), "{word}");
     }
 }

@@ -1,38 +1,52 @@
 //! Masks as a person names them, and the bands they become.
 
 mod band;
+mod blocks;
+mod pieces;
+
+#[cfg(test)]
+mod test;
 
 pub use band::Band;
+pub use blocks::BlockPairs;
+pub use pieces::Piece;
 
 use crate::error::{Error, Result};
-use crate::layout::Run;
+use std::sync::Arc;
 
 /// Which keys a query may see. Documents and padding are not masks: they are in the layout.
 ///
 /// Query i sees key j iff `i - left <= j <= i + right` (a missing side has no limit), where i and j are positions in
 /// the document. Aligned to the end, i counts from (length of the keys - length of the queries), so that the last
 /// query stands at the last key: queries behind a cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+///
+/// On top of that, a mask can be cut into [chunks](Self::chunked), opened for a [prefix](Self::prefix_lm), and
+/// restricted to [pairs of blocks](Self::block_sparse); all of them combine.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Mask {
     left: Option<usize>,
     right: Option<usize>,
     end_aligned: bool,
+    chunk: Option<usize>,
+    /// Prefix lengths, one a document or one for all; empty for none.
+    prefix: Arc<[usize]>,
+    blocks: Option<Arc<BlockPairs>>,
 }
 
 impl Mask {
     /// Every query sees every key of its document.
-    pub const fn full() -> Self {
-        Self { left: None, right: None, end_aligned: false }
+    pub fn full() -> Self {
+        Self { left: None, right: None, end_aligned: false, chunk: None, prefix: Arc::new([]), blocks: None }
     }
 
     /// Query i sees keys up to i.
-    pub const fn causal() -> Self {
-        Self { left: None, right: Some(0), end_aligned: false }
+    pub fn causal() -> Self {
+        Self { right: Some(0), ..Self::full() }
     }
 
     /// Causal, with the last query at the last key.
-    pub const fn causal_bottom_right() -> Self {
-        Self { left: None, right: Some(0), end_aligned: true }
+    pub fn causal_bottom_right() -> Self {
+        Self { end_aligned: true, ..Self::causal() }
     }
 
     /// Narrows the mask to a window of `left` keys before and `right` keys after the query's position.
@@ -44,64 +58,79 @@ impl Mask {
         Self { left: narrower(self.left, left), right: narrower(self.right, right), ..self }
     }
 
+    /// Cuts positions into chunks of `size`: a query sees keys of its own chunk only (Llama 4's local layers).
+    ///
+    /// # Errors
+    /// Chunks of nothing.
+    pub fn chunked(self, size: usize) -> Result<Self> {
+        match size {
+            0 => Err(Error::Mask("chunks of 0 tokens: at least 1 is needed".into())),
+            _ => Ok(Self { chunk: Some(size), ..self }),
+        }
+    }
+
+    /// Lets every query see the first tokens of its document, whatever stands ahead of it (prefix-LM; Raffel et al.,
+    /// 2020). The limit `left`, chunks and blocks still hold.
+    ///
+    /// `lengths` are one length for all documents, or one a document.
+    pub fn prefix_lm(self, lengths: impl Into<Arc<[usize]>>) -> Self {
+        Self { prefix: lengths.into(), ..self }
+    }
+
+    /// Restricts the mask to a list of visible pairs of blocks of positions.
+    pub fn block_sparse(self, pairs: BlockPairs) -> Self {
+        Self { blocks: Some(Arc::new(pairs)), ..self }
+    }
+
     /// Whether the frame of the queries is aligned to the end of the keys.
-    pub fn is_end_aligned(self) -> bool {
+    pub fn is_end_aligned(&self) -> bool {
         self.end_aligned
     }
 
     /// Whether no key after a query's position is visible.
-    pub fn is_causal(self) -> bool {
-        self.right == Some(0)
+    pub fn is_causal(&self) -> bool {
+        self.right == Some(0) && self.prefix.iter().all(|&length| length == 0)
     }
 
-    /// Whether a query at position `i` sees a key at position `j`, given the lengths of their document's frames.
-    pub fn sees(self, i: usize, j: usize, queries: usize, keys: usize) -> bool {
-        let distance = i as i64 + self.shift(queries, keys) - j as i64;
-        self.left.is_none_or(|left| distance <= left as i64) && self.right.is_none_or(|right| -distance <= right as i64)
+    /// How far a query at position `i` stands behind a key at position `j`, given the lengths of their document's frames.
+    pub fn distance(&self, i: usize, j: usize, queries: usize, keys: usize) -> i64 {
+        i as i64 + self.shift(queries, keys) - j as i64
     }
 
-    /// The band between a run of queries and a run of keys of one document, or `None` where nothing is visible.
-    ///
-    /// `queries` and `keys` are the lengths of the document's frames, which an end-aligned mask needs.
+    /// Whether a query at position `i` of a document sees a key at position `j` of it, given the lengths of its frames.
+    pub fn sees(&self, document: usize, i: usize, j: usize, queries: usize, keys: usize) -> bool {
+        let distance = self.distance(i, j, queries, keys);
+        let chunk = |position: i64| self.chunk.map(|size| position.div_euclid(size as i64));
+        self.left.is_none_or(|left| distance <= left as i64)
+            && (self.right.is_none_or(|right| -distance <= right as i64) || j < self.prefix_of(document))
+            && chunk(j as i64 + distance) == chunk(j as i64)
+            && self.blocks.as_ref().is_none_or(|blocks| blocks.sees(i, j))
+    }
+
+    /// Whether the mask fits `documents` documents.
     ///
     /// # Errors
-    /// Runs of more than one token with unequal steps: their mask is no band.
-    pub fn band(self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Option<Band>> {
-        if q.document != k.document || q.len == 0 || k.len == 0 {
-            return Ok(None);
+    /// Another number of prefix lengths.
+    pub fn check(&self, documents: usize) -> Result<()> {
+        match self.prefix.len() {
+            n if n <= 1 || n == documents => Ok(()),
+            n => Err(Error::Mask(format!("{n} prefix lengths for {documents} documents: give one, or one for each"))),
         }
-        // A run of one token has any step.
-        let step = match (q.len, k.len) {
-            (_, 1) => q.step,
-            (1, _) => k.step,
-            _ if q.step == k.step => q.step,
-            _ => {
-                return Err(Error::Layout(format!(
-                    "runs with steps {} (queries) and {} (keys) have no band; use the same layout for both",
-                    q.step, k.step
-                )));
-            }
-        } as i64;
-        // Position distance = first + step * (i - j), to lie in -right ..= left.
-        let first = q.start as i64 + self.shift(queries, keys) - k.start as i64;
-        let lo = match self.right {
-            Some(right) => div_ceil(-(right as i64) - first, step),
-            None => i64::MIN / 4,
-        };
-        let hi = match self.left {
-            Some(left) => (left as i64 - first).div_euclid(step),
-            None => i64::MAX / 4,
-        };
-        Ok(Band { lo, hi }.clamp(q.len, k.len))
     }
 
-    fn shift(self, queries: usize, keys: usize) -> i64 {
+    /// The prefix of a document.
+    fn prefix_of(&self, document: usize) -> usize {
+        match *self.prefix {
+            [] => 0,
+            [length] => length,
+            _ => self.prefix.get(document).copied().unwrap_or(0),
+        }
+    }
+
+    /// What to add to a query's position to get its place in the frame of the keys.
+    fn shift(&self, queries: usize, keys: usize) -> i64 {
         if self.end_aligned { keys as i64 - queries as i64 } else { 0 }
     }
-}
-
-fn div_ceil(a: i64, b: i64) -> i64 {
-    -(-a).div_euclid(b)
 }
 
 impl std::fmt::Display for Mask {
@@ -118,52 +147,17 @@ impl std::fmt::Display for Mask {
             let side = |side: Option<usize>| side.map_or("any".to_owned(), |n| n.to_string());
             write!(f, ", window {} back, {} ahead", side(self.left), side(self.right))?;
         }
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn side() -> impl Strategy<Value = Option<usize>> {
-        proptest::option::of(0usize..12)
-    }
-
-    proptest! {
-        #[test]
-        fn band_equals_mask_on_every_pair(
-            (left, right, causal, end) in (side(), side(), any::<bool>(), any::<bool>()),
-            (qs, ql, ks, kl, step) in (0usize..20, 0usize..9, 0usize..20, 0usize..9, 1usize..6),
-            (frame_q, frame_k) in (60usize..80, 60usize..80),
-        ) {
-            let mut mask = if causal { Mask::causal() } else { Mask::full() };
-            mask.end_aligned = end;
-            let mask = mask.window(left, right);
-            let q = Run { document: 0, start: qs, len: ql, step };
-            let k = Run { document: 0, start: ks, len: kl, step };
-            let band = mask.band(&q, &k, frame_q, frame_k).expect("equal steps");
-            for i in 0..ql {
-                for j in 0..kl {
-                    let sees = mask.sees(qs + i * step, ks + j * step, frame_q, frame_k);
-                    prop_assert_eq!(sees, band.is_some_and(|b| b.sees(i, j)));
-                }
-            }
+        if let Some(size) = self.chunk {
+            write!(f, ", chunks of {size}")?;
         }
-    }
-
-    #[test]
-    fn another_document_is_never_seen() {
-        let q = Run { document: 0, start: 0, len: 4, step: 1 };
-        let k = Run { document: 1, ..q };
-        assert_eq!(Mask::full().band(&q, &k, 4, 4), Ok(None));
-    }
-
-    #[test]
-    fn unequal_steps_are_refused() {
-        let q = Run { document: 0, start: 0, len: 4, step: 1 };
-        let k = Run { step: 2, ..q };
-        assert!(Mask::causal().band(&q, &k, 8, 8).is_err());
+        match *self.prefix {
+            [] => (),
+            [length] => write!(f, ", prefix {length}")?,
+            _ => write!(f, ", {} prefixes", self.prefix.len())?,
+        }
+        match &self.blocks {
+            Some(blocks) => write!(f, ", {blocks}"),
+            None => Ok(()),
+        }
     }
 }

@@ -2,6 +2,10 @@
 //!
 //! Ranks are numbered with the last axis fastest, so ranks that differ in the innermost axis only are neighbours.
 
+mod grid;
+
+pub use grid::Grid;
+
 use crate::error::{Error, Result};
 
 /// Named axes, outermost first.

@@ -1,46 +1,84 @@
-//! All-gather: every block goes at once to all ranks that see it, and their gradients come straight back.
+//! All-gather and halo: keys go at once to all ranks that see them, and their gradients come straight back.
+//!
+//! All-gather sends whole blocks. Halo sends each rank just the rows that it sees: what lies within a window of the
+//! border, or belongs to a document that two ranks share.
 
-use super::{Block, Plan, Schedule, Step, Transfer};
+use super::tiles::compact;
+use super::{Block, Compute, Plan, Rows, Schedule, Step, Transfer};
 
-pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
-    let mut plan = vec![gather(schedule, rank)];
+/// Which rows of a block a rank gets.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Extent {
+    Whole,
+    Needed,
+}
+
+pub(super) fn forward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
+    let mut plan = vec![gather(schedule, rank, extent)];
     for owner in seen_by(schedule, rank) {
-        plan.push(Step { compute: schedule.compute(rank, owner), ..Step::default() });
+        plan.push(Step { compute: compute(schedule, rank, owner, extent), ..Step::default() });
     }
     plan
 }
 
-pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
-    let mut plan = vec![gather(schedule, rank)];
+pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
+    let mut plan = vec![gather(schedule, rank, extent)];
     for owner in seen_by(schedule, rank) {
+        let rows = rows(schedule, rank, owner, extent);
         plan.push(Step {
-            compute: schedule.compute(rank, owner),
-            after: vec![Transfer { block: Block::Gradients(owner), peer: owner }],
+            compute: compute(schedule, rank, owner, extent),
+            after: vec![Transfer { block: Block::KeyGradients(owner), peer: owner, rows }],
             ..Step::default()
         });
     }
-    let receive = users(schedule, rank).into_iter().map(|peer| Transfer { block: Block::Gradients(rank), peer });
-    plan.push(Step { receive: receive.collect(), ..Step::default() });
+    let gradients = |user| {
+        let rows = rows(schedule, user, rank, extent);
+        Transfer { block: Block::KeyGradients(rank), peer: user, rows }
+    };
+    let receive = users(schedule, rank).into_iter().map(gradients).collect();
+    plan.push(Step { receive, ..Step::default() });
     plan
 }
 
 /// Sends this rank's keys, receives all it needs, and computes the diagonal meanwhile.
-fn gather(schedule: &Schedule, rank: usize) -> Step {
+fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
+    let keys = |user, owner, peer| {
+        let rows = rows(schedule, user, owner, extent);
+        Transfer { block: Block::Keys(owner), peer, rows }
+    };
     Step {
-        send: users(schedule, rank).into_iter().map(|peer| Transfer { block: Block::Keys(rank), peer }).collect(),
-        receive: seen_by(schedule, rank).into_iter().map(|peer| Transfer { block: Block::Keys(peer), peer }).collect(),
+        send: users(schedule, rank).into_iter().map(|user| keys(user, rank, user)).collect(),
+        receive: seen_by(schedule, rank).into_iter().map(|owner| keys(rank, owner, owner)).collect(),
         compute: schedule.compute(rank, rank),
         after: Vec::new(),
     }
 }
 
+fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> Rows {
+    match extent {
+        Extent::Whole => Rows::all(schedule.key_groups().tokens(owner)),
+        Extent::Needed => schedule.needed(user, owner),
+    }
+}
+
+fn compute(schedule: &Schedule, rank: usize, owner: usize, extent: Extent) -> Option<Compute> {
+    let whole = schedule.compute(rank, owner)?;
+    Some(match extent {
+        Extent::Whole => whole,
+        Extent::Needed => {
+            let rows = schedule.needed(rank, owner);
+            Compute { tiles: compact(whole.tiles, &rows), rows, ..whole }
+        }
+    })
+}
+
 /// The other ranks whose keys `rank` sees; each starts with its neighbour, so that no owner is asked by all at once.
 fn seen_by(schedule: &Schedule, rank: usize) -> Vec<usize> {
-    let size = schedule.ring();
+    let size = schedule.grid().ring;
     (1..size).map(|distance| (rank + size - distance) % size).filter(|&owner| schedule.sees(rank, owner)).collect()
 }
 
 fn users(schedule: &Schedule, owner: usize) -> Vec<usize> {
-    let size = schedule.ring();
+    let size = schedule.grid().ring;
     schedule.users(owner, |distance| (owner + distance) % size)
 }

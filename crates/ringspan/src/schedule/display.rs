@@ -1,6 +1,6 @@
 //! A schedule as a table: who computes what when, and what moves meanwhile.
 
-use super::{Block, Plan, Schedule, Transfer};
+use super::{Block, Pass, Schedule, Strategy, Transfer};
 use std::fmt::{Display, Formatter, Result};
 
 /// More ring ranks than this are not drawn one by one.
@@ -8,44 +8,46 @@ const DRAWN: usize = 16;
 
 impl Display for Schedule {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        writeln!(
-            f,
-            "{} over ring {} x ulysses {}, {} layout, {} mask",
-            self.strategy,
-            self.ring,
-            self.ulysses,
-            self.query.kind(),
-            self.mask
-        )?;
-        let drawn = self.ring.min(DRAWN);
-        for (name, plan) in [("forward", Self::forward as fn(&Self, usize) -> Plan), ("backward", Self::backward)] {
-            writeln!(f, "{name} (rank: step | keys of @rank, share of this rank's pairs | blocks sent >rank)")?;
+        writeln!(f, "{} over {}, {} layout, {} mask", self.strategy, self.grid, self.query.kind(), self.mask)?;
+        let drawn = self.grid.ring.min(DRAWN);
+        for (name, pass) in [("forward", Pass::Forward), ("backward", Pass::Backward)] {
+            writeln!(
+                f,
+                "{name} (rank: step | keys of @rank or queries of q, share of this rank's pairs, blocks sent >rank)"
+            )?;
             for rank in 0..drawn {
-                let total = self.pairs(rank * self.ulysses).max(1);
+                let total = self.pairs(self.grid.rank(rank, 0)).max(1);
                 write!(f, "  {rank:>3}:")?;
-                for step in plan(self, rank) {
+                for step in self.plan(pass, rank) {
                     f.write_str(" |")?;
                     match &step.compute {
                         Some(compute) => {
                             let share = 100.0 * compute.pairs() as f64 / total as f64;
-                            write!(f, " @{} {share:>3.0}%", compute.owner)?;
+                            match self.strategy {
+                                Strategy::PassQ => write!(f, " q{} {share:>3.0}%", compute.queries)?,
+                                _ => write!(f, " @{} {share:>3.0}%", compute.keys)?,
+                            }
                         }
                         None => write!(f, " -- ")?,
                     }
-                    for Transfer { block, peer } in step.send.iter().chain(&step.after) {
+                    for Transfer { block, peer, .. } in step.send.iter().chain(&step.after) {
                         match block {
                             Block::Keys(owner) => write!(f, " kv{owner}>{peer}")?,
-                            Block::Gradients(owner) => write!(f, " d{owner}>{peer}")?,
+                            Block::KeyGradients(owner) => write!(f, " dkv{owner}>{peer}")?,
+                            Block::Queries(owner) => write!(f, " q{owner}>{peer}")?,
+                            Block::Saved(owner) => write!(f, " do{owner}>{peer}")?,
+                            Block::Partial(owner) => write!(f, " o{owner}>{peer}")?,
+                            Block::QueryGradients(owner) => write!(f, " dq{owner}>{peer}")?,
                         }
                     }
                 }
                 writeln!(f)?;
             }
-            if drawn < self.ring {
-                writeln!(f, "  ... and {} more", self.ring - drawn)?;
+            if drawn < self.grid.ring {
+                writeln!(f, "  ... and {} more", self.grid.ring - drawn)?;
             }
         }
-        let pairs: Vec<u64> = (0..drawn).map(|rank| self.pairs(rank * self.ulysses)).collect();
+        let pairs: Vec<u64> = (0..drawn).map(|rank| self.pairs(self.grid.rank(rank, 0))).collect();
         let (sum, most) = (pairs.iter().sum::<u64>(), pairs.iter().max().copied().unwrap_or(0));
         let balance = if most == 0 { 1.0 } else { sum as f64 / drawn as f64 / most as f64 };
         write!(f, "pairs per rank and head: {pairs:?}, balance {:.1}%", 100.0 * balance)

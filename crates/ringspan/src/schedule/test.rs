@@ -1,10 +1,13 @@
 use super::Strategy;
 use super::*;
-use crate::layout::{Documents, LayoutKind};
+use crate::documents::Documents;
+use crate::kernel::Tile;
+use crate::layout::LayoutKind;
+use crate::mask::BlockPairs;
 use proptest::prelude::{Strategy as Generator, *};
 use std::collections::{HashMap, HashSet};
 
-type Edge = (usize, usize, Block);
+type Edge = (usize, usize, Block, Rows);
 
 fn kinds() -> impl Generator<Value = LayoutKind> {
     prop_oneof![
@@ -12,13 +15,31 @@ fn kinds() -> impl Generator<Value = LayoutKind> {
         Just(LayoutKind::Zigzag),
         Just(LayoutKind::PerDocumentZigzag),
         (1usize..20).prop_map(LayoutKind::Striped),
+        Just(LayoutKind::Balanced(None)),
+        (1usize..9).prop_map(|block| LayoutKind::Balanced(Some(block))),
     ]
 }
 
 fn masks() -> impl Generator<Value = Mask> {
     let base = prop_oneof![Just(Mask::full()), Just(Mask::causal()), Just(Mask::causal_bottom_right())];
     let side = || proptest::option::of(0usize..20);
-    (base, side(), side()).prop_map(|(mask, left, right)| mask.window(left, right))
+    let chunk = proptest::option::of(1usize..20);
+    let blocks = proptest::option::of(proptest::collection::vec((0usize..5, 0usize..5), 0..14));
+    (base, side(), side(), chunk, proptest::option::of(0usize..9), blocks).prop_map(
+        |(mask, left, right, chunk, prefix, blocks)| {
+            let mut mask = mask.window(left, right);
+            if let Some(chunk) = chunk {
+                mask = mask.chunked(chunk).expect("not 0");
+            }
+            if let Some(prefix) = prefix {
+                mask = mask.prefix_lm([prefix]);
+            }
+            match blocks {
+                Some(pairs) => mask.block_sparse(BlockPairs::new(6, 7, pairs).expect("not 0")),
+                None => mask,
+            }
+        },
+    )
 }
 
 /// Documents of queries and of keys: equal for packed and padded batches, of other lengths for cross attention.
@@ -34,7 +55,7 @@ fn documents() -> impl Generator<Value = (Documents, Documents)> {
 }
 
 fn strategies() -> impl Generator<Value = Strategy> {
-    prop_oneof![Just(Strategy::Ring), Just(Strategy::AllGather)]
+    proptest::sample::select(&Strategy::ALL[..])
 }
 
 proptest! {
@@ -43,44 +64,64 @@ proptest! {
     #[test]
     fn every_visible_pair_is_computed_exactly_once_and_every_block_sent_is_used(
         kind in kinds(), strategy in strategies(), mask in masks(), (q_docs, k_docs) in documents(),
-        ring in 1usize..6, ulysses in 1usize..4,
+        ring in 1usize..6, ulysses in 1usize..4, outer in any::<bool>(),
     ) {
-        let query = Layout::new(kind, &q_docs, ring * ulysses).expect("ranks");
-        let key = Layout::new(kind, &k_docs, ring * ulysses).expect("ranks");
-        let schedule = Schedule::new(strategy, &query, &key, &mask, ring, ulysses).expect("fits");
-        for backward in [false, true] {
-            let plans: Vec<Plan> = (0..ring)
-                .map(|rank| if backward { schedule.backward(rank) } else { schedule.forward(rank) })
-                .collect();
+        let grid = Grid { ring, ulysses, ulysses_outer: outer };
+        let (query, key) = Layout::pair(kind, &q_docs, &k_docs, &mask, ring * ulysses).expect("ranks");
+        let schedule = Schedule::new(strategy, &query, &key, &mask, grid).expect("fits");
+        for pass in [Pass::Forward, Pass::Backward] {
+            let plans: Vec<Plan> = (0..ring).map(|rank| schedule.plan(pass, rank)).collect();
             let mut seen = HashSet::new();
-            for (rank, plan) in plans.iter().enumerate() {
-                let rows = schedule.query_groups().rows(rank);
-                for compute in plan.iter().filter_map(|step| step.compute.as_ref()) {
-                    let keys = schedule.key_groups().rows(compute.owner);
-                    for tile in &compute.tiles {
-                        for i in tile.q.clone() {
-                            for j in tile.k.clone() {
-                                if tile.band.sees(i - tile.q.start, j - tile.k.start) {
-                                    prop_assert!(seen.insert((rows[i], keys[j])), "pair computed twice");
-                                }
-                            }
-                        }
-                    }
-                }
+            for compute in plans.iter().flatten().filter_map(|step| step.compute.as_ref()) {
+                check_tiles(&schedule, compute, &mut seen)?;
             }
             prop_assert_eq!(seen, visible_pairs(&q_docs, &k_docs, &mask));
-            check_transfers(&plans, backward)?;
+            check_transfers(&schedule, &plans, pass)?;
         }
     }
+}
+
+/// Adds the pairs of a computation; each must be new, and stand in its place in the batch.
+fn check_tiles(
+    schedule: &Schedule,
+    compute: &Compute,
+    seen: &mut HashSet<(usize, usize)>,
+) -> std::result::Result<(), TestCaseError> {
+    let (queries, keys) = (schedule.query_groups().rows(compute.queries), schedule.key_groups().rows(compute.keys));
+    let keys: Vec<usize> = compute.rows.ranges().iter().flat_map(Clone::clone).map(|row| keys[row]).collect();
+    let row_len = schedule.key().documents().row_len().max(1);
+    for Tile { q, k, band, place } in &compute.tiles {
+        for (i, j) in q.clone().flat_map(|i| k.clone().map(move |j| (i, j))) {
+            let (a, b) = (i - q.start, j - k.start);
+            if !band.sees(a, b) {
+                continue;
+            }
+            prop_assert!(seen.insert((queries[i], keys[j])), "pair computed twice");
+            prop_assert_eq!(place.query + a * place.step, queries[i]);
+            prop_assert_eq!(place.key + b * place.step, keys[j] % row_len);
+            let position = |layout: &Layout, row: usize| {
+                let inside = |d: &&crate::documents::Document| {
+                    d.spans.iter().any(|s| (d.offset + s.start..d.offset + s.end).contains(&row))
+                };
+                let document = layout.documents().iter().find(inside).expect("in a document");
+                (row - document.offset, document.extent)
+            };
+            let (i, queries) = position(schedule.query(), queries[i]);
+            let (j, keys) = position(schedule.key(), keys[j]);
+            let distance = place.distance + (a as i64 - b as i64) * place.step as i64;
+            prop_assert_eq!(distance, schedule.mask().distance(i, j, queries, keys));
+        }
+    }
+    Ok(())
 }
 
 /// By definition, without runs or bands.
 fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) -> HashSet<(usize, usize)> {
     let mut pairs = HashSet::new();
-    for (q, k) in queries.iter().zip(keys.iter()) {
+    for (document, (q, k)) in queries.iter().zip(keys.iter()).enumerate() {
         for i in q.spans.iter().flat_map(|span| span.clone()) {
             for j in k.spans.iter().flat_map(|span| span.clone()) {
-                if mask.sees(i, j, q.extent, k.extent) {
+                if mask.sees(document, i, j, q.extent, k.extent) {
                     pairs.insert((q.offset + i, k.offset + j));
                 }
             }
@@ -90,46 +131,78 @@ fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) -> HashSet<
 }
 
 /// Runs the plans' transfers: each send meets its receive, is of a block at hand, and is of use to the receiver.
-fn check_transfers(plans: &[Plan], backward: bool) -> std::result::Result<(), TestCaseError> {
+fn check_transfers(schedule: &Schedule, plans: &[Plan], pass: Pass) -> std::result::Result<(), TestCaseError> {
     let mut sent: HashMap<Edge, i32> = HashMap::new();
     for (rank, plan) in plans.iter().enumerate() {
-        let mut held = HashSet::from([rank]);
-        let mut touched: HashSet<usize> = HashSet::new();
-        let mut used: HashSet<usize> = HashSet::new();
+        let is_result =
+            |block: Block| matches!(block, Block::KeyGradients(_) | Block::Partial(_) | Block::QueryGradients(_));
+        let mut held: HashSet<Block> = HashSet::new();
+        let mut used: HashSet<Block> = HashSet::new();
+        let mut made: HashSet<Block> = HashSet::new();
         for step in plan {
-            for Transfer { block, peer } in &step.send {
+            for Transfer { block, peer, rows } in &step.send {
                 prop_assert_ne!(*peer, rank, "sends to itself");
-                let Block::Keys(owner) = block else { return Err(TestCaseError::fail("gradients sent too early")) };
-                prop_assert!(held.contains(owner), "sends a block it does not hold");
-                *sent.entry((rank, *peer, *block)).or_default() += 1;
+                prop_assert!(!is_result(*block), "a result sent too early");
+                prop_assert!(block.owner() == rank || held.contains(block), "sends a block it does not hold");
+                prop_assert!(!rows.is_empty(), "sends nothing");
+                used.insert(*block);
+                *sent.entry((rank, *peer, *block, rows.clone())).or_default() += 1;
             }
-            if let Some(compute) = &step.compute {
-                prop_assert!(held.contains(&compute.owner), "computes a block it does not hold");
-                prop_assert!(used.insert(compute.owner), "computes a block twice");
-                touched.insert(compute.owner);
-            }
-            for Transfer { block, peer } in &step.receive {
-                *sent.entry((*peer, rank, *block)).or_default() -= 1;
-                match block {
-                    Block::Keys(owner) => prop_assert!(held.insert(*owner), "receives a block twice"),
-                    Block::Gradients(owner) => prop_assert!(*owner == rank || touched.contains(owner)),
+            if let Some(Compute { queries, keys, .. }) = &step.compute {
+                prop_assert!(*queries == rank || *keys == rank, "computes for two others");
+                let mut needed = vec![(*keys, Block::Keys(*keys)), (*queries, Block::Queries(*queries))];
+                if pass == Pass::Backward {
+                    needed.push((*queries, Block::Saved(*queries)));
+                }
+                for (owner, block) in needed {
+                    prop_assert!(
+                        owner == rank || held.contains(&block),
+                        "computes {:?}, which it does not hold",
+                        block
+                    );
+                    used.insert(block);
+                }
+                match pass {
+                    Pass::Forward => made.extend([Block::Partial(*queries)]),
+                    Pass::Backward => made.extend([Block::KeyGradients(*keys), Block::QueryGradients(*queries)]),
                 }
             }
-            for Transfer { block, peer } in &step.after {
-                let Block::Gradients(owner) = block else { return Err(TestCaseError::fail("keys sent too late")) };
-                prop_assert!(touched.contains(owner), "sends gradients it did not compute");
-                *sent.entry((rank, *peer, *block)).or_default() += 1;
+            for Transfer { block, peer, rows } in &step.receive {
+                *sent.entry((*peer, rank, *block, rows.clone())).or_default() -= 1;
+                match is_result(*block) {
+                    true => prop_assert!(block.owner() == rank || made.contains(block), "receives {:?} early", block),
+                    false => prop_assert!(held.insert(*block), "receives a block twice"),
+                }
+            }
+            for Transfer { block, peer, rows } in &step.after {
+                prop_assert!(is_result(*block) && made.remove(block), "sends {:?}, which it did not make", block);
+                *sent.entry((rank, *peer, *block, rows.clone())).or_default() += 1;
             }
         }
-        prop_assert!(held.iter().all(|owner| *owner == rank || used.contains(owner)), "receives a block for nothing");
-        if backward {
-            let foreign = used.iter().filter(|owner| **owner != rank).count();
-            let passed_on = plan.iter().flat_map(|step| &step.after).count();
-            prop_assert_eq!(foreign, passed_on, "gradients of a foreign block stay behind");
+        prop_assert!(held.iter().all(|block| used.contains(block)), "receives a block for nothing");
+        prop_assert!(made.iter().all(|block| block.owner() == rank), "a result stays behind: {:?}", made);
+        if schedule.strategy() == Strategy::Halo {
+            let rows: usize = plan
+                .iter()
+                .flat_map(|step| &step.receive)
+                .filter(|t| t.block != Block::KeyGradients(rank))
+                .map(|t| t.rows.len())
+                .sum();
+            prop_assert_eq!(rows, needed_rows(schedule, rank), "halo sends what nobody needs");
         }
     }
     prop_assert!(sent.values().all(|balance| *balance == 0), "a send without its receive: {:?}", sent);
     Ok(())
+}
+
+/// Key rows of others that the queries of a ring rank see, by definition.
+fn needed_rows(schedule: &Schedule, rank: usize) -> usize {
+    let (queries, keys) = (schedule.query().documents(), schedule.key().documents());
+    let own: HashSet<usize> = schedule.query_groups().rows(rank).into_iter().collect();
+    let local: HashSet<usize> = schedule.key_groups().rows(rank).into_iter().collect();
+    let pairs = visible_pairs(queries, keys, schedule.mask()).into_iter();
+    let seen: HashSet<usize> = pairs.filter(|(i, _)| own.contains(i)).map(|(_, j)| j).collect();
+    seen.difference(&local).count()
 }
 
 #[test]
@@ -138,11 +211,12 @@ fn a_ring_where_all_see_all_sends_p_minus_1_blocks() {
         for ranks in [1, 2, 3, 4, 8] {
             let documents = Documents::batch(1, 16 * ranks);
             let layout = Layout::new(kind, &documents, ranks).expect("ranks");
-            let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &mask, ranks, 1).expect("fits");
+            let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &mask, (ranks, 1)).expect("fits");
             for rank in 0..ranks {
                 let rows = (ranks - 1) * 16;
-                let wanted = RowsSent { forward_keys: rows, backward_keys: rows, backward_gradients: rows };
-                assert_eq!(schedule.rows_sent(rank), wanted);
+                let forward = Traffic { keys: rows, ..Traffic::default() };
+                assert_eq!(schedule.traffic(Pass::Forward, rank), forward);
+                assert_eq!(schedule.traffic(Pass::Backward, rank), Traffic { key_gradients: rows, ..forward });
             }
         }
     }
@@ -151,8 +225,8 @@ fn a_ring_where_all_see_all_sends_p_minus_1_blocks() {
 #[test]
 fn blocks_nobody_sees_do_not_travel() {
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 64), 4).expect("ranks");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), 4, 1).expect("fits");
-    let sent: Vec<usize> = (0..4).map(|rank| schedule.rows_sent(rank).forward_keys / 16).collect();
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (4, 1)).expect("fits");
+    let sent: Vec<usize> = (0..4).map(|rank| schedule.traffic(Pass::Forward, rank).keys / 16).collect();
     assert_eq!(sent, [1, 2, 3, 0]);
 }
 
@@ -160,7 +234,7 @@ fn blocks_nobody_sees_do_not_travel() {
 fn zigzag_balances_causal_attention_and_contiguous_does_not() {
     let pairs = |kind| -> Vec<u64> {
         let layout = Layout::new(kind, &Documents::batch(1, 4096), 4).expect("ranks");
-        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), 4, 1).expect("fits");
+        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (4, 1)).expect("fits");
         (0..4).map(|rank| schedule.pairs(rank)).collect()
     };
     let zigzag = pairs(LayoutKind::Zigzag);
@@ -173,14 +247,64 @@ fn zigzag_balances_causal_attention_and_contiguous_does_not() {
 #[test]
 fn layouts_of_other_sizes_are_refused() {
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 64), 4).expect("ranks");
-    let error = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), 3, 1).err().map(|e| e.to_string());
+    let error = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (3, 1)).err().map(|e| e.to_string());
     assert!(error.is_some_and(|text| text.contains("needs 3 ranks") && text.contains("there are 4")));
 }
 
 #[test]
 fn drawing_names_every_rank_and_its_balance() {
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 64), 4).expect("ranks");
-    let drawn = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), 4, 1).expect("fits").to_string();
+    let drawn = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (4, 1)).expect("fits").to_string();
     assert!(drawn.contains("zigzag layout, causal mask") && drawn.contains("balance 100.0%"), "{drawn}");
-    assert!(drawn.contains("kv0>1") && drawn.contains("d3>"), "{drawn}");
+    assert!(drawn.contains("kv0>1") && drawn.contains("dkv3>"), "{drawn}");
+}
+
+#[test]
+fn a_window_sends_no_more_than_its_width() {
+    // 8 ranks of 16 tokens, a window of 20 back: two neighbours' rows, 16 of the nearer and 4 of the farther.
+    let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 128), 8).expect("ranks");
+    let mask = Mask::causal().window(Some(20), None);
+    let schedule = Schedule::new(Strategy::Halo, &layout, &layout, &mask, (8, 1)).expect("fits");
+    let sent: Vec<usize> = (0..8).map(|rank| schedule.traffic(Pass::Forward, rank).keys).collect();
+    assert_eq!(sent, [20, 20, 20, 20, 20, 20, 16, 0]);
+    let ring = Schedule::new(Strategy::Ring, &layout, &layout, &mask, (8, 1)).expect("fits");
+    assert_eq!(ring.traffic(Pass::Forward, 3).keys, 32);
+}
+
+#[test]
+fn packed_documents_send_only_what_another_rank_needs() {
+    // Two ranks share the middle document only: 20 tokens at 30..50 around the cut at 40.
+    let documents = Documents::packed(&[30, 20, 30]);
+    let layout = Layout::new(LayoutKind::Contiguous, &documents, 2).expect("ranks");
+    let schedule = Schedule::new(Strategy::Halo, &layout, &layout, &Mask::causal(), (2, 1)).expect("fits");
+    assert_eq!([0, 1].map(|rank| schedule.traffic(Pass::Forward, rank).keys), [10, 0]);
+    let none = Layout::new(LayoutKind::Contiguous, &Documents::packed(&[40, 40]), 2).expect("ranks");
+    for strategy in Strategy::ALL {
+        let schedule = Schedule::new(strategy, &none, &none, &Mask::full(), (2, 1)).expect("fits");
+        let traffic = [0, 1].map(|rank| schedule.traffic(Pass::Backward, rank));
+        assert_eq!(traffic, [Traffic::default(); 2], "{strategy}");
+    }
+}
+
+#[test]
+fn a_bidirectional_ring_uses_links_between_neighbours_only() {
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 96), 6).expect("ranks");
+    let schedule = Schedule::new(Strategy::BidirectionalRing, &layout, &layout, &Mask::causal(), (6, 1)).expect("fits");
+    for pass in [Pass::Forward, Pass::Backward] {
+        for rank in 0..6 {
+            for transfer in schedule.plan(pass, rank).iter().flat_map(|step| &step.send) {
+                assert_eq!(transfer.peer.abs_diff(rank), 1, "{transfer:?} from {rank}");
+            }
+        }
+    }
+}
+
+#[test]
+fn few_queries_travel_rather_than_many_keys() {
+    let (queries, keys) = (Documents::batch(1, 8), Documents::batch(1, 4096));
+    let (query, key) =
+        Layout::pair(LayoutKind::Contiguous, &queries, &keys, &Mask::causal_bottom_right(), 4).expect("ranks");
+    let schedule = Schedule::new(Strategy::PassQ, &query, &key, &Mask::causal_bottom_right(), (4, 1)).expect("fits");
+    let traffic = schedule.traffic(Pass::Forward, 2);
+    assert_eq!((traffic.keys, traffic.queries, traffic.partials), (0, 6, 6));
 }

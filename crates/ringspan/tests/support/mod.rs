@@ -1,9 +1,10 @@
 //! A problem, its answer by the f64 reference, and its answer by a mesh of ranks.
 #![allow(dead_code)] // Each test binary uses its part.
 
-use ringspan::attention::{self, Group};
+use ringspan::attention::{self, Group, Wire};
 use ringspan::comm::threads;
-use ringspan::kernel::{Kernel, View, reference};
+use ringspan::kernel::{Buckets, Data, Dropout, Kernel, Relative, View, reference};
+use ringspan::mesh::Grid;
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 
 pub(crate) struct Problem {
@@ -18,6 +19,27 @@ pub(crate) struct Problem {
     pub(crate) q_documents: Documents,
     pub(crate) k_documents: Documents,
     pub(crate) mask: Mask,
+    pub(crate) score: Score,
+    /// Heads of the bias: none, one for all, or all.
+    pub(crate) bias_heads: usize,
+    /// Whether ranks hold their tensors with other numbers between the rows.
+    pub(crate) strided: bool,
+}
+
+/// How a problem is computed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct On {
+    pub(crate) kind: LayoutKind,
+    pub(crate) strategy: Strategy,
+    pub(crate) grid: Grid,
+    pub(crate) head_chunks: usize,
+    pub(crate) wire: Wire,
+}
+
+impl On {
+    pub(crate) fn new(kind: LayoutKind, strategy: Strategy, grid: impl Into<Grid>) -> Self {
+        Self { kind, strategy, grid: grid.into(), head_chunks: 1, wire: Wire::F32 }
+    }
 }
 
 pub(crate) struct Inputs {
@@ -25,6 +47,8 @@ pub(crate) struct Inputs {
     pub(crate) k: Vec<f32>,
     pub(crate) v: Vec<f32>,
     pub(crate) d_out: Vec<f32>,
+    /// `[B, Sq, Hb, Sk]`
+    pub(crate) bias: Vec<f32>,
 }
 
 #[derive(Default, Clone, PartialEq, Debug)]
@@ -34,6 +58,9 @@ pub(crate) struct Answer {
     pub(crate) dq: Vec<f32>,
     pub(crate) dk: Vec<f32>,
     pub(crate) dv: Vec<f32>,
+    pub(crate) d_sinks: Vec<f32>,
+    pub(crate) d_table: Vec<f32>,
+    pub(crate) d_bias: Vec<f32>,
     pub(crate) bytes_forward: Vec<u64>,
     pub(crate) bytes_backward: Vec<u64>,
 }
@@ -66,7 +93,48 @@ impl Problem {
             q_documents: documents.clone(),
             k_documents: documents,
             mask,
+            score: Score::new(1.0 / (dim as f32).sqrt()),
+            bias_heads: 0,
+            strided: false,
         }
+    }
+
+    /// The same problem with these parameters of the score; the scale stays.
+    pub(crate) fn with_score(self, what: &str, change: impl FnOnce(&Self, &mut Score)) -> Self {
+        let mut score = self.score.clone();
+        change(&self, &mut score);
+        Self { name: format!("{} {what}", self.name), score, ..self }
+    }
+
+    pub(crate) fn with_softcap(self) -> Self {
+        self.with_score("softcap", |_, score| score.softcap = Some(0.7))
+    }
+
+    pub(crate) fn with_sinks(self) -> Self {
+        self.with_score("sinks", |problem, score| score.sinks = Some(random(problem.heads, 77)))
+    }
+
+    pub(crate) fn with_alibi(self) -> Self {
+        self.with_score("alibi", |problem, score| {
+            let slopes = (0..problem.heads).map(|h| 0.3 / (h + 1) as f32).collect();
+            score.relative = Some(Relative::Alibi { slopes });
+        })
+    }
+
+    pub(crate) fn with_buckets(self) -> Self {
+        self.with_score("buckets", |problem, score| {
+            let table = random(problem.heads * 12, 78);
+            score.relative =
+                Some(Relative::Buckets(Buckets { table, count: 12, max_distance: 40, bidirectional: true }));
+        })
+    }
+
+    pub(crate) fn with_dropout(self) -> Self {
+        self.with_score("dropout", |_, score| score.dropout = Some(Dropout { rate: 0.3, seed: 4, first_head: 0 }))
+    }
+
+    pub(crate) fn with_bias(self, heads: usize) -> Self {
+        Self { name: format!("{} bias of {heads} heads", self.name), bias_heads: heads, ..self }
     }
 
     /// Attention of `queries` over `keys` of other lengths.
@@ -89,10 +157,6 @@ impl Problem {
         }
     }
 
-    pub(crate) fn scale(&self) -> f32 {
-        1.0 / (self.dim as f32).sqrt()
-    }
-
     pub(crate) fn inputs(&self, seed: u64) -> Inputs {
         let Self { batch, queries, keys, heads, kv_heads, dim, v_dim, .. } = *self;
         Inputs {
@@ -100,31 +164,36 @@ impl Problem {
             k: random(batch * keys * kv_heads * dim, seed + 1),
             v: random(batch * keys * kv_heads * v_dim, seed + 2),
             d_out: random(batch * queries * heads * v_dim, seed + 3),
+            bias: random(batch * queries * self.bias_heads * keys, seed + 4),
         }
     }
 
-    /// Whether query i of row b sees key j: by the documents and the mask, without runs or bands.
-    fn visibility(&self) -> impl Fn(usize, usize, usize) -> bool {
-        let place = |documents: &Documents| {
-            let mut place = vec![None; documents.size()];
-            for (index, document) in documents.iter().enumerate() {
-                for position in document.spans.iter().flat_map(|span| span.clone()) {
-                    place[document.offset + position] = Some((index, position, document.extent));
-                }
-            }
-            place
-        };
-        let (q, k) = (place(&self.q_documents), place(&self.k_documents));
-        let (queries, keys, mask) = (self.queries, self.keys, self.mask);
-        move |b, i, j| match (q[b * queries + i], k[b * keys + j]) {
-            (Some((q_doc, i, q_extent)), Some((k_doc, j, k_extent))) => {
-                q_doc == k_doc && mask.sees(i, j, q_extent, k_extent)
-            }
-            _ => false,
-        }
+    /// Inputs that a type of storage holds exactly.
+    pub(crate) fn inputs_of(&self, wire: Wire, seed: u64) -> Inputs {
+        let Inputs { q, k, v, d_out, bias } = self.inputs(seed);
+        let [q, k, v, d_out] = [q, k, v, d_out].map(|values| {
+            let round = |x: f32| match wire {
+                Wire::F32 => x,
+                Wire::Bf16 => half::bf16::from_f32(x).to_f32(),
+                Wire::F16 => half::f16::from_f32(x).to_f32(),
+            };
+            values.into_iter().map(round).collect()
+        });
+        Inputs { q, k, v, d_out, bias }
     }
 
-    /// The answer by plain f64 loops, rounded to f32.
+    /// Document, position and frame of each element of a flat batch.
+    fn places(documents: &Documents) -> Vec<Option<(usize, usize, usize)>> {
+        let mut places = vec![None; documents.size()];
+        for (index, document) in documents.iter().enumerate() {
+            for position in document.spans.iter().flat_map(|span| span.clone()) {
+                places[document.offset + position] = Some((index, position, document.extent));
+            }
+        }
+        places
+    }
+
+    /// The answer by plain f64 loops, rounded to f32: by the documents and the mask, without runs or bands.
     pub(crate) fn reference(&self, inputs: &Inputs) -> Answer {
         let shape = reference::Shape {
             batch: self.batch,
@@ -135,45 +204,114 @@ impl Problem {
             dim: self.dim,
             v_dim: self.v_dim,
         };
-        let (visible, scale) = (self.visibility(), f64::from(self.scale()));
-        let Inputs { q, k, v, d_out } = inputs;
-        let (out, lse) = reference::attention(shape, q, k, v, scale, &visible);
-        let (dq, dk, dv) = reference::backward(shape, q, k, v, scale, &visible, d_out);
+        let (q, k) = (Self::places(&self.q_documents), Self::places(&self.k_documents));
+        let (queries, keys, mask) = (self.queries, self.keys, &self.mask);
+        let pair = |b: usize, i: usize, j: usize| q[b * queries + i].zip(k[b * keys + j]);
+        let visible = |b, i, j| {
+            pair(b, i, j).is_some_and(|((q_doc, i, q_extent), (k_doc, j, k_extent))| {
+                q_doc == k_doc && mask.sees(q_doc, i, j, q_extent, k_extent)
+            })
+        };
+        let distance = |b, i, j| {
+            pair(b, i, j).map_or(0, |((_, i, q_extent), (_, j, k_extent))| mask.distance(i, j, q_extent, k_extent))
+        };
+        // The reference has a bias for each head.
+        let row = |row: &[f32]| row.repeat(if self.bias_heads == 1 { self.heads } else { 1 });
+        let bias: Vec<f32> = inputs.bias.chunks_exact((self.bias_heads * keys).max(1)).flat_map(row).collect();
+        let problem = reference::Problem {
+            shape,
+            q: &inputs.q,
+            k: &inputs.k,
+            v: &inputs.v,
+            score: &self.score,
+            bias: (self.bias_heads > 0).then_some(&bias),
+            visible: &visible,
+            distance: &distance,
+        };
+        let (out, lse) = problem.attention();
+        let gradients = problem.backward(&inputs.d_out);
         let round = |values: Vec<f64>| values.into_iter().map(|x| x as f32).collect();
-        Answer { out: round(out), lse: round(lse), dq: round(dq), dk: round(dk), dv: round(dv), ..Answer::default() }
+        let mut d_bias = gradients.d_bias;
+        if self.bias_heads == 1 {
+            let sum =
+                |rows: &[f64]| (0..keys).map(|j| rows.iter().skip(j).step_by(keys).sum::<f64>()).collect::<Vec<_>>();
+            d_bias = d_bias.chunks_exact((self.heads * keys).max(1)).flat_map(sum).collect();
+        }
+        // Padding has no log-sum-exp, whatever its sinks.
+        let mut lse: Vec<f32> = round(lse);
+        for (at, lse) in lse.iter_mut().enumerate() {
+            let (b, i) = (at / (self.heads * queries), at % queries);
+            if q[b * queries + i].is_none() {
+                *lse = f32::NEG_INFINITY;
+            }
+        }
+        Answer {
+            out: round(out),
+            lse,
+            dq: round(gradients.dq),
+            dk: round(gradients.dk),
+            dv: round(gradients.dv),
+            d_sinks: round(gradients.d_sinks),
+            d_table: round(gradients.d_table),
+            d_bias: round(d_bias),
+            ..Answer::default()
+        }
     }
 
-    /// The answer by `ring x ulysses` ranks.
-    pub(crate) fn on_mesh(
-        &self,
-        inputs: &Inputs,
-        kind: LayoutKind,
-        strategy: Strategy,
-        ring: usize,
-        ulysses: usize,
-    ) -> Result<Answer, Error> {
-        let ranks = ring * ulysses;
-        let query = Layout::new(kind, &self.q_documents, ranks)?;
-        let key = Layout::new(kind, &self.k_documents, ranks)?;
-        let schedule = Schedule::new(strategy, &query, &key, &self.mask, ring, ulysses)?;
-        let Self { heads, kv_heads, dim, v_dim, .. } = *self;
-        let score = Score { scale: self.scale() };
+    /// The answer by a mesh of ranks.
+    pub(crate) fn on_mesh(&self, inputs: &Inputs, on: On) -> Result<Answer, Error> {
+        let ranks = on.grid.size().expect("a small grid");
+        let (query, key) = Layout::pair(on.kind, &self.q_documents, &self.k_documents, &self.mask, ranks)?;
+        let schedule = Schedule::new(on.strategy, &query, &key, &self.mask, on.grid)?.with_head_chunks(on.head_chunks);
+        let Self { heads, kv_heads, dim, v_dim, bias_heads, .. } = *self;
+        let bias_width = bias_heads * self.keys;
         let locals = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(comm.clone(), ring, ulysses, Kernel::new(1))?;
+            let group = Group::new(comm.clone(), on.grid, Kernel::new(1))?.with_wire(on.wire);
             let q = query.shard(rank, &inputs.q, heads * dim)?;
             let k = key.shard(rank, &inputs.k, kv_heads * dim)?;
             let v = key.shard(rank, &inputs.v, kv_heads * v_dim)?;
             let d_out = query.shard(rank, &inputs.d_out, heads * v_dim)?;
+            let bias = query.shard(rank, &inputs.bias, bias_width)?;
             let view = |data, layout: &Layout, heads, dim| {
                 View::new(data, layout.tokens(rank), heads, dim).expect("a shard has its layout's size")
             };
-            let (q, k) = (view(&q, &query, heads, dim), view(&k, &key, kv_heads, dim));
-            let (v, d_out) = (view(&v, &key, kv_heads, v_dim), view(&d_out, &query, heads, v_dim));
+            // Rows of 3 and 7 numbers too many, which nobody may read.
+            let apart = |data: Vec<f32>, heads: usize, dim: usize| -> Vec<f32> {
+                let head = |row: &[f32]| [row, &[f32::NAN; 3]].concat();
+                let token = |row: &[f32]| {
+                    let mut row: Vec<f32> = row.chunks_exact(dim).flat_map(head).collect();
+                    row.extend([f32::NAN; 7]);
+                    row
+                };
+                if self.strided { data.chunks_exact(heads * dim).flat_map(token).collect() } else { data }
+            };
+            let (q, k) = (apart(q, heads, dim), apart(k, kv_heads, dim));
+            let (v, d_out) = (apart(v, kv_heads, v_dim), apart(d_out, heads, v_dim));
+            let strided = |data, layout: &Layout, heads, dim| match self.strided {
+                false => view(data, layout, heads, dim),
+                true => {
+                    let (tokens, head_stride) = (layout.tokens(rank), dim + 3);
+                    View {
+                        data: Data::F32(data),
+                        tokens,
+                        heads,
+                        dim,
+                        token_stride: heads * head_stride + 7,
+                        head_stride,
+                    }
+                }
+            };
+            let (q, k) = (strided(&q, &query, heads, dim), strided(&k, &key, kv_heads, dim));
+            let (v, d_out) = (strided(&v, &key, kv_heads, v_dim), strided(&d_out, &query, heads, v_dim));
+            let mut local = attention::Inputs::new(q, k, v, &self.score);
+            if bias_heads > 0 {
+                local = local.with_bias(view(&bias, &query, bias_heads, self.keys));
+            }
             let before = comm.bytes_sent();
-            let forward = attention::forward(&group, &schedule, q, k, v, &score)?;
+            let forward = attention::forward(&group, &schedule, &local)?;
             let between = comm.bytes_sent();
-            let gradients = attention::backward(&group, &schedule, q, k, v, &score, &forward, d_out)?;
+            let gradients = attention::backward(&group, &schedule, &local, &forward, d_out)?;
             Ok::<_, Error>((forward, gradients, between - before, comm.bytes_sent() - between))
         })?;
         let (queries, keys) = (self.batch * self.queries, self.batch * self.keys);
@@ -183,6 +321,9 @@ impl Problem {
             dq: vec![0.0; queries * heads * dim],
             dk: vec![0.0; keys * kv_heads * dim],
             dv: vec![0.0; keys * kv_heads * v_dim],
+            d_sinks: vec![0.0; self.score.sinks.as_ref().map_or(0, Vec::len)],
+            d_table: vec![0.0; self.score.table_len()],
+            d_bias: vec![0.0; queries * bias_width],
             ..Answer::default()
         };
         for (rank, (forward, gradients, bytes_forward, bytes_backward)) in locals.into_iter().enumerate() {
@@ -190,6 +331,11 @@ impl Problem {
             query.unshard(rank, &gradients.dq, heads * dim, &mut answer.dq)?;
             key.unshard(rank, &gradients.dk, kv_heads * dim, &mut answer.dk)?;
             key.unshard(rank, &gradients.dv, kv_heads * v_dim, &mut answer.dv)?;
+            query.unshard(rank, &gradients.d_bias, bias_width, &mut answer.d_bias)?;
+            for (sums, part) in [(&mut answer.d_sinks, &gradients.d_sinks), (&mut answer.d_table, &gradients.d_table)] {
+                assert_eq!(sums.len(), part.len(), "a gradient of a parameter");
+                sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+            }
             // lse is [H, T] on a rank and [B, H, S] in the answer.
             let tokens = query.tokens(rank);
             for (token, row) in query.rows(rank).into_iter().enumerate() {
@@ -205,29 +351,34 @@ impl Problem {
     }
 
     /// Asserts that a mesh gives the reference's answer: relative L2 up to 1e-5, and -inf and 0 where it has them.
-    pub(crate) fn check(
-        &self,
-        inputs: &Inputs,
-        wanted: &Answer,
-        kind: LayoutKind,
-        strategy: Strategy,
-        mesh: (usize, usize),
-    ) {
-        let what = format!("{}, {kind}, {strategy}, ring {} x ulysses {}", self.name, mesh.0, mesh.1);
-        let got = match self.on_mesh(inputs, kind, strategy, mesh.0, mesh.1) {
-            Ok(got) => got,
+    pub(crate) fn check(&self, inputs: &Inputs, wanted: &Answer, on: On) {
+        let what = format!("{}, {on:?}", self.name);
+        match self.on_mesh(inputs, on) {
             Err(error) => panic!("{what}: {error}"),
-        };
-        for (name, got, wanted) in [
-            ("out", &got.out, &wanted.out),
-            ("lse", &got.lse, &wanted.lse),
-            ("dq", &got.dq, &wanted.dq),
-            ("dk", &got.dk, &wanted.dk),
-            ("dv", &got.dv, &wanted.dv),
-        ] {
-            let error = relative_l2(got, wanted);
-            assert!(error <= 1e-5, "{what}: {name} differs by {error:e}");
+            Ok(got) => {
+                if let Some((name, error)) = wanted.difference(&got, 1e-5) {
+                    panic!("{what}: {name} differs by {error:e}");
+                }
+            }
         }
+    }
+}
+
+impl Answer {
+    /// The first of the results that differs by more than `bound`, and by how much.
+    pub(crate) fn difference(&self, got: &Self, bound: f64) -> Option<(&'static str, f64)> {
+        let pairs = [
+            ("out", &self.out, &got.out),
+            ("lse", &self.lse, &got.lse),
+            ("dq", &self.dq, &got.dq),
+            ("dk", &self.dk, &got.dk),
+            ("dv", &self.dv, &got.dv),
+            ("d_sinks", &self.d_sinks, &got.d_sinks),
+            ("d_table", &self.d_table, &got.d_table),
+            ("d_bias", &self.d_bias, &got.d_bias),
+        ];
+        let errors = pairs.into_iter().map(|(name, wanted, got)| (name, relative_l2(got, wanted)));
+        errors.into_iter().find(|(_, error)| *error > bound || error.is_nan())
     }
 }
 

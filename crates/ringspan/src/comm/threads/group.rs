@@ -7,8 +7,9 @@ use super::round::Part;
 use super::world::World;
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
+use crate::sync::AtomicU64;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 pub(super) struct Group {
     world: Arc<World>,

@@ -6,9 +6,10 @@ use super::operation::{Operation, listing};
 use super::round::{Part, Round};
 use crate::comm::Buffer;
 use crate::error::{Error, Result};
+use crate::sync::thread::{self, ThreadId};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::ThreadId;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What a rank waits for.
@@ -70,7 +71,7 @@ impl World {
 
     /// Records that `rank` runs on the calling thread.
     pub(super) fn begin(&self, rank: usize) {
-        self.lock().ranks[rank].home = Some(std::thread::current().id());
+        self.lock().ranks[rank].home = Some(thread::current().id());
     }
 
     /// Records that `rank` is done.
@@ -283,7 +284,7 @@ impl Shared {
     /// Whether the calling thread is the one the rank was started on.
     fn note_thread(&mut self, rank: usize) -> bool {
         let activity = &mut self.ranks[rank];
-        let home = activity.home == Some(std::thread::current().id());
+        let home = activity.home == Some(thread::current().id());
         activity.threads |= !home;
         home
     }

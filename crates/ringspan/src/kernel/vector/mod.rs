@@ -22,6 +22,8 @@ pub(super) trait Simd: Copy {
     const LANES: usize;
     /// Vectors of columns that a product of four rows takes at once: what the registers hold.
     const COLUMNS: usize;
+    /// Numbers of its reduction that a lane of [`product`](Self::product) takes: 1, or 2 in bf16.
+    const PAIR: usize = 1;
 
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::V;
@@ -35,22 +37,60 @@ pub(super) trait Simd: Copy {
     /// # Safety
     /// `to` must be writable for `LANES` numbers.
     unsafe fn store(self, to: *mut f32, x: Self::V);
+    /// Writes the first and the second half of a vector.
+    ///
+    /// # Safety
+    /// Both must be writable for `LANES / 2` numbers.
+    unsafe fn store_halves(self, first: *mut f32, second: *mut f32, x: Self::V);
     /// `a * b + c`
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a * b + c`, where PAIR is 2 with `a` and `b` of pairs: `a0 * b0 + a1 * b1 + c`.
+    #[inline(always)]
+    fn product(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        self.fma(a, b, c)
+    }
+    /// Rounds to bf16: each lane's numbers side by side. Where PAIR is 1, the first number.
+    #[inline(always)]
+    fn pair(self, first: Self::V, _second: Self::V) -> Self::V {
+        first
+    }
+    /// Rounds to bf16: `first`, then `second`, two neighbours a lane. Where PAIR is 1, `first`.
+    #[inline(always)]
+    fn pair_along(self, first: Self::V, _second: Self::V) -> Self::V {
+        first
+    }
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a - b`
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a * b`
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
-    /// The greater of two numbers.
+    /// `a / b`
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// The greater of two numbers; if one is NaN, the second.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `x` in the lanes where `low <= index < high`, -inf elsewhere.
-    fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V) -> Self::V;
+    /// `x` in the lanes where `low <= index < high`, `other` elsewhere.
+    fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V, other: Self::V) -> Self::V;
     /// `2^x` to about 1e-7 for `x < 127`; exactly 0 below -126, so also for -inf.
     fn exp2(self, x: Self::V) -> Self::V;
+    /// `2^x - 1` for `x <= 0`, as exact near 0 as elsewhere.
+    fn exp2_less_one(self, x: Self::V) -> Self::V;
+    /// `x` with the signs of `sign`.
+    fn copysign(self, x: Self::V, sign: Self::V) -> Self::V;
+    /// Transposes the first `LANES` vectors as a square.
+    fn transpose(self, square: &mut [Self::V; 16]);
     /// The sum of the lanes.
     fn sum(self, x: Self::V) -> f32;
+}
+
+/// `tanh x`, to about 2e-7 of itself everywhere: `-t / (2 + t)` with `t = exp(-2|x|) - 1`.
+#[inline(always)]
+pub(super) fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
+    let size = simd.max(x, simd.sub(simd.splat(0.0), x));
+    // Far out t is -1; the bound keeps 2^n a normal number, and NaN.
+    let power = simd.max(simd.splat(-60.0), simd.mul(size, simd.splat(-2.0 * std::f32::consts::LOG2_E)));
+    let t = simd.exp2_less_one(power);
+    simd.copysign(simd.div(t, simd.add(t, simd.splat(2.0))), x)
 }
 
 /// Coefficients of `(2^f - 1) / f` on [-1/2, 1/2], highest power first (Cephes library, exp2f).
@@ -77,13 +117,39 @@ mod tests {
         for x in [-126.01, -1e5, f32::MIN, f32::NEG_INFINITY] {
             assert_eq!(exp2_of(simd, x), 0.0, "2^{x}");
         }
+        for step in 1..2_000 {
+            for x in [step as f32 / 100.0, step as f32 / 1e4, step as f32 * -1e-9, step as f32 * 1e25] {
+                let mut to = [0.0; 16];
+                // SAFETY: no vector is longer than 16 numbers.
+                unsafe { simd.store(to.as_mut_ptr(), tanh(simd, simd.splat(x))) };
+                let error = (f64::from(to[0]) / f64::from(x).tanh() - 1.0).abs();
+                assert!(error < 2.5e-7, "tanh({x}) is {}, wrong by {error:e}", to[0]);
+            }
+        }
         assert_eq!(exp2_of(simd, 0.0), 1.0);
         assert!(exp2_of(simd, f32::NAN).is_nan());
         let numbers: Vec<f32> = (0..16).map(|x| x as f32).collect();
         // SAFETY: no vector is longer than 16 numbers.
         let (x, mut to) = (unsafe { simd.load(numbers.as_ptr()) }, [0.0; 16]);
         assert_eq!(simd.sum(x), numbers[..S::LANES].iter().sum::<f32>());
-        let kept = simd.within(x, simd.splat(5.0), x, simd.splat(6.0));
+        let mut square = [x; 16];
+        square.iter_mut().enumerate().for_each(|(i, x)| *x = simd.add(*x, simd.splat(100.0 * i as f32)));
+        simd.transpose(&mut square);
+        for (i, x) in square.iter().enumerate().take(S::LANES) {
+            // SAFETY: no vector is longer than 16 numbers.
+            unsafe { simd.store(to.as_mut_ptr(), *x) };
+            for (j, x) in to.iter().enumerate().take(S::LANES) {
+                assert_eq!(*x, (100 * j + i) as f32);
+            }
+        }
+        let mut halves = [[-1.0; 10]; 2];
+        let [first, second] = &mut halves;
+        // SAFETY: a half has at most 8 numbers.
+        unsafe { simd.store_halves(first[1..].as_mut_ptr(), second[2..].as_mut_ptr(), x) };
+        let half = S::LANES / 2;
+        assert_eq!((&halves[0][1..1 + half], halves[0][1 + half]), (&numbers[..half], -1.0));
+        assert_eq!((&halves[1][2..2 + half], halves[1][1]), (&numbers[half..2 * half], -1.0));
+        let kept = simd.within(x, simd.splat(5.0), x, simd.splat(6.0), simd.splat(f32::NEG_INFINITY));
         // SAFETY: no vector is longer than 16 numbers.
         unsafe { simd.store(to.as_mut_ptr(), kept) };
         for (lane, x) in to[..S::LANES].iter().enumerate() {
@@ -101,16 +167,43 @@ mod tests {
                 check(simd);
             }
             #[target_feature(enable = "avx512f")]
-            fn avx512(simd: Avx512) {
+            fn avx512(simd: Avx512<false>) {
                 check(simd);
+            }
+            #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+            fn pairs(simd: Avx512<true>) {
+                check(simd);
+                let numbers: Vec<f32> = (0..16).map(|x| x as f32).collect();
+                let mut to = [0.0; 16];
+                // SAFETY: no vector is longer than 16 numbers.
+                unsafe {
+                    let x = simd.load(numbers.as_ptr());
+                    // Each lane: x * x + 3 * 10.
+                    let (a, b) = (simd.pair(x, simd.splat(3.0)), simd.pair(x, simd.splat(10.0)));
+                    simd.store(to.as_mut_ptr(), simd.product(a, b, simd.splat(0.5)));
+                }
+                assert!(to.iter().zip(&numbers).all(|(to, x)| *to == x * x + 30.5));
+                // SAFETY: as above.
+                unsafe {
+                    let x = simd.load(numbers.as_ptr());
+                    // Lanes hold (0, 1), (2, 3), .. and then twos.
+                    let a = simd.pair_along(x, simd.splat(2.0));
+                    let b = simd.pair(simd.splat(1.0), simd.splat(100.0));
+                    simd.store(to.as_mut_ptr(), simd.product(a, b, simd.splat(0.0)));
+                }
+                assert_eq!((to[0], to[3], to[8], to[15]), (100.0, 706.0, 202.0, 202.0));
             }
             if let Some(simd) = Avx2::detect() {
                 // SAFETY: the token proves the feature.
                 unsafe { avx2(simd) };
             }
-            if let Some(simd) = Avx512::detect() {
+            if let Some(simd) = Avx512::<false>::detect() {
                 // SAFETY: the token proves the feature.
                 unsafe { avx512(simd) };
+            }
+            if let Some(simd) = Avx512::<true>::detect() {
+                // SAFETY: the token proves the features.
+                unsafe { pairs(simd) };
             }
         }
     }

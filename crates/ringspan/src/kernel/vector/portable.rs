@@ -13,6 +13,20 @@ fn each(f: impl Fn(usize) -> f32) -> [f32; N] {
     [f(0), f(1), f(2), f(3)]
 }
 
+/// `2^f - 1` and `2^n` for the integer n next to x, and `f = x - n`.
+#[inline(always)]
+fn parts(x: f32) -> (f32, f32) {
+    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits.
+    const ROUND: f32 = 12_582_912.0;
+    let shifted = x + ROUND;
+    let f = x - (shifted - ROUND);
+    let mut p = EXP2[0];
+    for c in &EXP2[1..] {
+        p = p * f + c;
+    }
+    (p * f, f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits())))
+}
+
 impl Simd for Portable {
     type V = [f32; N];
     const LANES: usize = N;
@@ -33,6 +47,15 @@ impl Simd for Portable {
     unsafe fn store(self, to: *mut f32, x: Self::V) {
         // SAFETY: the caller gives N writable numbers; arrays of f32 need no more alignment than f32.
         unsafe { to.cast::<[f32; N]>().write(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(self, first: *mut f32, second: *mut f32, x: Self::V) {
+        // SAFETY: the caller gives N / 2 writable numbers each.
+        unsafe {
+            first.cast::<[f32; N / 2]>().write([x[0], x[1]]);
+            second.cast::<[f32; N / 2]>().write([x[2], x[3]]);
+        }
     }
 
     #[inline(always)]
@@ -61,29 +84,47 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn div(self, a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] / b[i])
+    }
+
+    #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
 
     #[inline(always)]
-    fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V) -> Self::V {
-        each(|i| if low[i] <= index[i] && index[i] < high[i] { x[i] } else { f32::NEG_INFINITY })
+    fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V, other: Self::V) -> Self::V {
+        each(|i| if low[i] <= index[i] && index[i] < high[i] { x[i] } else { other[i] })
     }
 
     #[inline(always)]
     fn exp2(self, x: Self::V) -> Self::V {
-        // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits.
-        const ROUND: f32 = 12_582_912.0;
         each(|i| {
-            let shifted = x[i] + ROUND;
-            let f = x[i] - (shifted - ROUND);
-            let mut p = EXP2[0];
-            for c in &EXP2[1..] {
-                p = p * f + c;
-            }
-            let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
-            if x[i] < -126.0 { 0.0 } else { (p * f + 1.0) * power }
+            let (part, power) = parts(x[i]);
+            if x[i] < -126.0 { 0.0 } else { (part + 1.0) * power }
         })
+    }
+
+    #[inline(always)]
+    fn exp2_less_one(self, x: Self::V) -> Self::V {
+        each(|i| {
+            let (part, power) = parts(x[i]);
+            part * power + (power - 1.0)
+        })
+    }
+
+    #[inline(always)]
+    fn copysign(self, x: Self::V, sign: Self::V) -> Self::V {
+        each(|i| x[i].copysign(sign[i]))
+    }
+
+    #[inline(always)]
+    fn transpose(self, square: &mut [Self::V; 16]) {
+        let from = *square;
+        for (i, to) in square.iter_mut().enumerate().take(N) {
+            *to = each(|j| from[j][i]);
+        }
     }
 
     #[inline(always)]

@@ -1,4 +1,8 @@
-//! Documents: the sequences inside a batch that never see each other.
+//! Documents: the sequences inside a batch that never see each other; runs: some of their tokens.
+
+mod run;
+
+pub use run::Run;
 
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -28,13 +32,15 @@ impl Document {
 pub struct Documents {
     list: Vec<Document>,
     size: usize,
+    /// Elements of a batch row.
+    row_len: usize,
 }
 
 impl Documents {
     /// `rows` documents of `len` tokens: a batch without padding.
     pub fn batch(rows: usize, len: usize) -> Self {
         let document = |row| whole(row, row * len, len, len);
-        Self { list: (0..rows).map(document).collect(), size: rows * len }
+        Self { list: (0..rows).map(document).collect(), size: rows * len, row_len: len }
     }
 
     /// A batch `[lengths.len(), len]` whose rows are padded on the right: row b has `lengths[b]` tokens.
@@ -46,7 +52,7 @@ impl Documents {
             return Err(Error::Documents(format!("row {row} has length {given}, but rows hold {len} tokens")));
         }
         let list = lengths.iter().enumerate().map(|(row, &tokens)| whole(row, row * len, tokens, len)).collect();
-        Ok(Self { list, size: lengths.len() * len })
+        Ok(Self { list, size: lengths.len() * len, row_len: len })
     }
 
     /// One row of documents of the given lengths, one after the other, without padding.
@@ -57,7 +63,7 @@ impl Documents {
             list.push(whole(0, size, len, len));
             size += len;
         }
-        Self { list, size }
+        Self { list, size, row_len: size }
     }
 
     /// One row of `len` tokens, document n at `boundaries[n]..boundaries[n + 1]`; tokens outside are padding.
@@ -75,7 +81,7 @@ impl Documents {
             }
             list.push(whole(0, pair[0], pair[1] - pair[0], pair[1] - pair[0]));
         }
-        Ok(Self { list, size: len })
+        Ok(Self { list, size: len, row_len: len })
     }
 
     /// Rows of lists of document lengths, packed from the left of rows of `len` tokens; the rest is padding.
@@ -95,7 +101,7 @@ impl Documents {
                 offset += tokens;
             }
         }
-        Ok(Self { list, size: rows.len() * len })
+        Ok(Self { list, size: rows.len() * len, row_len: len })
     }
 
     /// A batch `[ids.len() / len, len]`: tokens of a row with the same id are one document, 0 is padding.
@@ -107,7 +113,7 @@ impl Documents {
     pub fn from_ids(ids: &[i32], len: usize) -> Result<Self> {
         if len == 0 || !ids.len().is_multiple_of(len) {
             if ids.is_empty() {
-                return Ok(Self { list: Vec::new(), size: 0 });
+                return Ok(Self { list: Vec::new(), size: 0, row_len: len });
             }
             return Err(Error::Documents(format!("{} document ids do not fill rows of {len}", ids.len())));
         }
@@ -134,7 +140,7 @@ impl Documents {
                 }
             }
         }
-        Ok(Self { list, size: ids.len() })
+        Ok(Self { list, size: ids.len(), row_len: len })
     }
 
     /// Number of documents.
@@ -160,6 +166,11 @@ impl Documents {
     /// Elements of the flat batch, padding included: B * S.
     pub fn size(&self) -> usize {
         self.size
+    }
+
+    /// Elements of a batch row, padding included: S.
+    pub fn row_len(&self) -> usize {
+        self.row_len
     }
 
     /// Tokens in documents.

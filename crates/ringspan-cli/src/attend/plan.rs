@@ -1,0 +1,90 @@
+//! How `attend` computes what it is asked: grid, layout, strategy, wire.
+
+use super::args::{AttendArgs, StrategyChoice, WireName};
+use super::input::{self, Input};
+use super::parameters::Terms;
+use anyhow::{Result, ensure};
+use ringspan::attention::{Wire, supports_bias};
+use ringspan::mesh::Grid;
+use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes};
+use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
+use safetensors::Dtype;
+
+/// What was decided.
+pub(super) struct Plan {
+    pub(super) schedule: Schedule,
+    pub(super) layout: LayoutKind,
+    pub(super) wire: Wire,
+    /// Why the strategy was chosen, if it was.
+    pub(super) choice: Option<Choice>,
+}
+
+impl Plan {
+    pub(super) fn new(
+        args: &AttendArgs,
+        input: &Input<'_>,
+        mask: &Mask,
+        terms: &Terms<'_>,
+        threads: usize,
+    ) -> Result<Self> {
+        let sizes = input.sizes;
+        let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
+        let mut grid = Grid::new(ring, ulysses);
+        if args.ulysses_outer {
+            ensure!(
+                ring > 1 && ulysses > 1,
+                "--ulysses-outer orders two axes, but this is --ring {ring} --ulysses {ulysses}"
+            );
+            grid = grid.with_ulysses_outer();
+        }
+        ensure!(
+            args.head_chunks.is_none_or(|chunks| chunks == 1 || ulysses > 1),
+            "--head-chunks cuts the exchange of heads into parts, but with --ulysses 1 there is none"
+        );
+        HeadShare::all(sizes.heads, sizes.kv_heads, grid)?;
+        let layout = args.layout();
+        let (query, key) = Layout::pair(layout, &input.query_documents, &input.key_documents, mask, ring * ulysses)?;
+        let schedule = |strategy| -> Result<Schedule> {
+            let schedule = Schedule::new(strategy, &query, &key, mask, grid)?;
+            Ok(schedule.with_head_chunks(args.head_chunks.map_or(1, |chunks| chunks as usize)))
+        };
+        let wire = wire(args, input);
+        let machine = [args.link_bandwidth, args.link_latency, args.rank_speed];
+        match args.strategy {
+            StrategyChoice::Fixed(strategy) => {
+                ensure!(
+                    machine.iter().all(Option::is_none),
+                    "--link-bandwidth, --link-latency and --rank-speed are of use with --strategy auto only"
+                );
+                Ok(Self { schedule: schedule(strategy)?, layout, wire, choice: None })
+            }
+            StrategyChoice::Auto => {
+                let possible = |strategy: &Strategy| terms.bias.is_none() || supports_bias(*strategy).is_ok();
+                let candidates =
+                    Strategy::ALL.into_iter().filter(possible).map(schedule).collect::<Result<Vec<_>>>()?;
+                let link = Link {
+                    bandwidth: args.link_bandwidth.unwrap_or(10.0) * 1e9,
+                    latency: args.link_latency.unwrap_or(5.0) * 1e-6,
+                };
+                let flops = args.rank_speed.unwrap_or(100.0 * threads as f64) * 1e9;
+                let machine = Machine { flops, ring: link, ulysses: link, line: false };
+                let bytes = if wire == Wire::F32 { 4 } else { 2 };
+                let input::Sizes { heads, kv_heads, dim, v_dim, .. } = sizes;
+                let sizes = Sizes { heads, kv_heads, dim, v_dim, wire: bytes };
+                let passes = if args.backward { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
+                let choice = Choice::cheapest(candidates, &sizes, &machine, passes)?;
+                Ok(Self { schedule: choice.schedule.clone(), layout, wire, choice: Some(choice) })
+            }
+        }
+    }
+}
+
+/// The type asked for, or the one in which everything can travel without loss.
+fn wire(args: &AttendArgs, Input { q, k, v, .. }: &Input<'_>) -> Wire {
+    match (args.dtype, q.dtype, k.dtype, v.dtype) {
+        (Some(WireName::F32), ..) => Wire::F32,
+        (Some(WireName::Bf16), ..) | (None, Dtype::BF16, Dtype::BF16, Dtype::BF16) => Wire::Bf16,
+        (Some(WireName::F16), ..) | (None, Dtype::F16, Dtype::F16, Dtype::F16) => Wire::F16,
+        _ => Wire::F32,
+    }
+}

@@ -1,0 +1,192 @@
+//! One part of the heads of a Ulysses group: what travels to the member that computes it, and what comes back.
+
+use super::block::stored;
+use super::exchange::{Exchange, Moving, transpose};
+use super::meter::Meter;
+use super::wire::{Wire, floats};
+use super::{Group, Inputs};
+use crate::comm::Buffer;
+use crate::error::Result;
+use crate::kernel::{self, Data, HeadMap, Saved, Score, View};
+use crate::schedule::{HeadShare, Schedule};
+use std::ops::Range;
+
+/// The two exchanges of a group, of queries' and of keys' tokens, and which heads each member computes in this part.
+pub(super) struct Part<'a> {
+    pub(super) queries: Exchange<'a>,
+    pub(super) keys: Exchange<'a>,
+    query_heads: Vec<Range<usize>>,
+    key_heads: Vec<Range<usize>>,
+    share: HeadShare,
+    wire: Wire,
+    /// First tag of this part's messages.
+    tag: u64,
+}
+
+/// Tags of one part.
+const TAGS: u64 = 16;
+
+/// The inputs of a part under way.
+pub(super) struct Sent {
+    q: Moving,
+    k: Moving,
+    v: Moving,
+    bias: Option<Moving>,
+    saved: Option<[Moving; 3]>,
+}
+
+/// The inputs of a part: its heads of all the group's tokens.
+pub(super) struct Arrived {
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    wire: Wire,
+    bias: Option<Buffer>,
+    /// d_out `[Tg, heads, Dv]`, lse and delta `[heads, Tg]`.
+    saved: Option<(Buffer, Vec<f32>, Vec<f32>)>,
+    map: HeadMap,
+    score: Score,
+    tokens: (usize, usize),
+}
+
+impl<'a> Part<'a> {
+    /// The parts in which a group computes its heads.
+    pub(super) fn all(group: &'a Group, schedule: &Schedule, inputs: &Inputs) -> Result<Vec<Self>> {
+        let grid = schedule.grid();
+        let members = &grid.members()[group.ring().rank()];
+        let parts = HeadShare::parts(inputs.q.heads, inputs.k.heads, grid, schedule.head_chunks())?;
+        let part = |(number, shares): (usize, Vec<HeadShare>)| Self {
+            queries: Exchange {
+                comm: group.ulysses(),
+                tokens: members.iter().map(|&member| schedule.query().tokens(member)).collect(),
+            },
+            keys: Exchange {
+                comm: group.ulysses(),
+                tokens: members.iter().map(|&member| schedule.key().tokens(member)).collect(),
+            },
+            query_heads: shares.iter().map(|share| share.query.clone()).collect(),
+            key_heads: shares.iter().map(|share| share.kv.clone()).collect(),
+            share: shares[group.ulysses().rank()].clone(),
+            wire: group.wire(),
+            tag: number as u64 * TAGS,
+        };
+        Ok(parts.into_iter().enumerate().map(part).collect())
+    }
+
+    /// Starts the way of the inputs, and for the backward pass of what was saved, to the heads.
+    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>) -> Result<Sent> {
+        let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
+        let saved = match saved {
+            None => None,
+            Some(Saved { lse, delta, d_out }) => {
+                // Statistics are kept by head; they travel by token like everything else.
+                let (tokens, heads) = (d_out.tokens, d_out.heads);
+                let statistic = |values: &[f32], tag| {
+                    let by_token = transpose(values, heads, tokens);
+                    self.queries.to_heads(&stored(Data::F32(&by_token), tokens, heads, 1)?, q_heads, Wire::F32, tag)
+                };
+                Some([
+                    self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4)?,
+                    statistic(lse, self.tag + 5)?,
+                    statistic(delta, self.tag + 6)?,
+                ])
+            }
+        };
+        let bias =
+            inputs.bias.map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3));
+        Ok(Sent {
+            q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag)?,
+            k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1)?,
+            v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2)?,
+            bias: bias.transpose()?,
+            saved,
+        })
+    }
+
+    /// A bias for all heads goes whole to every member.
+    fn bias_heads(&self, bias: &View) -> Vec<Range<usize>> {
+        if bias.heads == 1 { vec![0..1; self.query_heads.len()] } else { self.query_heads.clone() }
+    }
+
+    /// Waits for what [`send`](Self::send) started.
+    pub(super) fn receive(&self, sent: Sent, score: &Score, meter: &mut Meter) -> Result<Arrived> {
+        let saved = match sent.saved {
+            None => None,
+            Some([d_out, lse, delta]) => {
+                let d_out = self.queries.heads(d_out, meter)?;
+                let (tokens, heads) = (self.queries.all_tokens(), self.share.query.len());
+                let by_head = |values: &Buffer| -> Result<Vec<f32>> {
+                    Ok(transpose(floats(values, tokens * heads, "the exchange of heads")?, tokens, heads))
+                };
+                let lse = by_head(&self.queries.heads(lse, meter)?)?;
+                Some((d_out, lse, by_head(&self.queries.heads(delta, meter)?)?))
+            }
+        };
+        Ok(Arrived {
+            q: self.queries.heads(sent.q, meter)?,
+            k: self.keys.heads(sent.k, meter)?,
+            v: self.keys.heads(sent.v, meter)?,
+            bias: sent.bias.map(|bias| self.queries.heads(bias, meter)).transpose()?,
+            wire: self.wire,
+            saved,
+            map: HeadMap::new(self.share.kv_of.clone(), self.share.kv.len())?,
+            score: score.heads(self.share.query.clone()),
+            tokens: (self.queries.all_tokens(), self.keys.all_tokens()),
+        })
+    }
+
+    /// Starts the way of a result by query, `[Tg, heads, dim]`, back to its tokens.
+    pub(super) fn return_queries(&self, all: &[f32], dim: usize, number: u64) -> Result<Moving> {
+        self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number)
+    }
+
+    /// Starts the way of a result by key back to its tokens.
+    pub(super) fn return_keys(&self, all: &[f32], dim: usize, number: u64) -> Result<Moving> {
+        self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number)
+    }
+
+    /// Starts the way of the gradient of a bias back to its tokens; members' gradients of a bias for all heads are summed.
+    pub(super) fn return_bias(&self, all: &[f32], bias: &View, number: u64) -> Result<Moving> {
+        self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number)
+    }
+
+    /// This member's query heads.
+    pub(super) fn own_heads(&self) -> Range<usize> {
+        self.share.query.clone()
+    }
+}
+
+impl Arrived {
+    /// What the kernel reads, for tensors of these widths.
+    pub(super) fn inputs(&self, whole: &Inputs) -> Result<kernel::Inputs<'_>> {
+        let (queries, keys) = self.tokens;
+        let (heads, kv_heads) = (self.map.heads(), self.map.kv_heads());
+        let view = |wire: Wire, message, tokens: usize, heads: usize, dim: usize| {
+            stored(wire.read(message, tokens * heads * dim, "the exchange of heads")?, tokens, heads, dim)
+        };
+        let bias = |values| {
+            let (heads, dim) = whole.bias.map_or((1, 0), |bias| (if bias.heads == 1 { 1 } else { heads }, bias.dim));
+            view(Wire::F32, values, queries, heads, dim)
+        };
+        Ok(kernel::Inputs {
+            q: view(self.wire, &self.q, queries, heads, whole.q.dim)?,
+            k: view(self.wire, &self.k, keys, kv_heads, whole.k.dim)?,
+            v: view(self.wire, &self.v, keys, kv_heads, whole.v.dim)?,
+            heads: &self.map,
+            score: &self.score,
+            bias: self.bias.as_ref().map(bias).transpose()?,
+        })
+    }
+
+    /// What the backward kernel reads besides.
+    pub(super) fn saved(&self, v_dim: usize) -> Result<Option<Saved<'_>>> {
+        match &self.saved {
+            None => Ok(None),
+            Some((d_out, lse, delta)) => {
+                let (tokens, heads) = (self.tokens.0, self.map.heads());
+                let d_out = floats(d_out, tokens * heads * v_dim, "the exchange of heads")?;
+                Ok(Some(Saved { lse, delta, d_out: stored(Data::F32(d_out), tokens, heads, v_dim)? }))
+            }
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The backward pass: five products per block of keys and block of queries, scores recomputed from the log-sum-exp.
+//!
+//! S^T and dP^T have queries in the lanes; dV += P^T dO, dK += dS^T Q and dQ += dS K have the head width in the lanes.
+//! P^T and dS^T are then only broadcast, so nothing is transposed in the loop. Source: Dao, 2023 (arXiv:2307.08691),
+//! algorithm 2, with keys in the outer loop.
+//!
+//! In bf16 a product sums over pairs, so P^T and dS^T are kept in pairs along the lanes (for dV and dK) and dS^T also
+//! along the keys (for dQ).
+
+mod buffers;
+mod pair;
+
+pub(super) use buffers::Sizes;
+
+use super::buffer::Target;
+use super::isa::Code;
+use super::pack::{copy, is_finite, operand_columns, panels};
+use super::plan::Plan;
+use super::terms::Terms;
+use super::vector::Simd;
+use super::{HeadMap, KEY_BLOCK, View};
+use buffers::{KeyBlock, QueryBlock};
+use pair::Pair;
+use std::ops::Range;
+
+/// Rows of the micro kernel whose lanes run along the head width.
+const ROWS: usize = 4;
+
+/// What all workers of a call share.
+pub(super) struct Backward<'a> {
+    pub(super) q: View<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+    pub(super) d_out: View<'a>,
+    /// `[H, Tq]`
+    pub(super) lse: &'a [f32],
+    /// `[H, Tq]`
+    pub(super) delta: &'a [f32],
+    pub(super) heads: &'a HeadMap,
+    pub(super) plan: &'a Plan<'a>,
+    pub(super) code: Code,
+    pub(super) scale: f32,
+    /// [`terms::factor`]
+    pub(super) factor: f32,
+    pub(super) terms: Option<&'a Terms<'a>>,
+    /// `[Tq, H or 1, Sk]`; rows of a head, or of all heads, are one worker's.
+    pub(super) d_bias: Target,
+    pub(super) bias: Option<View<'a>>,
+    /// `[Tq, H, D]`
+    pub(super) dq: Target,
+}
+
+/// Where a worker adds the gradients of one key-value head's keys and values.
+#[derive(Clone, Copy)]
+pub(super) struct KeySums {
+    pub(super) dk: Target,
+    pub(super) dv: Target,
+    /// Elements from one row to the next, for dk and dv.
+    pub(super) strides: (usize, usize),
+    /// Elements before the head in its row, for dk and dv.
+    pub(super) offsets: (usize, usize),
+}
+
+/// What a worker computes at a time, and where it goes.
+pub(super) struct Share<'a> {
+    /// The query head.
+    pub(super) head: usize,
+    pub(super) blocks: Range<usize>,
+    pub(super) sums: KeySums,
+    /// Gradient of the head's buckets `[count]`.
+    pub(super) table: &'a mut [f64],
+    /// Called between blocks of keys.
+    pub(super) progress: &'a dyn Fn(),
+}
+
+impl Backward<'_> {
+    /// Adds what a share contributes to dq, and to the keys' and values' gradients in its sums.
+    ///
+    /// # Safety
+    /// No two calls at once may name the same head and block, or the same rows of sums. `scratch` must have at least
+    /// the size that `Sizes::scratch` tells.
+    #[inline(always)]
+    pub(super) unsafe fn head<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        share: Share,
+        scratch: &mut [f32],
+    ) {
+        let Share { head, blocks, sums, table, progress } = share;
+        let sizes = Sizes::new(self.q.dim, self.v.dim, self.code, self.bias.is_some());
+        let (queries, rest) = scratch.split_at_mut(blocks.len() * sizes.block());
+        let mut spoilt = Vec::with_capacity(blocks.len());
+        for (buffer, block) in queries.chunks_exact_mut(sizes.block()).zip(blocks.clone()) {
+            spoilt.push(self.pack_queries(simd, sizes, head, block, &mut QueryBlock::of(sizes, buffer)));
+        }
+        let mut at = KeyBlock::of(sizes, rest, table);
+        let kv = self.heads.kv_of(head);
+        let visible = &self.plan.keys;
+        for base in (visible.start / R * R..visible.end).step_by(KEY_BLOCK) {
+            let rows = base..(base + KEY_BLOCK).min(visible.end);
+            let mut packed = false;
+            for (i, block) in blocks.clone().enumerate() {
+                for part in self.plan.parts(block) {
+                    let (from, to) = (part.any.start.max(rows.start), part.any.end.min(rows.end));
+                    if from >= to {
+                        continue;
+                    }
+                    if !packed {
+                        self.pack_keys::<S, R>(simd, sizes, kv, &rows, &mut at);
+                        packed = true;
+                    }
+                    let keys = (from - base) / R * R..(to - base).next_multiple_of(R);
+                    let pair = Pair { head, block, part, base, keys, spoilt: spoilt[i] || at.spoilt };
+                    let mut queries = QueryBlock::of(sizes, &mut queries[i * sizes.block()..][..sizes.block()]);
+                    // SAFETY: the buffers have these sizes; the panels lie within KEY_BLOCK.
+                    unsafe { self.pair::<S, R, N>(simd, sizes, &pair, &mut queries, &mut at) };
+                }
+            }
+            if packed {
+                progress();
+                for (i, row) in rows.enumerate() {
+                    // SAFETY: this head's rows are this worker's.
+                    let (dk, dv) = unsafe {
+                        (
+                            sums.dk.row(row * sums.strides.0 + sums.offsets.0, self.k.dim),
+                            sums.dv.row(row * sums.strides.1 + sums.offsets.1, self.v.dim),
+                        )
+                    };
+                    add(dk, &at.dk[i * sizes.wide..]);
+                    add(dv, &at.dv[i * sizes.v_wide..]);
+                }
+            }
+        }
+        for (buffer, block) in queries.chunks_exact_mut(sizes.block()).zip(blocks) {
+            let dq = QueryBlock::of(sizes, buffer).dq;
+            for (i, row) in self.plan.rows(block).enumerate() {
+                // SAFETY: this head's rows of this block are this worker's.
+                let to = unsafe { self.dq.row((row * self.q.heads + head) * self.q.dim, self.q.dim) };
+                add(to, &dq[i * sizes.wide..]);
+            }
+        }
+    }
+
+    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane lse * log2(e) and delta. Whether some of it is no number.
+    #[inline(always)]
+    fn pack_queries<S: Simd>(&self, simd: S, sizes: Sizes, head: usize, block: usize, to: &mut QueryBlock) -> bool {
+        let (rows, lanes) = (self.plan.rows(block), sizes.lanes);
+        let row = |lane: usize| {
+            let row = rows.start + lane;
+            (lane < rows.len() && self.plan.sees_anything(row)).then_some(row)
+        };
+        let (q_row, d_row) = (|lane| Some(self.q.at(row(lane)?, head)), |lane| Some(self.d_out.at(row(lane)?, head)));
+        operand_columns(simd, to.q_t, self.q.dim, lanes, self.factor, q_row);
+        operand_columns(simd, to.d_out_t, self.v.dim, lanes, 1.0, d_row);
+        copy(simd, &mut to.q[..lanes / S::PAIR * sizes.wide], sizes.wide, self.scale, q_row);
+        copy(simd, &mut to.d_out[..lanes / S::PAIR * sizes.v_wide], sizes.v_wide, 1.0, d_row);
+        to.dq.fill(0.0);
+        let mut numbers = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
+        for lane in 0..lanes {
+            // A query that sees nothing is measured against +inf: all its probabilities are exactly 0.
+            let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.lse[at] != f32::NEG_INFINITY);
+            to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.lse[at] * std::f32::consts::LOG2_E);
+            to.statistics[lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
+            // A log-sum-exp that is +inf in earnest is found by the keys or the query that made it so.
+            numbers &= !to.statistics[lane].is_nan() && to.statistics[lanes + lane].is_finite();
+        }
+        !numbers
+    }
+
+    /// K and V in panels, K in rows, zero dK and dV.
+    #[inline(always)]
+    fn pack_keys<S: Simd, const R: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        kv: usize,
+        rows: &Range<usize>,
+        to: &mut KeyBlock,
+    ) {
+        let row = |i: usize| {
+            let row = rows.start + i;
+            (row < rows.end && self.plan.sees_key(row)).then_some(row)
+        };
+        let (k_row, v_row) = (|i| Some(self.k.at(row(i)?, kv)), |i| Some(self.v.at(row(i)?, kv)));
+        let count = rows.len().next_multiple_of(R);
+        panels::<S, R>(simd, to.k_panels, self.k.dim, count, k_row);
+        panels::<S, R>(simd, to.v_panels, self.v.dim, count, v_row);
+        copy(simd, &mut to.k[..count / S::PAIR * sizes.wide], sizes.wide, self.scale, k_row);
+        to.dk.fill(0.0);
+        to.dv.fill(0.0);
+        let (k, v) = (&to.k_panels[..count * sizes.depth], &to.v_panels[..count * sizes.v_depth]);
+        to.spoilt = !(is_finite::<S>(k) && is_finite::<S>(v));
+    }
+}
+
+#[inline(always)]
+fn add(to: &mut [f32], from: &[f32]) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to += from;
+    }
+}

@@ -1,0 +1,237 @@
+//! One block of queries against one block of keys: the five products, and what lies between them.
+
+use super::super::KEY_BLOCK;
+use super::super::micro::{accumulate, multiply};
+use super::super::plan::Part;
+use super::super::terms::{self, Bounds, TermSums, Terms};
+use super::super::vector::Simd;
+use super::super::view::Data;
+use super::buffers::{KeyBlock, QueryBlock, Sizes};
+use super::{Backward, ROWS};
+use std::ops::Range;
+
+/// Which blocks meet.
+pub(super) struct Pair<'a> {
+    pub(super) head: usize,
+    pub(super) block: usize,
+    pub(super) part: &'a Part,
+    /// First row of the block of keys.
+    pub(super) base: usize,
+    /// Rows of the block of keys, multiples of R.
+    pub(super) keys: Range<usize>,
+    /// Whether some of it is no number.
+    pub(super) spoilt: bool,
+}
+
+impl Backward<'_> {
+    /// Adds what a pair of blocks contributes.
+    ///
+    /// # Safety
+    /// `queries` and `at` are packed blocks of `sizes`, which are made for S, R and N.
+    #[inline(always)]
+    pub(super) unsafe fn pair<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        queries: &mut QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let Pair { block, part, base, .. } = *pair;
+        let (lanes, keys) = (N * S::LANES, pair.keys.clone());
+        let mut bounds: Bounds = ([0.0; terms::LANES], [0.0; terms::LANES]);
+        let border = part.all.start > base + keys.start || part.all.end < base + keys.end;
+        // What a lane or a key does not see must not reach it by a product with 0, if it may be no number.
+        let careful = pair.spoilt && (border || self.plan.rows(block).len() < lanes);
+        if border || careful {
+            let (low, high) = &mut bounds;
+            self.plan.bounds(block, part, base + keys.start, KEY_BLOCK, &mut low[..lanes], &mut high[..lanes]);
+        }
+        let (low, high) = &bounds;
+        // Where queries are in bf16 they are not scaled.
+        let factor = simd.splat(self.factor);
+        let zero = [[simd.splat(0.0); N]; R];
+        for row in keys.clone().step_by(R) {
+            // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
+            // [2][lanes]; low and high have 64 lanes.
+            unsafe {
+                let (p, ds) = (at.p.as_mut_ptr().add(row * lanes), at.ds.as_mut_ptr().add(row * lanes));
+                let panel = at.k_panels.as_ptr().add(row * sizes.depth);
+                let mut s = multiply::<S, R, N>(simd, sizes.depth, panel, 1, R, queries.q_t.as_ptr(), lanes, zero);
+                let panel = at.v_panels.as_ptr().add(row * sizes.v_depth);
+                let d_out_t = queries.d_out_t.as_ptr();
+                if self.terms.is_some() {
+                    store(simd, p, &s);
+                    store(simd, ds, &multiply::<S, R, N>(simd, sizes.v_depth, panel, 1, R, d_out_t, lanes, zero));
+                    continue;
+                }
+                if base + row < part.all.start || base + row + R > part.all.end {
+                    for (i, s) in s.iter_mut().enumerate() {
+                        let index = simd.splat((row - keys.start + i) as f32);
+                        for (v, s) in s.iter_mut().enumerate() {
+                            let at = v * S::LANES;
+                            let (low, high) = (simd.load(low.as_ptr().add(at)), simd.load(high.as_ptr().add(at)));
+                            *s = simd.within(*s, index, low, high, simd.splat(f32::NEG_INFINITY));
+                        }
+                    }
+                }
+                for v in 0..N {
+                    let lse = simd.load(queries.statistics.as_ptr().add(v * S::LANES));
+                    let below = simd.sub(simd.splat(0.0), lse);
+                    for (i, s) in s.iter().enumerate() {
+                        let s = if S::PAIR == 1 { simd.sub(s[v], lse) } else { simd.fma(s[v], factor, below) };
+                        simd.store(p.add(i * lanes + v * S::LANES), simd.exp2(s));
+                    }
+                }
+                let dp = multiply::<S, R, N>(simd, sizes.v_depth, panel, 1, R, d_out_t, lanes, zero);
+                for v in 0..N {
+                    let delta = simd.load(queries.statistics.as_ptr().add(lanes + v * S::LANES));
+                    for (i, dp) in dp.iter().enumerate() {
+                        let p = simd.load(p.add(i * lanes + v * S::LANES));
+                        simd.store(ds.add(i * lanes + v * S::LANES), simd.mul(p, simd.sub(dp[v], delta)));
+                    }
+                }
+            }
+        }
+        if let Some(terms) = self.terms {
+            let bounds = (border || careful).then_some(&bounds);
+            // SAFETY: p, ds and the bias are [KEY_BLOCK][lanes], the statistics of all lanes.
+            unsafe { self.apply_terms::<S, N>(simd, terms, pair, bounds, queries, at) };
+        }
+        if careful {
+            return self.add_seen(simd, sizes, pair, &bounds, queries, at);
+        }
+        if S::PAIR > 1 {
+            // SAFETY: the buffers are those of `sizes`.
+            unsafe { self.round::<S, N>(simd, sizes, keys.clone(), at) };
+        }
+        let (count, wide, v_wide) = (keys.len(), sizes.wide, sizes.v_wide);
+        // SAFETY: P^T and dS^T are [KEY_BLOCK][lanes], Q, dQ, K, dK [..][wide], dO and dV [..][v_wide], or pairs of them;
+        // the rows `keys` are within KEY_BLOCK and a multiple of R; lanes and R are multiples of ROWS.
+        unsafe {
+            let dv = at.dv.as_mut_ptr().add(keys.start * v_wide);
+            let dk = at.dk.as_mut_ptr().add(keys.start * wide);
+            let k = at.k.as_ptr().add(keys.start / S::PAIR * wide);
+            let (q, d_out, dq) = (queries.q.as_ptr(), queries.d_out.as_ptr(), queries.dq.as_mut_ptr());
+            let row = if S::PAIR == 1 { lanes } else { sizes.half_row };
+            let (p, ds, across) = match S::PAIR {
+                1 => (at.p.as_ptr(), at.ds.as_ptr(), at.ds.as_ptr()),
+                _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), at.ds_pairs.as_ptr()),
+            };
+            let (p, ds) = (p.add(keys.start * row), ds.add(keys.start * row));
+            let across = across.add(keys.start / S::PAIR * lanes);
+            accumulate::<S, ROWS>(simd, (count, lanes / S::PAIR, v_wide), p, row, 1, d_out, dv);
+            accumulate::<S, ROWS>(simd, (count, lanes / S::PAIR, wide), ds, row, 1, q, dk);
+            accumulate::<S, ROWS>(simd, (lanes, count / S::PAIR, wide), across, 1, lanes, k, dq);
+        }
+    }
+
+    /// P^T and dS^T from the products, with all that changes a score, and the gradients of that.
+    ///
+    /// # Safety
+    /// As [`pair`](Self::pair); P^T and dS^T hold the products.
+    #[inline(always)]
+    unsafe fn apply_terms<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        terms: &Terms,
+        pair: &Pair,
+        bounds: Option<&Bounds>,
+        queries: &QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let (lanes, keys, head) = (N * S::LANES, pair.keys.clone(), pair.head);
+        let meeting = self.plan.meeting(pair.block, pair.part, pair.base + keys.start);
+        let frame = terms.frame(simd, meeting, head, keys.len(), lanes, at.bias);
+        let (lse, delta) = queries.statistics.split_at(lanes);
+        let mut sums = TermSums { table: at.table, lse, delta };
+        let (p, ds) = (&mut at.p[keys.start * lanes..], &mut at.ds[keys.start * lanes..]);
+        // SAFETY: all are [keys][lanes], the statistics of all lanes.
+        unsafe { terms.gradients::<S, N>(simd, &frame, p.as_mut_ptr(), ds.as_mut_ptr(), at.bias, bounds, &mut sums) };
+        let Some(bias) = &self.bias else { return };
+        for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, frame.row(lane)?))) {
+            let row = row * bias.heads + head.min(bias.heads - 1);
+            // SAFETY: no other worker has this row of this head, or, where heads share it, of any head.
+            let row = unsafe { self.d_bias.row(row * bias.dim, bias.dim) };
+            Terms::add_bias(&frame, lanes, at.bias, lane, row);
+        }
+    }
+
+    /// P^T and dS^T times the scale in bf16: along the lanes, and dS^T also along the keys.
+    ///
+    /// # Safety
+    /// As [`pair`](Self::pair).
+    #[inline(always)]
+    unsafe fn round<S: Simd, const N: usize>(&self, simd: S, sizes: Sizes, keys: Range<usize>, at: &mut KeyBlock) {
+        let (lanes, half_row, scale) = (N * S::LANES, sizes.half_row, simd.splat(self.scale));
+        let zero = simd.splat(0.0);
+        for row in keys.step_by(2) {
+            let (mut p, mut ds) = ([[zero; N]; 2], [[zero; N]; 2]);
+            // SAFETY: P^T and dS^T are [KEY_BLOCK][lanes], their halves [KEY_BLOCK][half_row] with room for all lanes,
+            // the pairs [KEY_BLOCK / 2][lanes]; the keys are whole pairs.
+            unsafe {
+                for i in 0..2 {
+                    for v in 0..N {
+                        let from = (row + i) * lanes + v * S::LANES;
+                        p[i][v] = simd.load(at.p.as_ptr().add(from));
+                        ds[i][v] = simd.mul(scale, simd.load(at.ds.as_ptr().add(from)));
+                    }
+                    for v in (0..N).step_by(2) {
+                        let to = (row + i) * half_row + v / 2 * S::LANES;
+                        let second = |x: &[S::V; N]| if v + 1 < N { x[v + 1] } else { zero };
+                        simd.store(at.p_halves.as_mut_ptr().add(to), simd.pair_along(p[i][v], second(&p[i])));
+                        simd.store(at.ds_halves.as_mut_ptr().add(to), simd.pair_along(ds[i][v], second(&ds[i])));
+                    }
+                }
+                for (v, (first, second)) in ds[0].iter().zip(&ds[1]).enumerate() {
+                    let to = at.ds_pairs.as_mut_ptr().add(row / 2 * lanes + v * S::LANES);
+                    simd.store(to, simd.pair(*first, *second));
+                }
+            }
+        }
+    }
+
+    /// The three sums over visible pairs only, from P^T and dS^T and the tensors themselves.
+    #[inline(always)]
+    fn add_seen<S: Simd>(
+        &self,
+        _simd: S,
+        sizes: Sizes,
+        pair: &Pair,
+        (low, high): &Bounds,
+        queries: &mut QueryBlock,
+        at: &mut KeyBlock,
+    ) {
+        let (first, kv) = (self.plan.rows(pair.block).start, self.heads.kv_of(pair.head));
+        for key in pair.keys.clone() {
+            let index = (key - pair.keys.start) as f32;
+            for lane in (0..sizes.lanes).filter(|&lane| low[lane] <= index && index < high[lane]) {
+                let (p, ds) = (at.p[key * sizes.lanes + lane], at.ds[key * sizes.lanes + lane] * self.scale);
+                add_product(&mut at.dv[key * sizes.v_wide..], p, self.d_out.at(first + lane, pair.head));
+                add_product(&mut at.dk[key * sizes.wide..], ds, self.q.at(first + lane, pair.head));
+                add_product(&mut queries.dq[lane * sizes.wide..], ds, self.k.at(pair.base + key, kv));
+            }
+        }
+    }
+}
+
+/// `to += factor * from`
+#[inline(always)]
+fn add_product(to: &mut [f32], factor: f32, from: Data) {
+    match from {
+        Data::F32(from) => to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from),
+        _ => to.iter_mut().zip(&*from.to_f32()).for_each(|(to, from)| *to += factor * from),
+    }
+}
+
+/// Stores R rows of N vectors one after the other.
+///
+/// # Safety
+/// `to` must be writable for all of them.
+#[inline(always)]
+unsafe fn store<S: Simd, const R: usize, const N: usize>(simd: S, to: *mut f32, rows: &[[S::V; N]; R]) {
+    for (at, x) in rows.iter().flatten().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe { simd.store(to.add(at * S::LANES), *x) };
+    }
+}

@@ -1,0 +1,130 @@
+//! The backward pass of a kernel: shares of the workers, and the sums they have in common.
+
+use super::super::backward::{Backward, KeySums, Share, Sizes};
+use super::super::buffer::{Aligned, Target, lines};
+use super::super::plan::Plan;
+use super::super::terms::{self, Terms};
+use super::super::{Inputs, Saved, Sums, Tile, isa, workers};
+use super::{Kernel, SEGMENT, check};
+use std::ops::Range;
+use std::sync::Mutex;
+
+impl Kernel {
+    /// Adds the gradients of `tiles` to `sums`.
+    ///
+    /// # Panics
+    /// If the shapes do not fit each other.
+    pub fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) {
+        let Inputs { q, k, v, heads, score, bias } = *inputs;
+        let Saved { lse, delta, d_out } = *saved;
+        let Sums { dq, dk, dv, d_table, d_bias } = sums;
+        check(inputs, tiles);
+        let rows = q.tokens * q.heads;
+        assert_eq!((d_out.tokens, d_out.heads, d_out.dim), (q.tokens, q.heads, v.dim), "the shape of d_out");
+        assert_eq!([lse.len(), delta.len(), dq.len()], [rows, rows, rows * q.dim], "the sizes of lse, delta, dq");
+        let keys = k.tokens * k.heads;
+        assert_eq!([dk.len(), dv.len()], [keys * k.dim, keys * v.dim], "the sizes of dk and dv");
+        let biases = bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
+        assert_eq!([d_table.len(), d_bias.len()], [score.table_len(), biases], "the sizes of d_table and d_bias");
+        let code = self.code(inputs);
+        let lanes = code.lanes();
+        let plan = Plan::new(tiles, lanes, q.tokens, k.tokens);
+        if plan.keys.is_empty() || q.heads == 0 {
+            return;
+        }
+
+        let terms = Terms::new(score, bias);
+        // Heads that share a bias add to the same rows of its gradient.
+        let shared = bias.is_some_and(|bias| bias.heads < q.heads);
+        let shares =
+            if shared { plan.shares_by_block(q.heads, self.threads) } else { plan.shares(q.heads, self.threads) };
+        let owners = |kv: usize| {
+            let touches = |share: &[(usize, Range<usize>)]| share.iter().any(|(head, _)| heads.kv_of(*head) == kv);
+            shares.iter().filter(|share| touches(share)).count()
+        };
+        // A key-value head of several workers gets one private sum per worker, added up in the order of workers.
+        let (k_size, v_size) = (lines(k.tokens * k.dim), lines(k.tokens * v.dim));
+        let mut private: Vec<Vec<(usize, Aligned)>> = shares
+            .iter()
+            .map(|share| {
+                let mut kv: Vec<usize> = share.iter().map(|(head, _)| heads.kv_of(*head)).collect();
+                kv.dedup();
+                kv.retain(|&kv| owners(kv) > 1);
+                let zeroed = |kv| {
+                    let mut buffer = self.pool.take(k_size + v_size);
+                    buffer.fill(0.0);
+                    (kv, buffer)
+                };
+                kv.into_iter().map(zeroed).collect()
+            })
+            .collect();
+        let job = Backward {
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            delta,
+            heads,
+            plan: &plan,
+            code,
+            scale: score.scale,
+            factor: terms::factor(score),
+            terms: terms.as_ref(),
+            bias,
+            dq: Target::new(dq),
+            d_bias: Target::new(d_bias),
+        };
+        let tables: Vec<Mutex<Vec<f64>>> = shares.iter().map(|_| Mutex::new(vec![0.0; d_table.len()])).collect();
+        let buckets = d_table.len() / q.heads;
+        let targets: Vec<Vec<(usize, KeySums)>> = private
+            .iter_mut()
+            .map(|private| {
+                let sums = |(kv, buffer): &mut (usize, Aligned)| {
+                    let (dk, dv) = buffer.split_at_mut(k_size);
+                    let (dk, dv) = (Target::new(dk), Target::new(dv));
+                    (*kv, KeySums { dk, dv, strides: (k.dim, v.dim), offsets: (0, 0) })
+                };
+                private.iter_mut().map(sums).collect()
+            })
+            .collect();
+        let (dk_target, dv_target) = (Target::new(dk), Target::new(dv));
+        let sizes = Sizes::new(q.dim, v.dim, code, bias.is_some());
+        workers::run(shares.len(), &|worker| {
+            let most = shares[worker].iter().map(|(_, blocks)| blocks.len()).max().unwrap_or(0);
+            let segment = SEGMENT / lanes;
+            let mut scratch = self.pool.take(sizes.scratch(most.min(segment)));
+            let mut table = tables[worker].lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let progress = &|| self.progress(worker);
+            for (head, blocks) in &shares[worker] {
+                let kv = heads.kv_of(*head);
+                let strides = (k.heads * k.dim, k.heads * v.dim);
+                let direct = KeySums { dk: dk_target, dv: dv_target, strides, offsets: (kv * k.dim, kv * v.dim) };
+                let sums = targets[worker].iter().find(|target| target.0 == kv).map_or(direct, |target| target.1);
+                let table = &mut table[head * buckets..][..buckets];
+                for from in blocks.clone().step_by(segment) {
+                    let blocks = from..blocks.end.min(from + segment);
+                    let share = Share { head: *head, blocks, sums, table: &mut *table, progress };
+                    // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch
+                    // has the asked size.
+                    unsafe { isa::backward_head(code, &job, share, &mut scratch) };
+                }
+            }
+            self.pool.give(scratch);
+        });
+        for table in tables {
+            let table = table.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+            d_table.iter_mut().zip(table).for_each(|(sum, x)| *sum += x as f32);
+        }
+        for (kv, buffer) in private.into_iter().flatten() {
+            let (from_k, from_v) = buffer.split_at(k_size);
+            for (from, to, dim) in [(from_k, &mut *dk, k.dim), (from_v, &mut *dv, v.dim)] {
+                for (row, from) in from.chunks_exact(dim).take(k.tokens).enumerate() {
+                    let to = &mut to[(row * k.heads + kv) * dim..][..dim];
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
+                }
+            }
+            self.pool.give(buffer);
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! What the backward pass needs of outputs and their gradients, row by row.
+
+use super::super::buffer::Target;
+use super::super::delta::{self, Delta};
+use super::super::isa::Code;
+use super::super::{View, isa, workers};
+use super::Kernel;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+impl Kernel {
+    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
+    ///
+    /// # Panics
+    /// If the shapes are not equal.
+    pub fn delta(&self, out: View, d_out: View) -> Vec<f32> {
+        let View { tokens, heads, dim, .. } = d_out;
+        assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
+        let mut delta = vec![0.0; heads * tokens];
+        let code = Code::new(self.isa, false);
+        let job = Delta { out, d_out, delta: Target::new(&mut delta) };
+        let next = AtomicUsize::new(0);
+        // A thread costs about as much as some ten thousand of these products.
+        let workers = self.threads.min(heads).min((tokens * heads * dim).div_ceil(1 << 15));
+        workers::run(workers, &|_| {
+            let mut scratch = self.pool.take(delta::scratch(dim, code.vector()));
+            loop {
+                let head = next.fetch_add(1, Ordering::Relaxed);
+                if head >= heads {
+                    break;
+                }
+                // SAFETY: the counter gives each head to one worker; the scratch has the asked size.
+                unsafe { isa::delta_head(code, &job, head, &mut scratch) };
+            }
+            self.pool.give(scratch);
+        });
+        delta
+    }
+}

@@ -1,0 +1,57 @@
+//! What the backward pass subtracts from each gradient of a weight: row sums of `out * d_out`.
+
+use super::View;
+use super::buffer::{Target, lines};
+use super::pack::columns;
+use super::vector::Simd;
+
+/// `[H, Tq]` from out and d_out `[Tq, H, Dv]`.
+///
+/// A lane sums along the head width in the order in which the kernel makes dP = dO V^T. So where one key has all the
+/// weight, out is its value, dP and delta are the same bits, and their difference is 0 and not noise.
+pub(super) struct Delta<'a> {
+    pub(super) out: View<'a>,
+    pub(super) d_out: View<'a>,
+    /// `[H, Tq]`
+    pub(super) delta: Target,
+}
+
+/// Elements of a worker's scratch.
+pub(super) fn scratch(dim: usize, vector: usize) -> usize {
+    2 * lines(dim * vector)
+}
+
+impl Delta<'_> {
+    /// The row sums of one head.
+    ///
+    /// # Safety
+    /// The instruction set must be enabled, `scratch` have the size of [`scratch`], and nobody else write this head.
+    #[inline(always)]
+    pub(super) unsafe fn head<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        scratch: &mut [f32],
+    ) {
+        let View { tokens, dim, .. } = self.d_out;
+        let (out, d_out) = scratch.split_at_mut(scratch.len() / 2);
+        // SAFETY: this head is the caller's.
+        let delta = unsafe { self.delta.row(head * tokens, tokens) };
+        for (block, delta) in delta.chunks_mut(S::LANES).enumerate() {
+            let token = |lane: usize| Some(block * S::LANES + lane).filter(|&token| token < tokens);
+            columns(simd, out, dim, S::LANES, 1.0, |lane| Some(self.out.at(token(lane)?, head)));
+            columns(simd, d_out, dim, S::LANES, 1.0, |lane| Some(self.d_out.at(token(lane)?, head)));
+            let mut sum = simd.splat(0.0);
+            let mut sums = [0.0; 16];
+            // SAFETY: both hold [dim][LANES]; no vector has more than 16 numbers.
+            unsafe {
+                for d in 0..dim {
+                    let (a, b) = (out.as_ptr().add(d * S::LANES), d_out.as_ptr().add(d * S::LANES));
+                    sum = simd.fma(simd.load(a), simd.load(b), sum);
+                }
+                simd.store(sums.as_mut_ptr(), sum);
+            }
+            delta.copy_from_slice(&sums[..delta.len()]);
+        }
+    }
+}

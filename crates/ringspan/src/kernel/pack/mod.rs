@@ -1,0 +1,144 @@
+//! Keys, values and queries in the order in which the micro kernel reads them.
+//!
+//! `[T, H, D]` rows lie a power of two apart: read in place, a column of them falls into a few sets of the L1 cache.
+
+mod rows;
+
+pub(super) use rows::{columns, copy, is_finite, load, operand_columns, panels, rows};
+use rows::{load_across, store_parts};
+
+use super::View;
+use super::buffer::{Aligned, Target, lines};
+use super::isa::Code;
+use super::plan::Plan;
+use super::vector::Simd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Rows that are packed at a time.
+pub(super) const CHUNK: usize = 256;
+
+/// Keys as `[panel][D][R]` and values as `[Dv / R][row][R]`, for each key-value head: R keys or R value columns side
+/// by side, to be broadcast one by one. Where products take pairs, these are pairs of D and of rows.
+pub(super) struct Keys {
+    data: Aligned,
+    /// The elements: one head is read while another is packed.
+    target: Target,
+    /// First key row of the first panel.
+    pub(super) base: usize,
+    /// Rows in all panels.
+    pub(super) rows: usize,
+    /// Elements of the keys of one head.
+    k_head: usize,
+    /// Elements of keys and values of one head.
+    head: usize,
+    /// Elements of a key: D, or its pairs.
+    depth: usize,
+    /// Rows of an element of the values: 1 or 2.
+    pair: usize,
+    /// Whether the values of a head and a chunk of rows hold something that is no number: `[G][chunk]`.
+    spoilt: Vec<AtomicBool>,
+}
+
+impl Keys {
+    /// Elements needed for keys and values of `rows` rows, and of these those of one head's keys.
+    pub(super) fn size(rows: usize, k: &View, v: &View, code: Code) -> (usize, usize) {
+        let rows = rows.next_multiple_of(code.rows());
+        let keys = lines(rows * k.dim.div_ceil(code.pair()));
+        (k.heads * (keys + lines(rows / code.pair() * v.dim.next_multiple_of(code.rows()))), keys)
+    }
+
+    /// An empty place for the visible keys of `plan`; [`Packing`] fills it.
+    pub(super) fn new(plan: &Plan, k: &View, v: &View, code: Code, take: impl FnOnce(usize) -> Aligned) -> Self {
+        let base = plan.keys.start / code.rows() * code.rows();
+        let rows = (plan.keys.end - base).next_multiple_of(code.rows());
+        let (size, k_head) = Self::size(rows, k, v, code);
+        let spoilt = (0..k.heads * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
+        let (head, pair) = (size / k.heads.max(1), code.pair());
+        let mut data = take(size);
+        let target = Target::new(&mut data);
+        Self { data, target, base, rows, k_head, head, depth: k.dim.div_ceil(pair), pair, spoilt }
+    }
+
+    pub(super) fn into_buffer(self) -> Aligned {
+        self.data
+    }
+
+    /// Whether values of a head near these rows (counted from `base`) hold something that is no number.
+    pub(super) fn spoilt(&self, head: usize, rows: &std::ops::Range<usize>) -> bool {
+        let chunks = rows.start / CHUNK..rows.end.div_ceil(CHUNK);
+        let first = head * self.rows.div_ceil(CHUNK);
+        chunks.into_iter().any(|chunk| self.spoilt[first + chunk].load(Ordering::Relaxed))
+    }
+
+    /// The panel of R keys that starts `row` rows after `base`: `[D][R]`.
+    ///
+    /// # Safety
+    /// The head must have been packed.
+    pub(super) unsafe fn keys(&self, head: usize, row: usize) -> &[f32] {
+        // SAFETY: nobody writes what is packed.
+        unsafe { self.target.read(head * self.head + row * self.depth, (self.rows - row) * self.depth) }
+    }
+
+    /// R value columns from `column` on, of the rows that start `row` after `base`: `[row][R]`.
+    ///
+    /// # Safety
+    /// The head must have been packed.
+    pub(super) unsafe fn values<const R: usize>(&self, head: usize, column: usize, row: usize) -> &[f32] {
+        let (rows, row) = (self.rows / self.pair, row / self.pair);
+        // SAFETY: nobody writes what is packed.
+        unsafe { self.target.read(head * self.head + self.k_head + column * rows + row * R, (rows - row) * R) }
+    }
+}
+
+/// What all workers that pack keys and values share.
+pub(super) struct Packing<'a> {
+    pub(super) keys: &'a Keys,
+    pub(super) plan: &'a Plan<'a>,
+    pub(super) k: View<'a>,
+    pub(super) v: View<'a>,
+}
+
+impl Packing<'_> {
+    /// Packs chunk `chunk` of the rows from the base on of one head.
+    ///
+    /// # Safety
+    /// No two calls may name the same chunk and head, and nobody may read the head meanwhile.
+    #[inline(always)]
+    pub(super) unsafe fn chunk<S: Simd, const R: usize, const N: usize>(&self, simd: S, head: usize, chunk: usize) {
+        let Self { keys, k, v, .. } = *self;
+        let target = keys.target;
+        let rows = chunk * CHUNK..((chunk + 1) * CHUNK).min(keys.rows);
+        let seen = |i: usize| {
+            let row = keys.base + rows.start + i;
+            (row < k.tokens && self.plan.sees_key(row)).then_some(row)
+        };
+        let depth = keys.depth;
+        // SAFETY: the rows of this call are its own.
+        let to = unsafe { target.row(head * keys.head + rows.start * depth, rows.len() * depth) };
+        panels::<S, R>(simd, to, k.dim, rows.len(), |i| Some(k.at(seen(i)?, head)));
+
+        let value = |i: usize| Some(v.at(seen(i)?, head));
+        let (wide, pairs, count) = (v.dim.next_multiple_of(R), keys.rows / S::PAIR, rows.len() / S::PAIR);
+        // This pass also brings the rows, which lie far apart, into the cache in the order in which they lie.
+        let mut finite = true;
+        for i in 0..rows.len() {
+            finite &= value(i).is_none_or(|row| row.is_finite());
+        }
+        for column in (0..wide).step_by(S::LANES) {
+            let parts = ((wide - column) / R).min(S::LANES / R);
+            let at = head * keys.head + keys.k_head + column * pairs + rows.start / S::PAIR * R;
+            let panel = |part: usize| {
+                // SAFETY: the rows of this call are its own, in each panel of columns.
+                unsafe { target.row(at + part * pairs * R, count * R) }.as_mut_ptr()
+            };
+            let (first, second) = (panel(0), (parts > 1).then(|| panel(1)));
+            for i in 0..count {
+                let x = load_across(simd, i, column, value);
+                // SAFETY: row i is there, in both panels.
+                unsafe { store_parts::<S, R>(simd, first.add(i * R), second.map(|second| second.add(i * R)), x) };
+            }
+        }
+        // Read by those who have seen that the chunk is counted as packed.
+        keys.spoilt[head * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
+    }
+}

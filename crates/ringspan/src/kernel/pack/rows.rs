@@ -1,0 +1,251 @@
+//! Rows as columns and columns as rows, by transposing a square of vectors in registers at a time.
+
+use super::super::vector::Simd;
+use super::super::view::Data;
+
+/// Most numbers of a vector.
+const MOST: usize = 16;
+
+/// `row[at..][..LANES]`, zeros behind its end.
+#[inline(always)]
+pub(in super::super) fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
+    let end = row.len().min(at + S::LANES);
+    if let (Data::F32(row), true) = (row, end == at + S::LANES) {
+        // SAFETY: LANES elements from `at` on are there.
+        return unsafe { simd.load(row.as_ptr().add(at)) };
+    }
+    let mut numbers = [0.0; MOST];
+    if at < end {
+        row.slice(at..end).copy_to(&mut numbers[..end - at]);
+    }
+    // SAFETY: no vector has more than MOST numbers.
+    unsafe { simd.load(numbers.as_ptr()) }
+}
+
+/// The rows themselves, if they hold `dim` elements of `pair` numbers as a vector takes them.
+#[inline(always)]
+fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> {
+    let mut from = [std::ptr::null(); MOST];
+    for (from, row) in from.iter_mut().zip(rows) {
+        *from = match (*row, pair) {
+            (Data::F32(row), 1) if row.len() >= dim => row.as_ptr(),
+            (Data::Bf16(row), 2) if row.len() >= 2 * dim => row.as_ptr().cast(),
+            _ => return None,
+        };
+    }
+    Some(from)
+}
+
+/// Elements `at..at + LANES` of a row: numbers, or pairs of neighbours in bf16.
+#[inline(always)]
+fn load_along<S: Simd>(simd: S, row: Data, pair: usize, at: usize) -> S::V {
+    match pair {
+        1 => load(simd, row, at),
+        _ => simd.pair_along(load(simd, row, 2 * at), load(simd, row, 2 * at + S::LANES)),
+    }
+}
+
+/// Calls `emit(d, first, x)` for each element `d < dim` and each LANES of the `rows` rows, x being element d of rows
+/// `first..first + LANES`. An element is a number or `pair` of them. A row that is `None` is zero.
+#[inline(always)]
+fn squares<'a, S: Simd>(
+    simd: S,
+    (dim, pair): (usize, usize),
+    rows: usize,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+    mut emit: impl FnMut(usize, usize, S::V),
+) {
+    for first in (0..rows).step_by(S::LANES) {
+        let mut from = [Data::F32(&[]); MOST];
+        for (i, from) in from.iter_mut().enumerate().take(S::LANES.min(rows - first)) {
+            if let Some(row) = row(first + i) {
+                *from = row;
+            }
+        }
+        let from = &from[..S::LANES];
+        let direct = direct(from, pair, dim);
+        for d in (0..dim).step_by(S::LANES) {
+            let mut square = [simd.splat(0.0); MOST];
+            match &direct {
+                Some(from) if d + S::LANES <= dim => {
+                    for i in 0..S::LANES {
+                        // SAFETY: the row has LANES elements from d on.
+                        square[i] = unsafe { simd.load(from[i].add(d)) };
+                    }
+                }
+                _ => {
+                    for i in 0..S::LANES {
+                        square[i] = load_along(simd, from[i], pair, d);
+                    }
+                }
+            }
+            simd.transpose(&mut square);
+            // One call only: a closure that is not inlined is compiled without the vector instructions.
+            for (i, x) in square.iter().enumerate().take(S::LANES) {
+                if d + i < dim {
+                    emit(d + i, first, *x);
+                }
+            }
+        }
+    }
+}
+
+/// Rows as columns: `to[d][lane] = factor * row(lane)[d]` for `lanes` lanes, whole vectors; a row that is `None` is
+/// zero.
+#[inline(always)]
+pub(in super::super) fn columns<'a, S: Simd>(
+    simd: S,
+    to: &mut [f32],
+    dim: usize,
+    lanes: usize,
+    factor: f32,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    assert!(to.len() >= dim * lanes && lanes.is_multiple_of(S::LANES));
+    let (to, factor) = (to.as_mut_ptr(), simd.splat(factor));
+    squares(simd, (dim, 1), lanes, row, |d, first, x| {
+        // SAFETY: the asserted size; d < dim and first + LANES <= lanes.
+        unsafe { simd.store(to.add(d * lanes + first), simd.mul(x, factor)) }
+    });
+}
+
+/// [`columns`] for products: where PAIR is 2, of pairs along the rows, and without a factor.
+#[inline(always)]
+pub(in super::super) fn operand_columns<'a, S: Simd>(
+    simd: S,
+    to: &mut [f32],
+    dim: usize,
+    lanes: usize,
+    factor: f32,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    let depth = dim.div_ceil(S::PAIR);
+    assert!(to.len() >= depth * lanes && lanes.is_multiple_of(S::LANES));
+    let (to, factor) = (to.as_mut_ptr(), simd.splat(factor));
+    squares(simd, (depth, S::PAIR), lanes, row, |d, first, x| {
+        let x = if S::PAIR == 1 { simd.mul(x, factor) } else { x };
+        // SAFETY: the asserted size; d < depth and first + LANES <= lanes.
+        unsafe { simd.store(to.add(d * lanes + first), x) }
+    });
+}
+
+/// Rows as panels `[rows / R][dim / PAIR][R]` for products; R divides LANES and `rows`. A row that is `None` is zero.
+#[inline(always)]
+pub(in super::super) fn panels<'a, S: Simd, const R: usize>(
+    simd: S,
+    to: &mut [f32],
+    dim: usize,
+    rows: usize,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    let depth = dim.div_ceil(S::PAIR);
+    assert!(to.len() >= rows * depth && rows.is_multiple_of(R));
+    let to = to.as_mut_ptr();
+    squares(simd, (depth, S::PAIR), rows, row, |d, first, x| {
+        // SAFETY: the asserted size; d < depth, the panel of row `first` is there, and the next if there are more rows.
+        unsafe {
+            let panel = to.add(first * depth + d * R);
+            store_parts::<S, R>(simd, panel, (first + R < rows).then(|| panel.add(R * depth)), x);
+        }
+    });
+}
+
+/// Whether all that is packed is numbers.
+#[inline(always)]
+pub(in super::super) fn is_finite<S: Simd>(packed: &[f32]) -> bool {
+    match S::PAIR {
+        1 => Data::F32(packed).is_finite(),
+        _ => Data::Bf16(bytemuck::cast_slice(packed)).is_finite(),
+    }
+}
+
+/// Writes the first R numbers of a vector, and if it has more, the next R.
+///
+/// # Safety
+/// Both must be writable for R numbers; R is all or half of LANES.
+#[inline(always)]
+pub(super) unsafe fn store_parts<S: Simd, const R: usize>(simd: S, first: *mut f32, second: Option<*mut f32>, x: S::V) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if R == S::LANES {
+            simd.store(first, x);
+        } else {
+            let mut other = [0.0; MOST];
+            simd.store_halves(first, second.unwrap_or(other.as_mut_ptr()), x);
+        }
+    }
+}
+
+/// Elements `at..at + LANES` of rows `PAIR * i..` as products take them across rows: where PAIR is 2, an element is one
+/// of two rows.
+#[inline(always)]
+pub(super) fn load_across<'a, S: Simd>(simd: S, i: usize, at: usize, row: impl Fn(usize) -> Option<Data<'a>>) -> S::V {
+    let row = |i: usize| load(simd, row(i).unwrap_or(Data::F32(&[])), at);
+    match S::PAIR {
+        1 => row(i),
+        _ => simd.pair(row(2 * i), row(2 * i + 1)),
+    }
+}
+
+/// Columns as rows: `row(lane)[d] = from[d][lane]` for each lane that has a row of `dim` elements.
+#[inline(always)]
+pub(in super::super) fn rows<'a, S: Simd>(
+    simd: S,
+    from: &[f32],
+    dim: usize,
+    lanes: usize,
+    mut row: impl FnMut(usize) -> Option<&'a mut [f32]>,
+) {
+    assert!(from.len() >= dim * lanes && lanes.is_multiple_of(S::LANES));
+    for first in (0..lanes).step_by(S::LANES) {
+        let mut to: [&mut [f32]; MOST] = std::array::from_fn(|_| &mut [][..]);
+        for (i, to) in to.iter_mut().enumerate().take(S::LANES) {
+            if let Some(row) = row(first + i) {
+                *to = row;
+            }
+        }
+        for d in (0..dim).step_by(S::LANES) {
+            let mut square = [simd.splat(0.0); MOST];
+            let here = S::LANES.min(dim - d);
+            for (i, x) in square.iter_mut().enumerate().take(S::LANES) {
+                // SAFETY: the asserted size; the last row is read again where there is none.
+                *x = unsafe { simd.load(from.as_ptr().add((d + i.min(here - 1)) * lanes + first)) };
+            }
+            simd.transpose(&mut square);
+            for i in 0..S::LANES {
+                let mut numbers = [0.0; MOST];
+                match to[i].get_mut(d..d + here) {
+                    // SAFETY: the slice has LANES elements.
+                    Some(to) if here == S::LANES => unsafe { simd.store(to.as_mut_ptr(), square[i]) },
+                    Some(to) => {
+                        // SAFETY: no vector has more than MOST numbers.
+                        unsafe { simd.store(numbers.as_mut_ptr(), square[i]) };
+                        to.copy_from_slice(&numbers[..here]);
+                    }
+                    None => (),
+                }
+            }
+        }
+    }
+}
+
+/// Rows in their order for products across them, each filled up with zeros to `width`: `to[i][..width] = factor *
+/// row(i)`; where PAIR is 2, of pairs of rows, and without a factor.
+#[inline(always)]
+pub(in super::super) fn copy<'a, S: Simd>(
+    simd: S,
+    to: &mut [f32],
+    width: usize,
+    factor: f32,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    let factor = simd.splat(factor);
+    for (i, to) in to.chunks_exact_mut(width).enumerate() {
+        for (at, to) in to.chunks_exact_mut(S::LANES).enumerate() {
+            let x = load_across(simd, i, at * S::LANES, &row);
+            let x = if S::PAIR == 1 { simd.mul(x, factor) } else { x };
+            // SAFETY: the chunk has LANES elements.
+            unsafe { simd.store(to.as_mut_ptr(), x) };
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! What changes a score besides the mask.
+
+use crate::error::{Error, Result};
+use std::ops::Range;
+
+/// How the product of a query and a key becomes a weight, in this order:
+///
+/// 1. `s = scale * q.k`
+/// 2. `s = softcap * tanh(s / softcap)` (Gemma 2, 2024)
+/// 3. `s += relative(head, distance)`, [`Relative`]
+/// 4. `s += bias[query, head, key]`, given with the inputs of a call
+/// 5. the mask
+/// 6. the softmax, whose sum also holds `exp(sinks[head])` (attention sinks; gpt-oss, 2025)
+/// 7. dropout of the weights, [`Dropout`]
+#[derive(Debug, Clone, PartialEq)]
+pub struct Score {
+    /// Factor on `q . k`; usually 1/sqrt(D).
+    pub scale: f32,
+    /// Bound on the size of a score.
+    pub softcap: Option<f32>,
+    /// What the distance of query and key adds.
+    pub relative: Option<Relative>,
+    /// One logit a query head `[H]` that takes part in the softmax and has no value: it enters the log-sum-exp.
+    pub sinks: Option<Vec<f32>>,
+    /// Weights that are dropped.
+    pub dropout: Option<Dropout>,
+}
+
+/// A term of the score that depends on the head and on how far the query stands behind the key.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Relative {
+    /// `-slopes[head] * |distance|` (ALiBi; Press et al., 2022, arXiv:2108.12409).
+    Alibi {
+        /// One slope a query head `[H]`.
+        slopes: Vec<f32>,
+    },
+    /// A learned term for each bucket of distances (T5; Raffel et al., 2020, arXiv:1910.10683).
+    Buckets(Buckets),
+}
+
+/// T5's buckets: exact for small distances, then growing logarithmically, one for all beyond `max_distance`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Buckets {
+    /// The terms `[H, count]`.
+    pub table: Vec<f32>,
+    /// Buckets a head.
+    pub count: usize,
+    /// Distance from which all share the last bucket.
+    pub max_distance: usize,
+    /// Whether keys ahead of the query have buckets of their own (encoders); else they count as distance 0.
+    pub bidirectional: bool,
+}
+
+/// Dropout of attention weights, by a generator that counts in global indices: any mesh drops the same weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// Probability of a weight to be dropped, in 0..1. The others grow by `1 / (1 - rate)`.
+    pub rate: f32,
+    /// Another seed drops other weights.
+    pub seed: u64,
+    /// Global number of head 0 of a call: a Ulysses share starts later.
+    pub first_head: usize,
+}
+
+impl Score {
+    /// Plain scaled dot products.
+    pub const fn new(scale: f32) -> Self {
+        Self { scale, softcap: None, relative: None, sinks: None, dropout: None }
+    }
+
+    /// A softmax with a further zero logit, so that a query may attend to nothing ("off by one"; Miller, 2023).
+    pub fn off_by_one(self, heads: usize) -> Self {
+        Self { sinks: Some(vec![0.0; heads]), ..self }
+    }
+
+    /// What the distance of a query and a key (query's position less the key's) adds to the score of `head`.
+    pub fn relative(&self, head: usize, distance: i64) -> f32 {
+        match &self.relative {
+            None => 0.0,
+            Some(Relative::Alibi { slopes }) => -slopes[head] * distance.unsigned_abs() as f32,
+            Some(Relative::Buckets(buckets)) => buckets.table[head * buckets.count + buckets.of(distance)],
+        }
+    }
+
+    /// The score of some of the heads.
+    pub fn heads(&self, heads: Range<usize>) -> Self {
+        let relative = self.relative.as_ref().map(|relative| match relative {
+            Relative::Alibi { slopes } => Relative::Alibi { slopes: slopes[heads.clone()].to_vec() },
+            Relative::Buckets(buckets) => Relative::Buckets(Buckets {
+                table: buckets.table[heads.start * buckets.count..heads.end * buckets.count].to_vec(),
+                ..*buckets
+            }),
+        });
+        Self {
+            scale: self.scale,
+            softcap: self.softcap,
+            relative,
+            sinks: self.sinks.as_ref().map(|sinks| sinks[heads.clone()].to_vec()),
+            dropout: self.dropout.map(|dropout| Dropout { first_head: dropout.first_head + heads.start, ..dropout }),
+        }
+    }
+
+    /// Elements of the table whose gradient the backward pass gives: `[H, count]`, 0 without buckets.
+    pub fn table_len(&self) -> usize {
+        match &self.relative {
+            Some(Relative::Buckets(buckets)) => buckets.table.len(),
+            _ => 0,
+        }
+    }
+
+    /// Whether the parameters fit `heads` query heads and are numbers that can be meant.
+    ///
+    /// # Errors
+    /// Which one does not, with its value.
+    pub fn check(&self, heads: usize) -> Result<()> {
+        let per_head = |what, len: usize, each: usize| {
+            if len == heads * each {
+                return Ok(());
+            }
+            Err(Error::Score(format!("{what} has {len} elements, but {heads} query heads need {}", heads * each)))
+        };
+        if !self.scale.is_finite() {
+            return Err(Error::Score(format!("the scale {} is not finite", self.scale)));
+        }
+        if let Some(cap) = self.softcap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
+            return Err(Error::Score(format!("a softcap must be a finite number above 0, not {cap}")));
+        }
+        match &self.relative {
+            Some(Relative::Alibi { slopes }) => per_head("alibi_slopes", slopes.len(), 1)?,
+            Some(Relative::Buckets(buckets)) => {
+                per_head("the table of relative buckets", buckets.table.len(), buckets.count)?;
+                let exact = buckets.exact();
+                if exact == 0 || buckets.max_distance <= exact {
+                    return Err(Error::Score(format!(
+                        "{} relative buckets up to distance {} leave {exact} exact ones; there must be some, and the \
+                         distance must lie beyond them",
+                        buckets.count, buckets.max_distance
+                    )));
+                }
+            }
+            None => (),
+        }
+        if let Some(sinks) = &self.sinks {
+            per_head("sinks", sinks.len(), 1)?;
+        }
+        match self.dropout {
+            Some(Dropout { rate, .. }) if !(0.0..1.0).contains(&rate) => {
+                Err(Error::Score(format!("a dropout rate lies in 0..1, not at {rate}")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Buckets {
+    /// The bucket of a distance (query's position less the key's).
+    pub fn of(&self, distance: i64) -> usize {
+        let (count, first) = match (self.bidirectional, distance < 0) {
+            (true, ahead) => (self.count / 2, if ahead { self.count / 2 } else { 0 }),
+            (false, _) => (self.count, 0),
+        };
+        let distance = if self.bidirectional { distance.unsigned_abs() } else { distance.max(0) as u64 };
+        let exact = self.exact() as u64;
+        if distance < exact {
+            return first + distance as usize;
+        }
+        let part = (distance as f64 / exact as f64).ln() / (self.max_distance as f64 / exact as f64).ln();
+        first + (exact as usize + (part * (count - exact as usize) as f64) as usize).min(count - 1)
+    }
+
+    /// Distances with a bucket each.
+    fn exact(&self) -> usize {
+        self.count / if self.bidirectional { 4 } else { 2 }
+    }
+}
+
+impl Dropout {
+    /// Whether the weight of a query and a key stays. `query` is the query's index in the flat batch `[B, Sq]`, `key`
+    /// the key's index in its batch row.
+    pub fn keeps(&self, head: usize, query: usize, key: usize) -> bool {
+        let row = self.row(head, query);
+        keeps(row, column(key), self.threshold())
+    }
+
+    /// The two words of a query and head.
+    pub(super) fn row(&self, head: usize, query: usize) -> [u32; 2] {
+        let word = mix(mix(self.seed ^ mix((self.first_head + head) as u64 + 1)) ^ query as u64);
+        [word as u32, (word >> 32) as u32]
+    }
+
+    /// Hashes below this are dropped.
+    pub(super) fn threshold(&self) -> u32 {
+        (f64::from(self.rate) * 4_294_967_296.0) as u32
+    }
+
+    /// Factor on the weights that stay.
+    pub(super) fn growth(&self) -> f32 {
+        1.0 / (1.0 - self.rate)
+    }
+}
+
+/// The word of a key.
+#[inline(always)]
+pub(super) fn column(key: usize) -> u32 {
+    mix(key as u64) as u32
+}
+
+/// Two rounds of multiply and shift over the words of a pair: a loop over lanes becomes vector instructions.
+#[inline(always)]
+pub(super) fn keeps(row: [u32; 2], column: u32, threshold: u32) -> bool {
+    let mut x = (row[0] ^ column).wrapping_mul(0x9E37_79B1);
+    x = (x ^ (x >> 15)).wrapping_add(row[1]).wrapping_mul(0x85EB_CA77);
+    x = (x ^ (x >> 13)).wrapping_mul(0xC2B2_AE3D);
+    x ^ (x >> 16) >= threshold
+}
+
+/// SplitMix64's output function (Steele et al., 2014).
+fn mix(x: u64) -> u64 {
+    let mut z = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn buckets(count: usize, max_distance: usize, bidirectional: bool) -> Buckets {
+        Buckets { table: vec![0.0; count], count, max_distance, bidirectional }
+    }
+
+    #[test]
+    fn buckets_are_exact_then_logarithmic_then_one() {
+        // T5's defaults: 32 buckets, 128; a decoder has 16 exact ones, an encoder 8 on each side.
+        let decoder = buckets(32, 128, false);
+        let of: Vec<usize> = [-5, 0, 1, 15, 16, 20, 64, 127, 128, 100_000].map(|d| decoder.of(d)).to_vec();
+        assert_eq!(of, [0, 0, 1, 15, 16, 17, 26, 31, 31, 31]);
+        let encoder = buckets(32, 128, true);
+        let of: Vec<usize> = [0, 7, 8, 127, 5000, -1, -7, -8, -5000].map(|d| encoder.of(d)).to_vec();
+        assert_eq!(of, [0, 7, 8, 15, 15, 17, 23, 24, 31]);
+    }
+
+    #[test]
+    fn dropout_drops_the_asked_share_and_no_pattern() {
+        let dropout = Dropout { rate: 0.3, seed: 5, first_head: 0 };
+        let (queries, keys) = (200, 500);
+        let mut kept = 0;
+        let mut pairs = [0; 2];
+        for query in 0..queries {
+            for key in 0..keys {
+                let keeps = dropout.keeps(1, query, key);
+                kept += usize::from(keeps);
+                // Neighbours in a row and in a column agree as often as chance has it: 0.49 + 0.09.
+                pairs[0] += usize::from(keeps == dropout.keeps(1, query, key + 1));
+                pairs[1] += usize::from(keeps == dropout.keeps(1, query + 1, key));
+            }
+        }
+        let of = |n: usize| n as f64 / (queries * keys) as f64;
+        assert!((of(kept) - 0.7).abs() < 0.01, "{}", of(kept));
+        for pairs in pairs {
+            assert!((of(pairs) - 0.58).abs() < 0.01, "{}", of(pairs));
+        }
+        let of_share = Score { dropout: Some(dropout), ..Score::new(1.0) }.heads(1..3).dropout.expect("still there");
+        assert_eq!(of_share.keeps(0, 7, 9), dropout.keeps(1, 7, 9));
+    }
+
+    #[test]
+    fn parameters_that_do_not_fit_name_their_numbers() {
+        let score = Score::new(1.0);
+        let refused = |score: Score| score.check(4).expect_err("must not fit").to_string();
+        assert!(score.check(4).is_ok() && score.clone().off_by_one(4).check(4).is_ok());
+        let sinks = Score { sinks: Some(vec![0.0; 3]), ..score.clone() };
+        assert!(refused(sinks).contains("3 elements, but 4 query heads"));
+        let slopes = Some(Relative::Alibi { slopes: vec![0.0; 5] });
+        assert!(refused(Score { relative: slopes, ..score.clone() }).contains("alibi_slopes has 5"));
+        let few = Some(Relative::Buckets(Buckets { table: vec![0.0; 8], ..buckets(2, 128, true) }));
+        assert!(refused(Score { relative: few, ..score.clone() }).contains("2 relative buckets"));
+        for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(refused(Score { softcap: Some(cap), ..score.clone() }).contains("softcap"));
+        }
+        let all = Some(Dropout { rate: 1.0, seed: 0, first_head: 0 });
+        assert!(refused(Score { dropout: all, ..score }).contains("dropout"));
+    }
+}

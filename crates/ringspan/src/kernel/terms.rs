@@ -1,0 +1,395 @@
+//! What scores have besides scaled products, for one block of queries before one block of keys.
+//!
+//! The blocked kernels leave raw products in a buffer `[key][lane]` and call one pass over it, forward or backward. A
+//! call without such terms has no [`Terms`] and pays nothing.
+
+use super::pack::columns;
+use super::plan::Meeting;
+use super::score::{column, keeps};
+use super::vector::{Simd, tanh};
+use super::{Buckets, Dropout, KEY_BLOCK, Relative, Score, View};
+use std::f32::consts::LOG2_E;
+
+/// Most queries of a block.
+pub(super) const LANES: usize = 64;
+
+/// The terms of a call.
+pub(super) struct Terms<'a> {
+    /// On products that are not yet scaled.
+    factor: f32,
+    softcap: Option<f32>,
+    relative: Option<Distances<'a>>,
+    bias: Option<View<'a>>,
+    dropout: Option<Dropout>,
+}
+
+/// [`Relative`], and for buckets the least distance of each.
+struct Distances<'a> {
+    relative: &'a Relative,
+    first: Vec<u64>,
+}
+
+/// The terms of the pairs of one block of queries and one block of keys.
+pub(super) struct Frame {
+    meeting: Meeting,
+    /// Keys of the block.
+    keys: usize,
+    /// Relative term by `lane + keys - 1 - key`, times log2(e): along the lanes it lies side by side.
+    diagonal: [f32; LANES + KEY_BLOCK],
+    /// Dropout's words of the lanes and of the keys.
+    rows: [[u32; LANES]; 2],
+    columns: [u32; KEY_BLOCK],
+}
+
+/// For each lane the visible keys.
+pub(super) type Bounds = ([f32; LANES], [f32; LANES]);
+
+/// Where the backward pass adds the gradients of terms.
+pub(super) struct TermSums<'a> {
+    /// Of the head's buckets `[count]`, in f64: the last bucket can hold nearly all pairs.
+    pub(super) table: &'a mut [f64],
+    /// Log-sum-exp (times log2(e)) and delta of the lanes.
+    pub(super) lse: &'a [f32],
+    pub(super) delta: &'a [f32],
+}
+
+/// Factor on a product, before what [`Terms`] do: `softcap * tanh` takes a share of the cap, all else scores in base 2.
+pub(super) fn factor(score: &Score) -> f32 {
+    score.softcap.map_or(score.scale * LOG2_E, |cap| score.scale / cap)
+}
+
+impl<'a> Terms<'a> {
+    /// What `score` and `bias` need besides a factor, if anything.
+    pub(super) fn new(score: &'a Score, bias: Option<View<'a>>) -> Option<Self> {
+        let Score { softcap, dropout, .. } = *score;
+        let dropout = dropout.filter(|dropout| dropout.rate > 0.0);
+        let relative = score.relative.as_ref().map(Distances::new);
+        let factor = factor(score);
+        let any = softcap.is_some() || relative.is_some() || bias.is_some() || dropout.is_some();
+        any.then_some(Self { factor, softcap, relative, bias, dropout })
+    }
+
+    /// Elements of a buffer for the bias of a pair of blocks.
+    pub(super) fn scratch(bias: bool, lanes: usize) -> usize {
+        if bias { KEY_BLOCK * lanes } else { 0 }
+    }
+
+    fn buckets(&self) -> Option<&'a Buckets> {
+        match self.relative.as_ref()?.relative {
+            Relative::Buckets(buckets) => Some(buckets),
+            Relative::Alibi { .. } => None,
+        }
+    }
+
+    /// The terms of `keys` keys; `bias` is a buffer `[KEY_BLOCK][lanes]`, empty without a bias.
+    #[inline(always)]
+    pub(super) fn frame<S: Simd>(
+        &self,
+        simd: S,
+        meeting: Meeting,
+        head: usize,
+        keys: usize,
+        lanes: usize,
+        bias: &mut [f32],
+    ) -> Frame {
+        let mut frame =
+            Frame { meeting, keys, diagonal: [0.0; LANES + KEY_BLOCK], rows: [[0; LANES]; 2], columns: [0; KEY_BLOCK] };
+        if let Some(relative) = &self.relative {
+            for (at, term) in frame.diagonal.iter_mut().enumerate().take(lanes + keys - 1) {
+                *term = relative.term(head, frame.meeting.distance(at as i64 - (keys as i64 - 1))) * LOG2_E;
+            }
+        }
+        if let Some(dropout) = self.dropout {
+            for lane in 0..lanes {
+                let [a, b] = dropout.row(head, frame.meeting.query(lane));
+                (frame.rows[0][lane], frame.rows[1][lane]) = (a, b);
+            }
+            for (key, word) in frame.columns.iter_mut().enumerate().take(keys) {
+                *word = column(frame.meeting.key(key));
+            }
+        }
+        if let Some(view) = &self.bias {
+            bias[..keys * lanes].fill(0.0);
+            let held = frame.meeting.keys(keys);
+            let head = head.min(view.heads - 1);
+            let row = |lane: usize| Some(view.at(frame.meeting.row(lane)?, head));
+            if frame.meeting.step() == 1 {
+                let first = frame.meeting.key(held.start);
+                let row = |lane: usize| Some(row(lane)?.slice(first..first + held.len()));
+                columns(simd, &mut bias[held.start * lanes..], held.len(), lanes, LOG2_E, row);
+            } else {
+                for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, row(lane)?))) {
+                    for key in held.clone() {
+                        bias[key * lanes + lane] = row.get(frame.meeting.key(key)) * LOG2_E;
+                    }
+                }
+            }
+        }
+        frame
+    }
+
+    /// Products `s` `[keys][lanes]`, scaled by [`factor`] (where PAIR is 1), become scores in base 2, -inf where the mask hides them, and
+    /// `max` their maxima over the keys.
+    ///
+    /// # Safety
+    /// `s` must be `[keys][lanes]`, and `bias` what `frame` filled.
+    #[inline(always)]
+    pub(super) unsafe fn scores<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        frame: &Frame,
+        s: *mut f32,
+        bias: &[f32],
+        bounds: Option<&Bounds>,
+        max: &mut [S::V; N],
+    ) {
+        for key in 0..frame.keys {
+            for (v, max) in max.iter_mut().enumerate() {
+                // SAFETY: the vector lies in row `key` of s and of the bias.
+                unsafe {
+                    let at = s.add((key * N + v) * S::LANES);
+                    let (x, _) = self.score::<S, N>(simd, frame, simd.load(at), bias, bounds, key, v);
+                    *max = simd.max(*max, x);
+                    simd.store(at, x);
+                }
+            }
+        }
+    }
+
+    /// A vector of products as scores, and the slope of the softcap there.
+    ///
+    /// # Safety
+    /// As [`scores`](Self::scores).
+    #[allow(clippy::too_many_arguments)] // A loop body, cut out to be shared.
+    #[inline(always)]
+    unsafe fn score<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        frame: &Frame,
+        x: S::V,
+        bias: &[f32],
+        bounds: Option<&Bounds>,
+        key: usize,
+        v: usize,
+    ) -> (S::V, S::V) {
+        let (mut x, mut slope) = (x, simd.splat(1.0));
+        if S::PAIR > 1 {
+            // Queries in bf16 are packed as they are: to scale them would round them.
+            x = simd.mul(x, simd.splat(self.factor));
+        }
+        if let Some(cap) = self.softcap {
+            let t = tanh(simd, x);
+            slope = simd.sub(slope, simd.mul(t, t));
+            x = simd.mul(t, simd.splat(cap * LOG2_E));
+        }
+        // SAFETY: the diagonal has an element for each lane and key, and a vector to spare; the bias is [keys][lanes].
+        unsafe {
+            if self.relative.is_some() {
+                let at = v * S::LANES + frame.keys - 1 - key;
+                x = simd.add(x, simd.load(frame.diagonal.as_ptr().add(at)));
+            }
+            if self.bias.is_some() {
+                x = simd.add(x, simd.load(bias.as_ptr().add((key * N + v) * S::LANES)));
+            }
+            if let Some((low, high)) = bounds {
+                let (low, high) =
+                    (simd.load(low.as_ptr().add(v * S::LANES)), simd.load(high.as_ptr().add(v * S::LANES)));
+                x = simd.within(x, simd.splat(key as f32), low, high, simd.splat(f32::NEG_INFINITY));
+            }
+        }
+        (x, slope)
+    }
+
+    /// Weights `p` `[keys][lanes]` grow or become 0.
+    #[inline(always)]
+    pub(super) fn drop(&self, frame: &Frame, lanes: usize, p: &mut [f32]) {
+        let Some(dropout) = self.dropout else { return };
+        let mut kept = [0.0; LANES];
+        for (key, p) in p.chunks_exact_mut(lanes).enumerate().take(frame.keys) {
+            frame.kept(dropout, key, &mut kept);
+            p.iter_mut().zip(&kept).for_each(|(p, kept)| *p *= kept);
+        }
+    }
+
+    /// Products `p` and products `ds` of the gradient of the output and the values, both `[keys][lanes]`, become the
+    /// weights of the values and the gradients of the scaled products. The gradients of the terms go to `sums` and
+    /// `d_bias`, which holds the bias before.
+    ///
+    /// # Safety
+    /// `p` and `ds` must be `[keys][lanes]`, `bias` what `frame` filled; `sums.lse` and `sums.delta` have `lanes`.
+    #[allow(clippy::too_many_arguments)] // Two blocks, and what changes them.
+    #[inline(always)]
+    pub(super) unsafe fn gradients<S: Simd, const N: usize>(
+        &self,
+        simd: S,
+        frame: &Frame,
+        p: *mut f32,
+        ds: *mut f32,
+        bias: &mut [f32],
+        bounds: Option<&Bounds>,
+        sums: &mut TermSums,
+    ) {
+        let mut kept = [1.0; LANES];
+        let mut diagonal = [0.0f32; LANES + KEY_BLOCK];
+        let buckets = self.buckets();
+        for key in 0..frame.keys {
+            if let Some(dropout) = self.dropout {
+                frame.kept(dropout, key, &mut kept);
+            }
+            for v in 0..N {
+                let (lane, at) = (v * S::LANES, (key * N + v) * S::LANES);
+                // SAFETY: the vector lies in row `key` of p, ds and the bias, and at `lane` of lane vectors; the diagonal
+                // has an element for each lane and key.
+                unsafe {
+                    let (s, slope) = self.score::<S, N>(simd, frame, simd.load(p.add(at)), bias, bounds, key, v);
+                    let kept = simd.load(kept.as_ptr().add(lane));
+                    let weight = simd.exp2(simd.sub(s, simd.load(sums.lse.as_ptr().add(lane))));
+                    let dp = simd.sub(simd.mul(kept, simd.load(ds.add(at))), simd.load(sums.delta.as_ptr().add(lane)));
+                    let mut gradient = simd.mul(weight, dp);
+                    if let Some((low, high)) = bounds {
+                        // A query that saw a NaN has it in its log-sum-exp, and so before keys it does not see.
+                        let (low, high) = (simd.load(low.as_ptr().add(lane)), simd.load(high.as_ptr().add(lane)));
+                        gradient = simd.within(gradient, simd.splat(key as f32), low, high, simd.splat(0.0));
+                    }
+                    simd.store(p.add(at), simd.mul(weight, kept));
+                    simd.store(ds.add(at), simd.mul(gradient, slope));
+                    if buckets.is_some() {
+                        let at = diagonal.as_mut_ptr().add(lane + frame.keys - 1 - key);
+                        simd.store(at, simd.add(simd.load(at), gradient));
+                    }
+                    if self.bias.is_some() {
+                        simd.store(bias.as_mut_ptr().add(at), gradient);
+                    }
+                }
+            }
+        }
+        if let (Some(buckets), Some(relative)) = (buckets, &self.relative) {
+            for (at, sum) in diagonal.iter().enumerate().take(N * S::LANES + frame.keys - 1) {
+                let distance = frame.meeting.distance(at as i64 - (frame.keys as i64 - 1));
+                sums.table[relative.bucket(buckets, distance)] += f64::from(*sum);
+            }
+        }
+    }
+
+    /// Adds to the row of a query's bias gradient what [`gradients`](Self::gradients) left in `bias`.
+    #[inline(always)]
+    pub(super) fn add_bias(frame: &Frame, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
+        for key in frame.meeting.keys(frame.keys) {
+            row[frame.meeting.key(key)] += bias[key * lanes + lane];
+        }
+    }
+
+    /// Products of one query as scores in base 2: `s[i]` is of key row `first + i` of the tile.
+    #[inline(always)]
+    pub(super) fn of_query<S: Simd>(&self, simd: S, head: usize, meeting: &Meeting, s: &mut [f32]) {
+        if let Some(cap) = self.softcap {
+            for s in s.chunks_exact_mut(S::LANES) {
+                // SAFETY: the chunk has LANES numbers.
+                unsafe { simd.store(s.as_mut_ptr(), tanh(simd, simd.load(s.as_ptr()))) };
+            }
+            let rest = s.len() / S::LANES * S::LANES;
+            s[rest..].iter_mut().for_each(|s| *s = s.tanh());
+            s.iter_mut().for_each(|s| *s *= cap * LOG2_E);
+        }
+        if let Some(relative) = &self.relative {
+            for (key, s) in s.iter_mut().enumerate() {
+                *s += relative.term(head, meeting.distance(-(key as i64))) * LOG2_E;
+            }
+        }
+        if let Some(view) = &self.bias {
+            let row = view.at(0, head.min(view.heads - 1));
+            for (key, s) in s.iter_mut().enumerate() {
+                *s += row.get(meeting.key(key)) * LOG2_E;
+            }
+        }
+    }
+
+    /// Weights of one query grow or become 0.
+    #[inline(always)]
+    pub(super) fn drop_of_query(&self, head: usize, meeting: &Meeting, p: &mut [f32]) {
+        let Some(dropout) = self.dropout else { return };
+        let (row, threshold, growth) = (dropout.row(head, meeting.query(0)), dropout.threshold(), dropout.growth());
+        for (key, p) in p.iter_mut().enumerate() {
+            *p *= if keeps(row, column(meeting.key(key)), threshold) { growth } else { 0.0 };
+        }
+    }
+}
+
+impl Frame {
+    /// What the weights of one key and all lanes are multiplied with.
+    #[inline(always)]
+    fn kept(&self, dropout: Dropout, key: usize, kept: &mut [f32; LANES]) {
+        let (column, threshold, growth) = (self.columns[key], dropout.threshold(), dropout.growth());
+        for (lane, kept) in kept.iter_mut().enumerate() {
+            let row = [self.rows[0][lane], self.rows[1][lane]];
+            *kept = if keeps(row, column, threshold) { growth } else { 0.0 };
+        }
+    }
+
+    /// The row of a lane's query, if it lies in the tile.
+    pub(super) fn row(&self, lane: usize) -> Option<usize> {
+        self.meeting.row(lane)
+    }
+}
+
+impl<'a> Distances<'a> {
+    fn new(relative: &'a Relative) -> Self {
+        let first = match relative {
+            Relative::Alibi { .. } => Vec::new(),
+            // Buckets grow with the distance, so the least distance of each is found by halving.
+            Relative::Buckets(buckets) => {
+                let side = if buckets.bidirectional { buckets.count / 2 } else { buckets.count };
+                let least = |bucket: usize| {
+                    let (mut low, mut high) = (0, buckets.max_distance as i64);
+                    while low < high {
+                        let middle = (low + high) / 2;
+                        if buckets.of(middle) >= bucket { high = middle } else { low = middle + 1 }
+                    }
+                    low as u64
+                };
+                (0..side).map(least).collect()
+            }
+        };
+        Self { relative, first }
+    }
+
+    /// As [`Buckets::of`], without a logarithm.
+    #[inline(always)]
+    fn bucket(&self, buckets: &Buckets, distance: i64) -> usize {
+        let of = |distance: u64| match self.first.last() {
+            Some(last) if distance >= *last => self.first.len() - 1,
+            _ => self.first.partition_point(|first| *first <= distance) - 1,
+        };
+        match (buckets.bidirectional, distance < 0) {
+            (true, ahead) => of(distance.unsigned_abs()) + if ahead { self.first.len() } else { 0 },
+            (false, _) => of(distance.max(0) as u64),
+        }
+    }
+
+    #[inline(always)]
+    fn term(&self, head: usize, distance: i64) -> f32 {
+        match self.relative {
+            Relative::Alibi { slopes } => -slopes[head] * distance.unsigned_abs() as f32,
+            Relative::Buckets(buckets) => buckets.table[head * buckets.count + self.bucket(buckets, distance)],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_by_their_least_distances_are_the_buckets() {
+        for (count, max_distance, bidirectional) in
+            [(32, 128, false), (32, 128, true), (8, 5, false), (320, 161, false)]
+        {
+            let buckets = Buckets { table: Vec::new(), count, max_distance, bidirectional };
+            let relative = Relative::Buckets(buckets.clone());
+            let distances = Distances::new(&relative);
+            for distance in (-300..300).chain([i64::MIN, i64::MAX, 1 << 40]) {
+                assert_eq!(distances.bucket(&buckets, distance), buckets.of(distance), "{distance}");
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Tensors that are read in place, in the type they are stored in.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// The elements of a tensor. Kernels compute in f32 what is stored in less.
+#[derive(Debug, Clone, Copy)]
+pub enum Data<'a> {
+    /// Four bytes each.
+    F32(&'a [f32]),
+    /// The upper half of an f32.
+    Bf16(&'a [bf16]),
+    /// IEEE half precision.
+    F16(&'a [f16]),
+}
+
+impl<'a> Data<'a> {
+    /// Elements.
+    pub fn len(self) -> usize {
+        match self {
+            Data::F32(data) => data.len(),
+            Data::Bf16(data) => data.len(),
+            Data::F16(data) => data.len(),
+        }
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Some of the elements.
+    ///
+    /// # Panics
+    /// If they are not all there.
+    #[inline(always)]
+    pub fn slice(self, range: Range<usize>) -> Data<'a> {
+        match self {
+            Data::F32(data) => Data::F32(&data[range]),
+            Data::Bf16(data) => Data::Bf16(&data[range]),
+            Data::F16(data) => Data::F16(&data[range]),
+        }
+    }
+
+    /// One element.
+    ///
+    /// # Panics
+    /// If it is not there.
+    #[inline(always)]
+    pub fn get(self, at: usize) -> f32 {
+        match self {
+            Data::F32(data) => data[at],
+            Data::Bf16(data) => data[at].to_f32(),
+            Data::F16(data) => data[at].to_f32(),
+        }
+    }
+
+    /// Copies all elements.
+    ///
+    /// # Panics
+    /// If `to` has another length.
+    #[inline(always)]
+    pub fn copy_to(self, to: &mut [f32]) {
+        match self {
+            Data::F32(data) => to.copy_from_slice(data),
+            Data::Bf16(data) => {
+                assert_eq!(data.len(), to.len(), "elements to copy");
+                to.iter_mut().zip(data).for_each(|(to, x)| *to = f32::from_bits(u32::from(x.to_bits()) << 16));
+            }
+            Data::F16(data) => data.convert_to_f32_slice(to),
+        }
+    }
+
+    /// The elements in f32.
+    pub fn to_f32(self) -> Cow<'a, [f32]> {
+        if let Data::F32(data) = self {
+            return Cow::Borrowed(data);
+        }
+        let mut to = vec![0.0; self.len()];
+        self.copy_to(&mut to);
+        Cow::Owned(to)
+    }
+
+    /// Whether all elements are numbers: no NaN, no infinity.
+    #[inline(always)]
+    pub(super) fn is_finite(self) -> bool {
+        // The greatest exponent is theirs alone. A maximum of integers becomes vector instructions, a search does not.
+        let most = |bits: u16, most: u16| (bits & 0x7FFF).max(most);
+        match self {
+            Data::F32(data) => {
+                data.iter().fold(0, |most, x| (x.to_bits() & 0x7FFF_FFFF).max(most)) < f32::INFINITY.to_bits()
+            }
+            Data::Bf16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < bf16::INFINITY.to_bits(),
+            Data::F16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < f16::INFINITY.to_bits(),
+        }
+    }
+}
+
+/// A tensor `[tokens, heads, dim]` read in place; rows may lie anywhere, the last dimension is contiguous.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// The elements.
+    pub data: Data<'a>,
+    /// Tokens.
+    pub tokens: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Elements a head.
+    pub dim: usize,
+    /// Elements from one token to the next.
+    pub token_stride: usize,
+    /// Elements from one head to the next.
+    pub head_stride: usize,
+}
+
+impl<'a> View<'a> {
+    /// A contiguous `[tokens, heads, dim]` tensor in f32; `None` if `data` has another size.
+    pub fn new(data: &'a [f32], tokens: usize, heads: usize, dim: usize) -> Option<Self> {
+        Self::stored(Data::F32(data), tokens, heads, dim)
+    }
+
+    /// A contiguous `[tokens, heads, dim]` tensor in any type; `None` if `data` has another size.
+    pub fn stored(data: Data<'a>, tokens: usize, heads: usize, dim: usize) -> Option<Self> {
+        (data.len() == tokens * heads * dim).then_some(Self {
+            data,
+            tokens,
+            heads,
+            dim,
+            token_stride: heads * dim,
+            head_stride: dim,
+        })
+    }
+
+    /// The elements of one token and head as they are stored.
+    #[inline(always)]
+    pub fn at(&self, token: usize, head: usize) -> Data<'a> {
+        let at = token * self.token_stride + head * self.head_stride;
+        self.data.slice(at..at + self.dim)
+    }
+
+    /// The elements of one token and head in f32.
+    pub fn row(&self, token: usize, head: usize) -> Cow<'a, [f32]> {
+        self.at(token, head).to_f32()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_any_type_and_stride_are_the_same_numbers() {
+        let values: Vec<f32> = (0..24).map(|x| x as f32 / 4.0 - 2.0).collect();
+        let (b, h): (Vec<bf16>, Vec<f16>) = values.iter().map(|x| (bf16::from_f32(*x), f16::from_f32(*x))).unzip();
+        for data in [Data::F32(&values), Data::Bf16(&b), Data::F16(&h)] {
+            let view = View::stored(data, 2, 3, 4).expect("its size");
+            assert_eq!(*view.row(1, 2), values[20..]);
+            let heads_first = View { token_stride: 4, head_stride: 8, ..view };
+            assert_eq!(*heads_first.row(1, 2), values[20..24]);
+            assert_eq!(*heads_first.row(0, 1), values[8..12]);
+            assert_eq!((view.at(0, 1).get(2), view.at(0, 1).is_finite()), (values[6], true));
+            assert!(View::stored(data, 2, 3, 5).is_none());
+        }
+        assert!(!Data::Bf16(&[bf16::ONE, bf16::NEG_INFINITY]).is_finite() && !Data::F16(&[f16::NAN]).is_finite());
+        assert!(!Data::F32(&[f32::NAN]).is_finite() && Data::F32(&[f32::MAX]).is_finite());
+    }
+}

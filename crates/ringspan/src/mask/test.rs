@@ -1,0 +1,87 @@
+//! Pieces against the definition of visibility, pair by pair.
+
+use super::*;
+use crate::documents::Run;
+use proptest::prelude::*;
+
+fn side() -> impl Strategy<Value = Option<usize>> {
+    proptest::option::of(0usize..12)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+    #[test]
+    fn pieces_hold_every_visible_pair_once(
+        (left, right, causal, end) in (side(), side(), any::<bool>(), any::<bool>()),
+        (qs, ql, ks, kl, step) in (0usize..30, 0usize..9, 0usize..30, 0usize..9, 1usize..6),
+        (frame_q, frame_k) in (75usize..95, 75usize..95),
+        (chunk, prefix) in (proptest::option::of(1usize..20), proptest::option::of(0usize..50)),
+        blocks in proptest::option::of((1usize..9, 1usize..9, prop::collection::vec((0usize..12, 0usize..12), 0..40))),
+    ) {
+        let mut mask = if causal { Mask::causal() } else { Mask::full() }.window(left, right);
+        mask.end_aligned = end;
+        if let Some(chunk) = chunk {
+            mask = mask.chunked(chunk).expect("not 0");
+        }
+        if let Some(prefix) = prefix {
+            mask = mask.prefix_lm([prefix / 2, prefix]);
+        }
+        if let Some((q, k, pairs)) = blocks {
+            mask = mask.block_sparse(BlockPairs::new(q, k, pairs).expect("not 0"));
+        }
+        let q = Run { document: 1, start: qs, len: ql, step };
+        let k = Run { document: 1, start: ks, len: kl, step };
+        let pieces = mask.pieces(&q, &k, frame_q, frame_k).expect("equal steps");
+        for i in 0..ql {
+            for j in 0..kl {
+                let holds = |p: &&Piece| p.q.contains(&i) && p.k.contains(&j) && p.band.sees(i - p.q.start, j - p.k.start);
+                let seen = pieces.iter().filter(holds).count();
+                let sees = mask.sees(1, qs + i * step, ks + j * step, frame_q, frame_k);
+                prop_assert_eq!(seen, usize::from(sees), "query {} key {} of {:?}", i, j, &pieces);
+            }
+        }
+    }
+}
+
+#[test]
+fn another_document_is_never_seen() {
+    let q = Run { document: 0, start: 0, len: 4, step: 1 };
+    let k = Run { document: 1, ..q };
+    assert_eq!(Mask::full().pieces(&q, &k, 4, 4), Ok(vec![]));
+}
+
+#[test]
+fn unequal_steps_are_refused() {
+    let q = Run { document: 0, start: 0, len: 4, step: 1 };
+    let k = Run { step: 2, ..q };
+    assert!(Mask::causal().pieces(&q, &k, 8, 8).is_err());
+}
+
+#[test]
+fn a_token_alone_has_any_step() {
+    let one = Run { document: 0, start: 6, len: 1, step: 1 };
+    let many = Run { document: 0, start: 0, len: 4, step: 3 };
+    let seen = |q: &Run, k: &Run| -> u64 {
+        let pieces = Mask::causal().pieces(q, k, 12, 12).expect("one of them is alone");
+        pieces.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum()
+    };
+    assert_eq!((seen(&one, &many), seen(&many, &one)), (3, 2));
+}
+
+#[test]
+fn impossible_masks_name_their_numbers() {
+    assert!(Mask::full().chunked(0).is_err());
+    let message = Mask::causal().prefix_lm([3, 4]).check(3).expect_err("two for three").to_string();
+    assert!(message.contains("2 prefix lengths for 3 documents"), "{message}");
+    assert!(Mask::causal().prefix_lm([3]).check(9).is_ok() && Mask::causal().check(0).is_ok());
+}
+
+#[test]
+fn a_mask_says_what_it_is() {
+    let pairs = BlockPairs::new(8, 4, [(0, 0), (3, 2)]).expect("not 0");
+    let mask = Mask::causal().window(Some(5), None).chunked(16).expect("not 0").prefix_lm([7]).block_sparse(pairs);
+    let words = "causal, window 5 back, 0 ahead, chunks of 16, prefix 7, 2 visible blocks of 8 x 4";
+    assert_eq!(mask.to_string(), words);
+    assert_eq!(Mask::full().window(None, Some(2)).to_string(), "full, window any back, 2 ahead");
+    assert!(!mask.is_causal() && Mask::causal_bottom_right().is_causal());
+}

@@ -1,0 +1,55 @@
+//! The ring both ways, for links without wrap-around: blocks only ever pass between neighbours r and r + 1.
+//!
+//! A block leaves its owner upwards and downwards, and is passed on by every rank, seeing it or not, up to the farthest
+//! that sees it. Ring rank r computes its own block, then by turns the one d below and the one d above. Both directions
+//! of a link work at once, so the longest way a block takes is what a one-way ring takes, with no hop from the last
+//! rank to the first. Gradients go straight home: a way back through all neighbours would carry them no faster.
+
+use super::{Block, Plan, Schedule, Step};
+
+/// The step in which `rank` computes, or would, the block of `owner`: the diagonal, then by distance, below first.
+fn turn(rank: usize, owner: usize) -> usize {
+    match rank.abs_diff(owner) {
+        0 => 0,
+        distance if owner < rank => 2 * distance - 1,
+        distance => 2 * distance,
+    }
+}
+
+/// The farthest ranks below and above that the block of `owner` has to reach.
+fn reach(schedule: &Schedule, owner: usize) -> (usize, usize) {
+    let sees = |rank: &usize| schedule.sees(*rank, owner);
+    let above = (owner + 1..schedule.grid().ring).rev().find(sees).unwrap_or(owner);
+    let below = (0..owner).find(sees).unwrap_or(owner);
+    (below, above)
+}
+
+pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
+    let size = schedule.grid().ring;
+    let mut plan: Plan = (0..2 * size).map(|_| Step::default()).collect();
+    for owner in 0..size {
+        let (below, above) = reach(schedule, owner);
+        let keys = |peer| schedule.whole(Block::Keys(owner), peer);
+        let step = turn(rank, owner);
+        if (rank > owner && rank <= above) || (rank < owner && rank >= below) {
+            let from = if rank > owner { rank - 1 } else { rank + 1 };
+            plan[step - 1].receive.push(keys(from));
+        }
+        if rank >= owner && rank < above {
+            plan[step].send.push(keys(rank + 1));
+        }
+        if rank <= owner && rank > below {
+            plan[step].send.push(keys(rank - 1));
+        }
+        plan[step].compute = schedule.compute(rank, owner);
+        if backward && owner != rank && plan[step].compute.is_some() {
+            plan[step].after.push(schedule.whole(Block::KeyGradients(owner), owner));
+        }
+    }
+    if backward {
+        for user in schedule.users(rank, |distance| (rank + distance) % size) {
+            plan[turn(user, rank) + 1].receive.push(schedule.whole(Block::KeyGradients(rank), user));
+        }
+    }
+    plan
+}

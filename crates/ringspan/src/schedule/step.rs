@@ -1,0 +1,167 @@
+//! What a plan is made of: transfers, computations, steps.
+
+use crate::kernel::Tile;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What moves between ring ranks. The number is the ring rank that owns the tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Block {
+    /// Keys and values, as one message, in the wire type.
+    Keys(usize),
+    /// What some ranks have added to the gradients of keys and values, in f32.
+    KeyGradients(usize),
+    /// Queries, in the wire type.
+    Queries(usize),
+    /// Gradients of the output, log-sum-exps and deltas of queries, as one message, in f32.
+    Saved(usize),
+    /// What a rank's keys give to queries: a softmax state, in f32.
+    Partial(usize),
+    /// What a rank's keys give to the gradients of queries, in f32.
+    QueryGradients(usize),
+}
+
+impl Block {
+    /// The ring rank whose tokens these are.
+    pub fn owner(self) -> usize {
+        match self {
+            Self::Keys(owner)
+            | Self::KeyGradients(owner)
+            | Self::Queries(owner)
+            | Self::Saved(owner)
+            | Self::Partial(owner)
+            | Self::QueryGradients(owner) => owner,
+        }
+    }
+}
+
+/// Rows of a ring rank's tokens: ranges that rise and do not touch.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Rows(Arc<[Range<usize>]>);
+
+impl Rows {
+    /// The first `count` rows.
+    pub fn all(count: usize) -> Self {
+        Self(std::iter::once(0..count).filter(|rows| !rows.is_empty()).collect())
+    }
+
+    /// The rows that lie in some of `ranges`.
+    pub fn union(mut ranges: Vec<Range<usize>>) -> Self {
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_by_key(|range| range.start);
+        let mut rows: Vec<Range<usize>> = Vec::new();
+        for range in ranges {
+            match rows.last_mut() {
+                Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
+                _ => rows.push(range),
+            }
+        }
+        Self(rows.into())
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The ranges, in order.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.0
+    }
+
+    /// Where `rows`, which lie in one of the ranges, stand when only these rows are kept.
+    pub(super) fn compact(&self, rows: &Range<usize>) -> Range<usize> {
+        let mut before = 0;
+        for range in self.0.iter() {
+            if range.end > rows.start {
+                let start = before + rows.start - range.start;
+                return start..start + rows.len();
+            }
+            before += range.len();
+        }
+        before..before
+    }
+}
+
+/// A block on its way to or from a ring rank.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Transfer {
+    /// What moves.
+    pub block: Block,
+    /// The other ring rank.
+    pub peer: usize,
+    /// Which of the owner's rows.
+    pub rows: Rows,
+}
+
+/// The tiles of a block of queries against a block of keys.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Compute {
+    /// The ring rank whose queries these are.
+    pub queries: usize,
+    /// The ring rank whose keys these are.
+    pub keys: usize,
+    /// What is visible; query rows are those of their owner, key rows count in the rows of the block at hand.
+    pub tiles: Vec<Tile>,
+    /// Which of the owner's key rows the block at hand holds.
+    pub rows: Rows,
+}
+
+impl Compute {
+    /// Visible pairs, for one head.
+    pub fn pairs(&self) -> u64 {
+        self.tiles.iter().map(|tile| tile.band.pairs(tile.q.len(), tile.k.len())).sum()
+    }
+}
+
+/// One step: start `send` and `receive`, compute, wait for what was received, then send `after`.
+///
+/// Inputs are received at least a step before they are needed, results in the step that adds to them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Step {
+    /// Sends started before the computation.
+    pub send: Vec<Transfer>,
+    /// Receives started before the computation and waited for after it.
+    pub receive: Vec<Transfer>,
+    /// What is computed.
+    pub compute: Option<Compute>,
+    /// Sends of what this step made.
+    pub after: Vec<Transfer>,
+}
+
+impl Step {
+    pub(super) fn is_empty(&self) -> bool {
+        self.send.is_empty() && self.receive.is_empty() && self.compute.is_none() && self.after.is_empty()
+    }
+}
+
+/// The steps of one ring rank, in order.
+pub type Plan = Vec<Step>;
+
+/// A pass through attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// Outputs from inputs.
+    Forward,
+    /// Gradients of inputs from gradients of outputs.
+    Backward,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_merge_and_count_in_what_is_kept() {
+        let rows = Rows::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
+        assert_eq!(rows.ranges(), [2..5, 8..14]);
+        assert_eq!((rows.len(), rows.compact(&(3..5)), rows.compact(&(9..14))), (9, 1..3, 4..9));
+        assert!(Rows::all(0).is_empty() && Rows::union(vec![]) == Rows::all(0));
+        assert_eq!(Rows::all(3), Rows::union(vec![1..3, 0..2]));
+    }
+}

@@ -1,0 +1,115 @@
+//! Rows and bytes that plans move.
+
+use super::{Block, HeadShare, Pass, Plan, Schedule, Transfer};
+use crate::error::Result;
+
+/// Rows a ring rank sends to others in one pass, by what they are rows of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Of keys and values.
+    pub keys: usize,
+    /// Of gradients of keys and values.
+    pub key_gradients: usize,
+    /// Of queries.
+    pub queries: usize,
+    /// Of gradients of outputs with two statistics.
+    pub saved: usize,
+    /// Of softmax states.
+    pub partials: usize,
+    /// Of gradients of queries.
+    pub query_gradients: usize,
+}
+
+/// What makes rows into bytes: heads, their widths, the wire type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Query heads H.
+    pub heads: usize,
+    /// Key-value heads G.
+    pub kv_heads: usize,
+    /// Width of a query and a key D.
+    pub dim: usize,
+    /// Width of a value Dv.
+    pub v_dim: usize,
+    /// Bytes of an element of the wire type.
+    pub wire: usize,
+}
+
+impl Sizes {
+    /// Bytes of one row of a block.
+    pub fn row(&self, block: Block) -> u64 {
+        let Self { heads, kv_heads, dim, v_dim, wire } = *self;
+        let bytes = match block {
+            Block::Keys(_) => kv_heads * (dim + v_dim) * wire,
+            Block::KeyGradients(_) => kv_heads * (dim + v_dim) * 4,
+            Block::Queries(_) => heads * dim * wire,
+            Block::Saved(_) | Block::Partial(_) => heads * (v_dim + 2) * 4,
+            Block::QueryGradients(_) => heads * dim * 4,
+        };
+        bytes as u64
+    }
+}
+
+impl Traffic {
+    pub(super) fn of(plan: &Plan) -> Self {
+        let mut traffic = Self::default();
+        for Transfer { block, rows, .. } in plan.iter().flat_map(|step| step.send.iter().chain(&step.after)) {
+            *match block {
+                Block::Keys(_) => &mut traffic.keys,
+                Block::KeyGradients(_) => &mut traffic.key_gradients,
+                Block::Queries(_) => &mut traffic.queries,
+                Block::Saved(_) => &mut traffic.saved,
+                Block::Partial(_) => &mut traffic.partials,
+                Block::QueryGradients(_) => &mut traffic.query_gradients,
+            } += rows.len();
+        }
+        traffic
+    }
+
+    /// Bytes of these rows.
+    pub fn bytes(&self, sizes: &Sizes) -> u64 {
+        let all = [
+            (self.keys, Block::Keys(0)),
+            (self.key_gradients, Block::KeyGradients(0)),
+            (self.queries, Block::Queries(0)),
+            (self.saved, Block::Saved(0)),
+            (self.partials, Block::Partial(0)),
+            (self.query_gradients, Block::QueryGradients(0)),
+        ];
+        all.into_iter().map(|(rows, block)| rows as u64 * sizes.row(block)).sum()
+    }
+}
+
+impl Schedule {
+    /// Bytes that `rank` of the P ranks sends to others in one pass: exchanges of heads, and blocks between ring ranks.
+    ///
+    /// # Errors
+    /// Heads that do not fit the grid.
+    pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &Sizes) -> Result<u64> {
+        let Sizes { dim, v_dim, wire, .. } = *sizes;
+        let (ring_rank, member) = self.grid().place(rank);
+        let members = &self.grid().members()[ring_rank];
+        let traffic = self.traffic(pass, ring_rank);
+        let mut bytes = 0;
+        for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), self.head_chunks())? {
+            let (heads, kv_heads) = (part[member].query.len(), part[member].kv.len());
+            bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes });
+            for (other, share) in part.iter().enumerate().filter(|(other, _)| *other != member) {
+                // To another member its heads of this rank's tokens, and back its tokens of this rank's heads.
+                let queries = (self.query().tokens(rank), self.query().tokens(members[other]));
+                let keys = (self.key().tokens(rank), self.key().tokens(members[other]));
+                let there = queries.0 * share.query.len() * dim + keys.0 * share.kv.len() * (dim + v_dim);
+                bytes += match pass {
+                    Pass::Forward => there * wire + queries.1 * heads * (v_dim + 1) * 4,
+                    // With them go the gradients of outputs, log-sum-exps and deltas; dq, dk and dv come back.
+                    Pass::Backward => {
+                        let saved = queries.0 * share.query.len() * (v_dim + 2);
+                        let back = queries.1 * heads * dim + keys.1 * kv_heads * (dim + v_dim);
+                        there * wire + (saved + back) * 4
+                    }
+                } as u64;
+            }
+        }
+        Ok(bytes)
+    }
+}

@@ -1,0 +1,253 @@
+//! A rank holds its tensors, two blocks of keys and values, and the kernel's buffers: not more with more ranks.
+//!
+//! Two counts that check each other. The meter of the library (`peak_bytes`) counts only what it is told. The allocator of
+//! this test counts everything that all ranks and their kernel threads have allocated, with a transport that copies what
+//! it delivers, as between machines: handed over, a block that many ranks hold would count once. Peaks of ranks need not
+//! coincide, so all that is allocated must fit the sum of the meters, and each meter must fit the design.
+
+use ringspan::attention::{self, Inputs};
+use ringspan::comm::{Buffer, Communicator, Pending, threads};
+use ringspan::kernel::{self, HeadMap, Kernel, View};
+use ringspan::schedule::Pass;
+use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::alloc::{GlobalAlloc, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+/// The counts are of the process, so only one test may run.
+static ALONE: Mutex<()> = Mutex::new(());
+
+struct Counting;
+
+// SAFETY: all memory is the system's; counting touches none of it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: std::alloc::Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: std::alloc::Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: std::alloc::Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(block, layout) }
+    }
+}
+
+/// A rank's communicator whose messages are the receiver's own.
+struct Copying(Arc<dyn Communicator>);
+
+/// A receive that copies its message.
+struct Copied(Box<dyn Pending>);
+
+impl Pending for Copied {
+    fn test(&mut self) -> Result<bool, Error> {
+        self.0.test()
+    }
+
+    fn wait(self: Box<Self>) -> Result<Option<Arc<Buffer>>, Error> {
+        Ok(self.0.wait()?.map(|message| Arc::new((*message).clone())))
+    }
+}
+
+impl Communicator for Copying {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
+        self.0.send(to, tag, data)
+    }
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>, Error> {
+        Ok(Box::new(Copied(self.0.receive(from, tag)?)))
+    }
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.0.all_to_all(parts)
+    }
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.0.all_gather(data)
+    }
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
+        self.0.reduce_scatter(data, counts)
+    }
+    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
+        self.0.all_reduce(data)
+    }
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
+        self.0.broadcast(root, data)
+    }
+    fn barrier(&self) -> Result<(), Error> {
+        self.0.barrier()
+    }
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
+        Ok(Arc::new(Self(self.0.split(color, key)?)))
+    }
+    fn bytes_sent(&self) -> u64 {
+        self.0.bytes_sent()
+    }
+}
+
+/// Heads, key-value heads and head width.
+const H: usize = 4;
+const G: usize = 2;
+const D: usize = 64;
+const THREADS: usize = 2;
+/// Lists, names and queues, which no formula counts, for one rank.
+const SMALL: f64 = 64e3;
+
+/// Bytes of one pass on P ranks.
+#[derive(Debug)]
+struct Held {
+    /// Of each rank, by its meter.
+    metered: Vec<f64>,
+    /// Of the process, beyond what was there before the ranks had tensors.
+    allocated: f64,
+    /// Most that the kernel says it needs for one step of a rank.
+    workspace: f64,
+    /// Most tokens of a rank.
+    tokens: f64,
+}
+
+/// Forward and backward of S tokens in a ring of P ranks.
+fn measure(tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
+    let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("a layout");
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
+    let score = Score::new(1.0 / (D as f32).sqrt());
+    let parts = threads::run(ranks, threads::Options::default(), |comm| {
+        let rank = comm.rank();
+        let group = Group::new(Arc::new(Copying(comm.clone())), (ranks, 1), Kernel::new(THREADS))?;
+        // Between two barriers one rank may look at counts that nobody changes.
+        let alone = |work: &mut dyn FnMut()| -> Result<(), Error> {
+            comm.barrier()?;
+            if rank == 0 {
+                work();
+            }
+            comm.barrier()
+        };
+        let (mut base, mut allocated) = (0, [0; 2]);
+        alone(&mut || base = NOW.load(Ordering::Relaxed))?;
+        let own = layout.tokens(rank);
+        let tensor = |heads: usize, seed: usize| -> Vec<f32> {
+            (0..own * heads * D).map(|i| (((i + seed) * 7919 % 1009) as f32 / 1009.0) - 0.5).collect()
+        };
+        let (q, k, v) = (tensor(H, 1), tensor(G, 2), tensor(G, 3));
+        let view = |data, heads| View::new(data, own, heads, D).expect("made of this size");
+        let inputs = Inputs::new(view(&q, H), view(&k, G), view(&v, G), &score);
+
+        alone(&mut || PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed))?;
+        let forward = attention::forward(&group, &schedule, &inputs)?;
+        alone(&mut || {
+            allocated[0] = PEAK.load(Ordering::Relaxed) - base;
+            PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+        })?;
+        let d_out = tensor(H, 4);
+        let gradients = attention::backward(&group, &schedule, &inputs, &forward, view(&d_out, H))?;
+        alone(&mut || allocated[1] = PEAK.load(Ordering::Relaxed) - base)?;
+
+        let heads = HeadMap::grouped(H, G)?;
+        let workspace = |pass, of: &dyn Fn(&kernel::Inputs, &[kernel::Tile]) -> u64| {
+            let inputs =
+                kernel::Inputs { q: inputs.q, k: inputs.k, v: inputs.v, heads: &heads, score: &score, bias: None };
+            let steps = schedule.plan(pass, rank);
+            steps.iter().filter_map(|step| step.compute.as_ref()).map(|c| of(&inputs, &c.tiles)).max().unwrap_or(0)
+        };
+        let forward_space = workspace(Pass::Forward, &|inputs, tiles| group.kernel().forward_workspace(inputs, tiles));
+        let space = workspace(Pass::Backward, &|inputs, tiles| group.kernel().backward_workspace(inputs, tiles));
+        // The kernel keeps its buffers for the next call.
+        let spaces = [forward_space, forward_space + space];
+        Ok::<_, Error>(([forward.peak_bytes, gradients.peak_bytes], allocated, spaces))
+    })
+    .expect("nothing fails");
+    let most = (0..ranks).map(|rank| layout.tokens(rank)).max().unwrap_or(0);
+    [0, 1].map(|pass| Held {
+        metered: parts.iter().map(|part| part.0[pass] as f64).collect(),
+        allocated: parts[0].1[pass] as f64,
+        workspace: parts.iter().map(|part| part.2[pass]).max().unwrap_or(0) as f64,
+        tokens: most as f64,
+    })
+}
+
+/// What the design allows a rank of T tokens, besides the kernel's buffers: f32 elements of a token times 4 T.
+fn allowed(tokens: f64) -> [f64; 2] {
+    let (h, g, d) = (H as f64, G as f64, D as f64);
+    let block = 2.0 * g * d;
+    // Q, K, V, the output with maximum and sum, which become the log-sum-exp; two blocks.
+    let forward = h * d + block + h * (d + 2.0) + 2.0 * block;
+    // Q, K, V, O, dO, log-sum-exp and delta; dQ, dK and dV; two blocks of keys and values, and two of their gradients.
+    let backward = 3.0 * h * d + block + 2.0 * h + h * d + block + 4.0 * block;
+    [forward, backward].map(|elements| elements * 4.0 * tokens)
+}
+
+/// Checks both passes; returns bytes of a rank by its meter, for comparison.
+fn check(what: &str, got: &[Held; 2]) -> [f64; 2] {
+    [0, 1].map(|pass| {
+        let Held { metered, allocated, workspace, tokens } = &got[pass];
+        let most = metered.iter().fold(0.0f64, |most, bytes| most.max(*bytes));
+        let ranks = metered.len() as f64;
+        let limit = 1.15 * allowed(*tokens)[pass] + workspace;
+        let name = format!("{what} on {ranks} ranks, {}", ["forward", "backward"][pass]);
+        println!(
+            "{name}: meter {:.2} MB, process / P {:.2} MB, limit {:.2} MB ({:.2} of it the kernel's)",
+            most / 1e6,
+            allocated / ranks / 1e6,
+            limit / 1e6,
+            workspace / 1e6
+        );
+        assert!(most <= limit, "{name}: a rank holds {most} bytes by its meter, more than {limit}");
+        // What no meter knows: messages sent and not yet taken (a block of keys; backward another of gradients), and
+        // the buffers that the kernel keeps from the forward pass.
+        let waiting = (1.0 + pass as f64) * 4.0 * tokens * (2 * G * D) as f64;
+        let unknown = ranks * (waiting + SMALL + if pass == 1 { *workspace } else { 0.0 });
+        let sum = metered.iter().sum::<f64>();
+        assert!(*allocated <= sum + unknown, "{name}: {allocated} bytes allocated, {sum} metered, {unknown} besides");
+        most
+    })
+}
+
+fn cases() -> [(&'static str, LayoutKind, Mask); 2] {
+    [("causal zigzag", LayoutKind::Zigzag, Mask::causal()), ("full", LayoutKind::Contiguous, Mask::full())]
+}
+
+#[test]
+fn with_as_many_tokens_a_rank_more_ranks_take_no_more_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    for (name, kind, mask) in cases() {
+        let mut two = None;
+        for ranks in [1, 2, 4, 8, 16] {
+            let now = check(name, &measure(256 * ranks, ranks, kind, &mask));
+            if ranks == 1 {
+                // One rank has no blocks of others.
+                continue;
+            }
+            let two = *two.get_or_insert(now);
+            // Of all that is allocated only the limit is known: how many blocks wait to be taken is a matter of time.
+            for (pass, (now, two)) in now.iter().zip(two).enumerate() {
+                assert!(*now <= 1.01 * two, "{name} pass {pass}: {now} bytes on {ranks} ranks, {two} on 2");
+            }
+        }
+    }
+}
+
+#[test]
+fn more_ranks_for_the_same_tokens_take_less_memory_each() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    for (name, kind, mask) in cases() {
+        for ranks in [1, 2, 4, 8, 16] {
+            check(name, &measure(2048, ranks, kind, &mask));
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! What `crate::sync` is under the model: every lock, wait and start of a thread asks the scheduler who goes on.
+
+pub(crate) use shuttle::sync::atomic::AtomicU64;
+pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
+
+pub(crate) mod thread {
+    pub(crate) use shuttle::thread::{Scope, ScopedJoinHandle, ThreadId, current, scope};
+
+    /// `std::thread::Builder`, as far as it is used. Names and stacks are nothing to the model.
+    pub(crate) struct Builder;
+
+    impl Builder {
+        pub(crate) fn new() -> Self {
+            Self
+        }
+
+        pub(crate) fn name(self, _: String) -> Self {
+            self
+        }
+
+        pub(crate) fn stack_size(self, _: usize) -> Self {
+            self
+        }
+
+        pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
+            self,
+            scope: &'scope Scope<'scope, '_>,
+            main: impl FnOnce() -> T + Send + 'scope,
+        ) -> std::io::Result<ScopedJoinHandle<'scope, T>> {
+            Ok(scope.spawn(main))
+        }
+    }
+}

@@ -1,0 +1,235 @@
+"""Ringspan and its peers on the same tensors, in turn, in one run.
+
+    cargo build --release && pip install -r tools/requirements-bench.txt
+    python tools/bench_peers.py --cases a,b --threads 1,2 --dtype f32
+
+Peers: PyTorch's scaled_dot_product_attention (one rank), and a ring written in JAX (as many devices as ranks). One that is
+not installed is skipped. Machines drift, so all take turns in every round; what counts is the ratio, round by round:
+seconds of the peer through seconds of Ringspan, above 1 where Ringspan is faster. Every contender is bound to as many
+cores as it has threads, and all results are compared with Ringspan's before anything is timed. Seconds are those of the
+computation: no contender's reading, compiling or first call counts.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+
+import numpy as np  # noqa: E402
+import tensors  # noqa: E402
+
+# S tokens, H query heads, G key-value heads, D head width.
+CASES = {"a": (4096, 16, 16, 64), "b": (8192, 16, 4, 128), "c": (16384, 8, 2, 128), "tiny": (256, 4, 2, 32)}
+# Largest relative L2 distance from Ringspan: more is another computation.
+TOLERANCE = {"f32": 1e-4, "bf16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Run:
+    case: str
+    mask: str
+    dtype: str
+    ring: int
+    threads: int
+
+    def name(self) -> str:
+        s, h, g, d = CASES[self.case]
+        return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} ring {self.ring} x {self.threads}"
+
+    def cores(self) -> int:
+        return self.ring * self.threads
+
+
+def bound(cores: int):
+    """What a child does first: it takes the first `cores` cores, where the system can bind."""
+
+    def bind() -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
+    return bind
+
+
+class Ringspan:
+    def __init__(self, run: Run, binary: pathlib.Path, source: pathlib.Path, folder: pathlib.Path, repeat: int):
+        self.out, self.report, self.cores = folder / "out.safetensors", folder / "report.json", run.cores()
+        self.command = [binary, "attend", source, "--out", self.out, "--report", self.report, "--mask", run.mask]
+        self.command += ["--backward", "--ring", run.ring, "--threads", run.threads, "--repeat", repeat]
+        self.command = [str(part) for part in self.command]
+
+    def round(self) -> dict:
+        subprocess.run(self.command, check=True, stdout=subprocess.DEVNULL, preexec_fn=bound(self.cores))
+        report = json.loads(self.report.read_text())
+        forward = report["seconds_forward"]
+        return dict(forward=forward, both=forward + report["seconds_backward"])
+
+
+class Worker:
+    """A peer in its process (see peers/worker.py)."""
+
+    def __init__(self, script: str, job: dict, cores: int):
+        command = [sys.executable, str(HERE / "peers" / script)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=bound(cores)
+        )
+        self.about = self.ask(job)
+
+    def ask(self, message) -> dict:
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.process.args[-1]} ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def round(self) -> dict:
+        return self.ask("round")
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def takes_part(peer: str, run: Run, arguments: argparse.Namespace) -> bool:
+    # PyTorch has no ring, and a device of JAX no threads of its own.
+    return run.ring == 1 if peer == "torch" else run.threads == 1 and run.ring in arguments.rings
+
+
+def measure(run: Run, arguments: argparse.Namespace, missing: dict) -> list[dict]:
+    """One line for each peer."""
+    s, h, g, d = CASES[run.case]
+    random = np.random.default_rng(7)
+    values = {
+        name: random.standard_normal((1, s, heads, d), np.float32)
+        for name, heads in (("q", h), ("k", g), ("v", g), ("d_out", h))
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        source = folder / "in.safetensors"
+        tensors.write(source, values, run.dtype)
+        del values
+        ringspan = Ringspan(run, arguments.binary, source, folder, arguments.repeat)
+        ringspan.round()
+        job = asdict(run) | dict(input=str(source), ours=str(ringspan.out), repeat=arguments.repeat)
+        peers = {}
+        try:
+            for peer in arguments.peers:
+                if peer in missing or not takes_part(peer, run, arguments):
+                    continue
+                worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run.cores())
+                if reason := worker.about.get("missing"):
+                    missing[peer] = reason
+                    print(f"{peer} is skipped: {reason}", file=sys.stderr)
+                    continue
+                if not worker.about["difference"] <= TOLERANCE[run.dtype]:
+                    raise SystemExit(f"{run.name()}: {peer} differs from Ringspan by {worker.about['difference']:.1e}")
+                peers[peer] = worker
+            if not peers:
+                return []
+            rounds = [
+                {"ringspan": ringspan.round()} | {peer: worker.round() for peer, worker in peers.items()}
+                for _ in range(arguments.rounds)
+            ]
+        finally:
+            for worker in peers.values():
+                worker.close()
+    return [line(run, peer, worker.about, rounds) for peer, worker in peers.items()]
+
+
+def line(run: Run, peer: str, about: dict, rounds: list[dict]) -> dict:
+    result = asdict(run) | dict(name=run.name(), peer=peer) | about | dict(rounds=rounds)
+    for what in ("forward", "both"):
+        ours, theirs = ([entry[who][what] for entry in rounds] for who in ("ringspan", peer))
+        ratios = [b / a for a, b in zip(ours, theirs)]
+        result[what] = dict(
+            ringspan=statistics.median(ours),
+            peer=statistics.median(theirs),
+            ratio=statistics.median(ratios),
+            ratios=[min(ratios), max(ratios)],
+        )
+    return result
+
+
+def show(result: dict) -> None:
+    columns = [f"{result['name']:47} {result['peer'] + ' ' + result['version']:20}"]
+    for what in ("forward", "both"):
+        times = result[what]
+        low, high = times["ratios"]
+        columns.append(f"{times['ringspan']:8.4g} {times['peer']:8.4g} {times['ratio']:5.2f} ({low:.2f}-{high:.2f})")
+    print("  ".join(columns), f" {result['difference']:.0e}  {result['how']}", flush=True)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [text.split(":", 1)[1].strip() for text in cpuinfo.read_text().splitlines() if "model name" in text]
+        model = names[0] if names else model
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{model}, {cores()} cores{load}, {platform.system()}, Python {platform.python_version()}"
+
+
+def main() -> None:
+    def words(text: str) -> list[str]:
+        return [word for word in text.split(",") if word]
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in words(text)]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", type=pathlib.Path, default=HERE.parent / "target" / "release" / "ringspan")
+    shapes = "S, H, G, D: " + ", ".join(f"{name} {shape}" for name, shape in CASES.items())
+    parser.add_argument("--cases", type=words, default=["a", "b", "c"], help=shapes)
+    parser.add_argument("--masks", type=words, default=["causal", "full"])
+    parser.add_argument("--dtype", type=words, default=["f32", "bf16"], help="f32, bf16")
+    parser.add_argument("--threads", type=numbers, default=[1, 2], help="threads of one rank, beside PyTorch")
+    parser.add_argument("--rings", type=numbers, default=[2], help="ranks of one thread each, beside JAX")
+    parser.add_argument("--peers", type=words, default=["torch", "jax"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="calls in a round, of which the median counts")
+    parser.add_argument("--json", type=pathlib.Path, help="write all times here")
+    arguments = parser.parse_args()
+    for given, known in ((arguments.cases, CASES), (arguments.dtype, TOLERANCE), (arguments.peers, ["torch", "jax"])):
+        if unknown := [word for word in given if word not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; possible are {', '.join(known)}")
+    if not arguments.binary.is_file():
+        parser.error(f"there is no {arguments.binary}; build it with `cargo build --release`")
+
+    version = subprocess.run([arguments.binary, "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    print(f"{machine()}; {version}; {arguments.rounds} rounds, each the median of {arguments.repeat} calls")
+    print("ratio: seconds of the peer / seconds of Ringspan, median (least-most) of the rounds")
+    head = f"{'ringspan':>8} {'peer':>8} {'ratio':>17}"
+    print(f"{'':47} {'':20}  {head:35}  {head:35}")
+    print(f"{'':47} {'':20}  {'forward, s':>35}  {'forward + backward, s':>35}")
+    meshes = [(1, threads) for threads in arguments.threads if "torch" in arguments.peers]
+    meshes += [(ring, 1) for ring in arguments.rings if "jax" in arguments.peers]
+    if crowded := [mesh for mesh in meshes if mesh[0] * mesh[1] > cores()]:
+        print(f"note: {cores()} cores are fewer than ring x threads of {crowded}", file=sys.stderr)
+    missing, results = {}, []
+    for case in arguments.cases:
+        for mask in arguments.masks:
+            for dtype in arguments.dtype:
+                for ring, threads in dict.fromkeys(meshes):
+                    for result in measure(Run(case, mask, dtype, ring, threads), arguments, missing):
+                        show(result)
+                        results.append(result)
+    if arguments.json:
+        about = dict(machine=machine(), ringspan=version, repeat=arguments.repeat, missing=missing, results=results)
+        arguments.json.write_text(json.dumps(about, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
