@@ -2,6 +2,7 @@
 #![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
 mod attend;
+mod draw;
 mod files;
 mod generate;
 mod header;
@@ -35,6 +36,7 @@ enum Command {
     Generate(generate::GenerateArgs),
     Score(score::ScoreArgs),
     Attend(attend::AttendArgs),
+    Draw(draw::DrawArgs),
     Verify(verify::VerifyArgs),
 }
 
@@ -55,6 +57,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Generate(args) => generate::run(&args),
         Command::Score(args) => score::run(&args),
         Command::Attend(args) => attend::run(&args),
+        Command::Draw(args) => draw::run(&args),
         Command::Verify(args) => verify::run(&args),
     }
 }

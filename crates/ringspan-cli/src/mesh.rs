@@ -30,14 +30,20 @@ impl MeshArgs {
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
     pub(crate) fn start(&self) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
-        let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
-        let ranks =
-            ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
-        ensure!(ranks > 0, "--ring {ring} x --ulysses {ulysses} is no rank; both must be at least 1");
+        let ranks = ranks(ring, ulysses)?;
         let threads = self.threads.map_or_else(|| (cores() / ranks).max(1), |threads| threads as usize);
         limit_threads(ranks, threads);
         Ok((ranks, threads))
     }
+}
+
+/// The number of ranks, if it is one that makes sense.
+pub(crate) fn ranks(ring: usize, ulysses: usize) -> Result<usize> {
+    let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
+    let ranks =
+        ranks.with_context(|| format!("--ring {ring} x --ulysses {ulysses} is more than {MOST_RANKS} ranks"))?;
+    ensure!(ranks > 0, "--ring {ring} x --ulysses {ulysses} is no rank; both must be at least 1");
+    Ok(ranks)
 }
 
 fn cores() -> usize {

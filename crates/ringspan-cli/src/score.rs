@@ -35,10 +35,10 @@ pub(crate) struct ScoreArgs {
     logits: bool,
     #[command(flatten)]
     mesh: MeshArgs,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: LayoutKind,
-    /// How keys and values reach the queries: ring or all-gather
+    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
     strategy: Strategy,
 }

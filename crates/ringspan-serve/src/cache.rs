@@ -1,9 +1,8 @@
 //! One rank's share of the key-value cache.
 
 use candle_core::{Result, Tensor, bail};
+use ringspan::Run;
 use ringspan::kernel::View;
-use ringspan::{Mask, Run};
-use std::ops::Range;
 
 /// Generated tokens go to the ranks in blocks of this many positions: long enough that a rank's rows stay long runs,
 /// short enough that the ranks fill evenly.
@@ -107,21 +106,9 @@ impl Cache {
         Some((View::new(keys, tokens, *kv_heads, *dim)?, View::new(values, tokens, *kv_heads, *v_dim)?))
     }
 
-    /// The rows that a query at `position` sees.
-    pub(crate) fn visible(&self, position: usize, mask: &Mask) -> ringspan::Result<Vec<Range<usize>>> {
-        let query = Run { document: 0, start: position, len: 1, step: 1 };
-        // Query and keys count in one frame, whose length only end-aligned masks look at.
-        let frame = position + 1;
-        let (mut rows, mut first) = (Vec::new(), 0);
-        for run in &self.runs {
-            for piece in mask.pieces(&query, run, frame, frame)? {
-                let seen = piece.band.keys(0, piece.k.len());
-                let first = first + piece.k.start;
-                rows.push(first + seen.start..first + seen.end);
-            }
-            first += run.len;
-        }
-        Ok(rows)
+    /// The tokens of the rows, in their order.
+    pub(crate) fn runs(&self) -> &[Run] {
+        &self.runs
     }
 }
 
@@ -129,7 +116,6 @@ impl Cache {
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
-    use proptest::prelude::*;
 
     fn run(start: usize, len: usize) -> Run {
         Run { document: 0, start, len, step: 1 }
@@ -145,29 +131,6 @@ mod tests {
             assert_eq!(counts, vec![BLOCK * 3; ranks]);
         }
         assert_eq!((owner(BLOCK - 1, 3), owner(BLOCK, 3), owner(BLOCK * 3, 3)), (0, 1, 0));
-    }
-
-    proptest! {
-        #[test]
-        fn visible_rows_are_those_whose_positions_the_mask_shows(
-            gaps in proptest::collection::vec((1usize..5, 1usize..6), 1..5),
-            ahead in 0usize..4,
-            window in proptest::option::of(0usize..12),
-        ) {
-            let mut cache = Cache::new(1, 0);
-            let (mut positions, mut next) = (Vec::new(), 0);
-            for (gap, len) in gaps {
-                cache.grow(&[run(next + gap, len)]);
-                positions.extend(next + gap..next + gap + len);
-                next += gap + len;
-            }
-            let query = next + ahead - 1;
-            let mask = Mask::causal().window(window, None);
-            let rows: Vec<usize> = cache.visible(query, &mask).expect("equal steps").into_iter().flatten().collect();
-            let seen = |p: usize| p <= query && window.is_none_or(|w| p + w >= query);
-            let expected: Vec<usize> = (0..positions.len()).filter(|row| seen(positions[*row])).collect();
-            prop_assert_eq!(rows, expected);
-        }
     }
 
     #[test]

@@ -52,10 +52,11 @@ pub struct Settings {
     /// Copies of the model, each with a part of the sequences of a batch [default: 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     pub dp_replicate: Option<usize>,
-    /// How keys and values travel: ring, all-gather [default: ring]
+    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q [default: ring]
     #[arg(long, help_heading = "Mesh")]
     pub strategy: Option<String>,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag [default: per-document-zigzag]
+    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
+    /// [default: per-document-zigzag]
     #[arg(long, help_heading = "Mesh")]
     pub layout: Option<String>,
     /// Threads of a rank's attention kernel [default: cores / ranks]

@@ -2,13 +2,17 @@
 //!
 //! Clocks drift and machines are shared, so GFLOP/s alone say little: the table times the kernels and the product in
 //! turn and prints medians of the rounds and of their ratios. Operations: 4 S^2 H D forward, 2.5 times that backward,
-//! half if causal. `cargo bench --bench attention -- --table` prints the table alone; words like `case=a`, `mask=causal`,
-//! `type=bf16`, `threads=1` choose rows of it, and `rounds=9` how often each is timed. With
-//! `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
+//! half if causal.
+//!
+//! `cargo bench --bench attention -- --table` prints the table alone. Words like `case=a`, `mask=causal`, `type=bf16` and
+//! `threads=1` choose rows of it, `rounds=9` how often each is timed; `score=softcap`, `alibi`, `buckets` or `dropout`
+//! adds that to the scores. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::bf16;
-use ringspan::kernel::{Data, HeadMap, Inputs, Isa, Kernel, Partial, Place, Saved, Score, Sums, Tile, View};
+use ringspan::kernel::{
+    Buckets, Data, Dropout, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score, Sums, Tile, View,
+};
 use ringspan::mask::Band;
 use std::hint::black_box;
 use std::time::Instant;
@@ -74,7 +78,7 @@ impl Case {
             View::stored(data, self.s, heads, self.d).expect("made of this size")
         };
         let heads = &HeadMap::grouped(self.h, self.g).expect("G divides H");
-        let score = &Score::new(1.0 / (self.d as f32).sqrt());
+        let score = &score(self.h, self.d);
         work(&Inputs { q: view(0, self.h), k: view(1, self.g), v: view(2, self.g), heads, score, bias: None });
     }
 
@@ -98,7 +102,8 @@ impl Case {
 
     fn backward(&self, kernel: &Kernel, (lse, delta): &(Vec<f32>, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
         let [dq, dk, dv] = sums;
-        let mut sums = Sums { dq, dk, dv, d_table: &mut [], d_bias: &mut [] };
+        let mut d_table = vec![0.0; score(self.h, self.d).table_len()];
+        let mut sums = Sums { dq, dk, dv, d_table: &mut d_table, d_bias: &mut [] };
         let saved = Saved { lse, delta, d_out: self.d_out() };
         self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums));
     }
@@ -106,6 +111,23 @@ impl Case {
     fn sums(&self) -> [Vec<f32>; 3] {
         // Not zero, so that the pages exist before they are timed.
         self.values.each_ref().map(|x| vec![1.0; x.len()])
+    }
+}
+
+/// Scaled products, and what `score=` adds to them.
+fn score(heads: usize, dim: usize) -> Score {
+    let plain = Score::new(1.0 / (dim as f32).sqrt());
+    match given("score").as_deref() {
+        Some("softcap") => Score { softcap: Some(20.0), ..plain },
+        Some("alibi") => Score { relative: Some(Relative::Alibi { slopes: vec![0.01; heads] }), ..plain },
+        Some("dropout") => Score { dropout: Some(Dropout { rate: 0.1, seed: 1, first_head: 0 }), ..plain },
+        Some("buckets") => {
+            let (count, max_distance) = (32, 128);
+            let table = random(heads * count, 6);
+            let buckets = Buckets { table, count, max_distance, bidirectional: false };
+            Score { relative: Some(Relative::Buckets(buckets)), ..plain }
+        }
+        _ => plain,
     }
 }
 

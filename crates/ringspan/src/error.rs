@@ -74,6 +74,9 @@ pub enum Error {
     /// A parameter of the score does not fit the heads, or has no meaning.
     #[error("score: {0}")]
     Score(String),
+    /// A picture would not be readable.
+    #[error("drawing: {0}")]
+    Drawing(String),
     /// Two things that do not go together.
     #[error("{what} does not work with {with}: {why}")]
     Unsupported {

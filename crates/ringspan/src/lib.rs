@@ -1,4 +1,5 @@
 //! Context-parallel attention on plain slices: exact, on any mesh of ranks.
+#![doc = include_str!("course.md")]
 #![deny(missing_docs)]
 
 pub mod attention;

@@ -117,10 +117,7 @@ impl AttendArgs {
 
     /// The layout asked for, or the one that suits the mask.
     pub(crate) fn layout(&self) -> LayoutKind {
-        self.layout.unwrap_or(match self.mask {
-            MaskName::Full => LayoutKind::Contiguous,
-            MaskName::Causal | MaskName::CausalBottomRight => LayoutKind::Zigzag,
-        })
+        self.layout.unwrap_or(self.mask.layout())
     }
 }
 
@@ -184,11 +181,19 @@ pub(crate) enum MaskName {
 }
 
 impl MaskName {
-    fn mask(self) -> Mask {
+    pub(crate) fn mask(self) -> Mask {
         match self {
             Self::Full => Mask::full(),
             Self::Causal => Mask::causal(),
             Self::CausalBottomRight => Mask::causal_bottom_right(),
+        }
+    }
+
+    /// The layout that suits it.
+    pub(crate) fn layout(self) -> LayoutKind {
+        match self {
+            Self::Full => LayoutKind::Contiguous,
+            Self::Causal | Self::CausalBottomRight => LayoutKind::Zigzag,
         }
     }
 }
@@ -200,7 +205,7 @@ pub(crate) struct Window {
     pub(crate) right: Option<usize>,
 }
 
-fn window(text: &str) -> Result<Window, String> {
+pub(crate) fn window(text: &str) -> Result<Window, String> {
     let side = |side: &str| match side.trim().parse::<i64>() {
         Ok(-1) => Ok(None),
         Ok(n) if (0..=i64::MAX / 8).contains(&n) => Ok(Some(n as usize)),

@@ -1,6 +1,6 @@
 //! `ringspan attend`: attention on tensors of a file, so that anyone can check us from any language.
 
-mod args;
+pub(crate) mod args;
 mod compute;
 mod input;
 mod parameters;

@@ -18,7 +18,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// Splits the communicator into the axes of `grid`. All of its ranks must call this.
+    /// Splits the communicator into the axes of `grid`. All of its ranks must call this. From now on `kernel` drives the
+    /// communication of the group while it computes.
     ///
     /// # Errors
     /// Sizes whose product is not the communicator's; failures of other ranks.
@@ -34,7 +35,12 @@ impl Group {
         let (ring_rank, ulysses_rank) = grid.place(cp.rank());
         let ring = cp.split(ulysses_rank, ring_rank)?;
         let ulysses = cp.split(ring_rank, ulysses_rank)?;
-        Ok(Self { cp, grid, ring, ulysses, kernel, wire: Wire::F32 })
+        let (movers, user) = ([ring.clone(), ulysses.clone()], kernel.progress_hook());
+        let progress = move || {
+            movers.iter().for_each(|comm| comm.progress());
+            user.iter().for_each(|user| user());
+        };
+        Ok(Self { cp, grid, ring, ulysses, kernel: kernel.with_progress(Arc::new(progress)), wire: Wire::F32 })
     }
 
     /// Sends queries, keys and values as `wire`.

@@ -5,6 +5,7 @@
 
 mod backward;
 mod block;
+mod decode;
 mod exchange;
 mod forward;
 mod group;
@@ -13,6 +14,7 @@ mod ulysses;
 mod wire;
 
 pub use backward::{Gradients, backward};
+pub use decode::{Merge, Tokens, decode};
 pub use forward::{Forward, forward};
 pub use group::Group;
 pub use wire::Wire;
@@ -56,9 +58,26 @@ impl<'a> Inputs<'a> {
                 ranks: group.size(),
             });
         }
-        let Self { q, k, v, score, bias } = self;
         let rank = group.rank();
-        let (queries, keys) = (schedule.query().tokens(rank), schedule.key().tokens(rank));
+        self.check_shapes(operation, rank, schedule.query().tokens(rank), schedule.key().tokens(rank))?;
+        if let Some(bias) = &self.bias {
+            let (given, keys) = (bias.dim, schedule.key().documents().row_len());
+            if given != keys {
+                return Err(Error::Shape {
+                    operation,
+                    what: "the bias",
+                    expected: keys,
+                    actual: given,
+                    shape: "a row of it: one element for each key of a batch row".into(),
+                });
+            }
+            supports_bias(schedule.strategy())?;
+        }
+        Ok(())
+    }
+
+    fn check_shapes(&self, operation: &'static str, rank: usize, queries: usize, keys: usize) -> Result<()> {
+        let Self { q, k, v, score, bias } = self;
         let shape = |what, view: &View, tokens: usize, heads: usize, dim: usize| {
             if (view.tokens, view.heads, view.dim) == (tokens, heads, dim) {
                 return Ok(());
@@ -78,12 +97,8 @@ impl<'a> Inputs<'a> {
         shape("k", k, keys, k.heads, q.dim)?;
         shape("v", v, keys, k.heads, v.dim)?;
         score.check(q.heads)?;
-        if let Some(bias) = bias {
-            let heads = if bias.heads == 1 { 1 } else { q.heads };
-            shape("the bias", bias, queries, heads, schedule.key().documents().row_len())?;
-            supports_bias(schedule.strategy())?;
-        }
-        Ok(())
+        let heads = |bias: &View| if bias.heads == 1 { 1 } else { q.heads };
+        bias.iter().try_for_each(|bias| shape("the bias", bias, queries, heads(bias), bias.dim))
     }
 }
 

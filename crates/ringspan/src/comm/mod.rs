@@ -1,4 +1,25 @@
 //! How ranks talk: one object-safe trait, and a transport for ranks that are threads of one process.
+//!
+//! A transfer is started, computed past, then waited for: this is how a schedule hides it behind a step. A wait ends at
+//! a deadline, and a rank that fails, or calls another collective than the others, makes all of them return an error
+//! that names it.
+//!
+//! ```
+//! use ringspan::Error;
+//! use ringspan::comm::{Buffer, threads};
+//!
+//! // One hop of a ring.
+//! let got = threads::run(4, threads::Options::default(), |comm| {
+//!     let (rank, size) = (comm.rank(), comm.size());
+//!     let sent = comm.send((rank + 1) % size, 0, Buffer::U64(vec![rank as u64]).into())?;
+//!     let under_way = comm.receive((rank + size - 1) % size, 0)?;
+//!     // Here a rank computes.
+//!     sent.wait()?;
+//!     Ok::<_, Error>(under_way.wait()?.map(|buffer| (*buffer).clone()))
+//! })?;
+//! assert_eq!(got[0], Some(Buffer::U64(vec![3])));
+//! # Ok::<_, Error>(())
+//! ```
 
 pub mod threads;
 
@@ -64,6 +85,9 @@ pub trait Communicator: Send + Sync {
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>>;
     /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;
+    /// Moves transfers along where nothing moves by itself: kernels call this between pieces of their work, about once a
+    /// millisecond. Threads hand their messages over at once, so there it does nothing.
+    fn progress(&self) {}
     /// Sends `parts[r]` to each rank r and returns what each rank sent here; counts may differ, and be 0.
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>>;
     /// Every rank's buffer, in rank order; lengths may differ.

@@ -1,22 +1,27 @@
-//! One query against many cached keys: nothing is packed, every key and value is read once for its group of heads.
+//! One query against many cached keys: nothing is packed whole, every key and value is read once for its group of heads.
 //!
 //! Keys are cut into chunks that do not depend on the threads, and the chunks are merged in order ("flash decoding",
 //! Dao et al., 2023): any number of threads gives the same bits.
 
 use super::buffer::{Pool, Target};
 use super::isa::Code;
-use super::pack::load;
+use super::micro::accumulate;
+use super::pack::copy;
 use super::plan::Meeting;
 use super::terms::Terms;
 use super::vector::Simd;
-use super::view::Data;
 use super::{HeadMap, Partial, Tile, View, isa, workers};
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Rows of a chunk.
 pub(super) const CHUNK: usize = 1024;
+
+/// Rows that are brought to f32 at a time; they stay in the L1 cache. Divides CHUNK, and 4 divides it.
+const ROWS: usize = 32;
+
+/// Most numbers of a vector.
+const MOST: usize = 16;
 
 /// What all chunks of a call share; q has one token.
 pub(super) struct Decode<'a> {
@@ -35,12 +40,18 @@ impl Decode<'_> {
         2 + self.v.dim
     }
 
+    /// Elements a worker needs: per head scores of a chunk, the query and the sum of values; a few rows.
+    pub(super) fn scratch(dim: usize, v_dim: usize, group: usize) -> usize {
+        let (wide, v_wide) = (dim.next_multiple_of(MOST), v_dim.next_multiple_of(MOST));
+        group * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
+    }
+
     /// The softmax states of the heads that read `kv`, over at most CHUNK rows of `tile`, which all are visible.
     ///
     /// R and N, the shape of the packed kernels, have no meaning here.
     ///
     /// # Safety
-    /// The instruction set must be enabled; `states` must have a state per head and `scores` CHUNK numbers per head.
+    /// The instruction set must be enabled; `states` must have a state per head, and `scratch` its size for these heads.
     #[inline(always)]
     pub(super) unsafe fn chunk<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -49,20 +60,27 @@ impl Decode<'_> {
         rows: Range<usize>,
         tile: &Tile,
         states: &mut [f32],
-        scores: &mut [f32],
+        scratch: &mut [f32],
     ) {
         let heads = self.heads.queries_of(kv);
-        let queries: Vec<Cow<[f32]>> = heads.clone().map(|head| self.q.row(0, head)).collect();
-        for (at, row) in rows.clone().enumerate() {
-            let key = self.k.at(row, kv);
-            for (i, query) in queries.iter().enumerate() {
-                scores[i * CHUNK + at] = dot(simd, query, key) * self.factor;
+        let (wide, v_wide) = (self.k.dim.next_multiple_of(MOST), self.v.dim.next_multiple_of(MOST));
+        let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
+        let (queries, rest) = rest.split_at_mut(heads.len() * wide);
+        let (sums, few) = rest.split_at_mut(heads.len() * v_wide);
+        copy(simd, queries, wide, self.factor, |i| Some(self.q.at(0, heads.start + i)));
+        for from in rows.clone().step_by(ROWS) {
+            let few = &mut few[..ROWS * wide];
+            copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
+            for (query, scores) in queries.chunks_exact(wide).zip(scores.chunks_exact_mut(CHUNK)) {
+                for (four, scores) in few.chunks_exact(4 * wide).zip(scores[from - rows.start..].chunks_exact_mut(4)) {
+                    // SAFETY: four rows of `wide` elements, whole vectors, and as many of the query.
+                    unsafe { dots(simd, query, four.as_ptr(), wide, scores) };
+                }
             }
         }
         let meeting = Meeting::of_query(tile, rows.start);
-        for ((scores, state), head) in
-            scores.chunks_exact_mut(CHUNK).zip(states.chunks_exact_mut(self.state())).zip(heads)
-        {
+        let state = states.chunks_exact_mut(self.state());
+        for ((scores, state), head) in scores.chunks_exact_mut(CHUNK).zip(state).zip(heads.clone()) {
             let (seen, rest) = scores.split_at_mut(rows.len());
             if let Some(terms) = self.terms {
                 terms.of_query(simd, head, &meeting, seen);
@@ -72,7 +90,7 @@ impl Decode<'_> {
             let max = seen.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
             let finite = simd.splat(max.max(f32::MIN));
             let mut sum = simd.splat(0.0);
-            for scores in scores.chunks_exact_mut(S::LANES).take(rows.len().div_ceil(S::LANES)) {
+            for scores in scores.chunks_exact_mut(S::LANES) {
                 // SAFETY: the chunk has LANES numbers.
                 unsafe {
                     let x = simd.exp2(simd.sub(simd.load(scores.as_ptr()), finite));
@@ -84,13 +102,25 @@ impl Decode<'_> {
             if let Some(terms) = self.terms {
                 terms.drop_of_query(head, &meeting, &mut scores[..rows.len()]);
             }
-            state[2..].fill(0.0);
         }
-        for (at, row) in rows.enumerate() {
-            let value = self.v.at(row, kv);
-            for (i, state) in states.chunks_exact_mut(self.state()).enumerate() {
-                add(simd, &mut state[2..], scores[i * CHUNK + at], value);
+        sums.fill(0.0);
+        for from in rows.clone().step_by(ROWS) {
+            let few = &mut few[..ROWS * v_wide];
+            let depth = ROWS.min(rows.end - from);
+            copy(simd, few, v_wide, 1.0, |i| (i < depth).then(|| self.v.at(from + i, kv)));
+            let (weights, shape) = (scores[from - rows.start..].as_ptr(), (heads.len(), depth, v_wide));
+            let (few, sums) = (few.as_ptr(), sums.as_mut_ptr());
+            // SAFETY: the weights of a head are CHUNK apart; rows and sums are of `v_wide` elements, whole vectors.
+            unsafe {
+                match heads.len() % 4 {
+                    0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums),
+                    2 => accumulate::<S, 2>(simd, shape, weights, CHUNK, 1, few, sums),
+                    _ => accumulate::<S, 1>(simd, shape, weights, CHUNK, 1, few, sums),
+                }
             }
+        }
+        for (state, sum) in states.chunks_exact_mut(self.state()).zip(sums.chunks_exact(v_wide)) {
+            state[2..].copy_from_slice(&sum[..self.v.dim]);
         }
     }
 
@@ -123,7 +153,7 @@ impl Decode<'_> {
         let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
         let worth = (rows * read.len() * (self.k.dim + self.v.dim)).div_ceil(1 << 19);
         workers::run(threads.min(tasks).min(worth), &|worker| {
-            let mut scores = pool.take(group * CHUNK);
+            let mut scratch = pool.take(Self::scratch(self.k.dim, self.v.dim, group));
             loop {
                 let task = next.fetch_add(1, Ordering::Relaxed);
                 if task >= tasks {
@@ -131,15 +161,14 @@ impl Decode<'_> {
                 }
                 let (kv, (rows, tile)) = (read[task / chunks.len()], chunks[task % chunks.len()].clone());
                 let heads = self.heads.queries_of(kv).len();
-                let scores = &mut scores[..heads * CHUNK];
                 // SAFETY: the counter gives each task, and with it these states, to one worker.
                 unsafe {
                     let states = target.row(task * size, heads * self.state());
-                    isa::decode_chunk(code, self, kv, rows, tile, states, scores);
+                    isa::decode_chunk(code, self, kv, rows, tile, states, &mut scratch);
                 }
                 progress(worker);
             }
-            pool.give(scores);
+            pool.give(scratch);
         });
         for task in 0..tasks {
             self.merge(read[task / chunks.len()], &states[task * size..][..size], partial);
@@ -165,33 +194,23 @@ impl Decode<'_> {
     }
 }
 
+/// The products of a query with four rows, `width` apart and long.
+///
+/// # Safety
+/// `rows` must be readable for four rows; `width` is a multiple of LANES and the length of the query.
 #[inline(always)]
-fn dot<S: Simd>(simd: S, a: &[f32], b: Data) -> f32 {
-    let mut sum = simd.splat(0.0);
-    let whole = a.len() / S::LANES * S::LANES;
-    for (at, a) in a.chunks_exact(S::LANES).enumerate() {
-        // SAFETY: the chunk has LANES numbers.
-        sum = simd.fma(unsafe { simd.load(a.as_ptr()) }, load(simd, b, at * S::LANES), sum);
+unsafe fn dots<S: Simd>(simd: S, query: &[f32], rows: *const f32, width: usize, to: &mut [f32]) {
+    let mut sums = [simd.splat(0.0); 4];
+    for at in (0..width).step_by(S::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let q = simd.load(query.as_ptr().add(at));
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = simd.fma(q, simd.load(rows.add(i * width + at)), *sum);
+            }
+        }
     }
-    let mut total = simd.sum(sum);
-    for (at, a) in a.iter().enumerate().skip(whole) {
-        total += a * b.get(at);
-    }
-    total
-}
-
-/// `to += factor * from`
-#[inline(always)]
-fn add<S: Simd>(simd: S, to: &mut [f32], factor: f32, from: Data) {
-    let factors = simd.splat(factor);
-    let mut whole = 0;
-    for to in to.chunks_exact_mut(S::LANES) {
-        let from = load(simd, from, whole);
-        // SAFETY: the chunk has LANES numbers.
-        unsafe { simd.store(to.as_mut_ptr(), simd.fma(factors, from, simd.load(to.as_ptr()))) };
-        whole += S::LANES;
-    }
-    for (at, to) in to.iter_mut().enumerate().skip(whole) {
-        *to += factor * from.get(at);
+    for i in 0..4 {
+        to[i] = simd.sum(sums[i]);
     }
 }

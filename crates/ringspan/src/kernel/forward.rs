@@ -8,11 +8,12 @@ use super::buffer::{Target, lines};
 use super::isa::Code;
 use super::micro::{multiply, multiply_seen};
 use super::pack::{self, Keys};
-use super::plan::{Part, Plan};
+use super::plan::{self, Part, Plan};
 use super::terms::{self, Terms};
 use super::vector::Simd;
 use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
+use std::ops::Range;
 
 /// What all blocks of a call share.
 pub(super) struct Forward<'a> {
@@ -145,7 +146,7 @@ impl Forward<'_> {
         head: usize,
         block: usize,
         part: &Part,
-        keys: std::ops::Range<usize>,
+        keys: Range<usize>,
         q: &[f32],
         out: &mut [f32],
         p: &mut [f32],
@@ -166,7 +167,15 @@ impl Forward<'_> {
         // Scores are products, or in bf16, where queries are not scaled, products times this.
         let factor = simd.splat(if S::PAIR > 1 && self.terms.is_none() { self.factor } else { 1.0 });
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
-        for row in (0..keys.len()).step_by(R) {
+        let whole = 0..keys.len();
+        let spans: [Range<usize>; N] = match border && self.terms.is_none() {
+            true => plan::spans(&low, &high, S::LANES, R),
+            false => std::array::from_fn(|_| whole.clone()),
+        };
+        // What all vectors see some of; before and behind that each goes alone.
+        let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
+        let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
+        for row in common.clone().step_by(R) {
             let zero = [[simd.splat(0.0); N]; R];
             // SAFETY: the panel is [D][R], q is [D][lanes]; low and high have 64 lanes; p has KEY_BLOCK rows.
             unsafe {
@@ -186,6 +195,26 @@ impl Forward<'_> {
                     for v in 0..N {
                         max[v] = simd.max(max[v], s[v]);
                         simd.store(p.as_mut_ptr().add((row + i) * lanes + v * S::LANES), s[v]);
+                    }
+                }
+            }
+        }
+        for row in (0..common.start).chain(common.end..keys.len()).step_by(R) {
+            for v in 0..N {
+                let hidden = simd.splat(f32::NEG_INFINITY);
+                let mut s = [[hidden]; R];
+                // SAFETY: as above.
+                unsafe {
+                    if spans[v].contains(&row) {
+                        let (panel, q) = (panels.as_ptr().add(row * depth), q.as_ptr().add(v * S::LANES));
+                        s = multiply::<S, R, 1>(simd, depth, panel, 1, R, q, lanes, [[simd.splat(0.0)]; R]);
+                    }
+                    let low = simd.load(low.as_ptr().add(v * S::LANES));
+                    let high = simd.load(high.as_ptr().add(v * S::LANES));
+                    for (i, [s]) in s.into_iter().enumerate() {
+                        let s = simd.within(s, simd.splat((row + i) as f32), low, high, hidden);
+                        max[v] = simd.max(max[v], s);
+                        simd.store(p.as_mut_ptr().add((row + i) * lanes + v * S::LANES), s);
                     }
                 }
             }
@@ -272,11 +301,26 @@ impl Forward<'_> {
                 acc = if careful {
                     multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc)
                 } else {
-                    multiply::<S, R, N>(simd, depth, values, 1, R, p, lanes, acc)
+                    let (first, depth) = (common.start / S::PAIR, common.len() / S::PAIR);
+                    multiply::<S, R, N>(simd, depth, values.add(first * R), 1, R, p.add(first * lanes), lanes, acc)
                 };
                 for (i, acc) in acc.iter().enumerate() {
                     for (v, x) in acc.iter().enumerate() {
                         simd.store(out.add(i * lanes + v * S::LANES), *x);
+                    }
+                }
+                if careful || common == whole {
+                    continue;
+                }
+                for (v, span) in spans.iter().enumerate() {
+                    for rest in [span.start..span.end.min(common.start), span.start.max(common.end)..span.end] {
+                        let (first, depth) = (rest.start / S::PAIR, rest.len() / S::PAIR);
+                        let (a, b) = (values.add(first * R), p.add(first * lanes + v * S::LANES));
+                        let out = out.add(v * S::LANES);
+                        let mut one = [[simd.splat(0.0)]; R];
+                        one.iter_mut().enumerate().for_each(|(i, one)| one[0] = simd.load(out.add(i * lanes)));
+                        one = multiply::<S, R, 1>(simd, depth, a, 1, R, b, lanes, one);
+                        one.iter().enumerate().for_each(|(i, one)| simd.store(out.add(i * lanes), one[0]));
                     }
                 }
             }

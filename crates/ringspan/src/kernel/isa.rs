@@ -161,6 +161,6 @@ dispatch!(
 dispatch!(
     decode_chunk,
     Decode<'_>,
-    chunk(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scores: &mut [f32]),
+    chunk(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
     "[`Decode::chunk`] compiled for `isa`."
 );

@@ -216,6 +216,22 @@ impl<'a> Plan<'a> {
     }
 }
 
+/// For each vector of lanes the keys that some of its lanes sees, with borders rounded outwards to multiples of `r`.
+#[inline(always)]
+pub(super) fn spans<const N: usize>(low: &[f32], high: &[f32], vector: usize, r: usize) -> [Range<usize>; N] {
+    std::array::from_fn(|v| {
+        let (mut start, mut end) = (f32::INFINITY, 0.0f32);
+        for lane in v * vector..(v + 1) * vector {
+            if low[lane] < high[lane] {
+                (start, end) = (start.min(low[lane]), end.max(high[lane]));
+            }
+        }
+        let end = (end as usize).next_multiple_of(r);
+        // Without any, from `end` to `end`: infinity is cut to it.
+        (start as usize).min(end) / r * r..end
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

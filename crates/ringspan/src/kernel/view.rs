@@ -1,5 +1,6 @@
 //! Tensors that are read in place, in the type they are stored in.
 
+use super::vector::prefetch;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::borrow::Cow;
@@ -81,6 +82,16 @@ impl<'a> Data<'a> {
         let mut to = vec![0.0; self.len()];
         self.copy_to(&mut to);
         Cow::Owned(to)
+    }
+
+    /// Asks for the elements ahead of their use.
+    #[inline(always)]
+    pub(super) fn prefetch(self) {
+        match self {
+            Data::F32(data) => prefetch(data),
+            Data::Bf16(data) => prefetch(data),
+            Data::F16(data) => prefetch(data),
+        }
     }
 
     /// Whether all elements are numbers: no NaN, no infinity.

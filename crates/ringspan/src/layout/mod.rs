@@ -1,6 +1,54 @@
 //! Which rank holds which tokens.
 //!
 //! A layout is, per rank, a list of [`Run`]s in local order. Padding is in no run, so nothing can attend to it.
+//!
+//! No length need divide by anything, and a rank may hold nothing. The kinds, by the rank that holds each of 16
+//! tokens:
+//!
+//! ```
+//! use ringspan::{Documents, Layout, LayoutKind};
+//!
+//! let owners = |kind: &str, lengths: &[usize]| {
+//!     let layout = Layout::new(kind.parse()?, &Documents::packed(lengths), 4)?;
+//!     let mut owners = [0; 16];
+//!     (0..4).for_each(|rank| layout.rows(rank).into_iter().for_each(|row| owners[row] = rank));
+//!     Ok::<_, ringspan::Error>(owners.map(|rank| rank.to_string()).concat())
+//! };
+//! // Neighbours together: windows and documents stay on few ranks.
+//! assert_eq!(owners("contiguous", &[16])?, "0000111122223333");
+//! // An early and a late part each: causal work is even.
+//! assert_eq!(owners("zigzag", &[16])?, "0011223333221100");
+//! // Even in any part of the sequence, at the price of narrow tiles.
+//! assert_eq!(owners("striped:1", &[16])?, "0123012301230123");
+//! // Zigzag in each document: packed documents are even.
+//! assert_eq!(owners("per-document-zigzag", &[8, 8])?, "0123321001233210");
+//! # Ok::<_, ringspan::Error>(())
+//! ```
+//!
+//! A fifth kind, balanced, deals blocks by the pairs that the mask at hand leaves visible.
+//!
+//! Documents are what [`Documents`] says; a run lies in one of them, and positions count from its start:
+//!
+//! ```
+//! use ringspan::{Documents, Layout, LayoutKind, Run};
+//!
+//! // Two rows of 6 tokens, the second padded behind 3.
+//! let documents = Documents::padded(&[6, 3], 6)?;
+//! let layout = Layout::new(LayoutKind::Contiguous, &documents, 2)?;
+//! assert_eq!(layout.runs(1), [
+//!     Run { document: 0, start: 3, len: 3, step: 1 },
+//!     Run { document: 1, start: 1, len: 2, step: 1 },
+//! ]);
+//! assert_eq!(layout.rows(1), [3, 4, 5, 7, 8]);           // in the flat batch
+//! assert_eq!(layout.shard(1, &[0, 10, 20, 30, 40, 50, 60, 70, 80, 0, 0, 0], 1)?, [30, 40, 50, 70, 80]);
+//!
+//! // A stripe is one run with a step.
+//! let striped = Layout::new(LayoutKind::Striped(1), &Documents::batch(1, 10), 4)?;
+//! assert_eq!(striped.runs(1), [Run { document: 0, start: 1, len: 3, step: 4 }]);
+//! # Ok::<_, ringspan::Error>(())
+//! ```
+//!
+//! What each kind costs and gains is in the chapter on [`schedule`](crate::schedule#balance).
 
 mod balanced;
 mod kind;

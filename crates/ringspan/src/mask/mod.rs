@@ -1,4 +1,58 @@
 //! Masks as a person names them, and the bands they become.
+//!
+//! Between a run of queries and a run of keys, every mask is a list of [`Piece`]s: parts of both runs, and a [`Band`]
+//! that says which i - j are visible. One form of mask is all that a kernel has to know.
+//!
+//! ```
+//! use ringspan::Mask;
+//!
+//! // Five queries, and as many keys or, behind a cache, seven.
+//! let causal = Mask::causal();
+//! let masks = [
+//!     (Mask::full(), 5),
+//!     (causal.clone(), 5),
+//!     (causal.clone().window(Some(2), None), 5),
+//!     (Mask::causal_bottom_right(), 7),
+//!     (causal.clone().chunked(3)?, 5),
+//!     (causal.prefix_lm([2]), 5),
+//! ];
+//! let row = |i: usize| {
+//!     let of = |(mask, keys): &(Mask, usize)| {
+//!         (0..*keys).map(|j| if mask.sees(0, i, j, 5, *keys) { '#' } else { '.' }).collect::<String>()
+//!     };
+//!     masks.iter().map(of).collect::<Vec<_>>().join("  ")
+//! };
+//! assert_eq!([0, 1, 2, 3, 4].map(row), [
+//!     // full  causal window cache    chunks prefix
+//!     "#####  #....  #....  ###....  #....  ##...",
+//!     "#####  ##...  ##...  ####...  ##...  ##...",
+//!     "#####  ###..  ###..  #####..  ###..  ###..",
+//!     "#####  ####.  .###.  ######.  ...#.  ####.",
+//!     "#####  #####  ..###  #######  ...##  #####",
+//! ]);
+//! # Ok::<_, ringspan::Error>(())
+//! ```
+//!
+//! A causal mask between equal runs is the band i - j >= 0. Where the runs stand apart, the band is shifted by the
+//! distance of their first tokens, in steps; where nothing is left of it, there is no piece:
+//!
+//! ```
+//! use ringspan::{Mask, Run};
+//!
+//! let run = |start| Run { document: 0, start, len: 4, step: 1 };
+//! let band = |mask: &Mask, queries, keys| {
+//!     let pieces = mask.pieces(&run(queries), &run(keys), 16, 16)?;
+//!     Ok::<_, ringspan::Error>(pieces.first().map(|piece| (piece.band.lo, piece.band.hi, piece.band.pairs(4, 4))))
+//! };
+//! let causal = Mask::causal();
+//! assert_eq!(band(&causal, 0, 0)?.map(|band| (band.0, band.2)), Some((0, 10)));   // a triangle
+//! assert_eq!(band(&causal, 8, 0)?.map(|band| band.2), Some(16));                  // all of 4 x 4
+//! assert_eq!(band(&causal, 0, 8)?, None);
+//!
+//! // A window of 5 back: query 4 + i sees key j iff 4 + i - j <= 5, that is i - j <= 1.
+//! assert_eq!(band(&causal.window(Some(5), None), 4, 0)?.map(|band| (band.1, band.2)), Some((1, 13)));
+//! # Ok::<_, ringspan::Error>(())
+//! ```
 
 mod band;
 mod blocks;

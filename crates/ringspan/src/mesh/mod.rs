@@ -1,6 +1,19 @@
 //! Axis sizes to coordinates and groups: arithmetic only.
 //!
 //! Ranks are numbered with the last axis fastest, so ranks that differ in the innermost axis only are neighbours.
+//!
+//! A [`Mesh`] has any axes. The axis of context parallelism is itself two, a [`Grid`] of R ring ranks with U Ulysses
+//! ranks each. Neighbours usually have the fastest links, so the inner axis should be the one that sends more at once:
+//! Ulysses, unless said otherwise.
+//!
+//! ```
+//! use ringspan::mesh::Grid;
+//!
+//! let grid = Grid::new(2, 3);
+//! assert_eq!(grid.members(), [[0, 1, 2], [3, 4, 5]]);            // by ring rank
+//! assert_eq!(grid.place(4), (1, 1));                             // ring, Ulysses
+//! assert_eq!(grid.with_ulysses_outer().members(), [[0, 2, 4], [1, 3, 5]]);
+//! ```
 
 mod grid;
 

@@ -3,10 +3,12 @@
 //! A context-parallel group of P = R x U ranks is read as R *ring ranks* of U members each ([`Grid`]). Inside a ring
 //! rank an all-to-all turns tokens into heads, so its members share the same tokens and the same [`Plan`], each for its
 //! own heads. A strategy is a generator of plans; one executor runs any of them.
+#![doc = include_str!("strategies.md")]
 
 mod all_gather;
 mod bidirectional;
 mod display;
+mod draw;
 mod estimate;
 mod heads;
 mod pass_q;
@@ -19,6 +21,7 @@ mod traffic;
 #[cfg(test)]
 mod test;
 
+pub use draw::Cell;
 pub use estimate::{Choice, Estimate, Link, Machine};
 pub use heads::HeadShare;
 pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer};

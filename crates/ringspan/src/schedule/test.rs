@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 type Edge = (usize, usize, Block, Rows);
 
-fn kinds() -> impl Generator<Value = LayoutKind> {
+pub(super) fn kinds() -> impl Generator<Value = LayoutKind> {
     prop_oneof![
         Just(LayoutKind::Contiguous),
         Just(LayoutKind::Zigzag),
@@ -20,7 +20,7 @@ fn kinds() -> impl Generator<Value = LayoutKind> {
     ]
 }
 
-fn masks() -> impl Generator<Value = Mask> {
+pub(super) fn masks() -> impl Generator<Value = Mask> {
     let base = prop_oneof![Just(Mask::full()), Just(Mask::causal()), Just(Mask::causal_bottom_right())];
     let side = || proptest::option::of(0usize..20);
     let chunk = proptest::option::of(1usize..20);
@@ -43,7 +43,7 @@ fn masks() -> impl Generator<Value = Mask> {
 }
 
 /// Documents of queries and of keys: equal for packed and padded batches, of other lengths for cross attention.
-fn documents() -> impl Generator<Value = (Documents, Documents)> {
+pub(super) fn documents() -> impl Generator<Value = (Documents, Documents)> {
     prop_oneof![
         proptest::collection::vec(0usize..24, 1..5).prop_map(|l| (Documents::packed(&l), Documents::packed(&l))),
         (1usize..3, 0usize..30, 0usize..30).prop_map(|(b, q, k)| (Documents::batch(b, q), Documents::batch(b, k))),
@@ -54,7 +54,7 @@ fn documents() -> impl Generator<Value = (Documents, Documents)> {
     ]
 }
 
-fn strategies() -> impl Generator<Value = Strategy> {
+pub(super) fn strategies() -> impl Generator<Value = Strategy> {
     proptest::sample::select(&Strategy::ALL[..])
 }
 
@@ -116,7 +116,7 @@ fn check_tiles(
 }
 
 /// By definition, without runs or bands.
-fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) -> HashSet<(usize, usize)> {
+pub(super) fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) -> HashSet<(usize, usize)> {
     let mut pairs = HashSet::new();
     for (document, (q, k)) in queries.iter().zip(keys.iter()).enumerate() {
         for i in q.spans.iter().flat_map(|span| span.clone()) {

@@ -1,8 +1,7 @@
 //! One block of queries against one block of keys: the five products, and what lies between them.
 
-use super::super::KEY_BLOCK;
 use super::super::micro::{accumulate, multiply};
-use super::super::plan::Part;
+use super::super::plan::{self, Part};
 use super::super::terms::{self, Bounds, TermSums, Terms};
 use super::super::vector::Simd;
 use super::super::view::Data;
@@ -45,13 +44,21 @@ impl Backward<'_> {
         let careful = pair.spoilt && (border || self.plan.rows(block).len() < lanes);
         if border || careful {
             let (low, high) = &mut bounds;
-            self.plan.bounds(block, part, base + keys.start, KEY_BLOCK, &mut low[..lanes], &mut high[..lanes]);
+            self.plan.bounds(block, part, base + keys.start, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
         let (low, high) = &bounds;
         // Where queries are in bf16 they are not scaled.
         let factor = simd.splat(self.factor);
         let zero = [[simd.splat(0.0); N]; R];
-        for row in keys.clone().step_by(R) {
+        // Of the border only the vectors that see something; where all pairs are passed over, all are computed.
+        let whole = 0..keys.len();
+        let spans: [Range<usize>; N] = match border && !careful && self.terms.is_none() {
+            true => plan::spans(low, high, S::LANES, R),
+            false => std::array::from_fn(|_| whole.clone()),
+        };
+        let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
+        let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
+        for row in (keys.start + common.start..keys.start + common.end).step_by(R) {
             // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
             // [2][lanes]; low and high have 64 lanes.
             unsafe {
@@ -93,6 +100,31 @@ impl Backward<'_> {
                 }
             }
         }
+        for row in (0..common.start).chain(common.end..keys.len()).step_by(R) {
+            for v in (0..N).filter(|&v| spans[v].contains(&row)) {
+                let (lane, key) = (v * S::LANES, keys.start + row);
+                // SAFETY: as above, for one vector of the lanes.
+                unsafe {
+                    let (k, v) =
+                        (at.k_panels.as_ptr().add(key * sizes.depth), at.v_panels.as_ptr().add(key * sizes.v_depth));
+                    let (q_t, d_out_t) = (queries.q_t.as_ptr().add(lane), queries.d_out_t.as_ptr().add(lane));
+                    let zero = [[simd.splat(0.0)]; R];
+                    let s = multiply::<S, R, 1>(simd, sizes.depth, k, 1, R, q_t, lanes, zero);
+                    let dp = multiply::<S, R, 1>(simd, sizes.v_depth, v, 1, R, d_out_t, lanes, zero);
+                    let (low, high) = (simd.load(low.as_ptr().add(lane)), simd.load(high.as_ptr().add(lane)));
+                    let lse = simd.load(queries.statistics.as_ptr().add(lane));
+                    let delta = simd.load(queries.statistics.as_ptr().add(lanes + lane));
+                    for (i, ([s], [dp])) in s.into_iter().zip(dp).enumerate() {
+                        let s = if S::PAIR == 1 { s } else { simd.mul(s, factor) };
+                        let hidden = simd.splat(f32::NEG_INFINITY);
+                        let s = simd.within(s, simd.splat((row + i) as f32), low, high, hidden);
+                        let (p, to) = (simd.exp2(simd.sub(s, lse)), (key + i) * lanes + lane);
+                        simd.store(at.p.as_mut_ptr().add(to), p);
+                        simd.store(at.ds.as_mut_ptr().add(to), simd.mul(p, simd.sub(dp, delta)));
+                    }
+                }
+            }
+        }
         if let Some(terms) = self.terms {
             let bounds = (border || careful).then_some(&bounds);
             // SAFETY: p, ds and the bias are [KEY_BLOCK][lanes], the statistics of all lanes.
@@ -105,24 +137,44 @@ impl Backward<'_> {
             // SAFETY: the buffers are those of `sizes`.
             unsafe { self.round::<S, N>(simd, sizes, keys.clone(), at) };
         }
-        let (count, wide, v_wide) = (keys.len(), sizes.wide, sizes.v_wide);
-        // SAFETY: P^T and dS^T are [KEY_BLOCK][lanes], Q, dQ, K, dK [..][wide], dO and dV [..][v_wide], or pairs of them;
-        // the rows `keys` are within KEY_BLOCK and a multiple of R; lanes and R are multiples of ROWS.
-        unsafe {
-            let dv = at.dv.as_mut_ptr().add(keys.start * v_wide);
-            let dk = at.dk.as_mut_ptr().add(keys.start * wide);
-            let k = at.k.as_ptr().add(keys.start / S::PAIR * wide);
-            let (q, d_out, dq) = (queries.q.as_ptr(), queries.d_out.as_ptr(), queries.dq.as_mut_ptr());
-            let row = if S::PAIR == 1 { lanes } else { sizes.half_row };
-            let (p, ds, across) = match S::PAIR {
-                1 => (at.p.as_ptr(), at.ds.as_ptr(), at.ds.as_ptr()),
-                _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), at.ds_pairs.as_ptr()),
-            };
-            let (p, ds) = (p.add(keys.start * row), ds.add(keys.start * row));
-            let across = across.add(keys.start / S::PAIR * lanes);
-            accumulate::<S, ROWS>(simd, (count, lanes / S::PAIR, v_wide), p, row, 1, d_out, dv);
-            accumulate::<S, ROWS>(simd, (count, lanes / S::PAIR, wide), ds, row, 1, q, dk);
-            accumulate::<S, ROWS>(simd, (lanes, count / S::PAIR, wide), across, 1, lanes, k, dq);
+        let (wide, v_wide) = (sizes.wide, sizes.v_wide);
+        let row = if S::PAIR == 1 { lanes } else { sizes.half_row };
+        let (p, ds, across) = match S::PAIR {
+            1 => (at.p.as_ptr(), at.ds.as_ptr(), at.ds.as_ptr()),
+            _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), at.ds_pairs.as_ptr()),
+        };
+        // The vectors that see something of the keys from `key` on.
+        let seeing = |key: usize| {
+            let first = spans.iter().position(|span| span.contains(&key)).unwrap_or(0);
+            first..spans.iter().rposition(|span| span.contains(&key)).map_or(0, |last| last + 1)
+        };
+        let mut key = 0;
+        while key < keys.len() {
+            let vectors = seeing(key);
+            let end = (key..keys.len()).step_by(R).find(|&next| seeing(next) != vectors).unwrap_or(keys.len());
+            let (from, depth) = (vectors.start * S::LANES / S::PAIR, vectors.len() * S::LANES / S::PAIR);
+            // SAFETY: P^T and dS^T are [KEY_BLOCK][lanes], Q and dK [..][wide], dO and dV [..][v_wide], or pairs of them;
+            // the rows `keys` are within KEY_BLOCK and a multiple of R, which is one of ROWS.
+            unsafe {
+                let to = keys.start + key;
+                let (p, ds) = (p.add(to * row + from), ds.add(to * row + from));
+                let (q, d_out) = (queries.q.as_ptr().add(from * wide), queries.d_out.as_ptr().add(from * v_wide));
+                let (dk, dv) = (at.dk.as_mut_ptr().add(to * wide), at.dv.as_mut_ptr().add(to * v_wide));
+                accumulate::<S, ROWS>(simd, (end - key, depth, v_wide), p, row, 1, d_out, dv);
+                accumulate::<S, ROWS>(simd, (end - key, depth, wide), ds, row, 1, q, dk);
+            }
+            key = end;
+        }
+        let step = if common == whole { N } else { 1 };
+        for v in (0..N).step_by(step) {
+            let (span, lane) = (&spans[v], v * S::LANES);
+            // SAFETY: dS^T is [KEY_BLOCK][lanes], K and dQ [..][wide], or pairs of them; LANES is a multiple of ROWS.
+            unsafe {
+                let from = (keys.start + span.start) / S::PAIR;
+                let (across, k) = (across.add(from * lanes + lane), at.k.as_ptr().add(from * wide));
+                let dq = queries.dq.as_mut_ptr().add(lane * wide);
+                accumulate::<S, ROWS>(simd, (step * S::LANES, span.len() / S::PAIR, wide), across, 1, lanes, k, dq);
+            }
         }
     }
 

@@ -6,9 +6,10 @@ mod forward;
 
 use super::backward::Sizes;
 use super::buffer::{Pool, lines};
+use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::Keys;
-use super::{Data, Inputs, Isa, Relative, Tile, decode};
+use super::{Data, Inputs, Isa, Relative, Tile};
 use std::sync::Arc;
 
 /// Queries whose packed forms a worker holds at a time in the backward pass: they should stay in the L3 cache.
@@ -49,6 +50,11 @@ impl Kernel {
         Self { progress: Some(progress), ..self }
     }
 
+    /// What [`with_progress`](Self::with_progress) was given.
+    pub fn progress_hook(&self) -> Option<Arc<dyn Fn() + Send + Sync>> {
+        self.progress.clone()
+    }
+
     /// Called between pieces of work.
     fn progress(&self, worker: usize) {
         if let (0, Some(progress)) = (worker, &self.progress) {
@@ -81,7 +87,7 @@ impl Kernel {
             let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
             let states = lines(k.heads * chunks * group * (2 + v.dim));
             let workers = self.threads.min(k.heads * chunks);
-            return bytes(states + workers * lines(group * decode::CHUNK));
+            return bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)));
         }
         let code = self.code(inputs);
         let (Some(first), Some(last)) = (tiles.iter().map(|t| t.k.start).min(), tiles.iter().map(|t| t.k.end).max())

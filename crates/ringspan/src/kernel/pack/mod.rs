@@ -4,7 +4,7 @@
 
 mod rows;
 
-pub(super) use rows::{columns, copy, is_finite, load, operand_columns, panels, rows};
+pub(super) use rows::{columns, copy, is_finite, operand_columns, panels, rows};
 use rows::{load_across, store_parts};
 
 use super::View;
@@ -122,6 +122,7 @@ impl Packing<'_> {
         // This pass also brings the rows, which lie far apart, into the cache in the order in which they lie.
         let mut finite = true;
         for i in 0..rows.len() {
+            value(i + 8).filter(|_| i + 8 < rows.len()).into_iter().for_each(|row| row.prefetch());
             finite &= value(i).is_none_or(|row| row.is_finite());
         }
         for column in (0..wide).step_by(S::LANES) {

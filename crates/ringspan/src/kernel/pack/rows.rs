@@ -8,15 +8,22 @@ const MOST: usize = 16;
 
 /// `row[at..][..LANES]`, zeros behind its end.
 #[inline(always)]
-pub(in super::super) fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
+fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
     let end = row.len().min(at + S::LANES);
-    if let (Data::F32(row), true) = (row, end == at + S::LANES) {
-        // SAFETY: LANES elements from `at` on are there.
-        return unsafe { simd.load(row.as_ptr().add(at)) };
-    }
     let mut numbers = [0.0; MOST];
-    if at < end {
-        row.slice(at..end).copy_to(&mut numbers[..end - at]);
+    match row {
+        Data::F32(row) if end == at + S::LANES => {
+            // SAFETY: LANES elements from `at` on are there.
+            return unsafe { simd.load(row.as_ptr().add(at)) };
+        }
+        // A length the compiler knows becomes vector instructions.
+        Data::Bf16(row) if end == at + S::LANES => {
+            for (to, x) in numbers[..S::LANES].iter_mut().zip(&row[at..at + S::LANES]) {
+                *to = f32::from_bits(u32::from(x.to_bits()) << 16);
+            }
+        }
+        _ if at < end => row.slice(at..end).copy_to(&mut numbers[..end - at]),
+        _ => (),
     }
     // SAFETY: no vector has more than MOST numbers.
     unsafe { simd.load(numbers.as_ptr()) }
@@ -61,6 +68,10 @@ fn squares<'a, S: Simd>(
             if let Some(row) = row(first + i) {
                 *from = row;
             }
+        }
+        // Rows lie far apart, so no processor guesses which come next.
+        for next in first + S::LANES..rows.min(first + 2 * S::LANES) {
+            row(next).into_iter().for_each(Data::prefetch);
         }
         let from = &from[..S::LANES];
         let direct = direct(from, pair, dim);

@@ -1,0 +1,104 @@
+//! What context parallelism itself costs: P ranks of one thread against one rank of as many threads as there are cores,
+//! in turn in one process, on the same problem.
+//!
+//! The ratio of speeds is the efficiency; beside it stands the balance that the schedule counts, which is what a layout
+//! can reach when every rank has a core of its own. `cargo bench -p ringspan --bench context_parallel [-- S]`
+
+use ringspan::attention::{self, Group, Inputs};
+use ringspan::comm::threads;
+use ringspan::kernel::View;
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::time::Instant;
+
+/// Interleaved rounds.
+const ROUNDS: usize = 3;
+const HEADS: usize = 16;
+const KV_HEADS: usize = 4;
+const DIM: usize = 128;
+
+/// Ranks, threads of each, layout.
+#[derive(Clone, Copy)]
+struct Case {
+    ranks: usize,
+    threads: usize,
+    kind: LayoutKind,
+    strategy: Strategy,
+}
+
+/// Seconds forward and backward, from when all ranks began to when all had finished.
+fn run(case: Case, len: usize) -> Result<[f64; 2], Error> {
+    let Case { ranks, threads, kind, strategy } = case;
+    let layout = Layout::new(kind, &Documents::batch(1, len), ranks)?;
+    let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), (ranks, 1))?;
+    let score = Score::new(1.0 / (DIM as f32).sqrt());
+    let times = threads::run(ranks, threads::Options::default(), |comm| {
+        let tokens = layout.tokens(comm.rank());
+        let group = Group::new(comm.clone(), (ranks, 1), Kernel::new(threads))?;
+        let values = |heads: usize| (0..tokens * heads * DIM).map(|n| ((n as f32) * 0.37).sin()).collect::<Vec<_>>();
+        let (q, kv) = (values(HEADS), values(KV_HEADS));
+        let view = |data, heads| View::new(data, tokens, heads, DIM).expect("made of this size");
+        let inputs = Inputs::new(view(&q, HEADS), view(&kv, KV_HEADS), view(&kv, KV_HEADS), &score);
+        // Once without a clock, so that buffers and pages are there.
+        attention::forward(&group, &schedule, &inputs)?;
+        comm.barrier()?;
+        let start = Instant::now();
+        let saved = attention::forward(&group, &schedule, &inputs)?;
+        comm.barrier()?;
+        let middle = Instant::now();
+        attention::backward(&group, &schedule, &inputs, &saved, inputs.q)?;
+        comm.barrier()?;
+        Ok::<_, Error>([(middle - start).as_secs_f64(), middle.elapsed().as_secs_f64()])
+    })?;
+    Ok(times[0])
+}
+
+/// Pairs of the rank with most over the mean.
+fn balance(case: Case, len: usize) -> Result<f64, Error> {
+    let layout = Layout::new(case.kind, &Documents::batch(1, len), case.ranks)?;
+    let schedule = Schedule::new(case.strategy, &layout, &layout, &Mask::causal(), (case.ranks, 1))?;
+    let pairs: Vec<u64> = (0..case.ranks).map(|rank| schedule.pairs(rank)).collect();
+    Ok(pairs.iter().sum::<u64>() as f64 / (pairs.len() as u64 * pairs.iter().max().copied().unwrap_or(1)) as f64)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn main() -> Result<(), Error> {
+    let mut arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with("--"));
+    // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
+    let quick = !std::env::args().any(|argument| argument == "--bench");
+    let len = arguments.next().and_then(|given| given.parse().ok()).unwrap_or(if quick { 256 } else { 8192 });
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    println!("S={len} H={HEADS} G={KV_HEADS} D={DIM} causal, f32; efficiency against 1 rank of {cores} threads");
+    println!("{:>5} {:>20} {:>20} {:>8} {:>8} {:>8}", "ranks", "strategy", "layout", "forward", "backward", "balance");
+    let one = Case { ranks: 1, threads: cores, kind: LayoutKind::Contiguous, strategy: Strategy::Ring };
+    let zigzag = |ranks, strategy| Case { ranks, threads: 1, kind: LayoutKind::Zigzag, strategy };
+    let of = |kind| Case { ranks: cores, threads: 1, kind, strategy: Strategy::Ring };
+    let cases = [
+        zigzag(cores, Strategy::Ring),
+        zigzag(4 * cores, Strategy::Ring),
+        zigzag(cores, Strategy::AllGather),
+        zigzag(4 * cores, Strategy::BidirectionalRing),
+        zigzag(4 * cores, Strategy::PassQ),
+        of(LayoutKind::Contiguous),
+        of(LayoutKind::Striped(1)),
+        of(LayoutKind::Striped(64)),
+        of(LayoutKind::Balanced(None)),
+    ];
+    for case in cases {
+        let mut rounds: [Vec<f64>; 2] = Default::default();
+        for _ in 0..if quick { 1 } else { ROUNDS } {
+            let (alone, many) = (run(one, len)?, run(case, len)?);
+            for (pass, ratios) in rounds.iter_mut().enumerate() {
+                ratios.push(alone[pass] / many[pass]);
+            }
+        }
+        let [forward, backward] = rounds.map(median);
+        let Case { ranks, kind, strategy, .. } = case;
+        let (kind, strategy, balance) = (kind.to_string(), strategy.to_string(), balance(case, len)?);
+        println!("{ranks:>5} {strategy:>20} {kind:>20} {forward:>8.3} {backward:>8.3} {balance:>8.3}");
+    }
+    Ok(())
+}

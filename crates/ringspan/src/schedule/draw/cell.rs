@@ -1,0 +1,204 @@
+//! What is drawn in the square of queries and keys: visible pairs as polygons.
+
+use super::Point;
+use crate::error::{Error, Result};
+use crate::kernel::Tile;
+use crate::mask::Band;
+use crate::schedule::{Pass, Schedule};
+
+/// More cells than this make neither a readable picture nor a small file.
+const MOST_CELLS: u64 = 20_000;
+
+/// A piece of the square of queries and keys that one ring rank computes in one step.
+///
+/// Query i is the row from y = i to i + 1 of the square, key j the column from x = j to j + 1, where i and j count
+/// tokens of the flat batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cell {
+    /// The ring rank that computes it.
+    pub rank: usize,
+    /// The step of that rank's forward plan, from 0.
+    pub step: usize,
+    /// Visible pairs.
+    pub pairs: u64,
+    /// Key and query of the first pair of the tile.
+    origin: (usize, usize),
+    /// Queries and keys of the tile.
+    size: (usize, usize),
+    band: Band,
+}
+
+impl Cell {
+    /// The border, as points (x, y) from the first visible key of the first query that sees any, clockwise.
+    ///
+    /// Exact, it follows every pair. Otherwise a slanted side is one line through the middles of its stairs, with half a
+    /// stair at each end, so that the area still is the number of pairs.
+    pub fn outline(&self, exact: bool) -> Vec<Point> {
+        let (rows, keys) = self.size;
+        let Band { lo, hi } = self.band;
+        // The rows that see any key; cells are made of bands that see some.
+        let first = lo.max(0) as usize;
+        let last = (rows as i64 - 1).min(hi + keys as i64 - 1).max(first as i64) as usize;
+        let seen = |row: usize| self.band.keys(row, keys);
+        let mut right = side(first, last, exact, |row| seen(row).end);
+        let left = side(first, last, exact, |row| seen(row).start);
+        right.extend(left.into_iter().rev());
+        right.dedup();
+        if right.len() > 1 && right.first() == right.last() {
+            right.pop();
+        }
+        let (x, y) = (self.origin.0 as f64, self.origin.1 as f64);
+        right.into_iter().map(|(dx, dy)| (x + dx, y + dy)).collect()
+    }
+
+    /// The middle of the largest square inside, about, and half its side: where a number fits.
+    pub fn middle(&self) -> (Point, f64) {
+        const GRID: usize = 24;
+        let (rows, keys) = (self.size.0 as f64, self.size.1 as f64);
+        // Where all is visible, no corner is missing.
+        let (lo, hi) = match self.band.is_full(self.size.0, self.size.1) {
+            true => (f64::MIN, f64::MAX),
+            false => (self.band.lo as f64 - 0.5, self.band.hi as f64 + 0.5),
+        };
+        let mut best = ((keys / 2.0, rows / 2.0), f64::MIN, f64::MAX);
+        for step in 0..GRID * GRID {
+            let at = |index: usize, length: f64| (index as f64 + 0.5) / GRID as f64 * length;
+            let (x, y) = (at(step % GRID, keys), at(step / GRID, rows));
+            // A square of half side s reaches 2s further across the diagonal than its middle.
+            let room = [x, y, keys - x, rows - y, (y - x - lo) / 2.0, (hi - y + x) / 2.0];
+            let half = room.into_iter().fold(f64::MAX, f64::min);
+            let off = (x - keys / 2.0).abs() + (y - rows / 2.0).abs();
+            if half > best.1 + 1e-9 || (half > best.1 - 1e-9 && off < best.2) {
+                best = ((x, y), half, off);
+            }
+        }
+        let ((x, y), half, _) = best;
+        ((self.origin.0 as f64 + x, self.origin.1 as f64 + y), half.max(0.0))
+    }
+}
+
+/// One side from the top of row `first` to the bottom of row `last`; `x` rises by 0 or 1 a row, and only in one stretch.
+fn side(first: usize, last: usize, exact: bool, x: impl Fn(usize) -> usize) -> Vec<Point> {
+    let mut points = Vec::new();
+    let mut push = |x: usize, y: f64| {
+        let point = (x as f64, y);
+        // Three points above each other are two.
+        if let [.., (a, _), (b, end)] = points.as_mut_slice()
+            && *a == point.0
+            && *b == point.0
+        {
+            *end = y;
+        } else {
+            points.push(point);
+        }
+    };
+    if exact {
+        for row in first..=last {
+            push(x(row), row as f64);
+            push(x(row), (row + 1) as f64);
+        }
+        return points;
+    }
+    // Both ends of the rising stretch by bisection: rows of the first x, and rows of the last.
+    let top = first + partition(last - first + 1, |n| x(first + n) == x(first)) - 1;
+    let bottom = first + partition(last - first + 1, |n| x(first + n) != x(last));
+    push(x(first), first as f64);
+    if top < bottom {
+        push(x(top), top as f64 + 0.5);
+        push(x(bottom), bottom as f64 + 0.5);
+    }
+    push(x(last), (last + 1) as f64);
+    points
+}
+
+/// How many of `0..n` hold, of which none holds after one that does not.
+fn partition(n: usize, holds: impl Fn(usize) -> bool) -> usize {
+    let (mut least, mut most) = (0, n);
+    while least < most {
+        let middle = least + (most - least) / 2;
+        if holds(middle) { least = middle + 1 } else { most = middle }
+    }
+    least
+}
+
+impl Schedule {
+    /// The cells that all ring ranks compute forward: together, every visible pair once.
+    ///
+    /// Tiles of neighbouring tokens are one cell each; of a stripe, which has other ranks' tokens between its own, every
+    /// pair is one.
+    ///
+    /// # Errors
+    /// More cells than a picture can show; the message has their number.
+    pub fn cells(&self) -> Result<Vec<Cell>> {
+        let refuse = |count: u64| {
+            let tokens = self.query().documents().size();
+            let problem = format!(
+                "{count} cells of {tokens} queries, and at most {MOST_CELLS} can be told apart: \
+                 draw fewer tokens, or wider stripes"
+            );
+            Err(Error::Drawing(problem))
+        };
+        // Counted before anything is listed: every pair of runs of a document may become a tile.
+        let runs = self.pairs_of_runs();
+        if runs > 8 * MOST_CELLS {
+            return refuse(runs);
+        }
+        let plans: Vec<_> = (0..self.grid().ring).map(|rank| self.plan(Pass::Forward, rank)).collect();
+        let steps = || {
+            plans
+                .iter()
+                .enumerate()
+                .flat_map(|(rank, plan)| plan.iter().enumerate().map(move |(step, s)| (rank, step, s)))
+        };
+        let tiles = || {
+            steps()
+                .flat_map(|(rank, step, s)| s.compute.iter().flat_map(|c| &c.tiles).map(move |tile| (rank, step, tile)))
+        };
+        let count = tiles()
+            .map(|(_, _, tile)| if tile.place.step == 1 { 1 } else { tile.band.pairs(tile.q.len(), tile.k.len()) })
+            .sum();
+        if count > MOST_CELLS {
+            return refuse(count);
+        }
+        let mut cells = Vec::new();
+        for (rank, step, tile) in tiles() {
+            self.add_cells(rank, step, tile, &mut cells);
+        }
+        Ok(cells)
+    }
+
+    fn add_cells(&self, rank: usize, step: usize, tile: &Tile, cells: &mut Vec<Cell>) {
+        let (queries, keys) = (self.query().documents(), self.key().documents());
+        let (rows, columns) = (tile.q.len(), tile.k.len());
+        let batch_row = tile.place.query / queries.row_len().max(1);
+        let (x, y) = (tile.place.key + batch_row * keys.row_len(), tile.place.query);
+        let stride = tile.place.step;
+        let Some(band) = tile.band.clamp(rows, columns) else { return };
+        if stride == 1 {
+            let pairs = band.pairs(rows, columns);
+            cells.push(Cell { rank, step, pairs, origin: (x, y), size: (rows, columns), band });
+            return;
+        }
+        let one = Band { lo: 0, hi: 0 };
+        for i in 0..rows {
+            for j in band.keys(i, columns) {
+                let origin = (x + j * stride, y + i * stride);
+                cells.push(Cell { rank, step, pairs: 1, origin, size: (1, 1), band: one });
+            }
+        }
+    }
+
+    /// Pairs of a run of queries and a run of keys of the same document.
+    fn pairs_of_runs(&self) -> u64 {
+        let documents = self.query().documents().len();
+        let count = |layout: &crate::layout::Layout| {
+            let mut counts = vec![0u64; documents];
+            for run in (0..layout.ranks()).flat_map(|rank| layout.runs(rank)) {
+                counts[run.document] += 1;
+            }
+            counts
+        };
+        let (queries, keys) = (count(self.query_groups()), count(self.key_groups()));
+        queries.iter().zip(&keys).fold(0, |sum: u64, (q, k)| sum.saturating_add(q.saturating_mul(*k)))
+    }
+}

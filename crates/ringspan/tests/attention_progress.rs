@@ -1,0 +1,88 @@
+//! Compute drives communication: where a transport needs it, kernels move transfers along between pieces of their work.
+
+mod support;
+
+use ringspan::attention::{Group, Inputs, backward, forward};
+use ringspan::comm::{Buffer, Communicator, Pending, threads};
+use ringspan::kernel::{Kernel, View};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use support::random;
+
+/// A transport that moves nothing by itself: a message leaves only when its sender is asked to progress, or waits.
+struct Lazy {
+    inner: Arc<dyn Communicator>,
+    calls: Arc<AtomicUsize>,
+}
+
+impl Communicator for Lazy {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
+        self.inner.send(to, tag, data)
+    }
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>, Error> {
+        self.inner.receive(from, tag)
+    }
+    fn progress(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.inner.all_to_all(parts)
+    }
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.inner.all_gather(data)
+    }
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
+        self.inner.reduce_scatter(data, counts)
+    }
+    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
+        self.inner.all_reduce(data)
+    }
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
+        self.inner.broadcast(root, data)
+    }
+    fn barrier(&self) -> Result<(), Error> {
+        self.inner.barrier()
+    }
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
+        Ok(Arc::new(Lazy { inner: self.inner.split(color, key)?, calls: self.calls.clone() }))
+    }
+    fn bytes_sent(&self) -> u64 {
+        self.inner.bytes_sent()
+    }
+}
+
+#[test]
+fn a_kernel_moves_the_transfers_of_its_group_while_it_computes() {
+    let (len, heads, dim) = (2048, 2, 64);
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), 2).expect("ranks");
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (2, 1)).expect("fits");
+    let calls = threads::run(2, threads::Options::default(), |comm| {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let own = Arc::new(AtomicUsize::new(0));
+        let counted = own.clone();
+        let kernel = Kernel::new(1).with_progress(Arc::new(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        }));
+        let group = Group::new(Arc::new(Lazy { inner: comm, calls: calls.clone() }), (2, 1), kernel)?;
+        let values = random(layout.tokens(0) * heads * dim, 1);
+        let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");
+        let score = Score::new(0.1);
+        let inputs = Inputs::new(view, view, view, &score);
+        let saved = forward(&group, &schedule, &inputs)?;
+        let forward_calls = calls.load(Ordering::Relaxed);
+        backward(&group, &schedule, &inputs, &saved, view)?;
+        Ok::<_, Error>([forward_calls, calls.load(Ordering::Relaxed) - forward_calls, own.load(Ordering::Relaxed)])
+    });
+    for [forward, backward, own] in calls.expect("runs") {
+        // Two steps of 1024 queries and two heads: dozens of pieces, and both axes are asked each time.
+        assert!(forward >= 16 && backward >= 16, "{forward} and {backward} calls");
+        assert_eq!(2 * own, forward + backward, "the kernel's own hook is called as often");
+    }
+}
