@@ -14,6 +14,12 @@ const TOKENS: usize = 64;
 /// More pieces of a mask than this are no picture, and long work.
 const MOST_CHUNKS: usize = 20_000;
 
+/// The bytes of every rank are counted from its plan, whose steps grow with the ranks.
+const MOST_RANKS: usize = 1024;
+
+/// Each pair of blocks is looked at.
+const MOST_BLOCKS: usize = 4096;
+
 /// Draw who computes which visible pair of query and key, in which step, and who sends what.
 ///
 /// With --svg, a picture: the square of queries and keys, and beside it every rank's steps with the bytes sent in them.
@@ -113,6 +119,10 @@ impl DrawArgs {
     fn schedule(&self) -> Result<Schedule> {
         let Self { ring, ulysses, .. } = *self;
         let ranks = mesh::ranks(ring, ulysses)?;
+        ensure!(
+            ranks <= MOST_RANKS,
+            "--ring {ring} x --ulysses {ulysses} is {ranks} ranks, and at most {MOST_RANKS} can be drawn"
+        );
         let mut grid = Grid::new(ring, ulysses);
         if self.ulysses_outer {
             ensure!(
@@ -134,6 +144,14 @@ impl DrawArgs {
         let longest = documents.iter().map(|document| document.extent).max().unwrap_or(0);
         let mask = self.mask(longest)?;
         let layout = self.layout.unwrap_or(self.mask.layout());
+        // The layouts whose runs grow with the tokens; narrower stripes are runs with a step.
+        if let LayoutKind::Striped(width @ 17..) | LayoutKind::Balanced(Some(width)) = layout {
+            let blocks = documents.size() / width;
+            ensure!(
+                blocks <= MOST_BLOCKS,
+                "--layout {layout} deals {blocks} blocks, and at most {MOST_BLOCKS} can be drawn"
+            );
+        }
         let (query, key) = Layout::pair(layout, &documents, &documents, &mask, ranks)?;
         Ok(Schedule::new(self.strategy, &query, &key, &mask, grid)?)
     }

@@ -61,8 +61,10 @@ fn what_cannot_be_drawn_is_refused_with_the_numbers() {
         assert_eq!(bench.files(), ["in.safetensors"]);
     };
     refused("--layout striped:1 --tokens 4096", &["8390656 cells", "4096 queries", "20000"]);
+    refused("--layout striped:32 --tokens 99999999999", &["striped:32", "3124999999 blocks", "4096"]);
     refused("--ring 17", &["17 ring ranks", "16"]);
     refused("--ring 0", &["--ring 0"]);
+    refused("--ring 512 --ulysses 4 --heads 32", &["2048 ranks", "1024"]);
     refused("--ring 5000", &["5000", "4096"]);
     refused("--ring 2 --ulysses 64", &["ulysses 64", "there are 32"]);
     refused("--ring 2 --ulysses-outer", &["--ulysses-outer", "--ulysses 1"]);

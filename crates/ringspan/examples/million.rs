@@ -81,7 +81,11 @@ fn main() -> Result<(), Error> {
                     let now = start.elapsed().as_secs();
                     if now >= last.load(Ordering::Relaxed) + EVERY {
                         last.store(now, Ordering::Relaxed);
-                        println!("{now:>5} s: rank 0 computes block {} of {RANKS}", (comm.bytes_sent() / block).max(1));
+                        println!(
+                            "{now:>5} s: rank 0 has passed on {} of {} blocks",
+                            comm.bytes_sent() / block,
+                            RANKS - 1
+                        );
                     }
                 }));
             }

@@ -73,6 +73,23 @@ fn scores_of_all_kinds() {
 }
 
 #[test]
+fn a_bias_too_short_for_the_keys_is_refused() {
+    let problem = Problem::cross(1, 1, 30, 2, 2, 8, Mask::causal_bottom_right());
+    let inputs = problem.inputs(5);
+    let bias = vec![0.0; 2 * 20];
+    let error = threads::run(1, threads::Options::default(), |comm| {
+        let group = Group::new(comm, (1, 1), Kernel::new(1))?;
+        let view = |data, tokens, dim| View::new(data, tokens, 2, dim).expect("its size");
+        let local = Inputs::new(view(&inputs.q, 1, 8), view(&inputs.k, 30, 8), view(&inputs.v, 30, 8), &problem.score);
+        let runs = [1, 30].map(|len| Run { document: 0, start: 0, len, step: 1 });
+        let tokens = Tokens { queries: &runs[..1], keys: &runs[1..], frames: (1, 30) };
+        decode(&group, &problem.mask, &tokens, &local.with_bias(view(&bias, 1, 20)), Merge::AllGather)
+    });
+    let message = error.expect_err("30 keys, 20 terms").to_string();
+    assert!(message.contains("30") && message.contains("20"), "{message}");
+}
+
+#[test]
 fn the_exchange_is_one_state_a_message() {
     let problem = Problem::cross(1, 1, 64, 4, 2, 32, Mask::causal_bottom_right());
     let state = (4 * (32 + 2) * 4) as u64;

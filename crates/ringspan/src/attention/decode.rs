@@ -8,7 +8,7 @@ use super::wire::floats;
 use super::{Group, Inputs};
 use crate::comm::{Buffer, Communicator};
 use crate::documents::Run;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::{self, HeadMap, Partial, Place, Tile};
 use crate::mask::Mask;
 use std::sync::Arc;
@@ -88,6 +88,19 @@ pub fn decode(
     let heads = &HeadMap::grouped(q.heads, k.heads)?;
     let mut partial = Partial::new(q.tokens, q.heads, v.dim);
     let tiles = tokens.tiles(mask)?;
+    if let Some(bias) = bias {
+        let last = |tile: &Tile| tile.place.key + (tile.k.len().max(1) - 1) * tile.place.step + 1;
+        let needed = tiles.iter().map(last).max().unwrap_or(0);
+        if bias.dim < needed {
+            return Err(Error::Shape {
+                operation: "attention decode",
+                what: "the bias",
+                expected: needed,
+                actual: bias.dim,
+                shape: "a row of it: one element for each position up to the last visible key's".into(),
+            });
+        }
+    }
     if !tiles.is_empty() {
         group.kernel().forward(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut partial);
     }

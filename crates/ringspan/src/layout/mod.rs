@@ -188,6 +188,20 @@ impl Layout {
         Self { kind: self.kind, documents: self.documents.clone(), ranks: groups.iter().map(runs).collect() }
     }
 
+    /// The same tokens on the same ranks, neighbours in one run whatever their local order: for counting and drawing.
+    pub(crate) fn merged(&self) -> Self {
+        let merge = |runs: &Vec<Run>| {
+            // Stripes interleave, so an order by their first tokens joins none of them.
+            if runs.iter().any(|run| run.step > 1) {
+                return runs.clone();
+            }
+            let mut sorted = runs.clone();
+            sorted.sort_by_key(|run| (run.document, run.start));
+            joined(sorted.into_iter())
+        };
+        Self { ranks: self.ranks.iter().map(merge).collect(), ..self.clone() }
+    }
+
     fn check(
         &self,
         operation: &'static str,

@@ -154,9 +154,9 @@ impl Mask {
     /// Whether a query at position `i` of a document sees a key at position `j` of it, given the lengths of its frames.
     pub fn sees(&self, document: usize, i: usize, j: usize, queries: usize, keys: usize) -> bool {
         let distance = self.distance(i, j, queries, keys);
-        let chunk = |position: i64| self.chunk.map(|size| position.div_euclid(size as i64));
-        self.left.is_none_or(|left| distance <= left as i64)
-            && (self.right.is_none_or(|right| -distance <= right as i64) || j < self.prefix_of(document))
+        let chunk = |position: i64| self.chunk.map(|size| position.div_euclid(tokens(size)));
+        self.left.is_none_or(|left| distance <= tokens(left))
+            && (self.right.is_none_or(|right| -distance <= tokens(right)) || j < self.prefix_of(document))
             && chunk(j as i64 + distance) == chunk(j as i64)
             && self.blocks.as_ref().is_none_or(|blocks| blocks.sees(i, j))
     }
@@ -185,6 +185,11 @@ impl Mask {
     fn shift(&self, queries: usize, keys: usize) -> i64 {
         if self.end_aligned { keys as i64 - queries as i64 } else { 0 }
     }
+}
+
+/// A number of tokens to calculate with; what is beyond any position is as good as this.
+fn tokens(count: usize) -> i64 {
+    count.min(i64::MAX as usize / 8) as i64
 }
 
 impl std::fmt::Display for Mask {

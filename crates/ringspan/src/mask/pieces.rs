@@ -1,6 +1,6 @@
 //! A mask between two runs, as bands over parts of them.
 
-use super::{Band, Mask};
+use super::{Band, Mask, tokens};
 use crate::documents::Run;
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -57,8 +57,8 @@ impl Mask {
             let position = |run: &Run, part: &Range<usize>| run.start as i64 + (part.start * step) as i64;
             let first = position(q, &q_part) + shift - position(k, &k_part);
             let step = step as i64;
-            let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-(right as i64) - first, step));
-            let hi = self.left.map_or(i64::MAX / 4, |left| (left as i64 - first).div_euclid(step));
+            let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-tokens(right) - first, step));
+            let hi = self.left.map_or(i64::MAX / 4, |left| (tokens(left) - first).div_euclid(step));
             if let Some(band) = (Band { lo, hi }).clamp(q_part.len(), k_part.len()) {
                 pieces.push(Piece { q: q_part, k: k_part, band });
             }
@@ -72,7 +72,7 @@ impl Mask {
         let q_all = q.start as i64..(q.start + (q.len - 1) * q.step + 1) as i64;
         let k_all = k.start as i64..(k.start + (k.len - 1) * k.step + 1) as i64;
         let mut rectangles = vec![Rectangle { q: q_all.clone(), k: k_all, right: self.right }];
-        let prefix = self.prefix_of(q.document) as i64;
+        let prefix = tokens(self.prefix_of(q.document));
         if prefix > 0 && self.right.is_some() {
             let split = |r: Rectangle| {
                 let open = Rectangle { q: r.q.clone(), k: cut(&r.k, &(0..prefix)), right: None };
@@ -80,7 +80,7 @@ impl Mask {
             };
             rectangles = rectangles.into_iter().flat_map(split).collect();
         }
-        if let Some(size) = self.chunk.map(|size| size.min(i64::MAX as usize / 4) as i64) {
+        if let Some(size) = self.chunk.map(tokens) {
             let split = |r: Rectangle| {
                 let first = (r.q.start + shift).div_euclid(size).max(r.k.start.div_euclid(size));
                 let last = (r.q.end - 1 + shift).div_euclid(size).min((r.k.end - 1).div_euclid(size));

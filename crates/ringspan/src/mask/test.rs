@@ -58,6 +58,21 @@ fn unequal_steps_are_refused() {
 }
 
 #[test]
+fn limits_beyond_any_position_are_no_limits() {
+    let run = Run { document: 0, start: 0, len: 9, step: 1 };
+    let seen = |mask: Mask| -> u64 {
+        let pieces = mask.pieces(&run, &run, 9, 9).expect("one step");
+        let pairs = pieces.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum();
+        let wanted = (0..81).filter(|at| mask.sees(0, at / 9, at % 9, 9, 9)).count();
+        assert_eq!(pairs, wanted as u64, "{mask}");
+        pairs
+    };
+    assert_eq!(seen(Mask::full().window(Some(usize::MAX), Some(usize::MAX))), 81);
+    assert_eq!(seen(Mask::causal().prefix_lm([usize::MAX])), 81);
+    assert_eq!(seen(Mask::causal().chunked(usize::MAX).expect("not 0")), 45);
+}
+
+#[test]
 fn a_token_alone_has_any_step() {
     let one = Run { document: 0, start: 6, len: 1, step: 1 };
     let many = Run { document: 0, start: 0, len: 4, step: 3 };

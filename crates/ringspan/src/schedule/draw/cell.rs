@@ -2,8 +2,9 @@
 
 use super::Point;
 use crate::error::{Error, Result};
-use crate::kernel::Tile;
+use crate::layout::Layout;
 use crate::mask::Band;
+use crate::schedule::tiles::by_document;
 use crate::schedule::{Pass, Schedule};
 
 /// More cells than this make neither a readable picture nor a small file.
@@ -138,67 +139,73 @@ impl Schedule {
             );
             Err(Error::Drawing(problem))
         };
-        // Counted before anything is listed: every pair of runs of a document may become a tile.
-        let runs = self.pairs_of_runs();
+        // A Ulysses group holds neighbouring tokens in several runs; a picture shows them as one.
+        let (queries, keys) = (self.query_groups().merged(), self.key_groups().merged());
+        // Counted before anything is listed: every pair of runs of a document may become a cell.
+        let runs = pairs_of_runs(&queries, &keys);
         if runs > 8 * MOST_CELLS {
             return refuse(runs);
         }
-        let plans: Vec<_> = (0..self.grid().ring).map(|rank| self.plan(Pass::Forward, rank)).collect();
-        let steps = || {
-            plans
-                .iter()
-                .enumerate()
-                .flat_map(|(rank, plan)| plan.iter().enumerate().map(move |(step, s)| (rank, step, s)))
-        };
-        let tiles = || {
-            steps()
-                .flat_map(|(rank, step, s)| s.compute.iter().flat_map(|c| &c.tiles).map(move |tile| (rank, step, tile)))
-        };
-        let count = tiles()
-            .map(|(_, _, tile)| if tile.place.step == 1 { 1 } else { tile.band.pairs(tile.q.len(), tile.k.len()) })
-            .sum();
-        if count > MOST_CELLS {
-            return refuse(count);
-        }
-        let mut cells = Vec::new();
-        for (rank, step, tile) in tiles() {
-            self.add_cells(rank, step, tile, &mut cells);
-        }
-        Ok(cells)
-    }
-
-    fn add_cells(&self, rank: usize, step: usize, tile: &Tile, cells: &mut Vec<Cell>) {
-        let (queries, keys) = (self.query().documents(), self.key().documents());
-        let (rows, columns) = (tile.q.len(), tile.k.len());
-        let batch_row = tile.place.query / queries.row_len().max(1);
-        let (x, y) = (tile.place.key + batch_row * keys.row_len(), tile.place.query);
-        let stride = tile.place.step;
-        let Some(band) = tile.band.clamp(rows, columns) else { return };
-        if stride == 1 {
-            let pairs = band.pairs(rows, columns);
-            cells.push(Cell { rank, step, pairs, origin: (x, y), size: (rows, columns), band });
-            return;
-        }
-        let one = Band { lo: 0, hi: 0 };
-        for i in 0..rows {
-            for j in band.keys(i, columns) {
-                let origin = (x + j * stride, y + i * stride);
-                cells.push(Cell { rank, step, pairs: 1, origin, size: (1, 1), band: one });
+        let keys_of: Vec<_> = (0..self.grid().ring).map(|rank| by_document(keys.runs(rank))).collect();
+        let (mut cells, mut count) = (Vec::new(), 0);
+        for rank in 0..self.grid().ring {
+            for (step, compute) in
+                self.plan(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
+            {
+                for q in queries.runs(compute.queries) {
+                    for (_, k) in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
+                        let (frame_q, frame_k) =
+                            (queries.documents().get(q.document), keys.documents().get(k.document));
+                        for piece in self.mask().pieces(q, k, frame_q.extent, frame_k.extent)? {
+                            let (q, k) = (q.part(&piece.q), k.part(&piece.k));
+                            let stride = if q.len == 1 { k.step } else { q.step };
+                            count += if stride == 1 { 1 } else { piece.band.pairs(q.len, k.len) };
+                            let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
+                            // Beyond the limit, cells are only counted.
+                            if count <= MOST_CELLS {
+                                add_cells((rank, step), origin, (q.len, k.len), stride, piece.band, &mut cells);
+                            }
+                        }
+                    }
+                }
             }
         }
+        if count > MOST_CELLS { refuse(count) } else { Ok(cells) }
     }
+}
 
-    /// Pairs of a run of queries and a run of keys of the same document.
-    fn pairs_of_runs(&self) -> u64 {
-        let documents = self.query().documents().len();
-        let count = |layout: &crate::layout::Layout| {
-            let mut counts = vec![0u64; documents];
-            for run in (0..layout.ranks()).flat_map(|rank| layout.runs(rank)) {
-                counts[run.document] += 1;
-            }
-            counts
-        };
-        let (queries, keys) = (count(self.query_groups()), count(self.key_groups()));
-        queries.iter().zip(&keys).fold(0, |sum: u64, (q, k)| sum.saturating_add(q.saturating_mul(*k)))
+/// The cells of a tile whose first query and key are at `origin` (x, y), the others `stride` apart.
+fn add_cells(
+    (rank, step): (usize, usize),
+    (x, y): (usize, usize),
+    (rows, columns): (usize, usize),
+    stride: usize,
+    band: Band,
+    cells: &mut Vec<Cell>,
+) {
+    let Some(band) = band.clamp(rows, columns) else { return };
+    if stride == 1 {
+        let pairs = band.pairs(rows, columns);
+        cells.push(Cell { rank, step, pairs, origin: (x, y), size: (rows, columns), band });
+        return;
     }
+    let one = Band { lo: 0, hi: 0 };
+    for i in 0..rows {
+        for j in band.keys(i, columns) {
+            let origin = (x + j * stride, y + i * stride);
+            cells.push(Cell { rank, step, pairs: 1, origin, size: (1, 1), band: one });
+        }
+    }
+}
+
+/// Pairs of a run of queries and a run of keys of the same document.
+fn pairs_of_runs(queries: &Layout, keys: &Layout) -> u64 {
+    let count = |layout: &Layout| {
+        let mut counts = vec![0u64; layout.documents().len()];
+        for run in (0..layout.ranks()).flat_map(|rank| layout.runs(rank)) {
+            counts[run.document] += 1;
+        }
+        counts
+    };
+    count(queries).iter().zip(&count(keys)).fold(0, |sum: u64, (q, k)| sum.saturating_add(q.saturating_mul(*k)))
 }

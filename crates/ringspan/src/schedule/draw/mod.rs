@@ -85,6 +85,7 @@ impl Schedule {
         let name = self.strategy().name();
         let strategy = name[..1].to_uppercase() + &name[1..];
         let grid = match self.grid().ulysses {
+            1 if self.grid().ring == 1 => "1 rank".into(),
             1 => format!("{} ranks", self.grid().ring),
             _ => self.grid().to_string(),
         };

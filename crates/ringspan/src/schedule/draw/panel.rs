@@ -53,7 +53,10 @@ impl Panel {
             let lanes = [lane(Pass::Forward, rank), lane(Pass::Backward, rank)];
             let members = match &members[rank][..] {
                 [_] => String::new(),
-                several => several.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+                [first, second, .., last] if last - first > 3 * (second - first) => {
+                    format!("ranks {first}, {second}, .. {last}")
+                }
+                several => format!("ranks {}", several.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
             };
             let pairs = lanes[0].iter().map(|step| step.0).sum();
             Rank { tokens: schedule.query_groups().tokens(rank), members, pairs, lanes }
@@ -136,8 +139,7 @@ impl Panel {
     fn name(&self, svg: &mut Svg, (x, y): Point, index: usize, rank: &Rank, total: u64) {
         let colour = colours(index, self.ranks.len()).0;
         svg.rect((x, y + 8.0), (12.0, 12.0), &colour, 2.0);
-        let name =
-            if rank.members.is_empty() { format!("rank {index}") } else { format!("ring {index}: {}", rank.members) };
+        let name = if rank.members.is_empty() { format!("rank {index}") } else { format!("ring rank {index}") };
         svg.bold((x + 18.0, y + 19.0), 13.0, Anchor::Start, INK, &name);
         svg.text((x, y + 36.0), 11.0, Anchor::Start, MUTED, &format!("{} tokens", grouped(rank.tokens as u64)));
         let share = rank.pairs as f64 / total as f64;
@@ -146,6 +148,9 @@ impl Panel {
             let most = self.ranks.iter().map(|rank| rank.pairs).max().unwrap_or(0).max(1);
             svg.rect((x, y + 57.0), (100.0, 5.0), UNSEEN, 1.0);
             svg.rect((x, y + 57.0), (100.0 * rank.pairs as f64 / most as f64, 5.0), &colour, 1.0);
+            if !rank.members.is_empty() {
+                svg.text((x, y + 76.0), 11.0, Anchor::Start, MUTED, &rank.members);
+            }
         }
     }
 

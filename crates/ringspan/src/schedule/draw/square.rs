@@ -88,7 +88,7 @@ impl<'a> Square<'a> {
             let (middle, half) = cell.middle();
             let room = 2.0 * half * self.scale * if cell.pairs == 1 { 0.92 } else { 0.76 };
             let room = if words.len() > 1 { 0.85 * room } else { room };
-            if room >= 4.5 {
+            if room >= 5.5 {
                 let size = (2.0 * room.min(16.0)) as usize;
                 looks.entry((cell.rank, size)).or_default().push((self.at(middle), words));
             }
@@ -128,6 +128,7 @@ impl<'a> Square<'a> {
 
 /// The tokens of each rank in the flat batch, as spans of neighbours.
 fn spans(layout: &Layout) -> Vec<Vec<(usize, usize)>> {
+    let layout = layout.merged();
     let of = |rank: usize| {
         let mut spans: Vec<(usize, usize)> = Vec::new();
         for run in layout.runs(rank) {

@@ -76,7 +76,15 @@ proptest! {
         let schedule = Schedule::new(strategy, &query, &key, &mask, (ring, ulysses)).expect("fits");
         let svg = schedule.draw(&SIZES).expect("few cells");
         well_formed(&svg).map_err(TestCaseError::fail)?;
-        prop_assert!(!svg.contains("NaN") && !svg.contains("inf"), "{}", svg);
+        let numbers = |name: &str| -> Vec<f64> {
+            let start = format!(" {name}=\"");
+            let after = svg.split(start.as_str()).skip(1);
+            after.map(|rest| rest.split('"').next().and_then(|number| number.parse().ok()).unwrap_or(f64::NAN)).collect()
+        };
+        for (position, length) in [("x", "width"), ("y", "height")] {
+            let frame = numbers(length)[0];
+            prop_assert!(numbers(position).iter().all(|at| (0.0..frame).contains(at)), "{} of {}", position, svg);
+        }
     }
 }
 
@@ -132,6 +140,20 @@ fn a_long_sequence_is_as_small_a_file_as_a_short_one() {
     let bytes = |tokens| single(LayoutKind::Zigzag, tokens, 8, &Mask::causal()).draw(&SIZES).expect("few cells").len();
     assert!(bytes(1 << 24) < 2 * bytes(1024), "{} {}", bytes(1 << 24), bytes(1024));
     assert!(bytes(1 << 24) < 100_000, "{}", bytes(1 << 24));
+}
+
+#[test]
+fn the_members_of_a_ulysses_group_are_drawn_as_one() {
+    let documents = Documents::batch(1, 4096);
+    for kind in [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(64)] {
+        let cells = |grid: (usize, usize)| {
+            let layout = Layout::new(kind, &documents, grid.0 * grid.1).expect("ranks");
+            let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), grid);
+            schedule.expect("fits").cells().expect("few cells").len()
+        };
+        let alone = if matches!(kind, LayoutKind::Striped(_)) { 32 * 33 / 2 } else { cells((4, 1)) };
+        assert_eq!(cells((4, 2)), alone, "{kind}");
+    }
 }
 
 #[test]
