@@ -198,8 +198,8 @@ def relative_error(got, wanted):
     got, finite = got.double(), wanted.isfinite()
     if not ((got[~finite] == wanted[~finite]).all() and got[finite].isfinite().all()):
         return float("inf")
-    # What cancels to zero (one visible key: dq = 0) is compared with elements of size 0.1.
-    floor = 0.1 * max(1, finite.sum().item()) ** 0.5
+    # What cancels to zero (one visible key: dq = 0) is compared with elements of size 0.01.
+    floor = 1e-2 * max(1, finite.sum().item()) ** 0.5
     return ((got[finite] - wanted[finite]).norm() / wanted[finite].norm().clamp(min=floor)).item()
 
 
