@@ -88,14 +88,16 @@ class Call:
         self.distance = i + shift - j
         ahead = -self.distance
         allowed = ahead <= 0 if mask != "full" else torch.ones_like(visible)
+        limited = mask != "full"
         if rng.random() < 0.4:
             left, right = rng.choice([(5, -1), (9, 3), (-1, 2), (40, 0)])
             self.flags += ["--window", f"{left},{right}"]
             if left >= 0:
                 visible &= self.distance <= left
             if right >= 0:
+                limited = True
                 allowed &= ahead <= right
-        if rng.random() < 0.25:
+        if limited and rng.random() < 0.25:
             length = rng.choice([1, 6, 50])
             self.flags += ["--prefix", str(length)]
             allowed |= (j < length).expand_as(allowed)

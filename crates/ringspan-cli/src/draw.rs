@@ -110,6 +110,11 @@ impl DrawArgs {
                 "--chunk {size} cuts {longest} tokens into {chunks} chunks, and at most {MOST_CHUNKS} can be drawn"
             );
         }
+        ensure!(
+            mask.limits_ahead() || self.prefix.is_none(),
+            "--prefix opens keys ahead of a query, and this mask ({mask}) hides none of them; give --mask causal, or a \
+             --window with a limit ahead"
+        );
         Ok(match self.prefix {
             Some(length) => mask.prefix_lm([length]),
             None => mask,

@@ -165,6 +165,18 @@ fn flags_that_make_no_sense_are_a_usage_error() {
     assert!(message.contains("contiguous, zigzag, striped:K"), "{message}");
 }
 
+#[test]
+fn a_prefix_that_opens_nothing_is_refused() {
+    let lengths = with(&SIZES, &[("prefix_lengths", Some(Tensor::i32(&[1], &[2])))]);
+    refused(&SIZES.tensors(), "--prefix 2", &["prefix", "full", "--mask causal"]);
+    refused(&SIZES.tensors(), "--prefix 2 --window 3,-1", &["prefix", "3 back", "--window"]);
+    refused(&lengths, "", &["prefix", "full", "--mask causal"]);
+    for flags in ["--prefix 2 --mask causal", "--prefix 2 --window 3,1"] {
+        assert!(Bench::new(&SIZES.tensors()).attend(flags).status.success(), "{flags}");
+    }
+    assert!(Bench::new(&lengths).attend("--mask causal-bottom-right").status.success());
+}
+
 #[cfg(unix)]
 #[test]
 fn a_full_disk_is_an_error_and_leaves_the_old_result() {

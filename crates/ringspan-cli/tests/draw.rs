@@ -62,6 +62,7 @@ fn what_cannot_be_drawn_is_refused_with_the_numbers() {
     };
     refused("--layout striped:1 --tokens 4096", &["8390656 cells", "4096 queries", "20000"]);
     refused("--layout striped:32 --tokens 99999999999", &["striped:32", "3124999999 blocks", "4096"]);
+    refused("--mask full --prefix 4", &["--prefix", "full", "--mask causal"]);
     refused("--ring 17", &["17 ring ranks", "16"]);
     refused("--ring 0", &["--ring 0"]);
     refused("--ring 512 --ulysses 4 --heads 32", &["2048 ranks", "1024"]);

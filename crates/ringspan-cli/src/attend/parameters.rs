@@ -16,6 +16,11 @@ pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> R
     if let Some(size) = args.chunk {
         mask = mask.chunked(size).context("--chunk")?;
     }
+    ensure!(
+        mask.limits_ahead() || (args.prefix.is_none() && !file.has("prefix_lengths")),
+        "{path}: a prefix opens keys ahead of a query, and this mask ({mask}) hides none of them; give --mask causal, or \
+         a --window with a limit ahead"
+    );
     if let Some(length) = args.prefix {
         ensure!(!file.has("prefix_lengths"), "{path}: `prefix_lengths` and --prefix say the same; give one of them");
         mask = mask.prefix_lm([length]);

@@ -181,6 +181,11 @@ impl Mask {
         }
     }
 
+    /// Whether the mask limits what a query sees ahead of it; without a limit, a prefix opens nothing.
+    pub fn limits_ahead(&self) -> bool {
+        self.right.is_some()
+    }
+
     /// What to add to a query's position to get its place in the frame of the keys.
     fn shift(&self, queries: usize, keys: usize) -> i64 {
         if self.end_aligned { keys as i64 - queries as i64 } else { 0 }

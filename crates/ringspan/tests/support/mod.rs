@@ -33,12 +33,14 @@ pub(crate) struct On {
     pub(crate) strategy: Strategy,
     pub(crate) grid: Grid,
     pub(crate) head_chunks: usize,
+    /// The type in which ranks hold q, k, v and d_out; the inputs must be exact in it.
+    pub(crate) stored: Wire,
     pub(crate) wire: Wire,
 }
 
 impl On {
     pub(crate) fn new(kind: LayoutKind, strategy: Strategy, grid: impl Into<Grid>) -> Self {
-        Self { kind, strategy, grid: grid.into(), head_chunks: 1, wire: Wire::F32 }
+        Self { kind, strategy, grid: grid.into(), head_chunks: 1, stored: Wire::F32, wire: Wire::F32 }
     }
 }
 
@@ -49,6 +51,31 @@ pub(crate) struct Inputs {
     pub(crate) d_out: Vec<f32>,
     /// `[B, Sq, Hb, Sk]`
     pub(crate) bias: Vec<f32>,
+}
+
+/// Numbers in a type of storage.
+enum Stored {
+    F32(Vec<f32>),
+    Bf16(Vec<half::bf16>),
+    F16(Vec<half::f16>),
+}
+
+impl Stored {
+    fn new(values: Vec<f32>, of: Wire) -> Self {
+        match of {
+            Wire::F32 => Self::F32(values),
+            Wire::Bf16 => Self::Bf16(values.into_iter().map(half::bf16::from_f32).collect()),
+            Wire::F16 => Self::F16(values.into_iter().map(half::f16::from_f32).collect()),
+        }
+    }
+
+    fn data(&self) -> Data<'_> {
+        match self {
+            Self::F32(values) => Data::F32(values),
+            Self::Bf16(values) => Data::Bf16(values),
+            Self::F16(values) => Data::F16(values),
+        }
+    }
 }
 
 #[derive(Default, Clone, PartialEq, Debug)]
@@ -286,24 +313,16 @@ impl Problem {
                 };
                 if self.strided { data.chunks_exact(heads * dim).flat_map(token).collect() } else { data }
             };
-            let (q, k) = (apart(q, heads, dim), apart(k, kv_heads, dim));
-            let (v, d_out) = (apart(v, kv_heads, v_dim), apart(d_out, heads, v_dim));
-            let strided = |data, layout: &Layout, heads, dim| match self.strided {
-                false => view(data, layout, heads, dim),
-                true => {
-                    let (tokens, head_stride) = (layout.tokens(rank), dim + 3);
-                    View {
-                        data: Data::F32(data),
-                        tokens,
-                        heads,
-                        dim,
-                        token_stride: heads * head_stride + 7,
-                        head_stride,
-                    }
-                }
+            let stored = |data, heads, dim| Stored::new(apart(data, heads, dim), on.stored);
+            let (q, k) = (stored(q, heads, dim), stored(k, kv_heads, dim));
+            let (v, d_out) = (stored(v, kv_heads, v_dim), stored(d_out, heads, v_dim));
+            let (gap, end) = if self.strided { (3, 7) } else { (0, 0) };
+            let strided = |data, layout: &Layout, heads, dim| {
+                let (tokens, head_stride) = (layout.tokens(rank), dim + gap);
+                View { data, tokens, heads, dim, token_stride: heads * head_stride + end, head_stride }
             };
-            let (q, k) = (strided(&q, &query, heads, dim), strided(&k, &key, kv_heads, dim));
-            let (v, d_out) = (strided(&v, &key, kv_heads, v_dim), strided(&d_out, &query, heads, v_dim));
+            let (q, k) = (strided(q.data(), &query, heads, dim), strided(k.data(), &key, kv_heads, dim));
+            let (v, d_out) = (strided(v.data(), &key, kv_heads, v_dim), strided(d_out.data(), &query, heads, v_dim));
             let mut local = attention::Inputs::new(q, k, v, &self.score);
             if bias_heads > 0 {
                 local = local.with_bias(view(&bias, &query, bias_heads, self.keys));

@@ -1,6 +1,6 @@
 //! Vectors of 8 f32.
 
-use super::{EXP2, Simd};
+use super::{Simd, exp2_slope};
 use std::arch::x86_64::*;
 
 /// A machine with AVX2 and FMA; only [`Avx2::detect`] makes one.
@@ -94,11 +94,8 @@ impl Simd for Avx2 {
         avx2!({
             let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let f = _mm256_sub_ps(x, n);
-            let mut p = _mm256_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
-                p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(*c));
-            }
-            p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0));
+            let p = exp2_slope(self, f);
+            let p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0));
             let bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits));
             // "Not less than" keeps NaN visible; what n is below -126 does not matter.
@@ -112,10 +109,7 @@ impl Simd for Avx2 {
         avx2!({
             let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let f = _mm256_sub_ps(x, n);
-            let mut p = _mm256_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
-                p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(*c));
-            }
+            let p = exp2_slope(self, f);
             let bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits));
             _mm256_fmadd_ps(_mm256_mul_ps(p, f), power, _mm256_sub_ps(power, _mm256_set1_ps(1.0)))

@@ -1,6 +1,6 @@
 //! Vectors of 16 f32.
 
-use super::{EXP2, Simd};
+use super::{Simd, exp2_slope};
 use std::arch::x86_64::*;
 
 /// A machine with AVX-512F, and if products take pairs of bf16, with AVX-512BW and AVX512-BF16; only
@@ -138,11 +138,8 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
         avx512!({
             let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let f = _mm512_sub_ps(x, n);
-            let mut p = _mm512_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
-                p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(*c));
-            }
-            p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0));
+            let p = exp2_slope(self, f);
+            let p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0));
             // "Not less than" keeps NaN visible.
             let some = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
             _mm512_maskz_scalef_ps(some, p, n)
@@ -154,10 +151,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
         avx512!({
             let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
             let f = _mm512_sub_ps(x, n);
-            let mut p = _mm512_set1_ps(EXP2[0]);
-            for c in &EXP2[1..] {
-                p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(*c));
-            }
+            let p = exp2_slope(self, f);
             let one = _mm512_set1_ps(1.0);
             let power = _mm512_scalef_ps(one, n);
             _mm512_fmadd_ps(_mm512_mul_ps(p, f), power, _mm512_sub_ps(power, one))

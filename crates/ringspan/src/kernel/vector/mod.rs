@@ -104,6 +104,13 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.copysign(simd.div(t, simd.add(t, simd.splat(2.0))), x)
 }
 
+/// `(2^f - 1) / f` for `|f| <= 1/2`.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn exp2_slope<S: Simd>(simd: S, f: S::V) -> S::V {
+    EXP2[1..].iter().fold(simd.splat(EXP2[0]), |p, &c| simd.fma(p, f, simd.splat(c)))
+}
+
 /// Coefficients of `(2^f - 1) / f` on [-1/2, 1/2], highest power first (Cephes library, exp2f).
 const EXP2: [f32; 6] = [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
 
