@@ -47,13 +47,37 @@ struct State<V, const N: usize> {
 }
 
 impl Forward<'_> {
-    /// Adds the plan's keys to the state of one head and block. R keys by N vectors of queries at a time.
+    /// Adds the plan's keys to the state of one head and block. R keys by at most N vectors of queries at a time.
     ///
     /// # Safety
     /// No two calls at once may name the same head and block. What the head reads must have been packed, and `scratch`
     /// have the size of [`scratch`].
     #[inline(always)]
     pub(super) unsafe fn block<S: Simd, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        head: usize,
+        block: usize,
+        scratch: &mut [f32],
+    ) {
+        // The last block may have few queries.
+        let vectors = self.plan.rows(block).len().div_ceil(S::LANES);
+        // SAFETY: the contract of the caller.
+        unsafe {
+            match vectors {
+                1 => self.vectors::<S, R, 1>(simd, head, block, scratch),
+                2 => self.vectors::<S, R, 2>(simd, head, block, scratch),
+                _ => self.vectors::<S, R, N>(simd, head, block, scratch),
+            }
+        }
+    }
+
+    /// A [`block`](Self::block) whose queries fill N vectors.
+    ///
+    /// # Safety
+    /// As `block`.
+    #[inline(always)]
+    unsafe fn vectors<S: Simd, const R: usize, const N: usize>(
         &self,
         simd: S,
         head: usize,
