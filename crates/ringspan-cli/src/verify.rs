@@ -185,10 +185,12 @@ fn pass_on_rank(
         &targets,
         scale,
         &attention,
-        &mut |name, gradient| {
-            let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
-            group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
-            summed.insert(name.to_string(), gradient);
+        &mut |_, gradients| {
+            for (name, gradient) in gradients {
+                let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
+                group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
+                summed.insert(name, gradient);
+            }
             Ok(())
         },
     )?;

@@ -4,6 +4,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::parameters::{Parameters, Unit};
 use crate::rope::inverse_frequencies;
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::Attend;
@@ -130,20 +131,39 @@ impl Decoder {
         NORM
     }
 
-    /// The parameters of layer `index`.
-    pub fn layer_names(&self, index: usize) -> Vec<String> {
-        self.layer_shapes(index).into_iter().map(|(name, _)| name).collect()
+    /// The units, in the order in which a forward pass needs them.
+    pub fn units(&self) -> impl DoubleEndedIterator<Item = Unit> + use<> {
+        let layers = (0..self.config.num_hidden_layers).map(Unit::Layer);
+        [Unit::Embedding].into_iter().chain(layers).chain([Unit::Head])
+    }
+
+    /// The parameters of a unit with their shapes.
+    pub fn unit_shapes(&self, unit: Unit) -> Vec<(String, Vec<usize>)> {
+        let Config { vocab_size, hidden_size, tie_word_embeddings, .. } = self.config;
+        let norm = (NORM.to_owned(), vec![hidden_size]);
+        match unit {
+            Unit::Embedding => vec![(EMBEDDING.to_owned(), vec![vocab_size, hidden_size])],
+            Unit::Layer(index) => self.layer_shapes(index),
+            Unit::Head if tie_word_embeddings => vec![norm],
+            Unit::Head => vec![norm, (HEAD.to_owned(), vec![vocab_size, hidden_size])],
+        }
     }
 
     /// All parameters with their shapes.
     pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        let Config { vocab_size, hidden_size, num_hidden_layers, .. } = self.config;
-        let mut shapes: BTreeMap<String, Vec<usize>> =
-            (0..num_hidden_layers).flat_map(|index| self.layer_shapes(index)).collect();
-        shapes.insert(NORM.into(), vec![hidden_size]);
-        shapes.insert(EMBEDDING.into(), vec![vocab_size, hidden_size]);
-        shapes.insert(self.head_name().into(), vec![vocab_size, hidden_size]);
-        shapes
+        self.units().flat_map(|unit| self.unit_shapes(unit)).collect()
+    }
+
+    /// The parameters that norm and head need: with tied weights those of two units.
+    ///
+    /// # Errors
+    /// What `parameters` returns.
+    pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<Weights> {
+        let mut head = parameters.unit(self, Unit::Head)?;
+        if self.config.tie_word_embeddings {
+            head.extend(parameters.unit(self, Unit::Embedding)?);
+        }
+        Ok(head)
     }
 
     fn layer_shapes(&self, index: usize) -> Vec<(String, Vec<usize>)> {

@@ -2,99 +2,119 @@
 
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
+use crate::parameters::{Parameters, Unit};
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
+use std::collections::BTreeMap;
 
 /// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
 ///
-/// `on_gradient` gets every parameter's gradient once, as soon as it is known, in an order that depends on the model
-/// only: head (unless tied), last norm, layers from the last to the first, embedding. A rank without tokens takes part
-/// in every attention, forward and backward, and yields zeros.
+/// Units of `parameters` are asked for when they are needed, each announced while the one before is computed, and let go
+/// after it. `on_gradients` gets each unit's gradients once, as soon as they are known, in an order that depends on the
+/// model only: head, layers from the last to the first, embedding. A rank without tokens takes part in every attention,
+/// forward and backward, and yields zeros.
 ///
 /// # Errors
-/// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradient` returns.
+/// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradients` returns.
 pub fn loss_and_gradients(
     decoder: &Decoder,
-    weights: &Weights,
+    parameters: &dyn Parameters,
     tokens: &[u32],
     targets: &[u32],
     scale: f32,
     attend: &dyn Attend,
-    on_gradient: &mut dyn FnMut(&str, Tensor) -> Result<()>,
+    on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
     let layers = decoder.config().num_hidden_layers;
-    let variable = |name: &str| -> Result<Var> { Ok(Var::from_tensor(decoder.get(weights, name)?)?) };
     let mut inputs = Vec::with_capacity(layers);
-    let mut x = decoder.embed(weights, tokens)?;
+    let (mut x, embedding_shape) = {
+        let embedding = parameters.unit(decoder, Unit::Embedding)?;
+        parameters.prefetch(after(layers, None))?;
+        let shape = decoder.get(&embedding, decoder.embedding_name())?.dims().to_vec();
+        (decoder.embed(&embedding, tokens)?, shape)
+    };
     for index in 0..layers {
-        let next = decoder.layer(weights, index, &x, attend)?;
+        let layer = parameters.unit(decoder, Unit::Layer(index))?;
+        parameters.prefetch(after(layers, Some(index)))?;
+        let next = decoder.layer(&layer, index, &x, attend)?;
         inputs.push(std::mem::replace(&mut x, next));
     }
 
-    let hidden = decoder.norm(weights, &x)?;
-    let loss = loss::head_loss(&hidden, &decoder.head(weights)?, targets, scale)?;
-    let tied = decoder.config().tie_word_embeddings;
-    if !tied {
-        on_gradient(decoder.head_name(), loss.d_head.clone())?;
+    let head = decoder.head_parameters(parameters)?;
+    parameters.prefetch(before(layers))?;
+    let hidden = decoder.norm(&head, &x)?;
+    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale)?;
+    let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
+    let (mut dx, mut gradients) = differentiate(&x, &loss.d_hidden, norm, |local, x| decoder.norm(local, x))?;
+    let mut d_head = Some(loss.d_head);
+    if !decoder.config().tie_word_embeddings {
+        gradients.extend(d_head.take().map(|d_head| (decoder.head_name().to_owned(), d_head)));
     }
-    let name = decoder.norm_name().to_owned();
-    let norm = variable(&name)?;
-    let (mut dx, d_norm) = differentiate(&x, &loss.d_hidden, &[(name, norm)], |local, x| decoder.norm(local, x))?;
-    deliver(d_norm, on_gradient)?;
+    on_gradients(Unit::Head, gradients)?;
 
-    for (index, x) in inputs.iter().enumerate().rev() {
-        if tokens.is_empty() {
-            take_part(decoder, index, attend)?;
-            for name in decoder.layer_names(index) {
-                on_gradient(&name, decoder.get(weights, &name)?.zeros_like()?)?;
-            }
-            continue;
+    for (index, x) in inputs.into_iter().enumerate().rev() {
+        let layer = parameters.unit(decoder, Unit::Layer(index))?;
+        if index > 0 {
+            parameters.prefetch(before(index))?;
         }
-        let parameter = |name: String| variable(&name).map(|var| (name, var));
-        let parameters = decoder.layer_names(index).into_iter().map(parameter).collect::<Result<Vec<_>>>()?;
-        let (d_input, gradients) =
-            differentiate(x, &dx, &parameters, |local, x| decoder.layer(local, index, x, attend))?;
-        dx = d_input;
-        deliver(gradients, on_gradient)?;
+        let gradients = if tokens.is_empty() {
+            take_part(decoder, index, attend)?;
+            layer.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
+        } else {
+            let (d_input, gradients) = differentiate(&x, &dx, layer, |local, x| decoder.layer(local, index, x, attend))?;
+            dx = d_input;
+            gradients
+        };
+        on_gradients(Unit::Layer(index), gradients)?;
     }
 
-    let embedding = decoder.get(weights, decoder.embedding_name())?;
-    let mut gradient = scatter(&dx, tokens, embedding.dims())?;
-    if tied {
-        gradient = (gradient + loss.d_head)?;
+    let mut gradient = scatter(&dx, tokens, &embedding_shape)?;
+    if let Some(d_head) = d_head {
+        gradient = (gradient + d_head)?;
     }
-    on_gradient(decoder.embedding_name(), gradient)?;
+    on_gradients(Unit::Embedding, Gradients::from([(decoder.embedding_name().to_owned(), gradient)]))?;
     Ok(loss.nll_sum)
 }
 
-/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter by name.
+/// Gradients by the names of their parameters.
+pub type Gradients = BTreeMap<String, Tensor>;
+
+/// The unit that a forward pass needs after a layer, or after the embedding.
+fn after(layers: usize, layer: Option<usize>) -> Unit {
+    let next = layer.map_or(0, |layer| layer + 1);
+    if next < layers { Unit::Layer(next) } else { Unit::Head }
+}
+
+/// The unit that a backward pass needs before the last `layers` of them; without any there is nothing to announce.
+fn before(layers: usize) -> Unit {
+    layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
+}
+
+/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter.
 fn differentiate(
     x: &Tensor,
     dy: &Tensor,
-    parameters: &[(String, Var)],
+    parameters: Weights,
     f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
-) -> Result<(Tensor, Vec<(String, Tensor)>)> {
-    let zeros = |var: &Var| var.as_tensor().zeros_like();
+) -> Result<(Tensor, Gradients)> {
     if x.dim(0)? == 0 {
-        let none = parameters.iter().map(|(name, var)| Ok((name.clone(), zeros(var)?)));
+        let none = parameters.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?)));
         return Ok((x.clone(), none.collect::<Result<_>>()?));
     }
     let input = Var::from_tensor(x)?;
-    let local: Weights = parameters.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+    // One by one, so that no more than a parameter is there twice.
+    let local = parameters.into_iter().map(|(name, tensor)| Ok((name, Var::from_tensor(&tensor)?.into_inner())));
+    let local: Weights = local.collect::<Result<_>>()?;
     // Candle's backward starts from ones, so the incoming gradient enters as a factor.
     let y = f(&local, input.as_tensor())?;
     let mut store = (y * dy.detach())?.sum_all()?.backward()?;
-    let mut gradient = |var: &Var| match store.remove(var.as_tensor()) {
+    let mut gradient = |tensor: &Tensor| match store.remove(tensor) {
         Some(gradient) => Ok(gradient.detach()),
-        None => zeros(var),
+        None => tensor.zeros_like(),
     };
-    let dx = gradient(&input)?;
-    let gradients = parameters.iter().map(|(name, var)| Ok((name.clone(), gradient(var)?)));
+    let dx = gradient(input.as_tensor())?;
+    let gradients = local.into_iter().map(|(name, tensor)| Ok((name, gradient(&tensor)?)));
     Ok((dx, gradients.collect::<Result<_>>()?))
-}
-
-fn deliver(gradients: Vec<(String, Tensor)>, to: &mut dyn FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
-    gradients.into_iter().try_for_each(|(name, gradient)| to(&name, gradient))
 }
 
 /// The recomputation and backward of a layer's attention on a rank without tokens.

@@ -1,5 +1,5 @@
 use super::Config;
-use crate::Decoder;
+use crate::{Decoder, Unit};
 use ringspan::Mask;
 use serde_json::{Value, json};
 
@@ -103,7 +103,10 @@ fn windows_are_of_the_layers_that_hugging_face_gives_them() {
 
 #[test]
 fn biases_and_head_norms_are_those_of_the_model() {
-    let names = |kind: &str, more: Value| Decoder::new(config(kind, more)).expect("supported").layer_names(0);
+    let names = |kind: &str, more: Value| -> Vec<String> {
+        let decoder = Decoder::new(config(kind, more)).expect("supported");
+        decoder.unit_shapes(Unit::Layer(0)).into_iter().map(|(name, _)| name).collect()
+    };
     let count = |names: &[String], end: &str| names.iter().filter(|name| name.ends_with(end)).count();
     assert_eq!(count(&names("llama", json!({})), "bias"), 0);
     assert_eq!(count(&names("llama", json!({ "attention_bias": true })), "bias"), 4);

@@ -6,8 +6,8 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Strategy};
 use ringspan_candle::{Attend, Context, loss};
-use ringspan_models::{Decoder, Error, Weights, folder, gradients};
-use std::collections::BTreeMap;
+use ringspan_models::{Decoder, Error, Unit, Weights, folder, gradients};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -101,8 +101,8 @@ impl Attend for Dense<'_> {
     }
 }
 
-/// On one device, without ranks; also the gradients' names in the order they came.
-pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<String>) {
+/// On one device, without ranks; also the units in the order their gradients came.
+pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<Unit>) {
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
     let dense = Dense { batch, positions };
     local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes")
@@ -126,7 +126,7 @@ pub(crate) fn on_mesh(
     });
     let orders = threads::run(ring * ulysses, Options::default(), |comm| {
         let rank = comm.rank();
-        let run = || -> Result<Vec<String>, Error> {
+        let run = || -> Result<Vec<Unit>, Error> {
             let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
             let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
             let shard = |all: &[u32]| layout.shard(rank, all, 1).map_err(candle_core::Error::wrap);
@@ -157,7 +157,7 @@ fn local(
     targets: &[u32],
     valid: usize,
     attend: &dyn Attend,
-) -> Result<(Answer, Vec<String>), Error> {
+) -> Result<(Answer, Vec<Unit>), Error> {
     let mut x = decoder.embed(weights, tokens)?;
     for index in 0..decoder.config().num_hidden_layers {
         x = decoder.layer(weights, index, &x, attend)?;
@@ -165,16 +165,16 @@ fn local(
     let logits = loss::logits(&decoder.norm(weights, &x)?, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
     let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
     let scale = 1.0 / valid as f32;
-    let nll =
-        gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, attend, &mut |name, gradient| {
-            assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[name].dims()), "{name}");
-            order.push(name.to_owned());
-            assert!(
-                gradients.insert(name.to_owned(), gradient.flatten_all()?.to_vec1()?).is_none(),
-                "{name} came twice"
-            );
-            Ok(())
-        })?;
+    let nll = gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, attend, &mut |unit, of_unit| {
+        order.push(unit);
+        let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
+        assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
+        for (name, gradient) in of_unit {
+            assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[&name].dims()), "{name}");
+            gradients.insert(name, gradient.flatten_all()?.to_vec1()?);
+        }
+        Ok(())
+    })?;
     Ok((Answer { logits, loss: nll / valid as f64, gradients }, order))
 }
 

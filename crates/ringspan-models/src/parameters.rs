@@ -1,0 +1,41 @@
+//! Where a model's parameters come from: held whole, or brought here unit by unit.
+
+use crate::decoder::{Decoder, Weights};
+use crate::error::Result;
+
+/// Parameters that are needed together, and travel together where ranks share them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Unit {
+    /// The embedding; with tied weights also the output head.
+    Embedding,
+    /// A layer, counted from 0.
+    Layer(usize),
+    /// The norm after the last layer and, unless it is tied, the output head.
+    Head,
+}
+
+/// A source of parameters. A model asks for its units in the order in which it computes them.
+pub trait Parameters {
+    /// Begins to bring a unit here, which will be asked for next. Only a hint.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    fn prefetch(&self, unit: Unit) -> Result<()>;
+
+    /// The parameters of a unit, whole.
+    ///
+    /// # Errors
+    /// Missing parameters, failures of other ranks.
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights>;
+}
+
+impl Parameters for Weights {
+    fn prefetch(&self, _unit: Unit) -> Result<()> {
+        Ok(())
+    }
+
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
+        let of = |(name, _): (String, _)| decoder.get(self, &name).cloned().map(|tensor| (name, tensor));
+        decoder.unit_shapes(unit).into_iter().map(of).collect()
+    }
+}
