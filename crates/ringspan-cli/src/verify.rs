@@ -178,22 +178,15 @@ fn pass_on_rank(
     // The valid targets of all ranks, so that the gradients of the ranks simply add up.
     let scale = 1.0 / batch.valid.max(1) as f32;
     let mut summed = BTreeMap::new();
-    let nll = gradients::loss_and_gradients(
-        decoder,
-        weights,
-        &tokens,
-        &targets,
-        scale,
-        &attention,
-        &mut |_, gradients| {
+    let nll =
+        gradients::loss_and_gradients(decoder, weights, &tokens, &targets, scale, &attention, &mut |_, gradients| {
             for (name, gradient) in gradients {
                 let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
                 group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
                 summed.insert(name, gradient);
             }
             Ok(())
-        },
-    )?;
+        })?;
     let mut sum = 0.0;
     for part in group.cp().all_gather(Buffer::U64(vec![nll.to_bits()]))? {
         match &*part {

@@ -61,7 +61,8 @@ pub fn loss_and_gradients(
             take_part(decoder, index, attend)?;
             layer.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
         } else {
-            let (d_input, gradients) = differentiate(&x, &dx, layer, |local, x| decoder.layer(local, index, x, attend))?;
+            let (d_input, gradients) =
+                differentiate(&x, &dx, layer, |local, x| decoder.layer(local, index, x, attend))?;
             dx = d_input;
             gradients
         };

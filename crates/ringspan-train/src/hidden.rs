@@ -1,18 +1,26 @@
 //! The forward pass without gradients.
 
-use crate::{error::Result, setup::model_error};
 use candle_core::Tensor;
 use ringspan_candle::Attend;
-use ringspan_models::{Decoder, Weights};
+use ringspan_models::{Decoder, Parameters, Unit};
 
-/// The last hidden states [T, C] of this rank's tokens, normed, ready for the head.
+/// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm.
 ///
 /// # Errors
 /// Failures of the model or of other ranks.
-pub fn hidden(decoder: &Decoder, weights: &Weights, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
-    let mut x = decoder.embed(weights, tokens).map_err(model_error)?;
-    for index in 0..decoder.config().num_hidden_layers {
-        x = decoder.layer(weights, index, &x, attend).map_err(model_error)?;
+pub fn hidden(
+    decoder: &Decoder,
+    parameters: &dyn Parameters,
+    tokens: &[u32],
+    attend: &dyn Attend,
+) -> ringspan_models::Result<Tensor> {
+    let layers = decoder.config().num_hidden_layers;
+    let of = |unit| parameters.unit(decoder, unit);
+    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens)?;
+    for index in 0..layers {
+        let layer = of(Unit::Layer(index))?;
+        parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { Unit::Head })?;
+        x = decoder.layer(&layer, index, &x, attend)?;
     }
-    decoder.norm(weights, &x).map_err(model_error)
+    Ok(x)
 }

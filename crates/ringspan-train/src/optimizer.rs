@@ -1,10 +1,11 @@
 //! AdamW and SGD on f32 slices, step for step as `torch.optim` computes them, and clipping by the global norm.
 //!
-//! Every rank holds the same parameters and the same reduced gradients, so every rank takes the same step, bit for bit.
+//! A rank updates the pieces of parameters that it holds. Ranks that hold the same piece hold the same reduced gradients, so
+//! they take the same step, bit for bit.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, fmt, str::FromStr};
+use std::{collections::BTreeMap, fmt, str::FromStr, sync::Arc};
 
 /// Which optimiser, with its constants.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -63,7 +64,9 @@ impl fmt::Display for OptimizerKind {
 }
 
 /// State tensors by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` or `momentum_buffer.<parameter>`, flat f32.
-pub type State = BTreeMap<String, Vec<f32>>;
+///
+/// Shared, so that a checkpoint can be written from them while training goes on: a step copies what is still in use.
+pub type State = BTreeMap<String, Arc<Vec<f32>>>;
 
 /// What a step is besides parameter and gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -107,7 +110,7 @@ impl Optimizer {
             for kind in kinds {
                 expected += 1;
                 let key = format!("{kind}.{name}");
-                match state.get(&key).map(Vec::len) {
+                match state.get(&key).map(|values| values.len()) {
                     Some(actual) if actual == size => {}
                     Some(actual) => {
                         return Err(Error::Settings(format!(
@@ -133,6 +136,11 @@ impl Optimizer {
         &self.state
     }
 
+    /// The state of one parameter, with the names it has in a checkpoint.
+    pub(crate) fn state_of(&self, parameter: &str) -> impl Iterator<Item = (&String, &Arc<Vec<f32>>)> {
+        kinds(&self.method).iter().filter_map(move |kind| self.state.get_key_value(&format!("{kind}.{parameter}")))
+    }
+
     /// State bytes a parameter of `size` elements costs.
     #[must_use]
     pub fn state_bytes(method: &Method, size: usize) -> usize {
@@ -154,14 +162,14 @@ impl Optimizer {
         }
         match self.method {
             Method::AdamW { beta1, beta2, eps, weight_decay } => {
-                let mut m = take(&mut self.state, "exp_avg", name, p.len());
-                let mut v = take(&mut self.state, "exp_avg_sq", name, p.len());
+                let [mut m, mut v] = ["exp_avg", "exp_avg_sq"].map(|kind| take(&mut self.state, kind, name, p.len()));
                 let count = (step + 1) as f64;
                 let step_size = (lr / (1.0 - beta1.powf(count))) as f32;
                 let root = (1.0 - beta2.powf(count)).sqrt() as f32;
                 let shrink = if decays { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
                 let (mix, keep, add, eps) = ((1.0 - beta1) as f32, beta2 as f32, (1.0 - beta2) as f32, eps as f32);
-                for (((p, g), m), v) in p.iter_mut().zip(g).zip(&mut m).zip(&mut v) {
+                let state = Arc::make_mut(&mut m).iter_mut().zip(Arc::make_mut(&mut v));
+                for ((p, g), (m, v)) in p.iter_mut().zip(g).zip(state) {
                     let g = g * scale;
                     *m += mix * (g - *m);
                     *v = *v * keep + add * g * g;
@@ -180,7 +188,7 @@ impl Optimizer {
                 } else {
                     // The buffer starts at 0, so the first step takes the gradient whole, as torch does.
                     let mut buffer = take(&mut self.state, "momentum_buffer", name, p.len());
-                    for ((p, g), b) in p.iter_mut().zip(g).zip(&mut buffer) {
+                    for ((p, g), b) in p.iter_mut().zip(g).zip(Arc::make_mut(&mut buffer)) {
                         *b = *b * keep + (g * scale + decay * *p);
                         *p -= lr * *b;
                     }
@@ -192,7 +200,8 @@ impl Optimizer {
     }
 }
 
-fn kinds(method: &Method) -> &'static [&'static str] {
+/// State tensors of a parameter.
+pub(crate) fn kinds(method: &Method) -> &'static [&'static str] {
     match method {
         Method::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
         Method::Sgd { momentum, .. } if *momentum != 0.0 => &["momentum_buffer"],
@@ -200,13 +209,14 @@ fn kinds(method: &Method) -> &'static [&'static str] {
     }
 }
 
-fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Vec<f32> {
-    state.remove(&format!("{kind}.{name}")).filter(|s| s.len() == size).unwrap_or_else(|| vec![0.0; size])
+fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Arc<Vec<f32>> {
+    let kept = state.remove(&format!("{kind}.{name}")).filter(|values| values.len() == size);
+    kept.unwrap_or_else(|| Arc::new(vec![0.0; size]))
 }
 
-/// The L2 norm of all gradients together, summed in f64 in the order given.
-pub fn global_norm<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64 {
-    gradients.into_iter().map(|g| g.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()).sum::<f64>().sqrt()
+/// The sum of squares of all gradients together, in f64 in the order given: the square of their L2 norm.
+pub fn sum_of_squares<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64 {
+    gradients.into_iter().map(|g| g.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()).sum::<f64>()
 }
 
 /// The factor that brings gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where they fit.
@@ -271,7 +281,7 @@ mod tests {
 
     #[test]
     fn the_norm_is_over_all_gradients_and_clipping_never_enlarges() {
-        let norm = global_norm([&[3.0f32][..], &[4.0, 12.0][..]]);
+        let norm = sum_of_squares([&[3.0f32][..], &[4.0, 12.0][..]]).sqrt();
         assert!((norm - 13.0).abs() < 1e-12);
         assert!((clip_scale(norm, Some(1.3)) - 0.1).abs() < 1e-6);
         assert_eq!(clip_scale(0.5, Some(1.0)), 1.0);

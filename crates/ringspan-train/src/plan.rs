@@ -11,7 +11,7 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Schedule, Strategy};
-use ringspan_models::Config;
+use ringspan_models::{Config, Unit};
 use std::fmt;
 
 /// Rings up to this size are drawn step by step; larger drawings hide the rest of the plan.
@@ -28,6 +28,8 @@ pub struct Plan {
     pub mesh: String,
     /// Who holds what and how it travels, in words.
     pub attention: String,
+    /// Who holds which parameters, in words; empty where every rank holds all.
+    pub sharding: String,
     /// The schedule of the first batch, drawn; empty for one rank and for large rings.
     pub schedule: String,
     /// Optimiser and learning rate, in words.
@@ -64,7 +66,8 @@ impl Plan {
             },
             ..Self::default()
         };
-        let axes = format!("dp_replicate {} x ring {} x ulysses {}", config.dp_replicate, config.ring, config.ulysses);
+        let TrainConfig { dp_replicate, dp_shard, ring, ulysses, .. } = *config;
+        let axes = format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses}");
         let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
         plan.mesh = format!("{axes} = {} ranks in this process, {threads} each", config.ranks());
         plan.optimizer = optimizer_words(config);
@@ -74,8 +77,8 @@ impl Plan {
         plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
         let cp = config.ring * config.ulysses;
         let mut first: Option<(Layout, Vec<LayerSchedule>)> = None;
-        for replica in 0..config.dp_replicate {
-            let part = batch.part(replica, config.dp_replicate);
+        for replica in 0..config.data_ranks() {
+            let part = batch.part(replica, config.data_ranks());
             let layout = Layout::new(config.layout, &part.documents()?, cp)?;
             plan.tokens_per_rank.extend((0..cp).map(|rank| layout.tokens(rank)));
             if replica == 0 {
@@ -98,6 +101,10 @@ impl Plan {
             model.num_key_value_heads(),
             (config.ring, config.ulysses).into(),
         )?;
+        plan.sharding = match config.sharers() {
+            1 => String::new(),
+            n => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
+        };
         let shape = Shape::new(config, setup, model);
         plan.memory = shape.memory(&layout, &shares);
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
@@ -146,6 +153,12 @@ fn optimizer_words(config: &TrainConfig) -> String {
 /// The sizes that memory and traffic follow from.
 struct Shape {
     parameters: u64,
+    /// Parameters of the largest unit.
+    largest: u64,
+    /// Parameters that a micro-batch gathers, counted as often as it does.
+    gathered: u64,
+    /// Ranks that share a copy of the parameters.
+    sharers: u64,
     layers: u64,
     hidden: u64,
     heads: u64,
@@ -163,8 +176,20 @@ struct Shape {
 impl Shape {
     fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Self {
         let parameters: usize = setup.shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
+        let decoder = &setup.decoder;
+        let size = |unit| -> usize {
+            decoder.unit_shapes(unit).iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
+        };
+        let again = |unit| match unit {
+            Unit::Layer(_) => 2,
+            Unit::Embedding if model.tie_word_embeddings => 2,
+            Unit::Embedding | Unit::Head => 1,
+        };
         Self {
             parameters: parameters as u64,
+            largest: decoder.units().map(size).max().unwrap_or(0) as u64,
+            gathered: decoder.units().map(|unit| again(unit) * size(unit)).sum::<usize>() as u64,
+            sharers: config.sharers() as u64,
             layers: model.num_hidden_layers as u64,
             hidden: model.hidden_size as u64,
             heads: model.num_attention_heads as u64,
@@ -196,9 +221,10 @@ impl Shape {
         let layer = 6 * self.hidden + 3 * self.heads * self.dim + 4 * self.kv_heads * self.dim + 3 * self.feed_forward;
         let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
         vec![
-            ("parameters", 4 * self.parameters),
-            ("gradients", 4 * self.parameters),
-            ("optimiser state", self.state),
+            ("parameters", (4 * self.parameters).div_ceil(self.sharers)),
+            ("gradients", (4 * self.parameters).div_ceil(self.sharers)),
+            ("optimiser state", self.state.div_ceil(self.sharers)),
+            ("a layer or the head, whole, with gradients", 4 * 4 * self.largest),
             ("inputs of the layers", tokens * self.hidden * 4 * (self.layers + 1)),
             ("one layer, with gradients", 2 * tokens * layer * 4),
             ("blocks of other ranks", 2 * blocks * block),
@@ -226,7 +252,8 @@ impl Shape {
         Ok(vec![
             ("attention forward", 2 * forward * times),
             ("attention backward", backward * times),
-            ("gradients", self.all_reduce()),
+            ("parameters", 4 * self.gathered * times * (self.sharers - 1) / self.sharers),
+            ("gradients", self.gradients(times)),
         ])
     }
 
@@ -235,8 +262,11 @@ impl Shape {
         Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
     }
 
-    fn all_reduce(&self) -> u64 {
-        8 * self.parameters * (self.ranks - 1) / self.ranks
+    /// Cut over the ranks that share a copy in every micro-batch, and summed over the copies in the end.
+    fn gradients(&self, micro_batches: u64) -> u64 {
+        let (sharers, copies) = (self.sharers, self.ranks / self.sharers);
+        let cut = 4 * self.parameters * (sharers - 1) / sharers;
+        micro_batches * cut + 8 * self.parameters / sharers * (copies - 1) / copies
     }
 }
 
@@ -296,6 +326,9 @@ impl fmt::Display for Plan {
         writeln!(f, "attention  {}", self.attention)?;
         for line in self.schedule.lines() {
             writeln!(f, "           {line}")?;
+        }
+        if !self.sharding.is_empty() {
+            writeln!(f, "sharding   {}", self.sharding)?;
         }
         let most = self.tokens_per_rank.iter().max().unwrap_or(&0);
         let least = self.tokens_per_rank.iter().min().unwrap_or(&0);

@@ -60,8 +60,9 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
             let window = &tokens[tokens.len().saturating_sub(WINDOW)..];
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
             let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
-            let hidden = hidden(&setup.decoder, weights, window, &context)?;
+            let hidden = hidden(&setup.decoder, weights, window, &context).map_err(model_error)?;
             let last = hidden.narrow(0, window.len() - 1, 1)?;
+            let last = setup.decoder.norm(weights, &last).map_err(model_error)?;
             let head = setup.decoder.head(weights).map_err(model_error)?;
             let logits: Vec<f32> = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
             let next = draw(&logits, &mut random);

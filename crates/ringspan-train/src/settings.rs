@@ -39,7 +39,7 @@ pub struct Settings {
     /// Tokens of a sequence [default: 8192]
     #[arg(long, value_name = "S", help_heading = "Model and data")]
     pub sequence_length: Option<usize>,
-    /// Sequences of a micro-batch, over all ranks [default: 1, or dp-replicate]
+    /// Sequences of a micro-batch, over all ranks [default: 1, or dp-replicate x dp-shard]
     #[arg(long, value_name = "B", help_heading = "Model and data")]
     pub batch_size: Option<usize>,
 
@@ -52,6 +52,13 @@ pub struct Settings {
     /// Copies of the model, each with a part of the sequences of a batch [default: 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     pub dp_replicate: Option<usize>,
+    /// Ranks with a part of the sequences of a batch each, that share one copy of the model [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Mesh")]
+    pub dp_shard: Option<usize>,
+    /// What of parameters, gradients and optimiser state is cut across the dp-shard x ring x ulysses ranks that share a
+    /// copy: full (all of it), none (each rank holds a copy) [default: full]
+    #[arg(long, help_heading = "Mesh")]
+    pub sharding: Option<String>,
     /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q [default: ring]
     #[arg(long, help_heading = "Mesh")]
     pub strategy: Option<String>,

@@ -1,18 +1,17 @@
 //! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
 
 use crate::{
-    checkpoint::{Checkpoint, Checkpoints, Identity},
+    checkpoint::{Checkpoints, Identity},
     config::{RUN_FILE, Source, TrainConfig},
     data::{Batch, Corpus, Packer, Position, Sequence, fingerprint, read, read_tokens},
     default_model,
     error::{Error, Result},
     feed::Feed,
     observer::grouped,
-    optimizer::{Optimizer, State},
     plan::Plan,
+    start::Start,
     tokenizer::Tokenizer,
 };
-use candle_core::{Device, Tensor};
 use ringspan_models::{Config, Decoder, Weights, folder};
 use std::{
     collections::BTreeMap,
@@ -25,13 +24,12 @@ pub(crate) struct Setup {
     pub(crate) config_json: serde_json::Value,
     pub(crate) decoder: Decoder,
     pub(crate) shapes: BTreeMap<String, Vec<usize>>,
-    /// Before the first step. Tensors are shared: no rank pays for them until it has taken a step.
-    pub(crate) weights: Weights,
+    /// The parameters before the first step.
+    pub(crate) start: Start,
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) feed: Feed,
     /// Held-out sequences and their length; empty for a file of tokens.
     pub(crate) held_out: Vec<Sequence>,
-    pub(crate) optimizer: Optimizer,
     /// Steps done before this run.
     pub(crate) first_step: u64,
     /// Tokens seen before this run.
@@ -77,10 +75,9 @@ impl Setup {
             plan: Plan::default(),
             config_json,
             decoder,
-            weights,
+            start: Start::model(weights, config.ranks()),
             tokenizer,
             held_out,
-            optimizer: Optimizer::new(config.method),
             first_step: 0,
             tokens: 0,
             model,
@@ -104,10 +101,7 @@ impl Setup {
             setup.feed = feed;
             setup.first_step = saved.progress.step;
             setup.tokens = saved.progress.tokens;
-            let (weights, state) = restored(saved, &setup.shapes)?;
-            let sizes = setup.shapes.iter().map(|(name, shape)| (name.as_str(), shape.iter().product()));
-            setup.optimizer = Optimizer::resume(config.method, state, sizes)?;
-            setup.weights = weights;
+            setup.start = Start::checkpoint(saved, &setup.shapes)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
         setup.plan.check_memory()?;
@@ -215,23 +209,6 @@ fn open_data(
             Err(Error::Data { path: path.clone(), problem: "text needs a tokenizer, and there is none".into() })
         }
     }
-}
-
-fn restored(saved: Checkpoint, shapes: &BTreeMap<String, Vec<usize>>) -> Result<(Weights, State)> {
-    let mut weights = Weights::new();
-    for (name, (shape, values)) in saved.parameters {
-        if shapes.get(&name) != Some(&shape) {
-            return Err(Error::Checkpoint {
-                path: saved.path,
-                problem: format!("parameter `{name}` {shape:?} does not belong to this model"),
-            });
-        }
-        weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
-    }
-    if let Some(name) = shapes.keys().find(|name| !weights.contains_key(*name)) {
-        return Err(Error::Checkpoint { path: saved.path, problem: format!("parameter `{name}` is missing") });
-    }
-    Ok((weights, saved.optimizer))
 }
 
 /// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.

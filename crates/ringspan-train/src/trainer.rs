@@ -1,7 +1,7 @@
 //! From a configuration to a trained model folder.
 
 use crate::{
-    checkpoint::{Checkpoints, write_file},
+    checkpoint::write_file,
     config::TrainConfig,
     error::{Error, Result},
     metrics::{EvaluationMetrics, MetricsFile},
@@ -51,23 +51,19 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
     observer.planned(&setup.plan);
     write_settings(config)?;
     let metrics_path = config.out.join("metrics.jsonl");
-    let host = Mutex::new(Host {
-        observer,
-        metrics: MetricsFile::open(&metrics_path, setup.first_step)?,
-        checkpoints: Checkpoints::new(&config.out, config.keep),
-    });
+    let host = Mutex::new(Host { observer, metrics: MetricsFile::open(&metrics_path, setup.first_step)? });
     let options = Options { deadline: config.deadline, ..Options::default() };
     let ends = threads::run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
     let mut shown = None;
-    if !end.interrupted {
-        folder::save(&config.out, &setup.config_json, &end.weights).map_err(model_error)?;
+    if let Some(weights) = &end.weights {
+        folder::save(&config.out, &setup.config_json, weights).map_err(model_error)?;
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
         }
-        shown = sample(config, &setup, &end.weights)?;
+        shown = sample(config, &setup, weights)?;
     }
     Ok(Outcome {
         step: end.step,

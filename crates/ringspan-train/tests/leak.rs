@@ -36,6 +36,7 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
         let tokens = layout.shard(rank, &batch.tokens, 1)?;
         let targets = layout.shard(rank, &batch.targets, 1)?;
         let hidden = ringspan_train::hidden(&decoder, &weights, &tokens, &context).unwrap();
+        let hidden = decoder.norm(&weights, &hidden).unwrap();
         Ok::<_, ringspan_train::Error>(loss::log_probs(&hidden, &decoder.head(&weights).unwrap(), &targets)?)
     })
     .unwrap();

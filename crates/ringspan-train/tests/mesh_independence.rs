@@ -7,9 +7,24 @@ use ringspan_models::{Weights, folder};
 use ringspan_train::Settings;
 use std::path::Path;
 
-/// Ring, Ulysses, copies of the model.
-const MESHES: [(usize, usize, usize); 8] =
-    [(2, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 4, 1), (3, 1, 2)];
+/// Most ranks of a mesh that is tried.
+const RANKS: usize = 8;
+
+/// Copies of the model, parts of a copy's data, ring, Ulysses: all meshes of at most RANKS ranks.
+fn meshes() -> Vec<[usize; 4]> {
+    let sizes = |rest: usize| 1..=RANKS / rest;
+    let mut meshes = Vec::new();
+    for copies in sizes(1) {
+        for parts in sizes(copies) {
+            for ring in sizes(copies * parts) {
+                meshes.extend(sizes(copies * parts * ring).map(|ulysses| [copies, parts, ring, ulysses]));
+            }
+        }
+    }
+    // Ulysses takes at most as many ranks as there are heads.
+    meshes.retain(|mesh| mesh[3] <= 4);
+    meshes
+}
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
@@ -18,7 +33,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(97),
-        batch_size: Some(3),
+        batch_size: Some(8),
         steps: Some(3),
         optimizer: Some("sgd".into()),
         lr: Some(0.5),
@@ -71,17 +86,22 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
         .unwrap()
         .into();
     assert!(moved > 1e-4, "training must move the weights for this comparison to mean something: {moved}");
-    for (ring, ulysses, dp_replicate) in MESHES {
-        let name = format!("ring {ring}, ulysses {ulysses}, copies {dp_replicate}");
-        let mesh = Settings {
-            ring: Some(ring),
-            ulysses: Some(ulysses),
-            dp_replicate: Some(dp_replicate),
-            ..settings(root, &name)
-        };
-        let (outcome, memory) = run(mesh);
-        same(&name, &memory, &one);
-        same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
+    for mesh in meshes() {
+        let [copies, parts, ring, ulysses] = mesh;
+        let shardings = if parts == 1 && copies * ring * ulysses < 5 { vec!["full", "none"] } else { vec!["full"] };
+        for sharding in shardings {
+            let name = format!("copies {copies}, parts {parts}, ring {ring}, ulysses {ulysses}, sharding {sharding}");
+            let (outcome, memory) = run(Settings {
+                dp_replicate: Some(copies),
+                dp_shard: Some(parts),
+                ring: Some(ring),
+                ulysses: Some(ulysses),
+                sharding: Some(sharding.into()),
+                ..settings(root, &name)
+            });
+            same(&name, &memory, &one);
+            same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
+        }
     }
 }
 
@@ -112,7 +132,7 @@ fn micro_batches_add_up_to_one_batch() {
     let root = folder_.path();
     tiny_model(root);
     text(root);
-    let (_, one) = run(Settings { ring: Some(1), batch_size: Some(6), ..settings(root, "one") });
+    let (_, one) = run(Settings { ring: Some(1), batch_size: Some(16), ..settings(root, "one") });
     let (_, two) = run(Settings { ring: Some(2), grad_accumulation: Some(2), ..settings(root, "two") });
-    same("2 x 3 sequences", &two, &one);
+    same("2 x 8 sequences", &two, &one);
 }

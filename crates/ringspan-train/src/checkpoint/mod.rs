@@ -4,28 +4,23 @@ mod storage;
 mod tensors;
 
 pub use storage::{Disk, Sink, Storage};
+pub use tensors::{Numbers, Slice, Tensors};
 
 use crate::{
     data::Position,
     error::{Error, Result},
-    optimizer::State,
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 use storage::sync_folder;
 
 /// The version of the folder's format that this code writes and reads.
-const FORMAT: u32 = 1;
-const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.safetensors";
+const FORMAT: u32 = 2;
 const STATE: &str = "state.json";
-
-/// Parameters by name: shape and values.
-pub type Parameters = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
 /// What a checkpoint belongs to: in words for people, as a number for the comparison.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,86 +58,112 @@ impl Progress {
     }
 }
 
-/// A checkpoint as read.
-#[derive(Debug, Clone, PartialEq)]
+/// What `state.json` holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct State {
+    #[serde(flatten)]
+    progress: Progress,
+    /// Names and bytes of the other files.
+    files: Vec<(String, u64)>,
+}
+
+/// A checkpoint to go on from.
+#[derive(Debug)]
 pub struct Checkpoint {
     /// Its folder.
     pub path: PathBuf,
     /// Step, data position, identities.
     pub progress: Progress,
-    /// Parameters.
-    pub parameters: Parameters,
-    /// Optimiser state.
-    pub optimizer: State,
+    /// Parameters under their names, and optimiser state under `<kind>.<name>`.
+    pub tensors: Tensors,
 }
 
 /// The checkpoints of one run: `OUT/checkpoints`.
+#[derive(Clone)]
 pub struct Checkpoints {
     folder: PathBuf,
     keep: usize,
-    storage: Box<dyn Storage>,
+    storage: Arc<dyn Storage>,
+}
+
+/// A checkpoint that ranks are writing. It is removed unless it is committed.
+#[derive(Debug)]
+pub struct Part {
+    step: u64,
+    folder: PathBuf,
+    committed: bool,
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if !self.committed {
+            // What a failed run could not remove, the next save does.
+            let _ = fs::remove_dir_all(&self.folder);
+        }
+    }
 }
 
 impl Checkpoints {
     /// The checkpoints below the run's folder `out`, of which the newest `keep` stay (at least one).
     #[must_use]
     pub fn new(out: &Path, keep: usize) -> Self {
-        Self::on(out, keep, Box::new(Disk))
+        Self::on(out, keep, Arc::new(Disk))
     }
 
     /// As [`Self::new`], written through `storage`.
     #[must_use]
-    pub fn on(out: &Path, keep: usize, storage: Box<dyn Storage>) -> Self {
+    pub fn on(out: &Path, keep: usize, storage: Arc<dyn Storage>) -> Self {
         Self { folder: out.join("checkpoints"), keep: keep.max(1), storage }
     }
 
-    /// Commits a checkpoint and removes the oldest ones. `shapes` are the parameters'; `values` yields each in turn.
+    fn part_folder(&self, step: u64) -> PathBuf {
+        self.folder.join(format!(".step-{step:06}.part"))
+    }
+
+    /// Makes the folder that ranks write the checkpoint of a step into. One rank does this, before any writes.
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the folder and the system's message.
+    pub fn begin(&self, step: u64) -> Result<Part> {
+        fs::create_dir_all(&self.folder).map_err(Error::io("create", &self.folder))?;
+        let part = Part { step, folder: self.part_folder(step), committed: false };
+        remove_if_there(&part.folder)?;
+        fs::create_dir(&part.folder).map_err(Error::io("create", &part.folder))?;
+        Ok(part)
+    }
+
+    /// Writes what one of `ranks` ranks holds, after [`begin`](Self::begin).
+    ///
+    /// # Errors
+    /// [`Error::Io`] naming the file and the system's message.
+    pub fn write(&self, step: u64, rank: usize, ranks: usize, slices: &[Slice]) -> Result<()> {
+        tensors::write(&*self.storage, &self.part_folder(step).join(file_name(rank, ranks)), slices)
+    }
+
+    /// Commits the checkpoint when all ranks have written, and removes the oldest ones. The rank that began does this.
     ///
     /// # Errors
     /// [`Error::Io`] naming the file and the system's message; then nothing of this checkpoint remains and every other one
     /// is as it was.
-    pub fn save(
-        &self,
-        progress: &Progress,
-        shapes: &BTreeMap<String, Vec<usize>>,
-        values: impl FnMut(&str) -> Result<Vec<f32>>,
-        optimizer: &State,
-    ) -> Result<PathBuf> {
-        fs::create_dir_all(&self.folder).map_err(Error::io("create", &self.folder))?;
-        let name = format!("step-{:06}", progress.step);
-        let part = self.folder.join(format!(".{name}.part"));
-        let path = self.folder.join(&name);
-        remove_if_there(&part)?;
-        fs::create_dir(&part).map_err(Error::io("create", &part))?;
-        let written = self.fill(&part, progress, shapes, values, optimizer).and_then(|()| {
-            sync_folder(&part);
-            // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
-            remove_if_there(&path)?;
-            fs::rename(&part, &path).map_err(Error::io("rename", &part))
-        });
-        if let Err(error) = written {
-            let _ = fs::remove_dir_all(&part);
-            return Err(error);
-        }
+    pub fn commit(&self, mut part: Part, progress: &Progress, ranks: usize) -> Result<PathBuf> {
+        let size = |rank| {
+            let name = file_name(rank, ranks);
+            let path = part.folder.join(&name);
+            Ok((name, fs::metadata(&path).map_err(Error::io("read", &path))?.len()))
+        };
+        let state = State { progress: progress.clone(), files: (0..ranks).map(size).collect::<Result<_>>()? };
+        let json = serde_json::to_vec_pretty(&state)
+            .map_err(|e| Error::Checkpoint { path: part.folder.join(STATE), problem: e.to_string() })?;
+        write_through(&*self.storage, &part.folder.join(STATE), &json)?;
+        sync_folder(&part.folder);
+        let path = self.folder.join(format!("step-{:06}", part.step));
+        // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
+        remove_if_there(&path)?;
+        fs::rename(&part.folder, &path).map_err(Error::io("rename", &part.folder))?;
+        part.committed = true;
         sync_folder(&self.folder);
         self.prune()?;
         Ok(path)
-    }
-
-    fn fill(
-        &self,
-        part: &Path,
-        progress: &Progress,
-        shapes: &BTreeMap<String, Vec<usize>>,
-        values: impl FnMut(&str) -> Result<Vec<f32>>,
-        optimizer: &State,
-    ) -> Result<()> {
-        tensors::write(&*self.storage, &part.join(MODEL), shapes, values)?;
-        let state_shapes = optimizer.iter().map(|(name, values)| (name.clone(), vec![values.len()])).collect();
-        tensors::write(&*self.storage, &part.join(OPTIMIZER), &state_shapes, |name| Ok(optimizer[name].clone()))?;
-        let json = serde_json::to_vec_pretty(progress)
-            .map_err(|e| Error::Checkpoint { path: part.join(STATE), problem: e.to_string() })?;
-        write_through(&*self.storage, &part.join(STATE), &json)
     }
 
     /// Steps of the checkpoints there are, rising.
@@ -191,7 +212,7 @@ impl Checkpoints {
             });
         };
         let path = self.folder.join(format!("step-{step:06}"));
-        let progress = read_state(&path)?;
+        let State { progress, files } = read_state(&path)?;
         let other = |what: &str, saved: &Identity, here: &Identity, advice: &str| Error::Checkpoint {
             path: path.clone(),
             problem: format!(
@@ -207,14 +228,25 @@ impl Checkpoints {
                 "a run goes on only over the same text; to train its model on new text, start one with --model";
             return Err(other("data", &progress.data, data, advice));
         }
-        let parameters = tensors::read(&path.join(MODEL))?;
-        let optimizer =
-            tensors::read(&path.join(OPTIMIZER))?.into_iter().map(|(name, (_, values))| (name, values)).collect();
-        Ok(Checkpoint { path, progress, parameters, optimizer })
+        for (name, expected) in &files {
+            let file = path.join(name);
+            let actual = fs::metadata(&file).map_err(Error::io("read", &file))?.len();
+            if actual != *expected {
+                let problem = format!("damaged or cut short: {actual} bytes on disk, {expected} were written");
+                return Err(Error::Checkpoint { path: file, problem });
+            }
+        }
+        let tensors = Tensors::open(files.into_iter().map(|(name, _)| path.join(name)).collect())?;
+        Ok(Checkpoint { path, progress, tensors })
     }
 }
 
-fn read_state(folder: &Path) -> Result<Progress> {
+/// The file of one of `ranks` ranks.
+fn file_name(rank: usize, ranks: usize) -> String {
+    format!("shard-{:05}-of-{ranks:05}.safetensors", rank + 1)
+}
+
+fn read_state(folder: &Path) -> Result<State> {
     let path = folder.join(STATE);
     let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
     let damaged = |problem| Error::Checkpoint { path: path.clone(), problem };

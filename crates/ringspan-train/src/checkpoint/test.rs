@@ -47,20 +47,34 @@ fn progress(step: u64) -> Progress {
     Progress::new(step, position, 7, 100 * step, identity("a model"), identity("the data"))
 }
 
-fn shapes() -> BTreeMap<String, Vec<usize>> {
-    BTreeMap::from([("a.weight".into(), vec![2, 3]), ("b.weight".into(), vec![4])])
+const RANKS: usize = 2;
+
+/// What a rank holds: half of two tensors.
+fn slices(step: u64, rank: usize) -> Vec<Slice> {
+    let slice = |name: &str, len: usize| Slice {
+        name: name.into(),
+        start: rank * len,
+        values: Arc::new(values(step, rank * len..(rank + 1) * len)),
+    };
+    vec![slice("a.weight", 3), slice("exp_avg.a.weight", 2)]
 }
 
-fn values(step: u64) -> impl FnMut(&str) -> Result<Vec<f32>> {
-    move |name| Ok((0..shapes()[name].iter().product()).map(|i| (i as f32).exp() + step as f32).collect())
-}
-
-fn optimizer(step: u64) -> State {
-    shapes().into_iter().map(|(n, s)| (format!("exp_avg.{n}"), vec![step as f32; s.iter().product()])).collect()
+fn values(step: u64, elements: std::ops::Range<usize>) -> Vec<f32> {
+    elements.map(|i| (i as f32).exp() + step as f32).collect()
 }
 
 fn save(checkpoints: &Checkpoints, step: u64) -> Result<PathBuf> {
-    checkpoints.save(&progress(step), &shapes(), values(step), &optimizer(step))
+    let part = checkpoints.begin(step)?;
+    for rank in 0..RANKS {
+        checkpoints.write(step, rank, RANKS, &slices(step, rank))?;
+    }
+    checkpoints.commit(part, &progress(step), RANKS)
+}
+
+fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<f32>)> {
+    let tensors = &checkpoint.tensors;
+    let read = |name: &str| tensors.read(name, 0..tensors.len(name).unwrap()).unwrap();
+    tensors.names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
 fn newest(checkpoints: &Checkpoints) -> Result<Checkpoint> {
@@ -77,11 +91,24 @@ fn the_newest_comes_back_bit_for_bit_and_old_ones_go() {
     assert_eq!(checkpoints.steps().unwrap(), [10, 15]);
     let read = newest(&checkpoints).unwrap();
     assert_eq!(read.progress, progress(15));
-    assert_eq!(read.optimizer, optimizer(15));
-    let mut expected = values(15);
-    for (name, shape) in shapes() {
-        assert_eq!(read.parameters[&name], (shape, expected(&name).unwrap()));
+    let expected = [("a.weight", 6), ("exp_avg.a.weight", 4)].map(|(name, len)| (name.to_owned(), values(15, 0..len)));
+    assert_eq!(contents(&read), expected);
+}
+
+#[test]
+fn any_elements_are_read_whatever_files_they_lie_in() {
+    let out = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(out.path(), 1);
+    save(&checkpoints, 5).unwrap();
+    let tensors = newest(&checkpoints).unwrap().tensors;
+    for start in 0..=6 {
+        for end in start..=6 {
+            assert_eq!(tensors.read("a.weight", start..end).unwrap(), values(5, start..end));
+        }
     }
+    let message = tensors.read("a.weight", 4..7).unwrap_err().to_string();
+    assert!(message.contains("element 6 of `a.weight`"), "{message}");
+    assert!(tensors.read("b.weight", 0..1).unwrap_err().to_string().contains("`b.weight`"));
 }
 
 #[test]
@@ -101,10 +128,11 @@ fn a_disk_that_fills_at_any_byte_leaves_the_last_checkpoint_as_it_was() {
     let out = tempfile::tempdir().unwrap();
     save(&Checkpoints::new(out.path(), 1), 5).unwrap();
     let before = newest(&Checkpoints::new(out.path(), 1)).unwrap();
+    let whole = contents(&before);
     let size: u64 = fs::read_dir(&before.path).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
     let mut files = std::collections::BTreeSet::new();
     for left in (0..size as usize).step_by(7) {
-        let checkpoints = Checkpoints::on(out.path(), 1, Box::new(Filling(Arc::new(AtomicUsize::new(left)))));
+        let checkpoints = Checkpoints::on(out.path(), 1, Arc::new(Filling(Arc::new(AtomicUsize::new(left)))));
         let error = save(&checkpoints, 6).unwrap_err();
         let Error::Io { path, source, .. } = &error else { panic!("{error}") };
         assert_eq!(source.kind(), io::ErrorKind::StorageFull);
@@ -113,8 +141,9 @@ fn a_disk_that_fills_at_any_byte_leaves_the_last_checkpoint_as_it_was() {
         files.insert(file);
         assert_eq!(checkpoints.entries().unwrap(), ["step-000005"], "{left} bytes left");
     }
-    assert_eq!(files.into_iter().collect::<Vec<_>>(), [MODEL, OPTIMIZER, STATE]);
-    assert_eq!(newest(&Checkpoints::new(out.path(), 1)).unwrap(), before);
+    assert_eq!(files.into_iter().collect::<Vec<_>>(), [file_name(0, RANKS), file_name(1, RANKS), STATE.into()]);
+    let after = newest(&Checkpoints::new(out.path(), 1)).unwrap();
+    assert_eq!((after.progress.step, contents(&after)), (5, whole));
 }
 
 #[test]
@@ -137,7 +166,7 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
     assert!(newest(&checkpoints).unwrap_err().to_string().contains("no checkpoint"));
     save(&checkpoints, 5).unwrap();
     let path = save(&checkpoints, 6).unwrap();
-    for (file, expected) in [(MODEL, "cut short"), (OPTIMIZER, "cut short"), (STATE, "damaged")] {
+    for (file, expected) in [(&*file_name(0, 2), "cut short"), (&file_name(1, 2), "cut short"), (STATE, "damaged")] {
         let path = path.join(file);
         let whole = fs::read(&path).unwrap();
         fs::write(&path, &whole[..whole.len() - 9]).unwrap();
@@ -145,10 +174,22 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
         assert!(message.contains(file) && message.contains(expected), "{message}");
         fs::write(&path, whole).unwrap();
     }
+    // Of the right size, but not what was written.
+    let shard = path.join(file_name(0, 2));
+    let whole = fs::read(&shard).unwrap();
+    for (from, to) in [("F32", "F64"), ("\"data_offsets\":[0,", "\"data_offsets\":[9,"), ("{", "[")] {
+        let text = String::from_utf8_lossy(&whole[8..]).replacen(from, to, 1).into_bytes();
+        fs::write(&shard, &[&whole[..8], &text[..]].concat()[..whole.len()]).unwrap();
+        let message = newest(&checkpoints).unwrap_err().to_string();
+        assert!(message.contains("shard-00001") && message.contains("damaged"), "{from}: {message}");
+    }
+    fs::write(&shard, [&u64::MAX.to_le_bytes(), &whole[8..]].concat()).unwrap();
+    assert!(newest(&checkpoints).unwrap_err().to_string().contains("damaged"));
+    fs::write(&shard, whole).unwrap();
     let text = fs::read_to_string(path.join(STATE)).unwrap();
-    fs::write(path.join(STATE), text.replace("\"format\": 1", "\"format\": 2")).unwrap();
+    fs::write(path.join(STATE), text.replace("\"format\": 2", "\"format\": 3")).unwrap();
     let message = newest(&checkpoints).unwrap_err().to_string();
-    assert!(message.contains("format 2") && message.contains("reads format 1"), "{message}");
+    assert!(message.contains("format 3") && message.contains("reads format 2"), "{message}");
     fs::remove_file(path.join(STATE)).unwrap();
     assert!(newest(&checkpoints).unwrap_err().to_string().contains(STATE));
 }

@@ -9,6 +9,7 @@ use crate::{
 use ringspan::{LayoutKind, Strategy};
 use std::{
     path::{Path, PathBuf},
+    str::FromStr,
     time::Duration,
 };
 
@@ -16,7 +17,7 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 18] = [
+const CHANGEABLE: [&str; 20] = [
     "steps",
     "lr",
     "weight-decay",
@@ -26,6 +27,8 @@ const CHANGEABLE: [&str; 18] = [
     "ring",
     "ulysses",
     "dp-replicate",
+    "dp-shard",
+    "sharding",
     "strategy",
     "layout",
     "threads",
@@ -44,6 +47,28 @@ pub enum Source {
     Text(PathBuf),
     /// A file of tokens, taken whole each step.
     Tokens(PathBuf),
+}
+
+/// What of parameters, gradients and optimiser state is cut across the ranks that share a copy of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sharding {
+    /// All of it.
+    #[default]
+    Full,
+    /// Nothing: each rank holds a copy.
+    None,
+}
+
+impl FromStr for Sharding {
+    type Err = ringspan::Error;
+
+    fn from_str(given: &str) -> std::result::Result<Self, Self::Err> {
+        match given {
+            "full" => Ok(Self::Full),
+            "none" => Ok(Self::None),
+            _ => Err(ringspan::Error::Unknown { what: "sharding", given: given.into(), possible: "full, none" }),
+        }
+    }
 }
 
 /// A training run, complete and free of contradictions.
@@ -69,6 +94,10 @@ pub struct TrainConfig {
     pub ulysses: usize,
     /// Copies of the model.
     pub dp_replicate: usize,
+    /// Parts of a copy's sequences.
+    pub dp_shard: usize,
+    /// Whether the ranks of a copy share its parameters.
+    pub sharding: Sharding,
     /// How keys and values travel.
     pub strategy: Strategy,
     /// Who holds which tokens.
@@ -170,11 +199,20 @@ impl TrainConfig {
             }
         }
 
-        let another = s.ulysses.is_some() || s.dp_replicate.is_some();
+        let another = s.ulysses.is_some() || s.dp_replicate.is_some() || s.dp_shard.is_some();
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
         let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
-        // A layout and a strategy are accepted on one rank too, so that one configuration runs on any mesh.
+        let dp_shard = positive("dp-shard", s.dp_shard.unwrap_or(1))?;
+        let data_ranks = dp_replicate.saturating_mul(dp_shard);
+        let sharding = s.sharding.as_deref().unwrap_or("full").parse()?;
+        if sharding == Sharding::None && dp_shard > 1 {
+            return Err(Error::Settings(format!(
+                "--sharding none contradicts --dp-shard {dp_shard}: ranks that hold whole copies are --dp-replicate {}",
+                data_ranks
+            )));
+        }
+        // A layout, a strategy and a sharding are accepted on one rank too, so that one configuration runs on any mesh.
         let strategy = s.strategy.as_deref().unwrap_or("ring").parse()?;
         let layout = s.layout.as_deref().unwrap_or("per-document-zigzag").parse()?;
 
@@ -184,11 +222,12 @@ impl TrainConfig {
                 "--sequence-length is {sequence_length}, but a token can be predicted only from one before it: at least 2"
             )));
         }
-        let batch_size = positive("batch-size", s.batch_size.unwrap_or(dp_replicate))?;
-        if batch_size < dp_replicate {
+        let batch_size = positive("batch-size", s.batch_size.unwrap_or(data_ranks))?;
+        if batch_size < data_ranks {
             return Err(Error::Settings(format!(
-                "--batch-size {batch_size} leaves {} of --dp-replicate {dp_replicate} copies without a sequence: at least {dp_replicate}",
-                dp_replicate - batch_size
+                "--batch-size {batch_size} leaves {} of the {data_ranks} parts of a batch (--dp-replicate {dp_replicate} x \
+                 --dp-shard {dp_shard}) without a sequence: at least {data_ranks}",
+                data_ranks - batch_size
             )));
         }
 
@@ -222,7 +261,7 @@ impl TrainConfig {
             Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
         })?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let ranks = ring.saturating_mul(ulysses).saturating_mul(dp_replicate);
+        let ranks = ring.saturating_mul(ulysses).saturating_mul(data_ranks);
         let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
         Ok(Self {
             model: s.model.clone(),
@@ -234,6 +273,8 @@ impl TrainConfig {
             ring,
             ulysses,
             dp_replicate,
+            dp_shard,
+            sharding,
             strategy,
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores / ranks).max(1)))?,
@@ -255,7 +296,22 @@ impl TrainConfig {
     /// Ranks in all.
     #[must_use]
     pub fn ranks(&self) -> usize {
-        self.dp_replicate * self.ring * self.ulysses
+        self.data_ranks() * self.ring * self.ulysses
+    }
+
+    /// Ranks that share a copy of the parameters.
+    #[must_use]
+    pub fn sharers(&self) -> usize {
+        match self.sharding {
+            Sharding::Full => self.dp_shard * self.ring * self.ulysses,
+            Sharding::None => 1,
+        }
+    }
+
+    /// Parts of a batch: groups of ranks that share its sequences.
+    #[must_use]
+    pub fn data_ranks(&self) -> usize {
+        self.dp_replicate * self.dp_shard
     }
 }
 

@@ -56,7 +56,10 @@ fn a_setting_without_effect_is_refused() {
 #[test]
 fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("data = 'a'\ntokens = 'b'", &["--data and --tokens"]);
-    refused("dp-replicate = 4\nbatch-size = 3", &["--batch-size 3 leaves 1 of --dp-replicate 4"]);
+    refused(
+        "dp-replicate = 4\nbatch-size = 3",
+        &["--batch-size 3 leaves 1 of the 4 parts of a batch (--dp-replicate 4 x --dp-shard 1)"],
+    );
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);
     refused("beta2 = 1.0", &["--beta2 is 1"]);

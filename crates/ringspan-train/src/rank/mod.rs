@@ -1,0 +1,180 @@
+//! One rank's training loop. Every rank runs the same steps over the same batches and takes its own part of each.
+
+mod save;
+mod step;
+
+use crate::{
+    checkpoint::Checkpoints,
+    config::TrainConfig,
+    data::Batch,
+    error::Result,
+    metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
+    observer::Observer,
+    optimizer::Optimizer,
+    setup::{Setup, model_error},
+    shards::Shards,
+};
+use ringspan::{
+    Group, Kernel, Mesh,
+    comm::{Buffer, Communicator},
+};
+use ringspan_models::{Parameters, Weights};
+use save::Saving;
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+/// What only rank 0 does: files and people.
+pub(crate) struct Host<'a> {
+    pub(crate) observer: &'a mut dyn Observer,
+    pub(crate) metrics: MetricsFile,
+}
+
+/// How a rank's loop ended.
+pub(crate) struct End {
+    pub(crate) step: u64,
+    pub(crate) interrupted: bool,
+    /// The trained parameters, on rank 0 of a run that was not interrupted.
+    pub(crate) weights: Option<Weights>,
+    pub(crate) evaluation: Option<EvaluationMetrics>,
+}
+
+/// A rank, its shards of the parameters, and its optimiser.
+pub(crate) struct Rank<'a> {
+    config: &'a TrainConfig,
+    setup: &'a Setup,
+    world: Arc<dyn Communicator>,
+    /// The ranks that share this rank's sequences.
+    group: Arc<Group>,
+    /// Which part of a batch's rows these ranks take.
+    part: usize,
+    shards: Shards,
+    /// The ranks that hold the same shards.
+    copies: Arc<dyn Communicator>,
+    optimizer: Optimizer,
+    checkpoints: Checkpoints,
+    /// The checkpoint that is being written.
+    saving: Option<Saving>,
+}
+
+impl<'a> Rank<'a> {
+    pub(crate) fn new(config: &'a TrainConfig, setup: &'a Setup, world: Arc<dyn Communicator>) -> Result<Self> {
+        let mesh = mesh(config)?;
+        let rank = world.rank();
+        let (copy, of_copy) = (mesh.coordinate(rank, "dp_replicate"), mesh.coordinate(rank, "dp_shard"));
+        let part = copy * config.dp_shard + of_copy;
+        let cp = world.split(part, rank)?;
+        let group = Arc::new(Group::new(cp, (config.ring, config.ulysses), Kernel::new(config.threads))?);
+        let sharers = config.sharers();
+        // Ranks of a copy are neighbours: dp_replicate is the outermost axis.
+        let (owners, copies) = (world.split(rank / sharers, rank)?, world.split(rank % sharers, rank)?);
+        let shards = Shards::new(&setup.decoder, owners, |piece| setup.start.read(piece))?;
+        let optimizer = setup.start.optimizer(config.method, &shards)?;
+        setup.start.done();
+        let checkpoints = Checkpoints::new(&config.out, config.keep);
+        Ok(Self { config, setup, world, group, part, shards, copies, optimizer, checkpoints, saving: None })
+    }
+
+    /// Trains to the last step, or until rank 0 sees `stop`.
+    pub(crate) fn train(mut self, stop: &AtomicBool, host: &Mutex<Host<'_>>) -> Result<End> {
+        let began = Instant::now();
+        let (config, setup) = (self.config, self.setup);
+        let mut feed = setup.feed.clone();
+        let (mut step, mut tokens) = (setup.first_step, setup.tokens);
+        let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
+        while step < config.lr.steps {
+            let agreed = self.agree(stop)?;
+            if agreed.saved {
+                self.finish_saving(host)?;
+            }
+            if agreed.stop {
+                interrupted = true;
+                break;
+            }
+            let started = Instant::now();
+            let batches = feed.next_step(config.grad_accumulation);
+            let (loss, grad_norm) = self.step(step, &batches)?;
+            let now: u64 = batches.iter().map(Batch::real_tokens).sum();
+            tokens += now;
+            let metrics = StepMetrics {
+                step: step + 1,
+                loss,
+                lr: config.lr.at(step),
+                grad_norm,
+                tokens,
+                tokens_per_second: now as f64 / started.elapsed().as_secs_f64().max(1e-9),
+                seconds: began.elapsed().as_secs_f64(),
+            };
+            step += 1;
+            self.on_host(host, |host| {
+                host.metrics.append(&metrics)?;
+                host.observer.stepped(&metrics);
+                Ok(())
+            })?;
+            let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
+            if due(config.eval_every) || step == config.lr.steps {
+                evaluation = self.look_at_held_out(step, host)?;
+            }
+            if due(config.save_every) {
+                self.start_saving(host, step, tokens, &feed)?;
+                saved = Some(step);
+            }
+        }
+        if saved != Some(step) && step > setup.first_step {
+            self.start_saving(host, step, tokens, &feed)?;
+        }
+        self.finish_saving(host)?;
+        let weights = if interrupted { None } else { self.whole()? };
+        Ok(End { step, interrupted, weights, evaluation })
+    }
+
+    /// All parameters, on rank 0.
+    fn whole(&self) -> Result<Option<Weights>> {
+        let mut weights = (self.world.rank() == 0).then(Weights::new);
+        for unit in self.setup.decoder.units() {
+            let parameters = self.shards.unit(&self.setup.decoder, unit).map_err(model_error)?;
+            if let Some(weights) = &mut weights {
+                weights.extend(parameters);
+            }
+        }
+        Ok(weights)
+    }
+
+    /// Rank 0's flag decides, so that no rank is left alone in a step; all ranks have to have written.
+    fn agree(&self, stop: &AtomicBool) -> Result<Agreement> {
+        let written = self.saving.as_ref().is_some_and(Saving::is_written);
+        let views = [stop.load(Ordering::SeqCst), written].map(u64::from);
+        let all = self.world.all_gather(Buffer::U64(views.to_vec()))?;
+        let view = |buffer: &Arc<Buffer>| match &**buffer {
+            Buffer::U64(views) => [0, 1].map(|at| views.get(at) == Some(&1)),
+            _ => [false; 2],
+        };
+        let stop = all.first().is_some_and(|first| view(first)[0]);
+        Ok(Agreement { stop, saved: all.iter().all(|buffer| view(buffer)[1]) })
+    }
+
+    fn on_host(&self, host: &Mutex<Host<'_>>, f: impl FnOnce(&mut Host<'_>) -> Result<()>) -> Result<()> {
+        if self.world.rank() != 0 {
+            return Ok(());
+        }
+        f(&mut host.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// What all ranks know before a step.
+struct Agreement {
+    stop: bool,
+    /// Whether the checkpoint that is being written is on the disk.
+    saved: bool,
+}
+
+/// The mesh of a run, outermost axis first.
+pub(crate) fn mesh(config: &TrainConfig) -> Result<Mesh> {
+    let TrainConfig { dp_replicate, dp_shard, ring, ulysses, .. } = *config;
+    let axes = [("dp_replicate", dp_replicate), ("dp_shard", dp_shard), ("ring", ring), ("ulysses", ulysses)];
+    Ok(Mesh::new(&axes)?)
+}

@@ -1,0 +1,80 @@
+//! Saving beside training: each rank's shards are written by a thread of its own while the next steps are computed.
+
+use super::{Host, Rank};
+use crate::{
+    checkpoint::{Part, Progress, Slice},
+    error::{Error, Result},
+    feed::Feed,
+};
+use std::{
+    sync::Mutex,
+    thread::{self, JoinHandle},
+};
+
+/// A checkpoint that is being written.
+pub(super) struct Saving {
+    progress: Progress,
+    /// On ranks that write: those of the first copy.
+    writer: Option<JoinHandle<Result<()>>>,
+    /// On rank 0: the folder, which is removed unless it is committed.
+    part: Option<Part>,
+}
+
+impl Saving {
+    /// Whether this rank has nothing left to write.
+    pub(super) fn is_written(&self) -> bool {
+        self.writer.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Rank<'_> {
+    /// Begins to write a checkpoint of the present state.
+    pub(super) fn start_saving(&mut self, host: &Mutex<Host<'_>>, step: u64, tokens: u64, feed: &Feed) -> Result<()> {
+        // The one before may still be under way; two at once would want the memory of two.
+        self.finish_saving(host)?;
+        let part = if self.world.rank() == 0 { Some(self.checkpoints.begin(step)?) } else { None };
+        self.world.barrier()?;
+        let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
+        let progress = Progress::new(step, feed.position(), self.config.seed, tokens, model, data);
+        let writer = if self.copies.rank() == 0 { Some(self.writer(step)?) } else { None };
+        self.saving = Some(Saving { progress, writer, part });
+        Ok(())
+    }
+
+    /// A thread that writes this rank's parameters and optimiser state as they are now. They are shared with it: a step
+    /// that comes before it has finished works on copies.
+    fn writer(&self, step: u64) -> Result<JoinHandle<Result<()>>> {
+        let mut slices = self.shards.slices();
+        for (piece, _) in self.shards.pieces() {
+            slices.extend(self.optimizer.state_of(piece.name).map(|(name, values)| Slice {
+                name: name.into(),
+                start: piece.of_parameter.start,
+                values: values.clone(),
+            }));
+        }
+        let (checkpoints, group) = (self.checkpoints.clone(), self.shards.group());
+        let (rank, ranks) = (group.rank(), group.size());
+        let name = format!("rank-{}-saving", self.world.rank());
+        let write = move || checkpoints.write(step, rank, ranks, &slices);
+        thread::Builder::new()
+            .name(name)
+            .spawn(write)
+            .map_err(|e| Error::Settings(format!("the thread that writes checkpoints did not start: {e}")))
+    }
+
+    /// Waits until all ranks have written, and commits.
+    pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
+        let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
+        if let Some(writer) = writer {
+            let stopped = |_| Error::Settings("the thread that writes checkpoints panicked".into());
+            writer.join().map_err(stopped)??;
+        }
+        self.world.barrier()?;
+        let Some(part) = part else { return Ok(()) };
+        let path = self.checkpoints.commit(part, &progress, self.shards.group().size())?;
+        self.on_host(host, |host| {
+            host.observer.saved(progress.step, &path);
+            Ok(())
+        })
+    }
+}

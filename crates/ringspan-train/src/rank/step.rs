@@ -1,0 +1,120 @@
+//! One step of the optimiser, and looks at the held-out text.
+
+use super::{Host, Rank};
+use crate::{
+    data::Batch,
+    error::{Error, Result},
+    hidden::hidden,
+    metrics::EvaluationMetrics,
+    optimizer::{Update, clip_scale, sum_of_squares},
+    setup::model_error,
+    shards::GradientShards,
+};
+use ringspan::{
+    Layout,
+    comm::{Buffer, Communicator},
+};
+use ringspan_candle::{context::Context, loss};
+use ringspan_models::gradients;
+use std::sync::{Arc, Mutex};
+
+/// This rank's tokens of a batch.
+struct Local {
+    tokens: Vec<u32>,
+    targets: Vec<u32>,
+    context: Context,
+}
+
+impl Rank<'_> {
+    /// One step of the optimiser over the micro-batches; mean loss per target and gradient norm, the same on every rank.
+    pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
+        // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
+        let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
+        let scale = 1.0 / valid.max(1) as f32;
+        let mut summed = GradientShards::new(&self.shards);
+        let mut nll = 0.0;
+        for batch in batches {
+            let local = self.local(batch)?;
+            nll += gradients::loss_and_gradients(
+                &self.setup.decoder,
+                &self.shards,
+                &local.tokens,
+                &local.targets,
+                scale,
+                &local.context,
+                &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
+            )
+            .map_err(model_error)?;
+        }
+        let summed = summed.finish(&*self.copies)?;
+        let loss = sum(&*self.world, nll)? / valid.max(1) as f64;
+        let norm = sum(&**self.shards.group(), sum_of_squares(summed.values().map(Vec::as_slice)))?.sqrt();
+        let lr = self.config.lr.at(step);
+        if !loss.is_finite() || !norm.is_finite() {
+            return Err(Error::Diverged { step: step + 1, loss, lr });
+        }
+        let clip = clip_scale(norm, self.config.grad_clip);
+        let optimizer = &mut self.optimizer;
+        self.shards.update(&summed, |piece, values, gradient| {
+            // Biases and norms are vectors: pulling them to 0 regularises nothing.
+            let decays = piece.shape.len() > 1;
+            optimizer.update(piece.name, Update { step, lr, scale: clip, decays }, values, gradient)
+        })?;
+        Ok((loss, norm))
+    }
+
+    fn local(&self, batch: &Batch) -> Result<Local> {
+        let part = batch.part(self.part, self.config.data_ranks());
+        let layout = Layout::new(self.config.layout, &part.documents()?, self.group.size())?;
+        let rank = self.group.rank();
+        let tokens = layout.shard(rank, &part.tokens, 1)?;
+        let targets = layout.shard(rank, &part.targets, 1)?;
+        let context = Context::new(self.group.clone(), Arc::new(layout), self.config.strategy)?;
+        Ok(Local { tokens, targets, context })
+    }
+
+    pub(super) fn look_at_held_out(&self, step: u64, host: &Mutex<Host<'_>>) -> Result<Option<EvaluationMetrics>> {
+        let sequences = &self.setup.held_out;
+        let Some(length) = sequences.iter().map(|s| s.tokens.len()).max() else { return Ok(None) };
+        let decoder = &self.setup.decoder;
+        let (mut nll, mut targets) = (0.0, 0);
+        for rows in sequences.chunks(self.config.batch_size) {
+            let batch = Batch::new(rows, length);
+            targets += batch.valid_targets();
+            let local = self.local(&batch)?;
+            let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
+            let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
+            let last = decoder.norm(&head, &last).map_err(model_error)?;
+            let log_probs = loss::log_probs(&last, &decoder.head(&head).map_err(model_error)?, &local.targets)?;
+            nll -= log_probs.iter().map(|&x| f64::from(x)).sum::<f64>();
+        }
+        if targets == 0 {
+            return Ok(None);
+        }
+        let held_out_loss = sum(&*self.world, nll)? / targets as f64;
+        let metrics = EvaluationMetrics {
+            step,
+            held_out_loss,
+            held_out_perplexity: held_out_loss.exp(),
+            held_out_targets: targets,
+        };
+        self.on_host(host, |host| {
+            host.metrics.append(&metrics)?;
+            host.observer.evaluated(&metrics);
+            Ok(())
+        })?;
+        Ok(Some(metrics))
+    }
+}
+
+/// Sums one number over the ranks of a group, in f64 and in rank order.
+fn sum(group: &dyn Communicator, value: f64) -> Result<f64> {
+    let all = group.all_gather(Buffer::U64(vec![value.to_bits()]))?;
+    Ok(all
+        .iter()
+        .map(|buffer| match &**buffer {
+            Buffer::U64(bits) => bits.iter().map(|&b| f64::from_bits(b)).sum(),
+            _ => f64::NAN,
+        })
+        .sum())
+}

@@ -1,0 +1,108 @@
+//! What a training keeps in memory: parameters, gradients and optimiser state once for all ranks that share them.
+
+mod common;
+
+use common::text;
+use ringspan_models::{Config, Decoder, folder};
+use ringspan_train::{Observer, Settings, StepMetrics, Tokenizer, TrainConfig, train};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The system's allocator, counted.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+fn grown(size: usize) {
+    let now = NOW.fetch_add(size, Ordering::Relaxed) + size;
+    MOST.fetch_max(now, Ordering::Relaxed);
+}
+
+// SAFETY: everything is handed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grown(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Most bytes in use during the steps after the first.
+#[derive(Default)]
+struct Peak(usize);
+
+impl Observer for Peak {
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        if metrics.step == 1 {
+            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.0 = MOST.load(Ordering::Relaxed);
+    }
+}
+
+/// Layers of 0.4 million parameters, so that tokens weigh little.
+fn model(root: &Path, layers: usize) -> (usize, usize) {
+    let path = root.join(format!("layers-{layers}"));
+    let mut json = common::tiny_config();
+    for (key, value) in [("hidden_size", 128), ("intermediate_size", 512), ("num_hidden_layers", layers)] {
+        json[key] = value.into();
+    }
+    (json["num_attention_heads"], json["num_key_value_heads"], json["head_dim"]) = (8.into(), 8.into(), 32.into());
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
+    let tokenizer = Tokenizer::byte_level(Path::new("byte-level")).unwrap();
+    std::fs::write(path.join("tokenizer.json"), tokenizer.to_json().unwrap()).unwrap();
+    let sizes: Vec<usize> = decoder
+        .units()
+        .map(|unit| decoder.unit_shapes(unit).iter().map(|(_, shape)| shape.iter().product::<usize>()).sum())
+        .collect();
+    (sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
+}
+
+fn peak(root: &Path, layers: usize, change: Settings) -> usize {
+    let settings = Settings {
+        model: Some(root.join(format!("layers-{layers}"))),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join("out")),
+        sample_tokens: Some(0),
+        sequence_length: Some(32),
+        batch_size: Some(4),
+        steps: Some(4),
+        save_every: Some(0),
+        ..change
+    };
+    let mut peak = Peak::default();
+    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
+    std::fs::remove_dir_all(root.join("out")).unwrap();
+    peak.0
+}
+
+#[test]
+fn ranks_share_parameters_gradients_and_optimiser_state() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let sizes = [4, 12].map(|layers| (layers, model(root, layers)));
+    let mesh = |dp_shard, ring| Settings { dp_shard: Some(dp_shard), ring: Some(ring), ..Settings::default() };
+    for (ranks, settings) in [(1, mesh(1, 1)), (4, mesh(2, 2)), (4, mesh(1, 4)), (8, mesh(4, 2))] {
+        let [few, many] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()) as f64);
+        let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
+        // What a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
+        let each = (many - few) / (more - fewer) as f64;
+        assert!((15.9..17.0).contains(&each), "{ranks} ranks: {each:.2} bytes a parameter");
+        // What does not grow with the layers: whole layers, two of weights and two of gradients a rank, and the tokens.
+        let whole = (few - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
+        assert!(whole < if ranks == 1 { 7.0 } else { 5.0 }, "{ranks} ranks: {whole:.2} layers a rank");
+    }
+}
