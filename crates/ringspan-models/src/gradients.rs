@@ -30,6 +30,7 @@ pub fn loss_and_gradients(
         let next = decoder.layer(weights, index, &x, attend)?;
         inputs.push(std::mem::replace(&mut x, next));
     }
+    attend.experts().forward_ended(decoder.experts())?;
 
     let hidden = decoder.norm(weights, &x)?;
     let loss = loss::head_loss(&hidden, &decoder.head(weights)?, targets, scale)?;
@@ -44,7 +45,8 @@ pub fn loss_and_gradients(
 
     for (index, x) in inputs.iter().enumerate().rev() {
         if tokens.is_empty() {
-            take_part(decoder, index, attend)?;
+            // The recomputation and backward of a layer's attention, for the others.
+            decoder.take_part(index, attend)?.sum_all()?.backward()?;
             for name in decoder.layer_names(index) {
                 on_gradient(&name, decoder.get(weights, &name)?.zeros_like()?)?;
             }
@@ -59,7 +61,7 @@ pub fn loss_and_gradients(
     }
 
     let embedding = decoder.get(weights, decoder.embedding_name())?;
-    let mut gradient = scatter(&dx, tokens, embedding.dims())?;
+    let mut gradient = scatter(&decoder.embedding_scaled(dx)?, tokens, embedding.dims())?;
     if tied {
         gradient = (gradient + loss.d_head)?;
     }
@@ -95,14 +97,6 @@ fn differentiate(
 
 fn deliver(gradients: Vec<(String, Tensor)>, to: &mut dyn FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
     gradients.into_iter().try_for_each(|(name, gradient)| to(&name, gradient))
-}
-
-/// The recomputation and backward of a layer's attention on a rank without tokens.
-fn take_part(decoder: &Decoder, index: usize, attend: &dyn Attend) -> Result<()> {
-    let [q, k, v] = decoder.no_tokens()?;
-    let y = attend.attention(index, &q, &k, &v, &decoder.config().mask(index), decoder.scale())?;
-    y.sum_all()?.backward()?;
-    Ok(())
 }
 
 /// Rows of `dx` `[T, C]` added up by token: `[V, C]`.
