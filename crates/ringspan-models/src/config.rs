@@ -188,6 +188,17 @@ impl Config {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
+    /// Kind, factor and original positions of the rotary embedding that all layers have, or the global ones.
+    pub(crate) fn global_rope(&self) -> (&str, f64, Option<f64>) {
+        let Some(rope) = self.rope() else { return ("default", 1.0, None) };
+        let own = |key: &str| rope.others.get("full_attention").and_then(|global| global.get(key));
+        let number = |key: &str| own(key).and_then(serde_json::Value::as_f64);
+        let kind = own("rope_type").or_else(|| own("type")).and_then(|kind| kind.as_str());
+        let factor = number("factor").or(rope.factor).unwrap_or(1.0);
+        let original = number("original_max_position_embeddings").or(rope.original_max_position_embeddings);
+        (kind.unwrap_or(rope.kind()), factor, original)
+    }
+
     /// Experts of sparse layers: transformers 5 writes another name than the files before.
     pub(crate) fn num_experts(&self) -> Option<usize> {
         self.num_experts.or(self.num_local_experts)
