@@ -1,18 +1,30 @@
 //! What a model needs to know about attention: how to call it, and where its tokens stand.
 
+use crate::experts::{Experts, Local};
 use candle_core::{Result, Tensor};
-use ringspan::Mask;
+use ringspan::{Mask, Score};
 
 /// Attention as a model sees it. T tokens are at hand, H query heads share G key-value heads of width D and Dv.
 ///
 /// Who else holds tokens, and how keys and values reach this rank, is the implementation's business.
 pub trait Attend {
-    /// Attention of `layer`: q `[T, H, D]`, k `[T, G, D]`, v `[T, G, Dv]` to `[T, H, Dv]`, differentiable.
+    /// Attention of `layer`: q `[T, H, D]`, k `[T, G, D]`, v `[T, G, Dv]` to `[T, H, Dv]`, differentiable in q, k and v.
+    /// The numbers in `score` are constants: a model that would train its sinks or slopes gets no gradient of them.
     ///
     /// # Errors
     /// Shapes that do not fit, and failures of other ranks.
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor>;
+    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, score: &Score)
+    -> Result<Tensor>;
 
     /// The position of each of the T tokens inside its document.
     fn positions(&self) -> &[usize];
+
+    /// Tokens of the longest document there is or will be, on any rank: the same number on every rank, and for all
+    /// calls whose keys meet in one attention. Rotary embeddings that depend on the length are made for it.
+    fn length(&self) -> usize;
+
+    /// Who computes the experts of sparse layers.
+    fn experts(&self) -> &dyn Experts {
+        &Local
+    }
 }

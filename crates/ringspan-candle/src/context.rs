@@ -2,6 +2,7 @@
 
 use crate::attend::Attend;
 use crate::attention::attention;
+use crate::experts::{Experts, Local};
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::{Layout, Mask, Schedule, Score, Strategy};
@@ -14,6 +15,8 @@ pub struct Context {
     layout: Arc<Layout>,
     strategy: Strategy,
     positions: Vec<usize>,
+    length: usize,
+    experts: Arc<dyn Experts + Send + Sync>,
     /// Layers share masks, and planning costs time, so schedules are kept.
     schedules: Mutex<HashMap<Mask, Arc<Schedule>>>,
 }
@@ -28,7 +31,19 @@ impl Context {
             candle_core::bail!("the layout deals to {} ranks, the group has {}", layout.ranks(), group.size());
         }
         let positions = layout.positions(group.rank());
-        Ok(Self { group, layout, strategy, positions, schedules: Mutex::default() })
+        let spans = layout.documents().iter().flat_map(|document| &document.spans);
+        let length = spans.map(|span| span.end).max().unwrap_or(0);
+        Ok(Self { group, layout, strategy, positions, length, experts: Arc::new(Local), schedules: Mutex::default() })
+    }
+
+    /// The experts of sparse layers are computed by `experts`, not all by this rank.
+    pub fn with_experts(self, experts: Arc<dyn Experts + Send + Sync>) -> Self {
+        Self { experts, ..self }
+    }
+
+    /// Sequences will grow to `length` tokens: rotary embeddings that depend on the length are made for it.
+    pub fn growing_to(self, length: usize) -> Self {
+        Self { length: self.length.max(length), ..self }
     }
 
     /// Who holds which tokens.
@@ -59,11 +74,27 @@ impl Context {
 }
 
 impl Attend for Context {
-    fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
-        attention(&self.group, &self.schedule(mask)?, q, k, v, Score::new(scale))
+    fn attention(
+        &self,
+        _layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
+        attention(&self.group, &self.schedule(mask)?, q, k, v, score.clone())
     }
 
     fn positions(&self) -> &[usize] {
         &self.positions
+    }
+
+    fn length(&self) -> usize {
+        self.length
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &*self.experts
     }
 }

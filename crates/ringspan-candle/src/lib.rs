@@ -5,6 +5,8 @@ pub mod attend;
 pub mod attention;
 pub mod collective;
 pub mod context;
+pub mod experts;
+pub mod geglu;
 pub mod loss;
 pub mod norm;
 pub mod rope;
@@ -13,3 +15,4 @@ pub mod swiglu;
 
 pub use attend::Attend;
 pub use context::Context;
+pub use experts::{Expert, Experts, Load, Routing};

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor, Var};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{Options, run};
-use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::{Attend, Context, collective};
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ fn attention_of_a_context_has_the_gradients_of_one_rank() {
             let check = || -> candle_core::Result<Vec<Vec<f32>>> {
                 let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
                 assert_eq!(context.positions(), layout.rows(rank));
-                let out = context.attention(0, &q, &k, &v, &Mask::causal(), 0.35)?;
+                let out = context.attention(0, &q, &k, &v, &Mask::causal(), &Score::new(0.35))?;
                 let gradients = out.sqr()?.sum_all()?.backward()?;
                 Ok([&q, &k, &v].map(|x| gradients.get(x).map(flat).unwrap_or_default()).to_vec())
             };

@@ -1,22 +1,22 @@
-//! `config.json` of a Hugging Face model, as far as the Llama family needs it.
+//! `config.json` of a Hugging Face model, as far as the models here need it.
 
+use crate::architecture::{Architecture, completed};
 use crate::error::{Error, Result};
+use crate::rope::Parameters;
 use ringspan::Mask;
-use serde::Deserialize;
-use std::collections::BTreeMap;
-
-const MODELS: &str = "llama, qwen2, qwen3, mistral";
+use serde::{Deserialize, Deserializer};
 
 /// A model's sizes and switches, by Hugging Face's names. Keys that this crate does not need are passed over.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(remote = "Self")]
 pub struct Config {
-    /// Which of the family.
+    /// Which model.
     pub model_type: String,
     /// Tokens V.
     pub vocab_size: usize,
     /// Width C of the residual stream.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer.
+    /// Width of the feed-forward layer, where it is no mixture of experts.
     pub intermediate_size: usize,
     /// Layers.
     pub num_hidden_layers: usize,
@@ -31,56 +31,80 @@ pub struct Config {
     #[serde(default = "default_eps")]
     pub rms_norm_eps: f64,
     #[serde(default)]
-    hidden_act: Option<String>,
+    pub(crate) hidden_act: Option<String>,
     #[serde(default)]
-    rope_theta: Option<f64>,
+    pub(crate) hidden_activation: Option<String>,
+    /// Positions the model is made for.
     #[serde(default)]
-    rope_scaling: Option<Rope>,
+    pub max_position_embeddings: Option<usize>,
     #[serde(default)]
-    rope_parameters: Option<Rope>,
+    pub(crate) original_max_position_embeddings: Option<f64>,
     #[serde(default)]
-    partial_rotary_factor: Option<f64>,
+    pub(crate) rope_theta: Option<f64>,
     #[serde(default)]
-    attention_bias: bool,
+    pub(crate) rope_local_base_freq: Option<f64>,
     #[serde(default)]
-    mlp_bias: bool,
+    rope_scaling: Option<Parameters>,
+    #[serde(default)]
+    rope_parameters: Option<Parameters>,
+    #[serde(default)]
+    pub(crate) partial_rotary_factor: Option<f64>,
+    #[serde(default)]
+    pub(crate) attention_bias: bool,
+    #[serde(default)]
+    pub(crate) mlp_bias: bool,
     /// Whether the embedding is the output head, too.
     #[serde(default)]
     pub tie_word_embeddings: bool,
     /// Absent and null are not the same to Hugging Face: absent is 4096.
     #[serde(default = "default_window")]
-    sliding_window: Option<usize>,
+    pub(crate) sliding_window: Option<usize>,
     #[serde(default)]
-    use_sliding_window: Option<bool>,
+    pub(crate) use_sliding_window: Option<bool>,
     #[serde(default)]
-    max_window_layers: Option<usize>,
+    pub(crate) max_window_layers: Option<usize>,
     #[serde(default)]
-    layer_types: Option<Vec<String>>,
+    sliding_window_pattern: Option<usize>,
+    #[serde(default)]
+    _sliding_window_pattern: Option<usize>,
+    #[serde(default)]
+    pub(crate) layer_types: Option<Vec<String>>,
+    #[serde(default)]
+    pub(crate) query_pre_attn_scalar: Option<f64>,
+    #[serde(default)]
+    pub(crate) attn_logit_softcapping: Option<f64>,
+    #[serde(default)]
+    pub(crate) final_logit_softcapping: Option<f64>,
+    #[serde(default)]
+    pub(crate) use_bidirectional_attention: Option<bool>,
+    #[serde(default)]
+    num_experts: Option<usize>,
+    #[serde(default)]
+    num_local_experts: Option<usize>,
+    #[serde(default)]
+    pub(crate) num_experts_per_tok: Option<usize>,
+    #[serde(default)]
+    pub(crate) moe_intermediate_size: Option<usize>,
+    #[serde(default)]
+    pub(crate) norm_topk_prob: Option<bool>,
+    #[serde(default)]
+    pub(crate) decoder_sparse_step: Option<usize>,
+    #[serde(default)]
+    pub(crate) mlp_only_layers: Option<Vec<usize>>,
+    #[serde(default)]
+    output_router_logits: Option<bool>,
+    #[serde(default)]
+    router_aux_loss_coef: Option<f64>,
 }
 
-/// Rotary embedding: its base, and how it is stretched.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-pub(crate) struct Rope {
-    rope_type: Option<String>,
-    /// The older name of `rope_type`; some files have both.
-    r#type: Option<String>,
-    pub(crate) rope_theta: Option<f64>,
-    pub(crate) factor: Option<f64>,
-    pub(crate) low_freq_factor: Option<f64>,
-    pub(crate) high_freq_factor: Option<f64>,
-    pub(crate) original_max_position_embeddings: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    #[serde(flatten)]
-    others: BTreeMap<String, serde_json::Value>,
-}
-
-impl Rope {
-    pub(crate) fn kind(&self) -> Option<&str> {
-        self.rope_type.as_deref().or(self.r#type.as_deref())
+impl<'de> Deserialize<'de> for Config {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let json = completed(serde_json::Value::deserialize(deserializer)?);
+        Config::deserialize(json).map_err(serde::de::Error::custom)
     }
 }
 
-/// The default of Mistral, Qwen2 and Qwen3 when the key is absent.
+/// The default of Mistral, Qwen and Gemma when the key is absent.
 fn default_window() -> Option<usize> {
     Some(4096)
 }
@@ -95,13 +119,20 @@ impl Config {
     /// # Errors
     /// The first thing found, with what is possible.
     pub fn check(&self) -> Result<()> {
+        self.architecture().map(|_| ())
+    }
+
+    /// What the model is, if it can be computed.
+    ///
+    /// # Errors
+    /// As [`Self::check`].
+    pub(crate) fn architecture(&self) -> Result<Architecture> {
+        self.check_sizes()?;
+        Architecture::new(self)
+    }
+
+    fn check_sizes(&self) -> Result<()> {
         let refuse = |problem: String| Err(Error::Config(problem));
-        if !MODELS.split(", ").any(|name| name == self.model_type) {
-            return refuse(format!("model_type '{}' is unknown: possible are {MODELS}", self.model_type));
-        }
-        if let Some(act) = self.hidden_act.as_deref().filter(|act| *act != "silu") {
-            return refuse(format!("hidden_act '{act}' is unknown: possible is silu"));
-        }
         let sizes = [
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
@@ -136,49 +167,7 @@ impl Config {
         if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
             return refuse(format!("rms_norm_eps is {}; the least is 0", self.rms_norm_eps));
         }
-        if let Some(types) = self.layer_types.as_ref().filter(|_| self.is_qwen()) {
-            if types.len() != self.num_hidden_layers {
-                return refuse(format!("{} layer_types for {} layers", types.len(), self.num_hidden_layers));
-            }
-            let known = ["full_attention", "sliding_attention"];
-            if let Some(unknown) = types.iter().find(|kind| !known.contains(&kind.as_str())) {
-                return refuse(format!("layer type '{unknown}' is unknown: possible are {}", known.join(", ")));
-            }
-            if let Some(layer) = types.iter().position(|kind| kind == known[1]).filter(|_| self.window().is_none()) {
-                return refuse(format!(
-                    "layer {layer} is {}, which needs use_sliding_window true and a sliding_window",
-                    known[1]
-                ));
-            }
-        }
-        if self.window() == Some(0) {
-            return refuse("sliding_window is 0; the least is 1, null is none".into());
-        }
-        self.check_rope()?;
-        crate::rope::inverse_frequencies(self).map(|_| ())
-    }
-
-    fn check_rope(&self) -> Result<()> {
-        let theta = self.rope_theta();
-        if !(theta > 0.0 && theta.is_finite()) {
-            return Err(Error::Config(format!("rope_theta is {theta}; it must be above 0")));
-        }
-        let rope = self.rope();
-        if let Some((kind, _)) = rope.and_then(|rope| rope.others.iter().find(|(_, value)| value.is_object())) {
-            return Err(Error::Config(format!(
-                "rope parameters for '{kind}' alone: possible are the same for all layers"
-            )));
-        }
-        match rope.and_then(|rope| rope.partial_rotary_factor).or(self.partial_rotary_factor) {
-            Some(part) if part != 1.0 => {
-                Err(Error::Config(format!("partial_rotary_factor is {part}: possible is 1, all of a head turns")))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn is_qwen(&self) -> bool {
-        matches!(self.model_type.as_str(), "qwen2" | "qwen3")
+        Ok(())
     }
 
     /// Key-value heads G.
@@ -195,55 +184,41 @@ impl Config {
         self.head_dim.unwrap_or_else(default)
     }
 
-    /// Base of the rotary embedding.
-    pub(crate) fn rope_theta(&self) -> f64 {
-        self.rope_theta.or_else(|| self.rope().and_then(|rope| rope.rope_theta)).unwrap_or(10_000.0)
-    }
-
-    pub(crate) fn rope(&self) -> Option<&Rope> {
+    pub(crate) fn rope(&self) -> Option<&Parameters> {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// Whether the projections to queries, keys and values have biases.
-    pub(crate) fn qkv_bias(&self) -> bool {
-        self.model_type == "qwen2" || self.output_bias()
+    /// Kind, factor and original positions of the rotary embedding that all layers have, or the global ones.
+    pub(crate) fn global_rope(&self) -> (&str, f64, Option<f64>) {
+        let Some(rope) = self.rope() else { return ("default", 1.0, None) };
+        let own = |key: &str| rope.others.get("full_attention").and_then(|global| global.get(key));
+        let number = |key: &str| own(key).and_then(serde_json::Value::as_f64);
+        let kind = own("rope_type").or_else(|| own("type")).and_then(|kind| kind.as_str());
+        let factor = number("factor").or(rope.factor).unwrap_or(1.0);
+        let original = number("original_max_position_embeddings").or(rope.original_max_position_embeddings);
+        (kind.unwrap_or(rope.kind()), factor, original)
     }
 
-    /// Whether the projection from the heads has a bias.
-    pub(crate) fn output_bias(&self) -> bool {
-        matches!(self.model_type.as_str(), "llama" | "qwen3") && self.attention_bias
+    /// Experts of sparse layers: transformers 5 writes another name than the files before.
+    pub(crate) fn num_experts(&self) -> Option<usize> {
+        self.num_experts.or(self.num_local_experts)
     }
 
-    /// Whether the feed-forward layers have biases.
-    pub(crate) fn mlp_bias(&self) -> bool {
-        self.model_type == "llama" && self.mlp_bias
+    /// Every how many layers one is global; the underscore is how transformers writes it.
+    pub(crate) fn sliding_window_pattern(&self) -> Option<usize> {
+        self.sliding_window_pattern.or(self._sliding_window_pattern)
     }
 
-    /// Whether queries and keys are normed, head by head.
-    pub(crate) fn qk_norm(&self) -> bool {
-        self.model_type == "qwen3"
-    }
-
-    /// The window of the layers that slide.
-    fn window(&self) -> Option<usize> {
-        match self.model_type.as_str() {
-            "mistral" => self.sliding_window,
-            "qwen2" | "qwen3" => self.sliding_window.filter(|_| self.use_sliding_window == Some(true)),
-            _ => None,
-        }
-    }
-
-    /// What a token of a layer sees: all before it, or the last `sliding_window` tokens with itself.
+    /// What a token of a layer sees: all before it, or the last `sliding_window` tokens with itself. Of a configuration
+    /// that [`Self::check`] refuses it says nothing.
     pub fn mask(&self, layer: usize) -> Mask {
-        let slides = match &self.layer_types {
-            _ if !self.is_qwen() => true,
-            Some(types) => types.get(layer).is_some_and(|kind| kind == "sliding_attention"),
-            None => layer >= self.max_window_layers.unwrap_or(28),
-        };
-        match self.window().filter(|_| slides) {
-            Some(window) => Mask::causal().window(Some(window.saturating_sub(1)), None),
-            None => Mask::causal(),
-        }
+        self.architecture().map_or(Mask::causal(), |model| model.mask(layer))
+    }
+
+    /// Factor of the loss that keeps the load of experts even, if the model is trained with it.
+    pub fn router_aux_loss(&self) -> Option<f64> {
+        let coefficient = self.router_aux_loss_coef.unwrap_or(0.001);
+        Some(coefficient).filter(|_| self.output_router_logits == Some(true) && self.num_experts().is_some())
     }
 }
 

@@ -1,44 +1,47 @@
-//! The decoder of the Llama family: Llama 3, Qwen2 (biases), Qwen3 (normed queries and keys), Mistral (window).
+//! A decoder: embedding, layers, norm, head.
 //!
 //! Shape letters: T tokens at hand, C hidden size, H query heads, G key-value heads, D head width, V vocabulary.
 
+use crate::architecture::Architecture;
+use crate::block::Block;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::parameters::{Parameters, Unit};
-use crate::rope::inverse_frequencies;
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::Attend;
 use ringspan_candle::norm::rms_norm;
-use ringspan_candle::rope::{Rotation, rope};
-use ringspan_candle::swiglu::swiglu;
 use std::collections::BTreeMap;
 
 /// Parameters by Hugging Face's names, f32.
 pub type Weights = BTreeMap<String, Tensor>;
 
-const EMBEDDING: &str = "model.embed_tokens.weight";
-const HEAD: &str = "lm_head.weight";
-const NORM: &str = "model.norm.weight";
+pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(crate) const HEAD: &str = "lm_head.weight";
+pub(crate) const NORM: &str = "model.norm.weight";
 
 /// A model without its weights.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: Config,
-    inverse_frequencies: Vec<f64>,
+    pub(crate) model: Architecture,
 }
 
 impl Decoder {
     /// # Errors
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
-        config.check()?;
-        let inverse_frequencies = inverse_frequencies(&config)?;
-        Ok(Self { config, inverse_frequencies })
+        let model = config.architecture()?;
+        Ok(Self { config, model })
     }
 
     /// Sizes and switches.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Experts E of each sparse layer; 0 if there is none.
+    pub fn experts(&self) -> usize {
+        self.model.sparse.map_or(0, |sparse| sparse.experts)
     }
 
     /// Embeddings `[T, C]` of tokens.
@@ -53,7 +56,16 @@ impl Decoder {
         if tokens.is_empty() {
             return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, &Device::Cpu)?);
         }
-        Ok(self.get(weights, EMBEDDING)?.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?)
+        let rows = self.get(weights, EMBEDDING)?.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        self.embedding_scaled(rows)
+    }
+
+    /// Rows of the embedding `[T, C]` as the first layer gets them, and gradients of these as the embedding gets them.
+    pub(crate) fn embedding_scaled(&self, rows: Tensor) -> Result<Tensor> {
+        match self.model.embedding_scale {
+            1.0 => Ok(rows),
+            scale => Ok((rows * scale)?),
+        }
     }
 
     /// Layer `index`: x `[T, C]` to `[T, C]`.
@@ -63,38 +75,24 @@ impl Decoder {
     pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         if x.dim(0)? == 0 {
             // No token here, but others may wait for this part of attention.
-            let [q, k, v] = self.no_tokens()?;
-            attend.attention(index, &q, &k, &v, &self.config.mask(index), self.scale())?;
+            self.take_part(index, attend)?;
             return Ok(x.clone());
         }
-        let part = |name: &str| format!("model.layers.{index}.{name}");
-        let h = self.normed(weights, &part("input_layernorm"), x)?;
-        let x = (x + self.attention(weights, index, &h, attend)?)?;
-        let h = self.normed(weights, &part("post_attention_layernorm"), &x)?;
-        let gate = self.linear(weights, &part("mlp.gate_proj"), &h, self.config.mlp_bias())?;
-        let up = self.linear(weights, &part("mlp.up_proj"), &h, self.config.mlp_bias())?;
-        let down = self.linear(weights, &part("mlp.down_proj"), &swiglu(&gate, &up)?, self.config.mlp_bias())?;
-        Ok((x + down)?)
+        Block { decoder: self, weights, index }.forward(x, attend)
     }
 
-    fn attention(&self, weights: &Weights, index: usize, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        let Config { num_attention_heads: heads, .. } = self.config;
-        let (tokens, kv_heads, dim) = (h.dim(0)?, self.config.num_key_value_heads(), self.config.head_dim());
-        let part = |name: &str| format!("model.layers.{index}.self_attn.{name}");
-        let project = |name: &str, heads: usize| -> Result<Tensor> {
-            let flat = self.linear(weights, &part(name), h, self.config.qkv_bias())?;
-            Ok(flat.reshape((tokens, heads, dim))?)
+    /// The attention of layer `index` on a rank without tokens: an output without elements that leads back to inputs
+    /// without elements.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    pub(crate) fn take_part(&self, index: usize, attend: &dyn Attend) -> Result<Tensor> {
+        let empty = |heads: usize| -> Result<Tensor> {
+            Ok(Var::zeros((0, heads, self.config.head_dim()), DType::F32, &Device::Cpu)?.into_inner())
         };
-        let (mut q, mut k) = (project("q_proj", heads)?, project("k_proj", kv_heads)?);
-        let v = project("v_proj", kv_heads)?;
-        if self.config.qk_norm() {
-            q = self.normed(weights, &part("q_norm"), &q)?;
-            k = self.normed(weights, &part("k_norm"), &k)?;
-        }
-        let rotation = Rotation::new(attend.positions(), &self.inverse_frequencies, 1.0);
-        let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
-        let out = attend.attention(index, &q, &k, &v, &self.config.mask(index), self.scale())?;
-        self.linear(weights, &part("o_proj"), &out.reshape((tokens, heads * dim))?, self.config.output_bias())
+        let (heads, kv_heads) = (self.config.num_attention_heads, self.config.num_key_value_heads());
+        let (q, k, v) = (empty(heads)?, empty(kv_heads)?, empty(kv_heads)?);
+        Ok(attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?)
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.
@@ -105,7 +103,7 @@ impl Decoder {
         if x.dim(0)? == 0 {
             return Ok(x.clone());
         }
-        Ok(rms_norm(x, self.get(weights, NORM)?, self.config.rms_norm_eps)?)
+        self.normed(weights, NORM, x)
     }
 
     /// The output head `[V, C]`: the embedding, if they are tied.
@@ -131,29 +129,6 @@ impl Decoder {
         NORM
     }
 
-    /// The units, in the order in which a forward pass needs them.
-    pub fn units(&self) -> impl DoubleEndedIterator<Item = Unit> + use<> {
-        let layers = (0..self.config.num_hidden_layers).map(Unit::Layer);
-        [Unit::Embedding].into_iter().chain(layers).chain([Unit::Head])
-    }
-
-    /// The parameters of a unit with their shapes.
-    pub fn unit_shapes(&self, unit: Unit) -> Vec<(String, Vec<usize>)> {
-        let Config { vocab_size, hidden_size, tie_word_embeddings, .. } = self.config;
-        let norm = (NORM.to_owned(), vec![hidden_size]);
-        match unit {
-            Unit::Embedding => vec![(EMBEDDING.to_owned(), vec![vocab_size, hidden_size])],
-            Unit::Layer(index) => self.layer_shapes(index),
-            Unit::Head if tie_word_embeddings => vec![norm],
-            Unit::Head => vec![norm, (HEAD.to_owned(), vec![vocab_size, hidden_size])],
-        }
-    }
-
-    /// All parameters with their shapes.
-    pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
-        self.units().flat_map(|unit| self.unit_shapes(unit)).collect()
-    }
-
     /// The parameters that norm and head need: with tied weights those of two units.
     ///
     /// # Errors
@@ -166,59 +141,14 @@ impl Decoder {
         Ok(head)
     }
 
-    fn layer_shapes(&self, index: usize) -> Vec<(String, Vec<usize>)> {
-        let Config { hidden_size: hidden, intermediate_size: wide, num_attention_heads, .. } = self.config;
-        let dim = self.config.head_dim();
-        let (q, kv) = (num_attention_heads * dim, self.config.num_key_value_heads() * dim);
-        let mut shapes = Vec::new();
-        let mut add = |name: &str, shape: Vec<usize>| shapes.push((format!("model.layers.{index}.{name}"), shape));
-        add("input_layernorm.weight", vec![hidden]);
-        add("post_attention_layernorm.weight", vec![hidden]);
-        for (name, to, from, bias) in [
-            ("self_attn.q_proj", q, hidden, self.config.qkv_bias()),
-            ("self_attn.k_proj", kv, hidden, self.config.qkv_bias()),
-            ("self_attn.v_proj", kv, hidden, self.config.qkv_bias()),
-            ("self_attn.o_proj", hidden, q, self.config.output_bias()),
-            ("mlp.gate_proj", wide, hidden, self.config.mlp_bias()),
-            ("mlp.up_proj", wide, hidden, self.config.mlp_bias()),
-            ("mlp.down_proj", hidden, wide, self.config.mlp_bias()),
-        ] {
-            add(&format!("{name}.weight"), vec![to, from]);
-            if bias {
-                add(&format!("{name}.bias"), vec![to]);
-            }
+    /// x normed over its last dimension, times the parameter `name`.
+    pub(crate) fn normed(&self, weights: &Weights, name: &str, x: &Tensor) -> Result<Tensor> {
+        let weight = self.get(weights, name)?;
+        let eps = self.config.rms_norm_eps;
+        match self.model.norm_offset {
+            0.0 => Ok(rms_norm(x, weight, eps)?),
+            offset => Ok(rms_norm(x, &(weight + offset)?, eps)?),
         }
-        if self.config.qk_norm() {
-            add("self_attn.q_norm.weight", vec![dim]);
-            add("self_attn.k_norm.weight", vec![dim]);
-        }
-        shapes
-    }
-
-    /// Queries, keys and values of no token, as leaves of a graph of their own.
-    pub(crate) fn no_tokens(&self) -> Result<[Tensor; 3]> {
-        let (heads, kv_heads) = (self.config.num_attention_heads, self.config.num_key_value_heads());
-        let empty = |heads: usize| -> Result<Tensor> {
-            Ok(Var::zeros((0, heads, self.config.head_dim()), DType::F32, &Device::Cpu)?.into_inner())
-        };
-        Ok([empty(heads)?, empty(kv_heads)?, empty(kv_heads)?])
-    }
-
-    pub(crate) fn scale(&self) -> f32 {
-        1.0 / (self.config.head_dim() as f32).sqrt()
-    }
-
-    fn normed(&self, weights: &Weights, name: &str, x: &Tensor) -> Result<Tensor> {
-        Ok(rms_norm(x, self.get(weights, &format!("{name}.weight"))?, self.config.rms_norm_eps)?)
-    }
-
-    /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
-    fn linear(&self, weights: &Weights, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
-        let out = x.matmul(&self.get(weights, &format!("{name}.weight"))?.t()?)?;
-        if bias {
-            return Ok(out.broadcast_add(self.get(weights, &format!("{name}.bias"))?)?);
-        }
-        Ok(out)
     }
 
     /// A parameter by name.

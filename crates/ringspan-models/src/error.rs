@@ -28,6 +28,9 @@ pub enum Error {
     /// `config.json` asks for something that is not there, or contradicts itself.
     #[error("config.json: {0}")]
     Config(String),
+    /// A way to stretch the rotary embedding that is none, or not for this model.
+    #[error("rope scaling {0}")]
+    RopeScaling(String),
     /// The model has a parameter that the weights lack.
     #[error("the model needs tensor {name} {shape:?}, which the weights do not have")]
     Missing {

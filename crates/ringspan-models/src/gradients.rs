@@ -39,6 +39,7 @@ pub fn loss_and_gradients(
         let next = decoder.layer(&layer, index, &x, attend)?;
         inputs.push(std::mem::replace(&mut x, next));
     }
+    attend.experts().forward_ended(decoder.experts())?;
 
     let head = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
@@ -58,7 +59,8 @@ pub fn loss_and_gradients(
             parameters.prefetch(before(index))?;
         }
         let gradients = if tokens.is_empty() {
-            take_part(decoder, index, attend)?;
+            // The recomputation and backward of a layer's attention, for the others.
+            decoder.take_part(index, attend)?.sum_all()?.backward()?;
             layer.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
         } else {
             let (d_input, gradients) =
@@ -69,7 +71,7 @@ pub fn loss_and_gradients(
         on_gradients(Unit::Layer(index), gradients)?;
     }
 
-    let mut gradient = scatter(&dx, tokens, &embedding_shape)?;
+    let mut gradient = scatter(&decoder.embedding_scaled(dx)?, tokens, &embedding_shape)?;
     if let Some(d_head) = d_head {
         gradient = (gradient + d_head)?;
     }
@@ -116,14 +118,6 @@ fn differentiate(
     let dx = gradient(input.as_tensor())?;
     let gradients = local.into_iter().map(|(name, tensor)| Ok((name, gradient(&tensor)?)));
     Ok((dx, gradients.collect::<Result<_>>()?))
-}
-
-/// The recomputation and backward of a layer's attention on a rank without tokens.
-fn take_part(decoder: &Decoder, index: usize, attend: &dyn Attend) -> Result<()> {
-    let [q, k, v] = decoder.no_tokens()?;
-    let y = attend.attention(index, &q, &k, &v, &decoder.config().mask(index), decoder.scale())?;
-    y.sum_all()?.backward()?;
-    Ok(())
 }
 
 /// Rows of `dx` `[T, C]` added up by token: `[V, C]`.

@@ -10,7 +10,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 const DEVIATION: f64 = 0.02;
 
 impl Decoder {
-    /// New weights: matrices normal with deviation 0.02, norms 1, biases 0. The same seed gives the same weights.
+    /// New weights: matrices normal with deviation 0.02, norms that change nothing, biases 0. The same seed gives the same weights.
     ///
     /// # Errors
     /// Sizes that do not fit in memory.
@@ -21,7 +21,7 @@ impl Decoder {
             let count: usize = shape.iter().product();
             let values = match shape.len() {
                 1 if name.ends_with(".bias") => vec![0.0; count],
-                1 => vec![1.0; count],
+                1 => vec![1.0 - self.model.norm_offset as f32; count],
                 _ => (0..count).map(|_| (normal(&mut random) * DEVIATION) as f32).collect(),
             };
             weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);

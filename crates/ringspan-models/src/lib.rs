@@ -1,19 +1,27 @@
-//! The Llama family on candle tensors.
+//! Decoders on candle tensors: Llama, Qwen, Mistral, Gemma.
 //!
 //! A [`Decoder`] never mentions a rank: it computes on the tokens at hand, and asks an
-//! [`Attend`](ringspan_candle::Attend) for attention and for their positions.
+//! [`Attend`](ringspan_candle::Attend) for attention and for their positions, and its
+//! [`Experts`](ringspan_candle::Experts) for mixtures of experts.
 #![deny(missing_docs)]
 
+mod architecture;
+mod balance;
+mod block;
 mod config;
 mod decoder;
 mod error;
+mod extension;
 pub mod folder;
 pub mod gradients;
 mod init;
 mod parameters;
 mod rope;
+mod shapes;
 
+pub use balance::Balanced;
 pub use config::Config;
 pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
+pub use extension::{Beyond, RopeScaling};
 pub use parameters::{Parameters, Unit};

@@ -1,112 +1,176 @@
 //! Angles of the rotary embedding, and how they are stretched for longer contexts.
 
+mod yarn;
+
 use crate::config::Config;
 use crate::error::{Error, Result};
+use ringspan_candle::rope::Rotation;
+use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::f64::consts::PI;
 
-/// Radians per position of each pair of elements, `[D / 2]`.
-pub(crate) fn inverse_frequencies(config: &Config) -> Result<Vec<f64>> {
-    let (dim, theta) = (config.head_dim(), config.rope_theta());
-    // Hugging Face computes these in f32; what the model was trained with is the rounded value.
-    let base = |i: usize| 1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32);
-    let plain = (0..dim / 2).map(|i| f64::from(base(i)));
-    let Some(rope) = config.rope() else { return Ok(plain.collect()) };
-    match rope.kind() {
-        None | Some("default") => Ok(plain.collect()),
-        Some("llama3") => {
-            let need = |name: &str, value: Option<f64>| {
-                value
-                    .filter(|value| *value > 0.0)
-                    .ok_or_else(|| Error::Config(format!("rope type llama3 needs a positive {name}, given {value:?}")))
-            };
-            let factor = need("factor", rope.factor)?;
-            let low = need("low_freq_factor", rope.low_freq_factor)?;
-            let high = need("high_freq_factor", rope.high_freq_factor)?;
-            if high <= low {
-                return Err(Error::Config(format!(
-                    "rope type llama3 needs high_freq_factor above low_freq_factor, given {high} and {low}"
-                )));
-            }
-            let length = need("original_max_position_embeddings", rope.original_max_position_embeddings)?;
-            Ok(plain.map(|frequency| stretch_llama3(frequency, factor, low, high, length)).collect())
-        }
-        Some(other) => Err(Error::Config(format!("rope type '{other}' is unknown: possible are default, llama3"))),
+/// Ways to stretch that are here.
+const KINDS: &str = "default, linear, dynamic, llama3, yarn";
+
+/// Rotary embedding as `config.json` says it: its base, and how it is stretched.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+pub(crate) struct Parameters {
+    rope_type: Option<String>,
+    /// The older name of `rope_type`; some files have both.
+    r#type: Option<String>,
+    pub(crate) rope_theta: Option<f64>,
+    pub(crate) factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    pub(crate) original_max_position_embeddings: Option<f64>,
+    partial_rotary_factor: Option<f64>,
+    attention_factor: Option<f64>,
+    beta_fast: Option<f64>,
+    beta_slow: Option<f64>,
+    mscale: Option<f64>,
+    mscale_all_dim: Option<f64>,
+    truncate: Option<bool>,
+    #[serde(flatten)]
+    pub(crate) others: BTreeMap<String, serde_json::Value>,
+}
+
+impl Parameters {
+    pub(crate) fn kind(&self) -> &str {
+        self.rope_type.as_deref().or(self.r#type.as_deref()).unwrap_or("default")
+    }
+
+    /// A number above 0 that the kind cannot do without.
+    fn need(&self, name: &str, value: Option<f64>) -> Result<f64> {
+        value
+            .filter(|value| *value > 0.0 && value.is_finite())
+            .ok_or_else(|| Error::Config(format!("rope type {} needs a positive {name}, given {value:?}", self.kind())))
+    }
+
+    /// Positions the model was trained with before it was stretched.
+    fn original(&self, config: &Config) -> Result<f64> {
+        let trained = config.max_position_embeddings.map(|positions| positions as f64);
+        let outside = config.original_max_position_embeddings;
+        let original = outside.or(self.original_max_position_embeddings).or(trained);
+        self.need("original_max_position_embeddings", original)
     }
 }
 
-/// Llama 3.1: waves longer than the original context are stretched by `factor`, short ones kept, those between blended.
-fn stretch_llama3(frequency: f64, factor: f64, low: f64, high: f64, length: f64) -> f64 {
-    let wave = 2.0 * PI / frequency;
-    if wave < length / high {
-        return frequency;
+/// A rotary embedding of heads of width D.
+#[derive(Debug, Clone)]
+pub(crate) struct Rope {
+    /// Radians per position of each pair of elements, `[D / 2]`.
+    frequencies: Vec<f64>,
+    /// Factor on cosines and sines, so its square is one on the scores.
+    scale: f64,
+    dynamic: Option<Dynamic>,
+}
+
+/// A base that grows with the length (NTK-aware scaling; bloc97 and emozilla, 2023).
+#[derive(Debug, Clone, Copy)]
+struct Dynamic {
+    theta: f64,
+    factor: f64,
+    /// Positions the model was trained with.
+    trained: f64,
+}
+
+impl Rope {
+    /// `theta` is the base if the configuration names none.
+    ///
+    /// # Errors
+    /// An unknown kind, and numbers that it lacks or cannot use.
+    pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) -> Result<Self> {
+        let refuse = |problem: String| Err(Error::Config(problem));
+        let absent = Parameters::default();
+        let parameters = parameters.unwrap_or(&absent);
+        let theta = parameters.rope_theta.or(config.rope_theta).unwrap_or(theta);
+        if !(theta > 1.0 && theta.is_finite()) {
+            return refuse(format!("rope_theta is {theta}; it must be above 1"));
+        }
+        if let Some((kind, _)) = parameters.others.iter().find(|(_, value)| value.is_object()) {
+            return refuse(format!("rope parameters for '{kind}' alone: possible are the same for all layers"));
+        }
+        if let Some(part) = parameters.partial_rotary_factor.or(config.partial_rotary_factor)
+            && part != 1.0
+        {
+            return refuse(format!("partial_rotary_factor is {part}: possible is 1, all of a head turns"));
+        }
+        let dim = config.head_dim();
+        let factor = || parameters.need("factor", parameters.factor);
+        let mut rope = Self { frequencies: plain(theta, dim), scale: 1.0, dynamic: None };
+        match parameters.kind() {
+            "default" => {}
+            "linear" => {
+                let factor = factor()? as f32;
+                rope.frequencies.iter_mut().for_each(|f| *f = f64::from(*f as f32 / factor));
+            }
+            "dynamic" => {
+                let positions = config.max_position_embeddings.map(|positions| positions as f64);
+                let trained = parameters.need("max_position_embeddings", positions)?;
+                if dim <= 2 {
+                    return refuse(format!("rope type dynamic needs heads wider than 2, not {dim}"));
+                }
+                rope.dynamic = Some(Dynamic { theta, factor: factor()?, trained });
+            }
+            "llama3" => rope.stretch_llama3(config, parameters)?,
+            "yarn" => yarn::stretch(&mut rope, config, parameters, theta)?,
+            "longrope" => {
+                return refuse(format!(
+                    "rope type 'longrope' has a factor for each pair, for short and for long texts, which is not \
+                     here: possible are {KINDS}"
+                ));
+            }
+            other => return refuse(format!("rope type '{other}' is unknown: possible are {KINDS}")),
+        }
+        Ok(rope)
     }
-    if wave > length / low {
-        return frequency / factor;
+
+    /// Cosines and sines of tokens at `positions` in a batch whose longest document has `length` tokens.
+    ///
+    /// Only a dynamic base asks for the length. It is one number for the whole batch and for all ranks, because a query
+    /// meets keys that other ranks have turned. So a token's angles depend on the longest document of its batch, as
+    /// they do at Hugging Face; and a text that grows is turned for its final length from the start, while Hugging Face
+    /// leaves cached keys at the base of the length they were made with.
+    pub(crate) fn rotation(&self, positions: &[usize], length: usize) -> Rotation {
+        match self.dynamic {
+            Some(Dynamic { theta, factor, trained }) if length as f64 > trained => {
+                let dim = 2.0 * self.frequencies.len() as f64;
+                let growth = factor * length as f64 / trained - (factor - 1.0);
+                let frequencies = plain(theta * growth.powf(dim / (dim - 2.0)), dim as usize);
+                Rotation::new(positions, &frequencies, self.scale)
+            }
+            _ => Rotation::new(positions, &self.frequencies, self.scale),
+        }
     }
-    let smooth = (length / wave - low) / (high - low);
-    (1.0 - smooth) * frequency / factor + smooth * frequency
+
+    /// Llama 3.1: waves longer than the original context are stretched, short ones kept, those between blended.
+    fn stretch_llama3(&mut self, config: &Config, parameters: &Parameters) -> Result<()> {
+        let factor = parameters.need("factor", parameters.factor)?;
+        let low = parameters.need("low_freq_factor", parameters.low_freq_factor)?;
+        let high = parameters.need("high_freq_factor", parameters.high_freq_factor)?;
+        if high <= low {
+            return Err(Error::Config(format!(
+                "rope type llama3 needs high_freq_factor above low_freq_factor, given {high} and {low}"
+            )));
+        }
+        let length = parameters.original(config)?;
+        for frequency in &mut self.frequencies {
+            let wave = 2.0 * PI / *frequency;
+            if wave > length / low {
+                *frequency /= factor;
+            } else if wave >= length / high {
+                let smooth = (length / wave - low) / (high - low);
+                *frequency = (1.0 - smooth) * *frequency / factor + smooth * *frequency;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `theta^(-2i / D)`. Hugging Face computes these in f32; what a model was trained with is the rounded value.
+fn plain(theta: f64, dim: usize) -> Vec<f64> {
+    (0..dim / 2).map(|i| f64::from(1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32))).collect()
 }
 
 #[cfg(test)]
-mod tests {
-    use super::inverse_frequencies;
-    use crate::Config;
-    use serde_json::json;
-
-    fn frequencies(rope: serde_json::Value) -> Vec<f64> {
-        let mut config = json!({
-            "model_type": "llama", "vocab_size": 8, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
-            "num_attention_heads": 1
-        });
-        config.as_object_mut().expect("an object").extend(rope.as_object().expect("an object").clone());
-        let config: Config = serde_json::from_value(config).expect("sizes");
-        config.check().expect("supported");
-        inverse_frequencies(&config).expect("supported")
-    }
-
-    fn close(a: f64, b: f64) -> bool {
-        (a / b - 1.0).abs() < 1e-6
-    }
-
-    /// Values of transformers 5.23 for the rotary embedding of Llama 3.1: kept, blended and stretched ones.
-    #[test]
-    fn llama3_frequencies_equal_hugging_face() {
-        let parameters = json!({
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192
-        });
-        let mut new = parameters.clone();
-        new["rope_theta"] = 500_000.0.into();
-        let wanted = [
-            (0, 1.0),
-            (1, 8.146172166e-01),
-            (28, 3.211446106e-03),
-            (29, 2.166570630e-03),
-            (31, 8.567514597e-04),
-            (34, 1.785077911e-04),
-            (35, 9.556212171e-05),
-            (63, 3.068925878e-07),
-        ];
-        let spellings =
-            [json!({ "rope_parameters": new }), json!({ "rope_scaling": parameters, "rope_theta": 500_000.0 })];
-        for rope in spellings {
-            let got = frequencies(rope);
-            assert_eq!(got.len(), 64);
-            for (i, value) in wanted {
-                assert!(close(got[i], value), "pair {i}: {} for {value}", got[i]);
-            }
-        }
-    }
-
-    #[test]
-    fn plain_frequencies_fall_from_one_by_the_base() {
-        for rope in
-            [json!({}), json!({ "rope_scaling": null }), json!({ "rope_parameters": { "rope_type": "default" } })]
-        {
-            let got = frequencies(rope);
-            assert!(close(got[0], 1.0) && close(got[32], 1e-2) && close(got[16], 1e-1), "{got:?}");
-        }
-        assert!(close(frequencies(json!({ "rope_theta": 1e6 }))[32], 1e-3));
-        assert!(close(frequencies(json!({ "rope_parameters": { "rope_theta": 1e6 } }))[32], 1e-3));
-    }
-}
+mod test;

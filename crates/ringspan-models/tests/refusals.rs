@@ -3,7 +3,7 @@
 mod support;
 
 use candle_core::Tensor;
-use ringspan::Mask;
+use ringspan::{Mask, Score};
 use ringspan_candle::Attend;
 use ringspan_models::{Decoder, Error, Unit, Weights, gradients};
 use support::load;
@@ -12,12 +12,24 @@ use support::load;
 struct Values(Vec<usize>);
 
 impl Attend for Values {
-    fn attention(&self, _: usize, q: &Tensor, _: &Tensor, _: &Tensor, _: &Mask, _: f32) -> candle_core::Result<Tensor> {
+    fn attention(
+        &self,
+        _: usize,
+        q: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Mask,
+        _: &Score,
+    ) -> candle_core::Result<Tensor> {
         Ok(q.clone())
     }
 
     fn positions(&self) -> &[usize] {
         &self.0
+    }
+
+    fn length(&self) -> usize {
+        self.0.len()
     }
 }
 

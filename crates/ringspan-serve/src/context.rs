@@ -23,13 +23,25 @@ impl<'a> Prefill<'a> {
 }
 
 impl Attend for Prefill<'_> {
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
+    fn attention(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
         self.cache.borrow_mut().append(layer, k, v)?;
-        self.context.attention(layer, q, k, v, mask, scale)
+        self.context.attention(layer, q, k, v, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
         self.context.positions()
+    }
+
+    fn length(&self) -> usize {
+        self.context.length()
     }
 }
 
@@ -38,22 +50,31 @@ pub(crate) struct Decode<'a> {
     group: &'a Group,
     cache: RefCell<&'a mut Cache>,
     position: [usize; 1],
+    length: usize,
     keeps: bool,
 }
 
 impl<'a> Decode<'a> {
-    /// The new token stands at `position`, behind all others.
-    pub(crate) fn new(group: &'a Group, cache: &'a mut Cache, position: usize) -> Self {
+    /// The new token stands at `position`, behind all others, in a text that may grow to `length` tokens.
+    pub(crate) fn new(group: &'a Group, cache: &'a mut Cache, position: usize, length: usize) -> Self {
         let keeps = owner(position, group.size()) == group.rank();
         if keeps {
             cache.grow(&[Run { document: 0, start: position, len: 1, step: 1 }]);
         }
-        Self { group, cache: RefCell::new(cache), position: [position], keeps }
+        Self { group, cache: RefCell::new(cache), position: [position], length, keeps }
     }
 }
 
 impl Attend for Decode<'_> {
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
+    fn attention(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
         let (tokens, heads, dim) = q.dims3()?;
         let (_, kv_heads, v_dim) = v.dims3()?;
         if tokens != 1 {
@@ -66,18 +87,21 @@ impl Attend for Decode<'_> {
         let Some(q) = View::new(&q, 1, heads, dim) else { bail!("a query of {} elements", q.len()) };
         let cache = self.cache.borrow();
         let (k, v) = cache.layer(layer).unwrap_or_else(|| (empty(kv_heads, dim), empty(kv_heads, v_dim)));
-        let score = Score::new(scale);
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
         // Query and keys count in one frame, whose length only end-aligned masks look at.
         let frame = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
-        let (out, _) = decode(self.group, mask, &tokens, &Inputs::new(q, k, v, &score), Merge::AllGather)
+        let (out, _) = decode(self.group, mask, &tokens, &Inputs::new(q, k, v, score), Merge::AllGather)
             .map_err(candle_core::Error::wrap)?;
         Tensor::from_vec(out, (1, heads, v_dim), &Device::Cpu)
     }
 
     fn positions(&self) -> &[usize] {
         &self.position
+    }
+
+    fn length(&self) -> usize {
+        self.length
     }
 }
 

@@ -100,7 +100,7 @@ pub fn generate_on_rank(
     let mut prefill = Duration::ZERO;
     let mut stop = Stop::Length;
     if options.max_tokens > 0 {
-        let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache)?;
+        let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache, total)?;
         loop {
             // One rank draws and tells the others: they need neither logits nor a random stream.
             let drawn = if leads { Some(sampler.sample(&next_logits(model, &hidden)?)?) } else { None };
@@ -124,7 +124,7 @@ pub fn generate_on_rank(
                 break;
             }
             let position = prompt.len() + tokens.len() - 1;
-            hidden = model.hidden(&[token], &Decode::new(group, &mut cache, position))?;
+            hidden = model.hidden(&[token], &Decode::new(group, &mut cache, position, total))?;
         }
     }
     let decode = began.elapsed().saturating_sub(prefill);
@@ -146,9 +146,10 @@ fn read_prompt(
     prompt: &[u32],
     layout: &Layout,
     cache: &mut Cache,
+    total: usize,
 ) -> Result<Tensor> {
     let rank = group.rank();
-    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?;
+    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.growing_to(total);
     let own = layout.shard(rank, prompt, 1)?;
     let hidden = model.hidden(&own, &Prefill::new(&context, cache))?;
     // Which token is the last is a question to the whole prompt; its owner answers it for all.

@@ -48,6 +48,35 @@ fn sliding_windows_are_kept_while_decoding() {
     assert_ne!(expected, wide, "the window must matter for this test to mean something");
 }
 
+/// Local and global layers turn by two bases; experts are chosen for one token as for many.
+#[test]
+fn every_kind_of_layer_decodes_as_it_reads() {
+    for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
+        let prompt = tokens(23, 5);
+        let expected = recomputed(&model, &prompt, 14);
+        assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{name}: {expected:?}");
+        for place in [(1, 1), (3, 1), (2, 2)] {
+            assert_eq!(run(&model, place, &prompt, &options(14))[0].tokens, expected, "{name}, {place:?}");
+        }
+    }
+}
+
+/// A cached key cannot be turned again, so the base of the final length is taken from the first token on.
+#[test]
+fn a_base_that_depends_on_the_length_is_that_of_the_whole_text() {
+    let prompt = tokens(23, 4);
+    let model = dynamic(26);
+    let expected = recomputed(&model, &prompt, 20);
+    for place in [(1, 1), (3, 1), (2, 2)] {
+        assert_eq!(run(&model, place, &prompt, &options(20))[0].tokens, expected, "{place:?}");
+    }
+    assert_ne!(
+        expected,
+        recomputed(&dynamic(4000), &prompt, 20),
+        "the base must matter for this test to mean something"
+    );
+}
+
 #[test]
 fn each_rank_keeps_its_share_of_the_cache() {
     let model = qwen3();

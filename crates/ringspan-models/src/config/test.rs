@@ -22,11 +22,12 @@ fn refused(config: Config, words: &[&str]) {
 
 #[test]
 fn unsupported_kinds_are_refused_with_what_is_possible() {
-    refused(config("gemma3", json!({})), &["gemma3", "llama, qwen2, qwen3, mistral"]);
+    refused(config("mamba", json!({})), &["mamba", "llama, qwen2, qwen3, qwen3_moe, mistral, gemma3_text, gemma3"]);
     refused(config("llama", json!({ "hidden_act": "gelu" })), &["gelu", "silu"]);
     for key in ["rope_type", "type"] {
-        let rope = json!({ "rope_scaling": { key: "yarn", "factor": 4.0 } });
-        refused(config("qwen2", rope), &["yarn", "default, llama3"]);
+        let rope = |kind: &str| json!({ "rope_scaling": { key: kind, "factor": 4.0 } });
+        refused(config("qwen2", rope("su")), &["su", "default, linear, dynamic, llama3, yarn"]);
+        refused(config("llama", rope("longrope")), &["longrope", "default, linear, dynamic, llama3, yarn"]);
     }
     refused(config("llama", json!({ "partial_rotary_factor": 0.5 })), &["partial_rotary_factor", "0.5"]);
     let own = json!({ "rope_parameters": { "sliding_attention": { "rope_theta": 1e4 } } });
@@ -66,6 +67,24 @@ fn llama3_rope_needs_its_numbers() {
     let mut same = whole;
     same["high_freq_factor"] = 1.0.into();
     refused(config("llama", json!({ "rope_scaling": same })), &["high_freq_factor above low_freq_factor"]);
+}
+
+#[test]
+fn stretched_ropes_need_their_numbers() {
+    let rope = |kind: &str, more: Value| {
+        let mut rope = json!({ "rope_type": kind });
+        rope.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        config("llama", json!({ "rope_scaling": rope }))
+    };
+    refused(rope("linear", json!({})), &["linear", "factor", "None"]);
+    refused(rope("linear", json!({ "factor": 0.0 })), &["linear", "factor", "0"]);
+    refused(rope("dynamic", json!({ "factor": 2.0 })), &["dynamic", "max_position_embeddings"]);
+    refused(rope("yarn", json!({ "factor": 2.0 })), &["yarn", "original_max_position_embeddings"]);
+    let original = "original_max_position_embeddings";
+    refused(rope("yarn", json!({ original: 64 })), &["yarn", "factor"]);
+    refused(rope("yarn", json!({ original: 64, "factor": 2, "beta_fast": 1, "beta_slow": 3 })), &["1", "3"]);
+    refused(rope("yarn", json!({ original: 64, "factor": 2, "attention_factor": -1 })), &["attention_factor", "-1"]);
+    assert!(Decoder::new(rope("yarn", json!({ original: 64, "factor": 2 }))).is_ok());
 }
 
 #[test]
@@ -117,4 +136,69 @@ fn biases_and_head_norms_are_those_of_the_model() {
     assert_eq!(count(&names("qwen3", json!({})), "_norm.weight"), 2);
     assert_eq!(config("qwen3", json!({})).head_dim(), 128);
     assert_eq!(config("qwen2", json!({})).head_dim(), 8);
+}
+
+#[test]
+fn gemma_layers_are_local_but_every_sixth() {
+    let gemma = |more: Value| {
+        let mut all = json!({ "head_dim": 8, "num_hidden_layers": 7, "sliding_window": 5 });
+        all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        config("gemma3_text", all)
+    };
+    let global = |config: Config| (0..7).filter(|layer| config.mask(*layer) == Mask::causal()).collect::<Vec<_>>();
+    assert_eq!(global(gemma(json!({}))), [5]);
+    assert_eq!(global(gemma(json!({ "sliding_window_pattern": 3 }))), [2, 5]);
+    assert_eq!(global(gemma(json!({ "_sliding_window_pattern": 4 }))), [3]);
+    assert!(gemma(json!({})).tie_word_embeddings, "as its files leave out");
+    refused(gemma(json!({ "sliding_window_pattern": 0 })), &["sliding_window_pattern"]);
+    refused(gemma(json!({ "sliding_window": null })), &["layer 0", "sliding_window"]);
+    refused(gemma(json!({ "final_logit_softcapping": 30.0 })), &["final_logit_softcapping", "30", "null"]);
+    refused(gemma(json!({ "attn_logit_softcapping": 50.0 })), &["attn_logit_softcapping", "50", "null"]);
+    refused(gemma(json!({ "use_bidirectional_attention": true })), &["use_bidirectional_attention"]);
+    refused(gemma(json!({ "hidden_activation": "silu" })), &["silu", "gelu_pytorch_tanh"]);
+    refused(gemma(json!({ "query_pre_attn_scalar": 0 })), &["query_pre_attn_scalar"]);
+}
+
+/// As the files of Gemma 3 that see images, too: the sizes of the text are below `text_config`, and some are left out.
+#[test]
+fn the_text_of_a_model_that_sees_images_is_read() {
+    let json = json!({
+        "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": { "hidden_size": 3 },
+        "text_config": {
+            "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "rope_scaling": { "factor": 8.0, "rope_type": "linear" }, "sliding_window": 1024
+        }
+    });
+    let config: Config = serde_json::from_value(json).expect("the text's part");
+    assert_eq!((config.model_type.as_str(), config.hidden_size, config.vocab_size), ("gemma3_text", 2560, 262_208));
+    assert_eq!((config.num_attention_heads, config.num_key_value_heads(), config.head_dim()), (8, 4, 256));
+    assert!(config.check().is_ok());
+    assert_eq!(config.mask(0), Mask::causal().window(Some(1023), None));
+}
+
+#[test]
+fn sparse_layers_are_those_that_hugging_face_gives_experts() {
+    let moe = |more: Value| {
+        let mut all = json!({ "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8 });
+        all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        config("qwen3_moe", all)
+    };
+    let sparse = |config: Config| {
+        let shapes = Decoder::new(config).expect("supported").shapes();
+        let sparse = |layer: &usize| shapes.contains_key(&format!("model.layers.{layer}.mlp.gate.weight"));
+        (0..3).filter(sparse).collect::<Vec<_>>()
+    };
+    assert_eq!(sparse(moe(json!({}))), [0, 1, 2]);
+    assert_eq!(sparse(moe(json!({ "decoder_sparse_step": 2 }))), [1]);
+    assert_eq!(sparse(moe(json!({ "mlp_only_layers": [0, 2] }))), [1]);
+    assert_eq!(sparse(moe(json!({ "num_experts": 0 }))), [0; 0]);
+    refused(moe(json!({ "num_experts_per_tok": 5 })), &["num_experts_per_tok is 5", "1 to 4"]);
+    refused(moe(json!({ "num_experts_per_tok": 0 })), &["num_experts_per_tok is 0"]);
+    refused(moe(json!({ "moe_intermediate_size": 0 })), &["moe_intermediate_size"]);
+    refused(moe(json!({ "decoder_sparse_step": 0 })), &["decoder_sparse_step"]);
+    refused(moe(json!({ "mlp_only_layers": [3] })), &["layer 3 of 3"]);
+
+    assert_eq!(moe(json!({ "router_aux_loss_coef": 0.5 })).router_aux_loss(), None, "Hugging Face asks for the logits");
+    assert_eq!(moe(json!({ "router_aux_loss_coef": 0.5, "output_router_logits": true })).router_aux_loss(), Some(0.5));
+    assert_eq!(moe(json!({ "output_router_logits": true })).router_aux_loss(), Some(0.001));
 }

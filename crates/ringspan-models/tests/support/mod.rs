@@ -4,9 +4,10 @@
 use candle_core::{D, DType, Device, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Strategy};
-use ringspan_candle::{Attend, Context, loss};
-use ringspan_models::{Decoder, Error, Unit, Weights, folder, gradients};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan_candle::experts::Local;
+use ringspan_candle::{Attend, Context, Experts, loss};
+use ringspan_models::{Balanced, Decoder, Error, Unit, Weights, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -64,6 +65,7 @@ pub(crate) fn load(name: &str) -> (Decoder, Weights, Batch, Answer) {
 struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
+    experts: Arc<dyn Experts + Send + Sync>,
 }
 
 impl Attend for Dense<'_> {
@@ -74,7 +76,7 @@ impl Attend for Dense<'_> {
         k: &Tensor,
         v: &Tensor,
         mask: &Mask,
-        scale: f32,
+        score: &Score,
     ) -> candle_core::Result<Tensor> {
         let Batch { rows, len, .. } = *self.batch;
         let groups = q.dim(1)? / k.dim(1)?;
@@ -88,7 +90,7 @@ impl Attend for Dense<'_> {
                 x.broadcast_as((heads, times, len, dim))?.contiguous()?.reshape((heads * times, len, dim))
             };
             let (q, k, v) = (heads(q, 1)?, heads(k, groups)?, heads(v, groups)?);
-            let scores = (q.matmul(&k.transpose(1, 2)?)? * f64::from(scale))?.broadcast_add(&bias)?;
+            let scores = (q.matmul(&k.transpose(1, 2)?)? * f64::from(score.scale))?.broadcast_add(&bias)?;
             let exponentials = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
             let weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
             out.push(weights.matmul(&v)?.transpose(0, 1)?);
@@ -99,13 +101,35 @@ impl Attend for Dense<'_> {
     fn positions(&self) -> &[usize] {
         &self.positions
     }
+
+    fn length(&self) -> usize {
+        self.batch.len
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &*self.experts
+    }
 }
 
 /// On one device, without ranks; also the units in the order their gradients came.
 pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<Unit>) {
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
-    let dense = Dense { batch, positions };
-    local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes")
+    let balanced = balanced(decoder, |_| Ok(()));
+    let experts = balanced.clone().map_or(Arc::new(Local) as Arc<dyn Experts + Send + Sync>, |balanced| balanced);
+    let dense = Dense { batch, positions, experts };
+    let (mut answer, order) =
+        local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes");
+    answer.loss += balanced.map_or(0.0, |balanced| balanced.loss().expect("a pass is done"));
+    (answer, order)
+}
+
+/// The experts of a model that is trained with an even load, as `config.json` says.
+fn balanced(
+    decoder: &Decoder,
+    sum: impl Fn(&mut [f64]) -> candle_core::Result<()> + Send + Sync + 'static,
+) -> Option<Arc<Balanced>> {
+    let coefficient = decoder.config().router_aux_loss()?;
+    Some(Arc::new(Balanced::new(Arc::new(Local), coefficient, sum)))
 }
 
 /// On `ring x ulysses` ranks, put together: gradients are the sums over the ranks.
@@ -128,13 +152,27 @@ pub(crate) fn on_mesh(
         let rank = comm.rank();
         let run = || -> Result<Vec<Unit>, Error> {
             let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
-            let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let mut context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let all = comm.clone();
+            let balanced = balanced(decoder, move |sums| {
+                // Counts of this size are exact in f32, and probabilities as good as the comparison needs.
+                let mut narrow: Vec<f32> = sums.iter().map(|x| *x as f32).collect();
+                all.all_reduce(&mut narrow).map_err(candle_core::Error::wrap)?;
+                sums.iter_mut().zip(narrow).for_each(|(sum, x)| *sum = f64::from(x));
+                Ok(())
+            });
+            if let Some(balanced) = &balanced {
+                context = context.with_experts(balanced.clone());
+            }
             let shard = |all: &[u32]| layout.shard(rank, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
             let (own, order) = local(decoder, weights, &tokens, &targets, batch.valid(), &context)?;
             let mut answer = answer.lock().expect("no panics");
             layout.unshard(rank, &own.logits, vocabulary, &mut answer.logits).map_err(candle_core::Error::wrap)?;
             answer.loss += own.loss;
+            if rank == 0 {
+                answer.loss += balanced.map_or(0.0, |balanced| balanced.loss().expect("a pass is done"));
+            }
             assert_eq!(own.gradients.len(), answer.gradients.len(), "every parameter has a gradient");
             for (name, values) in own.gradients {
                 let sums = answer.gradients.get_mut(&name).expect("a known name");
@@ -178,12 +216,12 @@ fn local(
     Ok((Answer { logits, loss: nll / valid as f64, gradients }, order))
 }
 
-/// ‖a - b‖ / ‖b‖
+/// ‖a - b‖ / ‖b‖; 0 of zeros that are equal: an expert that nobody chose has no gradient.
 pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
     let norm: f64 = b.iter().map(|b| f64::from(*b).powi(2)).sum();
-    (difference / norm).sqrt()
+    if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
 }
 
 /// Everything within f32's rounding in another order: 1e-5 relative (L2), the loss 1e-6.

@@ -27,6 +27,28 @@ pub fn mistral(window: usize) -> Model {
     model(serde_json::json!({ "model_type": "mistral", "sliding_window": window }))
 }
 
+/// A Qwen3 with two of six experts a token in one of its layers.
+pub fn qwen3_moe() -> Model {
+    model(serde_json::json!({
+        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": true, "mlp_only_layers": [0]
+    }))
+}
+
+/// A Gemma with a local and a global layer.
+pub fn gemma3() -> Model {
+    model(serde_json::json!({
+        "model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2, "hidden_act": null,
+        "query_pre_attn_scalar": 8
+    }))
+}
+
+/// A Llama whose rotary embedding has another base for texts of more than `trained` tokens.
+pub fn dynamic(trained: usize) -> Model {
+    let rope = serde_json::json!({ "rope_type": "dynamic", "factor": 4.0 });
+    model(serde_json::json!({ "model_type": "llama", "max_position_embeddings": trained, "rope_scaling": rope }))
+}
+
 fn model(more: serde_json::Value) -> Model {
     let mut config = serde_json::json!({
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,7 +63,7 @@ fn model(more: serde_json::Value) -> Model {
     let mut weights = decoder.init(5).expect("weights");
     // Freshly initialised models are almost indifferent to what they read; these are not.
     for (name, weight) in &mut weights {
-        if name.contains("proj") || name.contains("lm_head") {
+        if ["proj", "lm_head", "mlp.gate."].iter().any(|part| name.contains(part)) {
             *weight = weight.affine(6.0, 0.0).expect("scaled");
         }
     }
@@ -69,20 +91,26 @@ pub fn run(model: &Model, (ring, ulysses): (usize, usize), prompt: &[u32], optio
 
 /// Logits `[T, V]` of all tokens by one rank, without any cache.
 pub fn logits(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
+    logits_of_text(model, tokens, tokens.len())
+}
+
+/// As [`logits`], of the first tokens of a text that will have `length`.
+fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>> {
     let work = |group: Arc<Group>| -> Result<Vec<Vec<f32>>> {
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
-        let context = Context::new(group, Arc::new(layout), Strategy::Ring)?;
+        let context = Context::new(group, Arc::new(layout), Strategy::Ring)?.growing_to(length);
         let hidden = model.decoder().norm(model.weights(), &model.hidden(tokens, &context)?)?;
         Ok(loss::logits(&hidden, &model.decoder().head(model.weights())?)?.to_vec2()?)
     };
     Mesh::single().run(work).expect("one rank").remove(0)
 }
 
-/// Greedy generation by computing everything anew for each token.
+/// Greedy generation by computing everything anew for each token, of a text that has its final length in mind.
 pub fn recomputed(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
     let mut all = prompt.to_vec();
     for _ in 0..n {
-        let last = logits(model, &all).pop().expect("a prompt");
+        // The last token is never read.
+        let last = logits_of_text(model, &all, prompt.len() + n - 1).pop().expect("a prompt");
         let best = (0..last.len()).fold(0, |best, token| if last[token] > last[best] { token } else { best });
         all.push(best as u32);
     }

@@ -1,0 +1,57 @@
+//! The gated activation of Gemma's feed-forward layer as one operation with a backward (Shazeer, 2020).
+
+use crate::slices::{cpu, values};
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+
+/// `gelu(gate) * up`, element by element: two f32 tensors of one shape. The gelu is the approximation by a tanh
+/// (Hendrycks and Gimpel, 2016), which Hugging Face calls `gelu_pytorch_tanh`.
+///
+/// # Errors
+/// Other types, and unequal shapes.
+pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    if gate.shape() != up.shape() {
+        bail!("geglu of {:?} and {:?}: the shapes differ", gate.shape(), up.shape());
+    }
+    gate.contiguous()?.apply_op2(&up.contiguous()?, GeGlu)
+}
+
+struct GeGlu;
+
+/// sqrt(2 / pi)
+const ROOT: f32 = 0.797_884_6;
+const CUBE: f32 = 0.044_715;
+
+/// gelu(x) and its derivative.
+fn gelu(x: f32) -> (f32, f32) {
+    let t = (ROOT * (x + CUBE * x * x * x)).tanh();
+    let slope = ROOT * (1.0 + 3.0 * CUBE * x * x);
+    (0.5 * x * (1.0 + t), 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * slope)
+}
+
+impl CustomOp2 for GeGlu {
+    fn name(&self) -> &'static str {
+        "geglu"
+    }
+
+    fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
+        let out = cpu(g, g_at)?.iter().zip(cpu(u, u_at)?).map(|(g, u)| gelu(*g).0 * u).collect();
+        Ok((CpuStorage::F32(out), g_at.shape().clone()))
+    }
+
+    fn bwd(&self, gate: &Tensor, up: &Tensor, _out: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let d = d.contiguous()?;
+        let (d_gate, d_up) = values(gate, |gate| {
+            values(up, |up| {
+                values(&d, |d| {
+                    let one = |((&g, &u), &d): ((&f32, &f32), &f32)| {
+                        let (value, slope) = gelu(g);
+                        (d * u * slope, d * value)
+                    };
+                    Ok(gate.iter().zip(up).zip(d).map(one).unzip::<f32, f32, Vec<_>, Vec<_>>())
+                })
+            })
+        })?;
+        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+        Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
+    }
+}

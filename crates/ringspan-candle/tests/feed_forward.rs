@@ -1,0 +1,145 @@
+//! Gated layers and mixtures of experts equal their definition in f64, forward and backward.
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use ringspan_candle::experts::{Local, mixed, pressed};
+use ringspan_candle::geglu::geglu;
+use ringspan_candle::{Expert, Experts, Routing};
+
+fn random(shape: &[usize], seed: usize) -> Tensor {
+    let count: usize = shape.iter().product();
+    let values: Vec<f64> = (0..count).map(|i| ((i * 7919 + seed * 104_729) as f64 * 0.377).sin()).collect();
+    Tensor::from_vec(values, shape, &Device::Cpu).expect("sizes agree")
+}
+
+/// Compares output and all gradients of `fused` in f32 with those of `plain` in f64, for the same output gradient.
+fn compare(
+    inputs: &[Tensor],
+    fused: impl Fn(&[Tensor]) -> Result<Tensor>,
+    plain: impl Fn(&[Tensor]) -> Result<Tensor>,
+) {
+    let run = |dtype: DType, f: &dyn Fn(&[Tensor]) -> Result<Tensor>| -> Result<Vec<Tensor>> {
+        let vars = inputs.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
+        let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+        let y = f(&tensors)?;
+        let d = random(y.dims(), 99).to_dtype(dtype)?;
+        let gradients = (&y * d)?.sum_all()?.backward()?;
+        let mut all = vec![y.detach()];
+        for var in &vars {
+            all.push(gradients.get(var).cloned().unwrap_or(var.zeros_like()?));
+        }
+        Ok(all)
+    };
+    let (got, wanted) = (run(DType::F32, &fused).expect("fused"), run(DType::F64, &plain).expect("plain"));
+    for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+        let difference = (got.to_dtype(DType::F64).expect("f64") - wanted).expect("same shapes");
+        let norm = |x: &Tensor| x.sqr().and_then(|x| x.sum_all()).and_then(|x| x.to_scalar::<f64>()).expect("a number");
+        let (error, size) = (norm(&difference).sqrt(), norm(wanted).sqrt());
+        assert!(error <= 1e-6 * size, "result {index} differs by {error:e} of {size:e}");
+    }
+}
+
+#[test]
+fn geglu_equals_its_definition() {
+    let plain = |x: &[Tensor]| {
+        let inner = ((&x[0] + (x[0].powf(3.0)? * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+        ((&x[0] * 0.5)? * (inner.tanh()? + 1.0)?)? * &x[1]
+    };
+    let gate = (random(&[6, 10], 1) * 4.0).expect("a product");
+    compare(&[gate, random(&[6, 10], 2)], |x| geglu(&x[0], &x[1]), plain);
+}
+
+/// Expert `index` of parameters that stand one after the other: gate, up, down of each.
+fn of(parameters: &[Tensor], index: usize) -> Result<Expert> {
+    let [gate, up, down] = [0, 1, 2].map(|which| parameters[3 * index + which].clone());
+    Ok(Expert { gate, up, down })
+}
+
+/// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
+const CHOSEN: [u32; 10] = [0, 1, 1, 3, 3, 1, 0, 3, 1, 0];
+
+fn inputs() -> Vec<Tensor> {
+    let (width, wide) = (6, 5);
+    let mut inputs = vec![random(&[5, width], 1), random(&[5, 2], 2)];
+    for index in 0..4 {
+        inputs.extend([&[wide, width][..], &[wide, width], &[width, wide]].map(|shape| random(shape, 10 + index)));
+    }
+    inputs
+}
+
+#[test]
+fn a_mixture_of_experts_equals_its_definition() {
+    let plain = |x: &[Tensor]| {
+        let mut rows = Vec::new();
+        for token in 0..5 {
+            let row = x[0].narrow(0, token, 1)?;
+            let mut sum = row.zeros_like()?;
+            for slot in 0..2 {
+                let Expert { gate, up, down } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
+                let gate = row.matmul(&gate.t()?)?;
+                let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * row.matmul(&up.t()?)?)?;
+                let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
+                sum = (sum + hidden.matmul(&down.t()?)?.broadcast_mul(&weight)?)?;
+            }
+            rows.push(sum);
+        }
+        Tensor::cat(&rows, 0)
+    };
+    let fused = |x: &[Tensor]| {
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() };
+        Local.mix(0, &x[0], &routing, &|index| of(&x[2..], index))
+    };
+    compare(&inputs(), fused, plain);
+}
+
+/// The layer before may hand over a view, and a router's weights come from a chain of operations.
+#[test]
+fn a_mixture_takes_strided_inputs() {
+    let fused = |x: &[Tensor]| {
+        let (strided, weights) = (x[0].t()?.contiguous()?.t()?, (x[1].t()?.contiguous()?.t()? * 1.0)?);
+        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights }, &|index| of(&x[2..], index))
+    };
+    let plain = |x: &[Tensor]| {
+        let single = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone() };
+        mixed(&single[0], &routing, &|index| of(&single[2..], index))?.to_dtype(DType::F64)
+    };
+    compare(&inputs(), fused, plain);
+}
+
+#[test]
+fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
+    let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
+    let asked = std::cell::RefCell::new(Vec::new());
+    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() }, &|index| {
+        asked.borrow_mut().push(index);
+        of(&x[2..], index)
+    })?;
+    assert_eq!(*asked.borrow(), [0, 1, 3]);
+    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)? };
+    let empty = Tensor::zeros((0, 6), DType::F32, &Device::Cpu)?;
+    assert_eq!(mixed(&empty, &none, &|_| unreachable!("no token chose"))?.dims(), [0, 6]);
+    Ok(())
+}
+
+#[test]
+fn choices_that_do_not_fit_the_tokens_are_refused() {
+    let x = inputs();
+    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone() };
+    let message = mixed(&x[0], &routing, &|index| of(&x[2..], index)).expect_err("nine of ten").to_string();
+    assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
+}
+
+/// The pressure acts as a term `sum over tokens of p . pressure` of the loss would.
+#[test]
+fn pressure_is_the_gradient_of_a_term_of_the_loss() {
+    let pressure = [0.5f32, -1.0, 2.0];
+    let p = Var::from_tensor(&random(&[4, 3], 1).to_dtype(DType::F32).expect("f32")).expect("a variable");
+    let gradient = |y: Tensor| y.backward().expect("differentiable").remove(&p).expect("a gradient");
+    let got = gradient(pressed(&p, pressure.to_vec()).and_then(|p| p.sqr()?.sum_all()).expect("computes"));
+    let row = Tensor::new(&pressure, &Device::Cpu).expect("a row");
+    let term = p.broadcast_mul(&row).and_then(|x| x.sum_all()).expect("computes");
+    let wanted = gradient((p.sqr().and_then(|x| x.sum_all()).expect("computes") + term).expect("a sum"));
+    let difference = (got - wanted).and_then(|x| x.abs()?.sum(D::Minus1)?.sum_all()?.to_scalar::<f32>());
+    assert!(difference.expect("a number") < 1e-5);
+    assert!(pressed(&p, vec![1.0]).expect_err("three experts").to_string().contains("1 experts"));
+}

@@ -1,0 +1,107 @@
+//! The loss that keeps the load of experts even (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
+
+use candle_core::{Result, Tensor, bail};
+use ringspan_candle::{Expert, Experts, Load, Routing};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Experts whose load is watched, and pressed towards an even one.
+///
+/// The loss is `coefficient * E * sum over experts of f p`: f is the mean number of tokens' choices, p the mean
+/// probability of an expert, over the tokens of all ranks and all sparse layers, as Hugging Face computes it. It needs
+/// sums over the whole forward pass before the first gradient, so one `Balanced` serves one pass forward and back.
+pub struct Balanced {
+    inner: Arc<dyn Experts + Send + Sync>,
+    coefficient: f64,
+    /// Over all ranks that share the batch.
+    sum: Box<Sum>,
+    state: Mutex<State>,
+}
+
+/// Adds numbers over ranks, in place.
+type Sum = dyn Fn(&mut [f64]) -> Result<()> + Send + Sync;
+
+enum State {
+    /// Forward: what each layer's router did.
+    Watching(BTreeMap<usize, Load>),
+    /// Backward: the sums over layers and ranks.
+    Summed(Load),
+}
+
+impl Balanced {
+    /// `inner` computes the experts; `sum` adds numbers over the ranks, in place, and is called once.
+    ///
+    /// The coefficient is that of the loss whose gradients the pass yields: where a step has several passes, their
+    /// shares of it.
+    pub fn new(
+        inner: Arc<dyn Experts + Send + Sync>,
+        coefficient: f64,
+        sum: impl Fn(&mut [f64]) -> Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let sum = Box::new(sum);
+        Self { inner, coefficient, sum, state: Mutex::new(State::Watching(BTreeMap::new())) }
+    }
+
+    /// The loss, the same on every rank; none before the forward pass ended, or if there is no token or sparse layer.
+    pub fn loss(&self) -> Option<f64> {
+        let State::Summed(load) = &*self.state() else { return None };
+        let products: f64 = load.chosen.iter().zip(&load.probability).map(|(f, p)| f * p).sum();
+        let loss = self.coefficient * load.chosen.len() as f64 * products / (load.tokens * load.tokens);
+        Some(loss).filter(|_| load.tokens > 0.0)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Experts for Balanced {
+    fn mix(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        self.inner.mix(layer, x, routing, expert)
+    }
+
+    fn routed(&self, layer: usize, load: Load) -> Result<()> {
+        if let State::Watching(layers) = &mut *self.state() {
+            layers.insert(layer, load.clone());
+        }
+        self.inner.routed(layer, load)
+    }
+
+    fn forward_ended(&self, experts: usize) -> Result<()> {
+        self.inner.forward_ended(experts)?;
+        let mut state = self.state();
+        let State::Watching(layers) = &*state else {
+            bail!("the forward pass ended twice: experts are balanced once a pass, with a new Balanced each");
+        };
+        // A rank without tokens has seen no router, and adds zeros.
+        let mut sums = vec![0.0; 2 * experts + 1];
+        for load in layers.values() {
+            let of_layer = load.chosen.iter().chain(&load.probability).chain([&load.tokens]);
+            sums.iter_mut().zip(of_layer).for_each(|(sum, x)| *sum += x);
+        }
+        (self.sum)(&mut sums)?;
+        let tokens = sums[2 * experts];
+        sums.truncate(2 * experts);
+        let probability = sums.split_off(experts);
+        *state = State::Summed(Load { chosen: sums, probability, tokens });
+        Ok(())
+    }
+
+    fn pressure(&self, layer: usize) -> Option<Vec<f32>> {
+        let mut all = self.inner.pressure(layer);
+        if let State::Summed(load) = &*self.state() {
+            // How often an expert was chosen has no gradient, its probability has.
+            let factor = self.coefficient * load.chosen.len() as f64 / (load.tokens * load.tokens).max(1.0);
+            let own = load.chosen.iter().map(|chosen| (factor * chosen) as f32);
+            let inner = all.unwrap_or_else(|| vec![0.0; load.chosen.len()]);
+            all = Some(own.zip(inner).map(|(a, b)| a + b).collect());
+        }
+        all
+    }
+}

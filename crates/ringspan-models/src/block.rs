@@ -1,0 +1,99 @@
+//! One layer: attention and a feed-forward part, each behind a norm and added to what came in.
+//!
+//! Shape letters: T tokens at hand, C hidden size, H query heads, G key-value heads, D head width, I inner width.
+
+mod sparse;
+
+use crate::architecture::Activation;
+use crate::config::Config;
+use crate::decoder::{Decoder, Weights};
+use crate::error::Result;
+use candle_core::Tensor;
+use ringspan_candle::Attend;
+use ringspan_candle::geglu::geglu;
+use ringspan_candle::rope::rope;
+use ringspan_candle::swiglu::swiglu;
+
+/// Layer `index` of a model, with its weights.
+pub(crate) struct Block<'a> {
+    pub(crate) decoder: &'a Decoder,
+    pub(crate) weights: &'a Weights,
+    pub(crate) index: usize,
+}
+
+impl Block<'_> {
+    /// x `[T, C]` to `[T, C]`, with at least one token.
+    pub(crate) fn forward(&self, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        let model = &self.decoder.model;
+        let mut attended = self.attention(&self.normed("input_layernorm", x)?, attend)?;
+        let mut before = "post_attention_layernorm";
+        if model.post_norms {
+            // Gemma gives this name to the norm behind attention, Llama to the one before the feed-forward part.
+            attended = self.normed(before, &attended)?;
+            before = "pre_feedforward_layernorm";
+        }
+        let x = (x + attended)?;
+        let h = self.normed(before, &x)?;
+        let mut fed = match model.sparse.filter(|_| model.layers[self.index].sparse) {
+            Some(sparse) => self.sparse(sparse, &h, attend)?,
+            None => self.dense(&h)?,
+        };
+        if model.post_norms {
+            fed = self.normed("post_feedforward_layernorm", &fed)?;
+        }
+        Ok((x + fed)?)
+    }
+
+    fn attention(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        let (config, model) = (self.decoder.config(), &self.decoder.model);
+        let Config { num_attention_heads: heads, .. } = *config;
+        let (tokens, kv_heads, dim) = (h.dim(0)?, config.num_key_value_heads(), config.head_dim());
+        let project = |name: &str, heads: usize| -> Result<Tensor> {
+            let flat = self.linear(&format!("self_attn.{name}"), h, model.qkv_bias)?;
+            Ok(flat.reshape((tokens, heads, dim))?)
+        };
+        let (mut q, mut k) = (project("q_proj", heads)?, project("k_proj", kv_heads)?);
+        let v = project("v_proj", kv_heads)?;
+        if model.qk_norm {
+            q = self.normed("self_attn.q_norm", &q)?;
+            k = self.normed("self_attn.k_norm", &k)?;
+        }
+        let rotation = model.ropes[model.layers[self.index].rope].rotation(attend.positions(), attend.length());
+        let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
+        let out = attend.attention(self.index, &q, &k, &v, &model.mask(self.index), &model.score)?;
+        self.linear("self_attn.o_proj", &out.reshape((tokens, heads * dim))?, model.output_bias)
+    }
+
+    /// The gated feed-forward part of all tokens.
+    fn dense(&self, h: &Tensor) -> Result<Tensor> {
+        let model = &self.decoder.model;
+        let gate = self.linear("mlp.gate_proj", h, model.mlp_bias)?;
+        let up = self.linear("mlp.up_proj", h, model.mlp_bias)?;
+        let hidden = match model.activation {
+            Activation::SwiGlu => swiglu(&gate, &up)?,
+            Activation::GeGlu => geglu(&gate, &up)?,
+        };
+        self.linear("mlp.down_proj", &hidden, model.mlp_bias)
+    }
+
+    fn normed(&self, name: &str, x: &Tensor) -> Result<Tensor> {
+        self.decoder.normed(self.weights, &self.name(&format!("{name}.weight")), x)
+    }
+
+    /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
+    fn linear(&self, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
+        let out = x.matmul(&self.get(&format!("{name}.weight"))?.t()?)?;
+        if bias {
+            return Ok(out.broadcast_add(self.get(&format!("{name}.bias"))?)?);
+        }
+        Ok(out)
+    }
+
+    fn get(&self, name: &str) -> Result<&Tensor> {
+        self.decoder.get(self.weights, &self.name(name))
+    }
+
+    fn name(&self, name: &str) -> String {
+        format!("model.layers.{}.{name}", self.index)
+    }
+}

@@ -1,0 +1,60 @@
+//! A feed-forward part that is a mixture of experts: a router sends each token to a few of them (Shazeer et al., 2017).
+//!
+//! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to.
+
+use super::Block;
+use crate::architecture::Sparse;
+use crate::error::Result;
+use candle_core::{D, Device, Tensor};
+use ringspan_candle::experts::pressed;
+use ringspan_candle::{Attend, Expert, Load, Routing};
+
+impl Block<'_> {
+    /// h `[T, C]` to `[T, C]`.
+    pub(super) fn sparse(&self, sparse: Sparse, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        let experts = attend.experts();
+        let mut probabilities = softmax(&self.linear("mlp.gate", h, false)?)?;
+        if let Some(pressure) = experts.pressure(self.index) {
+            probabilities = pressed(&probabilities, pressure)?;
+        }
+        let rows = probabilities.to_vec2::<f32>()?;
+        let chosen: Vec<u32> = rows.iter().flat_map(|row| largest(row, sparse.top)).collect();
+        experts.routed(self.index, load(&rows, &chosen))?;
+        let places = Tensor::from_slice(&chosen, (rows.len(), sparse.top), &Device::Cpu)?;
+        let mut weights = probabilities.gather(&places, 1)?;
+        if sparse.normed {
+            weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
+        }
+        let expert = |index: usize| {
+            let part = |name: &str| self.get(&format!("mlp.experts.{index}.{name}.weight")).cloned();
+            Ok(Expert { gate: part("gate_proj")?, up: part("up_proj")?, down: part("down_proj")? })
+        };
+        let expert = |index: usize| expert(index).map_err(|error: crate::Error| candle_core::Error::wrap(error));
+        Ok(experts.mix(self.index, h, &Routing { chosen, weights }, &expert)?)
+    }
+}
+
+/// Over the last dimension of `[T, E]`.
+fn softmax(logits: &Tensor) -> Result<Tensor> {
+    // Subtracting a constant of the row changes nothing, so the maximum needs no gradient.
+    let exponentials = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
+    Ok(exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?)
+}
+
+/// Places of the `count` largest of a row, largest first; of equal ones the first, so that every mesh chooses the same.
+fn largest(row: &[f32], count: usize) -> Vec<u32> {
+    let mut places: Vec<u32> = (0..row.len() as u32).collect();
+    places.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
+    places.truncate(count);
+    places
+}
+
+fn load(rows: &[Vec<f32>], chosen: &[u32]) -> Load {
+    let experts = rows.first().map_or(0, Vec::len);
+    let mut load = Load { chosen: vec![0.0; experts], probability: vec![0.0; experts], tokens: rows.len() as f64 };
+    chosen.iter().for_each(|&expert| load.chosen[expert as usize] += 1.0);
+    for row in rows {
+        load.probability.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
+    }
+    load
+}

@@ -1,0 +1,263 @@
+//! Longer contexts than a model was made for: how far one reaches, and how its rotary embedding is stretched.
+
+use crate::architecture::completed;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use serde_json::{Map, Value, json};
+use std::fmt;
+use std::str::FromStr;
+
+/// A rotary embedding to be stretched by a factor; written `yarn:4`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeScaling {
+    kind: Kind,
+    factor: f64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// All positions divided by the factor (Chen et al., 2023).
+    Linear,
+    /// The base grows with the longest text, as far as it needs to.
+    Dynamic,
+    /// Slow pairs stretched, fast ones kept (Peng et al., 2023).
+    Yarn,
+}
+
+impl Kind {
+    const ALL: [(Self, &str); 3] = [(Self::Linear, "linear"), (Self::Dynamic, "dynamic"), (Self::Yarn, "yarn")];
+
+    fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
+    }
+}
+
+impl FromStr for RopeScaling {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let refuse = |problem: &str| {
+            let kinds = Kind::ALL.map(|(_, name)| name).join(", ");
+            Error::RopeScaling(format!("'{text}' {problem}: it is a kind and a factor, as yarn:4; kinds are {kinds}"))
+        };
+        let (name, factor) = text.split_once(':').ok_or_else(|| refuse("has no factor"))?;
+        let found = Kind::ALL.into_iter().find(|(_, known)| *known == name);
+        let (kind, _) = found.ok_or_else(|| refuse(&format!("has the unknown kind '{name}'")))?;
+        let factor = factor.parse().ok().filter(|factor: &f64| *factor > 1.0 && factor.is_finite());
+        Ok(Self { kind, factor: factor.ok_or_else(|| refuse("needs a number above 1 as its factor"))? })
+    }
+}
+
+impl fmt::Display for RopeScaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.kind.name(), self.factor)
+    }
+}
+
+impl RopeScaling {
+    /// `config.json` of the model with its rotary embedding stretched, to be computed with, and saved with the weights.
+    ///
+    /// Linear and YaRN multiply `max_position_embeddings`; dynamic leaves it, since its base is counted from there. A
+    /// model with local layers is stretched in its global ones, which are the ones that look far.
+    ///
+    /// # Errors
+    /// A model that is stretched already, or does not say for how many positions it is made.
+    pub fn apply(&self, config: &Value) -> Result<Value> {
+        let mut json = completed(config.clone());
+        let parsed: Config = serde_json::from_value(json.clone()).map_err(|error| Error::Config(error.to_string()))?;
+        let refuse = |problem: String| Err(Error::RopeScaling(format!("{self} cannot stretch this model: {problem}")));
+        let Some(positions) = parsed.max_position_embeddings else {
+            return refuse("config.json has no max_position_embeddings".into());
+        };
+        let Some(keys) = json.as_object_mut() else { return refuse("config.json is no object".into()) };
+        let parameters = parameters(keys);
+        let kind = ["rope_type", "type"].iter().find_map(|key| parameters.get(*key)?.as_str().map(str::to_owned));
+        if let Some(kind) = kind.filter(|kind| kind != "default") {
+            let factor = parameters.get("factor").unwrap_or(&Value::Null);
+            return refuse(format!("its rotary embedding is already stretched ({kind}, factor {factor})"));
+        }
+        parameters.remove("type");
+        parameters.insert("rope_type".into(), self.kind.name().into());
+        parameters.insert("factor".into(), json!(self.factor));
+        if self.kind == Kind::Yarn {
+            parameters.insert("original_max_position_embeddings".into(), positions.into());
+        }
+        if self.kind != Kind::Dynamic {
+            let more = (positions as f64 * self.factor).round() as usize;
+            keys.insert("max_position_embeddings".into(), more.into());
+        }
+        Ok(json)
+    }
+}
+
+/// Where the file keeps the parameters of (global) rotary embeddings; made if there are none.
+fn parameters(keys: &mut Map<String, Value>) -> &mut Map<String, Value> {
+    let mut at =
+        if keys.get("rope_parameters").is_some_and(Value::is_object) { "rope_parameters" } else { "rope_scaling" };
+    let mut keys = keys;
+    loop {
+        let value = keys.entry(at).or_insert(Value::Null);
+        if !value.is_object() {
+            *value = json!({});
+        }
+        let Value::Object(inner) = value else { unreachable!("made an object above") };
+        keys = inner;
+        match ["full_attention", "sliding_attention"].iter().any(|kind| keys.contains_key(*kind)) {
+            true => at = "full_attention",
+            false => return keys,
+        }
+    }
+}
+
+/// A text that passes the positions a model is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Beyond {
+    /// Tokens of the text.
+    pub length: usize,
+    /// Positions the model is made for.
+    pub positions: usize,
+    /// Whether its rotary embedding could still be stretched.
+    pub stretchable: bool,
+}
+
+impl fmt::Display for Beyond {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { length, positions, .. } = self;
+        write!(f, "{length} tokens pass the {positions} positions that the model is made for")?;
+        if self.stretchable {
+            write!(f, "; rope scaling yarn:{} would stretch them", length.div_ceil(*positions))?;
+        }
+        Ok(())
+    }
+}
+
+impl Config {
+    /// Whether a text of `length` tokens passes the positions that the model is made for. It can be computed, but
+    /// models say little that makes sense there.
+    pub fn beyond(&self, length: usize) -> Option<Beyond> {
+        let trained = self.max_position_embeddings.filter(|positions| *positions > 0)?;
+        let (kind, factor, original) = self.global_rope();
+        let positions = match kind {
+            "dynamic" => (trained as f64 * factor) as usize,
+            // Some files add YaRN and leave the other number as it was.
+            "yarn" => trained.max((original.unwrap_or(trained as f64) * factor) as usize),
+            _ => trained,
+        };
+        Some(Beyond { length, positions, stretchable: kind == "default" }).filter(|_| length > positions)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Beyond, RopeScaling};
+    use crate::{Config, Decoder};
+    use serde_json::{Value, json};
+
+    fn model(more: Value) -> Value {
+        let mut config = json!({
+            "model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 1000
+        });
+        config.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        config
+    }
+
+    fn scaling(text: &str) -> RopeScaling {
+        text.parse().expect("a scaling")
+    }
+
+    fn config(json: &Value) -> Config {
+        let config: Config = serde_json::from_value(json.clone()).expect("sizes");
+        assert!(Decoder::new(config.clone()).is_ok(), "{json}");
+        config
+    }
+
+    fn refused(result: crate::Result<impl std::fmt::Debug>, words: &[&str]) {
+        let message = result.expect_err("must be refused").to_string();
+        for word in words {
+            assert!(message.contains(word), "'{word}' is not in: {message}");
+        }
+    }
+
+    #[test]
+    fn a_scaling_is_a_kind_and_a_factor() {
+        for text in ["linear:2", "dynamic:1.5", "yarn:4"] {
+            assert_eq!(scaling(text).to_string(), text);
+        }
+        refused("yarn".parse::<RopeScaling>(), &["'yarn'", "yarn:4"]);
+        refused("su:4".parse::<RopeScaling>(), &["'su'", "linear, dynamic, yarn"]);
+        for factor in ["1", "0", "-2", "nan", "inf", "four", ""] {
+            refused(format!("linear:{factor}").parse::<RopeScaling>(), &["above 1", factor]);
+        }
+    }
+
+    /// In the spelling that the file has, so that other programs read it as before.
+    #[test]
+    fn a_stretched_configuration_says_what_it_was_made_for() {
+        let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 }))).expect("stretched");
+        let wanted = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000 });
+        assert_eq!((&yarn["rope_scaling"], &yarn["max_position_embeddings"]), (&wanted, &json!(4000)));
+        assert_eq!(yarn["rope_theta"], json!(5e5));
+
+        let new = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } });
+        let linear = scaling("linear:2.5").apply(&model(new)).expect("stretched");
+        let wanted = json!({ "rope_type": "linear", "factor": 2.5, "rope_theta": 5e5 });
+        assert_eq!((&linear["rope_parameters"], &linear["max_position_embeddings"]), (&wanted, &json!(2500)));
+
+        let dynamic = scaling("dynamic:2").apply(&model(json!({ "rope_scaling": null }))).expect("stretched");
+        assert_eq!(dynamic["rope_scaling"], json!({ "rope_type": "dynamic", "factor": 2.0 }));
+        assert_eq!(dynamic["max_position_embeddings"], json!(1000), "its base is counted from there");
+        for json in [yarn, linear, dynamic] {
+            config(&json);
+        }
+    }
+
+    #[test]
+    fn local_layers_are_not_stretched() {
+        let gemma = |more: Value| {
+            let mut all = model(more);
+            all["model_type"] = "gemma3_text".into();
+            all
+        };
+        let old = scaling("linear:2").apply(&gemma(json!({}))).expect("stretched");
+        assert_eq!(old["rope_scaling"], json!({ "rope_type": "linear", "factor": 2.0 }));
+        let own = json!({ "full_attention": { "rope_type": "default" }, "sliding_attention": { "rope_theta": 1e4 } });
+        let new = scaling("linear:2").apply(&gemma(json!({ "rope_parameters": own }))).expect("stretched");
+        assert_eq!(new["rope_parameters"]["full_attention"], json!({ "rope_type": "linear", "factor": 2.0 }));
+        assert_eq!(new["rope_parameters"]["sliding_attention"], json!({ "rope_theta": 1e4 }));
+        config(&old);
+        assert_eq!(config(&new).beyond(2001).map(|beyond| beyond.stretchable), Some(false));
+    }
+
+    #[test]
+    fn a_model_is_stretched_once() {
+        let twice = scaling("yarn:4").apply(&scaling("linear:2").apply(&model(json!({}))).expect("once"));
+        refused(twice, &["yarn:4", "already", "linear", "2"]);
+        let mut endless = model(json!({}));
+        endless.as_object_mut().expect("an object").remove("max_position_embeddings");
+        refused(scaling("yarn:4").apply(&endless), &["max_position_embeddings"]);
+    }
+
+    #[test]
+    fn texts_beyond_the_positions_are_told() {
+        let plain = config(&model(json!({})));
+        assert_eq!(plain.beyond(1000), None);
+        let beyond = plain.beyond(2001).expect("longer");
+        assert_eq!(beyond, Beyond { length: 2001, positions: 1000, stretchable: true });
+        for word in ["2001", "1000", "yarn:3"] {
+            assert!(beyond.to_string().contains(word), "{beyond}");
+        }
+        for kind in ["linear", "dynamic", "yarn"] {
+            let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({}))).expect("stretched"));
+            assert_eq!(config.beyond(2000), None, "{kind}");
+            let beyond = config.beyond(2001).expect("longer");
+            assert!(!beyond.stretchable && !beyond.to_string().contains("scaling"), "{beyond}");
+        }
+        // As Qwen's cards say to do it.
+        let rope = json!({ "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1000 });
+        assert_eq!(config(&model(json!({ "rope_scaling": rope }))).beyond(2000), None);
+        let mut endless = model(json!({}));
+        endless.as_object_mut().expect("an object").remove("max_position_embeddings");
+        assert_eq!(config(&endless).beyond(1 << 40), None, "the file does not say");
+    }
+}
