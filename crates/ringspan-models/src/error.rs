@@ -57,6 +57,16 @@ pub enum Error {
         /// What it is.
         actual: Vec<usize>,
     },
+    /// Rows of a tensor that it does not have.
+    #[error("rows {}..{} of tensor {name} {shape:?} are not there", rows.start, rows.end)]
+    Rows {
+        /// The tensor.
+        name: String,
+        /// What was asked for.
+        rows: std::ops::Range<usize>,
+        /// What there is.
+        shape: Vec<usize>,
+    },
     /// A token is outside the vocabulary.
     #[error("token {token} is outside the vocabulary of {vocabulary}")]
     Token {

@@ -1,6 +1,7 @@
 //! Model folders: what is written comes back, and what is wrong is named.
 
 use candle_core::{DType, Device, Tensor};
+use ringspan_models::folder::Writer;
 use ringspan_models::{Decoder, Weights, folder};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -53,6 +54,7 @@ fn contains(message: &str, words: &[&str]) {
 }
 
 const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
 const Q: &str = "model.layers.1.self_attn.q_proj.weight";
 
 #[test]
@@ -206,6 +208,141 @@ fn saving_over_shards_is_what_is_read_afterwards() {
     folder::save(folder.path(), &json, &weights).expect("saved");
     assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
     assert_eq!(folder::config_json(folder.path()).expect("JSON"), json, "already float32");
+}
+
+/// Each file of at most `limit` bytes, and none where it is not needed.
+#[test]
+fn a_large_model_is_written_in_shards_in_any_order() {
+    for (tied, limit) in [(false, 700), (true, 2000)] {
+        let (folder, old) = model(tied);
+        let decoder = decoder(&config(tied));
+        let weights = decoder.init(9).expect("weights");
+        assert_ne!(bits(&old), bits(&weights));
+        let mut writer = Writer::new(folder.path(), &config(tied), &decoder.shapes(), limit).expect("begun");
+        for (name, tensor) in weights.iter().rev() {
+            writer.write(name, tensor).expect("written");
+        }
+        assert_eq!(bits(&folder::load(folder.path()).expect("still the old one").1), bits(&old));
+        writer.finish().expect("named");
+        assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+
+        let index: Value = serde_json::from_slice(&fs::read(folder.path().join(INDEX)).expect("bytes")).expect("JSON");
+        let map: HashMap<String, String> = serde_json::from_value(index["weight_map"].clone()).expect("names");
+        assert!(map.keys().eq(map.keys().filter(|name| weights.contains_key(*name))) && map.len() == weights.len());
+        let count: usize = weights.values().map(Tensor::elem_count).sum();
+        assert_eq!(index["metadata"]["total_size"], json!(4 * count));
+        let files: std::collections::BTreeSet<_> = map.values().collect();
+        assert!(files.len() > 2);
+        for (n, file) in files.iter().enumerate() {
+            assert_eq!(**file, format!("model-{:05}-of-{:05}.safetensors", n + 1, files.len()));
+            let tensors = candle_core::safetensors::load(folder.path().join(file), &Device::Cpu).expect("whole");
+            let bytes: usize = tensors.values().map(|tensor| 4 * tensor.elem_count()).sum();
+            assert!(bytes as u64 <= limit || tensors.len() == 1, "{file} has {bytes} bytes");
+            assert!(tensors.keys().all(|name| map[name] == **file));
+        }
+        assert!(!folder.path().join(SINGLE).exists(), "readers would take it first");
+        assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), files.len() + 2, "nothing temporary stays");
+    }
+}
+
+#[test]
+fn a_writer_takes_what_it_was_told_once() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let decoder = decoder(&config(false));
+    let weights = decoder.init(9).expect("weights");
+    let begin = || Writer::new(folder.path(), &config(false), &decoder.shapes(), u64::MAX).expect("begun");
+    let mut writer = begin();
+    writer.write(Q, &weights[Q]).expect("written");
+    contains(&writer.write(Q, &weights[Q]).expect_err("twice").to_string(), &[Q]);
+    contains(&writer.write("other", &weights[Q]).expect_err("unknown").to_string(), &["other", "[8, 8]"]);
+    let norm = "model.norm.weight";
+    contains(&writer.write(norm, &weights[Q]).expect_err("shaped").to_string(), &[norm, "[8, 8]", "[8]"]);
+    contains(&writer.finish().expect_err("incomplete").to_string(), &["lm_head.weight", "[12, 8]"]);
+    drop(begin());
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0, "nothing is left");
+}
+
+#[test]
+fn rows_are_read_alone_from_files_of_every_type() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let (path, weights) = model(false);
+        let narrow: Weights = weights.iter().map(|(k, v)| (k.clone(), v.to_dtype(dtype).expect("narrow"))).collect();
+        write(&path.path().join(SINGLE), &narrow);
+        let folder = folder::open(path.path()).expect("opens");
+        assert!(folder.shapes().iter().all(|(name, shape)| weights[name].dims() == shape));
+        assert_eq!(folder.shapes().len(), weights.len());
+        for (name, rows) in [(Q, 2..5), (Q, 0..8), (Q, 3..3), ("model.norm.weight", 1..7), ("lm_head.weight", 11..12)] {
+            let whole = narrow[name].to_dtype(DType::F32).expect("wide");
+            let wanted = whole.narrow(0, rows.start, rows.len()).expect("rows");
+            let got = folder.read(name, rows.clone()).expect("read");
+            let one = |tensor: Tensor| bits(&Weights::from([(name.to_owned(), tensor)]));
+            assert_eq!(one(got), one(wanted), "{name} {rows:?} of {dtype:?}");
+        }
+        contains(&folder.read(Q, 5..9).expect_err("too many").to_string(), &[Q, "5..9", "[8, 8]"]);
+        #[allow(clippy::reversed_empty_ranges)]
+        let backwards = 5..2;
+        contains(&folder.read(Q, backwards).expect_err("backwards").to_string(), &[Q, "5..2"]);
+        contains(&folder.read("other", 0..1).expect_err("unknown").to_string(), &["other"]);
+
+        // What happens to the file later is an error of the read.
+        fs::write(path.path().join(SINGLE), "").expect("emptied");
+        contains(&folder.read(Q, 0..8).expect_err("empty").to_string(), &[SINGLE]);
+    }
+}
+
+#[test]
+fn a_folder_whose_experts_are_in_one_tensor_is_the_same() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/qwen3_moe");
+    let (_, weights) = folder::load(&fixture).expect("loads");
+    let (mut fused, experts): (Weights, Weights) =
+        weights.clone().into_iter().partition(|(name, _)| !name.contains(".experts."));
+    for layer in [0, 2] {
+        let stacked = |parts: &[&str]| -> Tensor {
+            let expert = |e: usize| {
+                let name = |part: &&str| format!("model.layers.{layer}.mlp.experts.{e}.{part}.weight");
+                let parts: Vec<&Tensor> = parts.iter().map(|part| &experts[&name(part)]).collect();
+                Tensor::cat(&parts, 0).expect("parts of one width")
+            };
+            Tensor::stack(&(0..6).map(expert).collect::<Vec<_>>(), 0).expect("experts of one shape")
+        };
+        let prefix = format!("model.layers.{layer}.mlp.experts");
+        fused.insert(format!("{prefix}.gate_up_proj"), stacked(&["gate_proj", "up_proj"]));
+        fused.insert(format!("{prefix}.down_proj"), stacked(&["down_proj"]));
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::copy(fixture.join("config.json"), folder.path().join("config.json")).expect("copied");
+    write(&folder.path().join(SINGLE), &fused);
+    assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+}
+
+/// The text of Gemma 3 is what is read and what is saved; the names of both generations of files are known.
+#[test]
+fn the_text_is_read_from_a_folder_of_a_model_that_sees_images() {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gemma3");
+    let (plain, weights) = folder::load(&fixture).expect("loads");
+    let text = folder::config_json(&fixture).expect("JSON");
+    let json = json!({ "model_type": "gemma3", "text_config": text, "vision_config": {}, "eos_token_id": [1, 106] });
+    let rename: [fn(&str) -> String; 2] =
+        [|name| format!("language_model.{name}"), |name| name.replace("model.", "model.language_model.")];
+    for rename in rename {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::write(folder.path().join("config.json"), json.to_string()).expect("written");
+        let mut tensors: Weights = weights.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect();
+        tensors.insert("vision_tower.embeddings.weight".into(), weights["model.norm.weight"].clone());
+        tensors.insert("model.multi_modal_projector.weight".into(), weights["model.norm.weight"].clone());
+        write(&folder.path().join(SINGLE), &tensors);
+        let (read, loaded) = folder::load(folder.path()).expect("loads");
+        assert_eq!((&read, bits(&loaded)), (&plain, bits(&weights)));
+
+        folder::save(folder.path(), &json, &loaded).expect("saved");
+        let saved = folder::config_json(folder.path()).expect("JSON");
+        assert_eq!(
+            (&saved["model_type"], &saved["architectures"]),
+            (&json!("gemma3_text"), &json!(["Gemma3ForCausalLM"]))
+        );
+        assert_eq!((&saved["hidden_size"], &saved["vision_config"]), (&json!(32), &Value::Null));
+        assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
+    }
 }
 
 #[test]

@@ -1,0 +1,193 @@
+//! Reading a model's folder: headers at once, tensors or some of their rows when they are asked for.
+
+use super::names::parts;
+use super::{CONFIG, INDEX, SINGLE, parse};
+use crate::config::Config;
+use crate::decoder::Decoder;
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor};
+use half::{bf16, f16};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Longest header that is read; the limit of the format's own library.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// A model's folder whose tensors are still on disk. Ranks may share it, and each read what it needs.
+///
+/// Reads go through the file system rather than a memory map: a file that shrinks meanwhile is an error, not a signal
+/// that ends the process.
+#[derive(Debug)]
+pub struct Folder {
+    config: Config,
+    shapes: BTreeMap<String, Vec<usize>>,
+    places: BTreeMap<String, Place>,
+}
+
+/// Where a parameter is.
+#[derive(Debug, Clone)]
+struct Place {
+    file: PathBuf,
+    dtype: Dtype,
+    /// Byte of the file where it begins.
+    start: u64,
+    shape: Vec<usize>,
+}
+
+/// Opens a model's folder: reads its configuration and the headers of its files.
+///
+/// # Errors
+/// Files that are missing or corrupt, and tensors that are missing, unknown or of another shape or type.
+pub fn open(folder: &Path) -> Result<Folder> {
+    let path = folder.join(CONFIG);
+    let config: Config = parse(&path)?;
+    let decoder = Decoder::new(config.clone()).map_err(|error| match error {
+        Error::Config(problem) => Error::Format { path, problem },
+        other => other,
+    })?;
+    let mut places = BTreeMap::new();
+    for file in files(folder)? {
+        for (name, place) in tensors(&file, config.tie_word_embeddings)? {
+            if places.insert(name.clone(), place).is_some() {
+                return Err(Error::Format { path: file, problem: format!("tensor {name} is in another file, too") });
+            }
+        }
+    }
+    let shapes = decoder.shapes();
+    for (name, expected) in &shapes {
+        match places.get(name).map(|place| &place.shape) {
+            None => return Err(Error::Missing { name: name.clone(), shape: expected.clone() }),
+            Some(actual) if actual != expected => {
+                let (name, expected, actual) = (name.clone(), expected.clone(), actual.clone());
+                return Err(Error::Shape { name, expected, actual });
+            }
+            Some(_) => {}
+        }
+    }
+    match places.iter().find(|(name, _)| !shapes.contains_key(*name)) {
+        Some((name, place)) => Err(Error::Unknown { name: name.clone(), shape: place.shape.clone() }),
+        None => Ok(Folder { config, shapes, places }),
+    }
+}
+
+impl Folder {
+    /// Sizes and switches.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// All parameters with their shapes.
+    pub fn shapes(&self) -> &BTreeMap<String, Vec<usize>> {
+        &self.shapes
+    }
+
+    /// Rows `rows` of a parameter, its first dimension, in f32. Nothing else is read.
+    ///
+    /// # Errors
+    /// A parameter or rows that there are not, and what the file system says.
+    pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
+        let Some(Place { file, dtype, start, shape }) = self.places.get(name) else {
+            return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
+        };
+        let mut part = shape.clone();
+        let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
+            return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
+        };
+        *first = rows.len();
+        let width: usize = shape[1..].iter().product();
+        let at = start + (rows.start * width * size(*dtype)) as u64;
+        let io = |source| Error::Io { path: file.clone(), source };
+        let mut reader = File::open(file).map_err(io)?;
+        reader.seek(SeekFrom::Start(at)).map_err(io)?;
+        let values = values(&mut reader, *dtype, rows.len() * width).map_err(io)?;
+        Ok(Tensor::from_vec(values, part, &Device::Cpu)?)
+    }
+}
+
+/// Bytes of an element; types that are not read were refused before.
+fn size(dtype: Dtype) -> usize {
+    dtype.bitsize() / 8
+}
+
+/// `count` elements as f32.
+fn values(reader: &mut impl Read, dtype: Dtype, count: usize) -> std::io::Result<Vec<f32>> {
+    let mut values = Vec::with_capacity(count);
+    // A narrow tensor is never whole in memory beside its wide copy.
+    let mut bytes = vec![0; (count * size(dtype)).min(1 << 20)];
+    let mut left = count * size(dtype);
+    while left > 0 {
+        let piece = &mut bytes[..left.min(1 << 20)];
+        reader.read_exact(piece)?;
+        let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+        match dtype {
+            Dtype::BF16 => values.extend(piece.chunks_exact(2).map(|b| bf16::from_bits(pair(b)).to_f32())),
+            Dtype::F16 => values.extend(piece.chunks_exact(2).map(|b| f16::from_bits(pair(b)).to_f32())),
+            _ => values.extend(piece.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+        }
+        left -= piece.len();
+    }
+    Ok(values)
+}
+
+/// The safetensors of a folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let index = folder.join(INDEX);
+    if folder.join(SINGLE).is_file() || !index.is_file() {
+        return Ok(vec![folder.join(SINGLE)]);
+    }
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let Index { weight_map } = parse(&index)?;
+    let names: BTreeSet<String> = weight_map.into_values().collect();
+    let file = |name: String| {
+        // A name with a path in it could lead anywhere.
+        if Path::new(&name).file_name().is_none_or(|plain| plain != name.as_str()) {
+            let problem = format!("'{name}' is not a plain file name");
+            return Err(Error::Format { path: index.clone(), problem });
+        }
+        Ok(folder.join(name))
+    };
+    names.into_iter().map(file).collect()
+}
+
+/// The parameters in a file, by its header.
+fn tensors(path: &Path, tied: bool) -> Result<Vec<(String, Place)>> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let format = |problem: String| Error::Format { path: path.to_owned(), problem };
+    let mut file = File::open(path).map_err(io)?;
+    let length = file.metadata().map_err(io)?.len();
+    let broken = |problem: &str| format(format!("not a whole safetensors file of {length} bytes: {problem}"));
+    let mut bytes = [0; 8];
+    file.read_exact(&mut bytes).map_err(|_| broken("it is shorter than the length of a header"))?;
+    let header = u64::from_le_bytes(bytes);
+    if header > MAX_HEADER.min(length) {
+        return Err(broken(&format!("a header of {header} bytes")));
+    }
+    let mut text = vec![0; header as usize];
+    file.read_exact(&mut text).map_err(|_| broken("it ends inside its header"))?;
+    let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| broken(&error.to_string()))?;
+    let data = 8 + header;
+    if data.checked_add(metadata.data_len() as u64) != Some(length) {
+        return Err(broken(&format!("its header speaks of {} bytes of data", metadata.data_len())));
+    }
+    let mut places = Vec::new();
+    for (name, TensorInfo { dtype, shape, data_offsets }) in metadata.tensors() {
+        for part in parts(&name, shape, tied) {
+            if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+                return Err(format(format!("tensor {name} is {dtype:?}: possible are F32, BF16, F16")));
+            }
+            let start = data + (data_offsets.0 + part.start * size(*dtype)) as u64;
+            places.push((part.name, Place { file: path.to_owned(), dtype: *dtype, start, shape: part.shape }));
+        }
+    }
+    // A map's order is no order; errors name the first tensor.
+    places.sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(places)
+}

@@ -1,0 +1,204 @@
+//! Writing a model's folder, one tensor at a time.
+
+use super::{CONFIG, INDEX, SINGLE};
+use crate::architecture::completed;
+use crate::decoder::Weights;
+use crate::error::{Error, Result};
+use candle_core::{DType, Tensor};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use tempfile::NamedTempFile;
+
+/// Bytes of data from which a model is cut into several files.
+const SHARD: u64 = 5_000_000_000;
+
+/// Writes a model in f32. Files are written beside and renamed: a failure leaves those that were there.
+///
+/// # Errors
+/// What the file system says, with the file.
+pub fn save(folder: &Path, config: &Value, weights: &Weights) -> Result<()> {
+    let shapes = weights.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
+    let mut writer = Writer::new(folder, config, &shapes, SHARD)?;
+    weights.iter().try_for_each(|(name, tensor)| writer.write(name, tensor))?;
+    writer.finish()
+}
+
+/// A model's folder that is being written: tensors come one at a time, in any order, and none is kept.
+///
+/// Nothing has its name before [`Writer::finish`]; a writer that is dropped leaves no file.
+#[derive(Debug)]
+pub struct Writer {
+    folder: PathBuf,
+    config: NamedTempFile,
+    index: Option<NamedTempFile>,
+    shards: Vec<(String, NamedTempFile)>,
+    /// Shard, byte in it and shape of what is not there yet.
+    missing: BTreeMap<String, (usize, u64, Vec<usize>)>,
+}
+
+impl Writer {
+    /// Tensors of these shapes, f32, in files of at most `limit` bytes of data, or one tensor. One file has no index.
+    ///
+    /// # Errors
+    /// What the file system says, with the file.
+    pub fn new(folder: &Path, config: &Value, shapes: &BTreeMap<String, Vec<usize>>, limit: u64) -> Result<Self> {
+        std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.to_owned(), source })?;
+        let mut config = completed(config.clone());
+        if let Some(keys) = config.as_object_mut() {
+            let key = if keys.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+            keys.insert(key.to_owned(), "float32".into());
+        }
+        let groups = groups(shapes, limit);
+        let name = |n: usize| match groups.len() {
+            1 => SINGLE.to_owned(),
+            count => format!("model-{:05}-of-{count:05}.safetensors", n + 1),
+        };
+        let (mut shards, mut missing, mut map) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
+        for (n, group) in groups.iter().enumerate() {
+            let path = folder.join(name(n));
+            let (header, places) = header(group).map_err(|problem| Error::Format { path: path.clone(), problem })?;
+            shards.push((name(n), begun(&path, &header)?));
+            for ((tensor, shape), start) in group.iter().zip(places) {
+                missing.insert((*tensor).clone(), (n, start, (*shape).clone()));
+                map.insert((*tensor).clone(), name(n));
+            }
+        }
+        let total: usize = shapes.values().map(|shape| bytes(shape)).sum();
+        let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
+        let index = match shards.len() {
+            1 => None,
+            _ => Some(begun(&folder.join(INDEX), format!("{index:#}").as_bytes())?),
+        };
+        let config = begun(&folder.join(CONFIG), format!("{config:#}").as_bytes())?;
+        Ok(Self { folder: folder.to_owned(), config, index, shards, missing })
+    }
+
+    /// Writes a tensor to its place.
+    ///
+    /// # Errors
+    /// A tensor that the folder is not to have, or has already, another shape, and what the file system says.
+    pub fn write(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        let Some((shard, start, expected)) = self.missing.get(name) else {
+            return Err(Error::Unknown { name: name.to_owned(), shape: tensor.dims().to_vec() });
+        };
+        if tensor.dims() != expected {
+            let (name, expected, actual) = (name.to_owned(), expected.clone(), tensor.dims().to_vec());
+            return Err(Error::Shape { name, expected, actual });
+        }
+        let values: Vec<f32> = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        let (shard, file) = &mut self.shards[*shard];
+        let path = self.folder.join(shard);
+        file.seek(SeekFrom::Start(*start))
+            .and_then(|_| file.write_all(bytemuck::cast_slice(&values)))
+            .map_err(|source| Error::Io { path, source })?;
+        self.missing.remove(name);
+        Ok(())
+    }
+
+    /// Gives all files their names.
+    ///
+    /// # Errors
+    /// A tensor that was not written, and what the file system says.
+    pub fn finish(self) -> Result<()> {
+        let Self { folder, config, index, shards, missing } = self;
+        if let Some((name, (.., shape))) = missing.into_iter().next() {
+            return Err(Error::Missing { name, shape });
+        }
+        let sharded = index.is_some();
+        let mut files = vec![(CONFIG.to_owned(), config)];
+        files.extend(shards);
+        files.extend(index.map(|index| (INDEX.to_owned(), index)));
+        // All is on disk before anything gets its name, so a full disk changes nothing.
+        for (name, file) in &files {
+            let io = |source| Error::Io { path: folder.join(name), source };
+            file.as_file().sync_all().map_err(io)?;
+        }
+        for (name, file) in files {
+            let path = folder.join(name);
+            file.persist(&path).map_err(|error| Error::Io { path: path.clone(), source: error.error })?;
+        }
+        let single = folder.join(SINGLE);
+        if sharded && single.exists() {
+            // Readers take one file rather than several.
+            std::fs::remove_file(&single).map_err(|source| Error::Io { path: single, source })?;
+        }
+        // The new names are on disk only when the folder is.
+        #[cfg(unix)]
+        std::fs::File::open(&folder)
+            .and_then(|folder| folder.sync_all())
+            .map_err(|source| Error::Io { path: folder, source })?;
+        Ok(())
+    }
+}
+
+type Group<'a> = Vec<(&'a String, &'a Vec<usize>)>;
+
+fn bytes(shape: &[usize]) -> usize {
+    shape.iter().product::<usize>() * size_of::<f32>()
+}
+
+/// Tensors in the order of their names, cut where the next one would pass `limit`.
+fn groups(shapes: &BTreeMap<String, Vec<usize>>, limit: u64) -> Vec<Group<'_>> {
+    let (mut groups, mut full) = (vec![Vec::new()], 0);
+    for (name, shape) in shapes {
+        let bytes = bytes(shape) as u64;
+        if full > 0 && full + bytes > limit {
+            groups.push(Vec::new());
+            full = 0;
+        }
+        full += bytes;
+        if let Some(group) = groups.last_mut() {
+            group.push((name, shape));
+        }
+    }
+    groups
+}
+
+/// The header of a file, its length before it, and where in the file each tensor begins.
+fn header(group: &Group<'_>) -> std::result::Result<(Vec<u8>, Vec<u64>), String> {
+    let (mut infos, mut starts, mut start) = (Vec::new(), Vec::new(), 0);
+    for (name, shape) in group {
+        let end = start + bytes(shape);
+        infos.push((
+            (*name).clone(),
+            TensorInfo { dtype: Dtype::F32, shape: (*shape).clone(), data_offsets: (start, end) },
+        ));
+        starts.push(start as u64);
+        start = end;
+    }
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(metadata), infos).map_err(|error| error.to_string())?;
+    let mut text = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
+    // Data begins at a multiple of 8 bytes.
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.append(&mut text);
+    let data = header.len() as u64;
+    Ok((header, starts.into_iter().map(|start| data + start).collect()))
+}
+
+/// What is to become `path`, in a temporary file in the same folder, with its first bytes.
+fn begun(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let mut file = beside().tempfile_in(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
+    file.write_all(bytes).map_err(io)?;
+    Ok(file)
+}
+
+/// Temporary files with the permissions of any new file, not for their owner's eyes only.
+#[cfg(unix)]
+fn beside() -> tempfile::Builder<'static, 'static> {
+    use std::os::unix::fs::PermissionsExt;
+    let mut builder = tempfile::Builder::new();
+    builder.permissions(std::fs::Permissions::from_mode(0o666));
+    builder
+}
+
+#[cfg(not(unix))]
+fn beside() -> tempfile::Builder<'static, 'static> {
+    tempfile::Builder::new()
+}
