@@ -2,7 +2,7 @@
 
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, bail, ensure};
-use ringspan_models::{Decoder, folder};
+use ringspan_models::{Decoder, adapter};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use tokenizers::Tokenizer;
@@ -13,10 +13,10 @@ pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
     Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
 }
 
-/// Loads the model in the folder `path`, if its heads fit the mesh.
+/// Loads the model in the folder `path`, or the adapter with its model, if its heads fit the mesh.
 pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
     ensure!(path.is_dir(), "--model {}: there is no such folder", path.display());
-    let (config, weights) = folder::load(path)?;
+    let (config, weights) = adapter::load_merged(path)?;
     let heads = config.num_attention_heads;
     ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
     let decoder = Decoder::new(config)?;
@@ -25,7 +25,10 @@ pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
 
 /// The tokenizer of the model in the folder `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
-    let file = path.join("tokenizer.json");
+    let mut file = path.join("tokenizer.json");
+    if !file.exists() {
+        file = adapter::model_folder(path)?.join("tokenizer.json");
+    }
     let bytes = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
     match Tokenizer::from_bytes(&bytes) {
         Ok(tokenizer) => Ok(tokenizer),
@@ -43,6 +46,7 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 /// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`; a number or a list.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
+    let path = adapter::model_folder(path)?;
     for name in ["generation_config.json", "config.json"] {
         let file = path.join(name);
         if !file.exists() {

@@ -80,11 +80,15 @@ impl Block<'_> {
         self.decoder.normed(self.weights, &self.name(&format!("{name}.weight")), x)
     }
 
-    /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
+    /// `x weight^T + bias`, and the adapter's part: x `[T, in]`, weight `[out, in]`, bias `[out]`.
     fn linear(&self, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
-        let out = x.matmul(&self.get(&format!("{name}.weight"))?.t()?)?;
+        let mut out = x.matmul(&self.get(&format!("{name}.weight"))?.t()?)?;
         if bias {
-            return Ok(out.broadcast_add(self.get(&format!("{name}.bias"))?)?);
+            out = out.broadcast_add(self.get(&format!("{name}.bias"))?)?;
+        }
+        if let Some(lora) = self.decoder.lora.as_ref().filter(|lora| lora.is_beside(name)) {
+            let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
+            out = (out + lora.apply(x, self.get(&a)?, self.get(&b)?)?)?;
         }
         Ok(out)
     }

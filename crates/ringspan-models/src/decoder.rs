@@ -6,6 +6,7 @@ use crate::architecture::Architecture;
 use crate::block::Block;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lora::Lora;
 use crate::parameters::{Parameters, Unit};
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::Attend;
@@ -24,6 +25,7 @@ pub(crate) const NORM: &str = "model.norm.weight";
 pub struct Decoder {
     config: Config,
     pub(crate) model: Architecture,
+    pub(crate) lora: Option<Lora>,
 }
 
 impl Decoder {
@@ -31,7 +33,7 @@ impl Decoder {
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
         let model = config.architecture()?;
-        Ok(Self { config, model })
+        Ok(Self { config, model, lora: None })
     }
 
     /// Sizes and switches.

@@ -31,6 +31,9 @@ pub enum Error {
     /// A way to stretch the rotary embedding that is none, or not for this model.
     #[error("rope scaling {0}")]
     RopeScaling(String),
+    /// An adapter that is impossible, or impossible for this model.
+    #[error("LoRA adapter: {0}")]
+    Lora(String),
     /// The model has a parameter that the weights lack.
     #[error("the model needs tensor {name} {shape:?}, which the weights do not have")]
     Missing {

@@ -5,6 +5,7 @@ mod read;
 mod write;
 
 pub use read::{Folder, open};
+pub(crate) use write::replace;
 pub use write::{Writer, save};
 
 use crate::architecture::completed;
@@ -13,7 +14,7 @@ use crate::decoder::Weights;
 use crate::error::{Error, Result};
 use std::path::Path;
 
-const CONFIG: &str = "config.json";
+pub(crate) const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 

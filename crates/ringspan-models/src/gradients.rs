@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 /// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
 ///
 /// Units of `parameters` are asked for when they are needed, each announced while the one before is computed, and let go
-/// after it. `on_gradients` gets each unit's gradients once, as soon as they are known, in an order that depends on the
+/// after it. `on_gradients` gets the gradients of each unit's trained parameters once, as soon as they are known, in an order that depends on the
 /// model only: head, layers from the last to the first, embedding. A rank without tokens takes part in every attention,
 /// forward and backward, and yields zeros.
 ///
@@ -46,8 +46,9 @@ pub fn loss_and_gradients(
     let hidden = decoder.norm(&head, &x)?;
     let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale)?;
     let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
-    let (mut dx, mut gradients) = differentiate(&x, &loss.d_hidden, norm, |local, x| decoder.norm(local, x))?;
-    let mut d_head = Some(loss.d_head);
+    let trains = |name: &str| decoder.trains(name);
+    let (mut dx, mut gradients) = differentiate(&x, &loss.d_hidden, norm, trains, |local, x| decoder.norm(local, x))?;
+    let mut d_head = Some(loss.d_head).filter(|_| trains(decoder.head_name()));
     if !decoder.config().tie_word_embeddings {
         gradients.extend(d_head.take().map(|d_head| (decoder.head_name().to_owned(), d_head)));
     }
@@ -61,21 +62,26 @@ pub fn loss_and_gradients(
         let gradients = if tokens.is_empty() {
             // The recomputation and backward of a layer's attention, for the others.
             decoder.take_part(index, attend)?.sum_all()?.backward()?;
-            layer.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
+            let trained = layer.into_iter().filter(|(name, _)| trains(name));
+            trained.map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
         } else {
             let (d_input, gradients) =
-                differentiate(&x, &dx, layer, |local, x| decoder.layer(local, index, x, attend))?;
+                differentiate(&x, &dx, layer, trains, |local, x| decoder.layer(local, index, x, attend))?;
             dx = d_input;
             gradients
         };
         on_gradients(Unit::Layer(index), gradients)?;
     }
 
-    let mut gradient = scatter(&decoder.embedding_scaled(dx)?, tokens, &embedding_shape)?;
-    if let Some(d_head) = d_head {
-        gradient = (gradient + d_head)?;
+    let mut gradients = Gradients::new();
+    if trains(decoder.embedding_name()) {
+        let mut gradient = scatter(&decoder.embedding_scaled(dx)?, tokens, &embedding_shape)?;
+        if let Some(d_head) = d_head {
+            gradient = (gradient + d_head)?;
+        }
+        gradients.insert(decoder.embedding_name().to_owned(), gradient);
     }
-    on_gradients(Unit::Embedding, Gradients::from([(decoder.embedding_name().to_owned(), gradient)]))?;
+    on_gradients(Unit::Embedding, gradients)?;
     Ok(loss.nll_sum)
 }
 
@@ -93,20 +99,25 @@ fn before(layers: usize) -> Unit {
     layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
 }
 
-/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter.
+/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter that is trained.
 fn differentiate(
     x: &Tensor,
     dy: &Tensor,
     parameters: Weights,
+    trains: impl Fn(&str) -> bool,
     f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
 ) -> Result<(Tensor, Gradients)> {
     if x.dim(0)? == 0 {
-        let none = parameters.into_iter().map(|(name, tensor)| Ok((name, tensor.zeros_like()?)));
+        let trained = parameters.into_iter().filter(|(name, _)| trains(name));
+        let none = trained.map(|(name, tensor)| Ok((name, tensor.zeros_like()?)));
         return Ok((x.clone(), none.collect::<Result<_>>()?));
     }
     let input = Var::from_tensor(x)?;
     // One by one, so that no more than a parameter is there twice.
-    let local = parameters.into_iter().map(|(name, tensor)| Ok((name, Var::from_tensor(&tensor)?.into_inner())));
+    let local = parameters.into_iter().map(|(name, tensor)| match trains(&name) {
+        true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
+        false => Ok((name, tensor)),
+    });
     let local: Weights = local.collect::<Result<_>>()?;
     // Candle's backward starts from ones, so the incoming gradient enters as a factor.
     let y = f(&local, input.as_tensor())?;
@@ -116,7 +127,8 @@ fn differentiate(
         None => tensor.zeros_like(),
     };
     let dx = gradient(input.as_tensor())?;
-    let gradients = local.into_iter().map(|(name, tensor)| Ok((name, gradient(&tensor)?)));
+    let trained = local.into_iter().filter(|(name, _)| trains(name));
+    let gradients = trained.map(|(name, tensor)| Ok((name, gradient(&tensor)?)));
     Ok((dx, gradients.collect::<Result<_>>()?))
 }
 

@@ -5,6 +5,7 @@
 //! [`Experts`](ringspan_candle::Experts) for mixtures of experts.
 #![deny(missing_docs)]
 
+pub mod adapter;
 mod architecture;
 mod balance;
 mod block;
@@ -15,6 +16,7 @@ mod extension;
 pub mod folder;
 pub mod gradients;
 mod init;
+mod lora;
 mod parameters;
 mod rope;
 mod shapes;
@@ -24,4 +26,5 @@ pub use config::Config;
 pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
+pub use lora::{Lora, TARGETS};
 pub use parameters::{Parameters, Unit};

@@ -66,6 +66,9 @@ impl Decoder {
             if bias {
                 add(&format!("{name}.bias"), vec![to]);
             }
+            if let Some(lora) = self.lora().filter(|lora| lora.is_beside(&name)) {
+                lora.shapes(&name, to, from).into_iter().for_each(|(name, shape)| add(&name, shape));
+            }
         }
         if model.qk_norm {
             add("self_attn.q_norm.weight", vec![dim]);

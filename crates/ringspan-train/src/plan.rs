@@ -22,6 +22,8 @@ const DRAWN_RING: usize = 4;
 pub struct Plan {
     /// The model, in words.
     pub model: String,
+    /// What is trained beside the model instead of it, in words; empty if nothing is.
+    pub adapters: String,
     /// The data, in words.
     pub data: String,
     /// The mesh, in words.
@@ -71,6 +73,10 @@ impl Plan {
         let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
         plan.mesh = format!("{axes} = {} ranks in this process, {threads} each", config.ranks());
         plan.optimizer = optimizer_words(config);
+        if let Some(lora) = &config.lora {
+            let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
+            plan.adapters = format!("LoRA of rank {rank}, alpha {alpha}, beside {targets}; the model stays as it is");
+        }
 
         let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
         let batches = setup.feed.clone().next_step(config.grad_accumulation);
@@ -153,6 +159,8 @@ fn optimizer_words(config: &TrainConfig) -> String {
 /// The sizes that memory and traffic follow from.
 struct Shape {
     parameters: u64,
+    /// Parameters that are trained.
+    trained: u64,
     /// Parameters of the largest unit.
     largest: u64,
     /// Parameters that a micro-batch gathers, counted as often as it does.
@@ -185,8 +193,13 @@ impl Shape {
             Unit::Embedding if model.tie_word_embeddings => 2,
             Unit::Embedding | Unit::Head => 1,
         };
+        let of_name = |(name, shape): (&String, &Vec<usize>)| -> usize {
+            if decoder.trains(name) { shape.iter().product() } else { 0 }
+        };
+        let trained: usize = setup.shapes.iter().map(of_name).sum();
         Self {
             parameters: parameters as u64,
+            trained: trained as u64,
             largest: decoder.units().map(size).max().unwrap_or(0) as u64,
             gathered: decoder.units().map(|unit| again(unit) * size(unit)).sum::<usize>() as u64,
             sharers: config.sharers() as u64,
@@ -197,7 +210,7 @@ impl Shape {
             dim: model.head_dim() as u64,
             feed_forward: model.intermediate_size as u64,
             vocabulary: model.vocab_size as u64,
-            state: Optimizer::state_bytes(&config.method, parameters) as u64,
+            state: Optimizer::state_bytes(&config.method, trained) as u64,
             ranks: config.ranks() as u64,
             ring: config.ring as u64,
             ulysses: config.ulysses,
@@ -222,7 +235,7 @@ impl Shape {
         let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
         vec![
             ("parameters", (4 * self.parameters).div_ceil(self.sharers)),
-            ("gradients", (4 * self.parameters).div_ceil(self.sharers)),
+            ("gradients", (4 * self.trained).div_ceil(self.sharers)),
             ("optimiser state", self.state.div_ceil(self.sharers)),
             ("a layer or the head, whole, with gradients", 4 * 4 * self.largest),
             ("inputs of the layers", tokens * self.hidden * 4 * (self.layers + 1)),
@@ -265,8 +278,8 @@ impl Shape {
     /// Cut over the ranks that share a copy in every micro-batch, and summed over the copies in the end.
     fn gradients(&self, micro_batches: u64) -> u64 {
         let (sharers, copies) = (self.sharers, self.ranks / self.sharers);
-        let cut = 4 * self.parameters * (sharers - 1) / sharers;
-        micro_batches * cut + 8 * self.parameters / sharers * (copies - 1) / copies
+        let cut = 4 * self.trained * (sharers - 1) / sharers;
+        micro_batches * cut + 8 * self.trained / sharers * (copies - 1) / copies
     }
 }
 
@@ -321,6 +334,9 @@ impl fmt::Display for Plan {
         };
         let total = |list: &[(&str, u64)]| bytes(list.iter().map(|(_, n)| n).sum());
         writeln!(f, "model      {}", self.model)?;
+        if !self.adapters.is_empty() {
+            writeln!(f, "adapters   {}", self.adapters)?;
+        }
         writeln!(f, "data       {}", self.data)?;
         writeln!(f, "mesh       {}", self.mesh)?;
         writeln!(f, "attention  {}", self.attention)?;

@@ -18,7 +18,7 @@ use ringspan::{
     },
 };
 use ringspan_candle::{context::Context, loss};
-use ringspan_models::Weights;
+use ringspan_models::{Decoder, adapter};
 use std::sync::Arc;
 
 /// Tokens of the held-out text that the sample goes on from.
@@ -38,8 +38,8 @@ pub struct Sample {
     pub continuation: String,
 }
 
-/// A sample at a fixed temperature; none where there is no text, or the model is too large for a moment's work.
-pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> Result<Option<Sample>> {
+/// A sample of the model in the run's folder, at a fixed temperature; none where there is no text, or the model is too large for a moment's work.
+pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sample>> {
     let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
     let affordable = (BUDGET / (2 * parameters.max(1) * WINDOW as u64)) as usize;
     let (Some(tokenizer), Some(sequence)) = (&setup.tokenizer, setup.held_out.first()) else { return Ok(None) };
@@ -51,6 +51,8 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
     if count == 0 || affordable < 20 || prompt == 0 {
         return Ok(None);
     }
+    let (model, weights) = adapter::load_merged(&config.out).map_err(model_error)?;
+    let decoder = Decoder::new(model).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let grown = threads::run(1, options, |world: Arc<dyn Communicator>| {
         let group = Arc::new(Group::new(world, (1, 1), Kernel::new(config.threads))?);
@@ -60,10 +62,10 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, weights: &Weights) -> 
             let window = &tokens[tokens.len().saturating_sub(WINDOW)..];
             let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, window.len()), 1)?;
             let context = Context::new(group.clone(), Arc::new(layout), Strategy::Ring)?;
-            let hidden = hidden(&setup.decoder, weights, window, &context).map_err(model_error)?;
+            let hidden = hidden(&decoder, &weights, window, &context).map_err(model_error)?;
             let last = hidden.narrow(0, window.len() - 1, 1)?;
-            let last = setup.decoder.norm(weights, &last).map_err(model_error)?;
-            let head = setup.decoder.head(weights).map_err(model_error)?;
+            let last = decoder.norm(&weights, &last).map_err(model_error)?;
+            let head = decoder.head(&weights).map_err(model_error)?;
             let logits: Vec<f32> = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
             let next = draw(&logits, &mut random);
             if Some(next) == tokenizer.end_of_text() {

@@ -43,6 +43,19 @@ pub struct Settings {
     #[arg(long, value_name = "B", help_heading = "Model and data")]
     pub batch_size: Option<usize>,
 
+    /// Train low-rank adapters of this inner width beside a model that stays as it is [default: train the model]
+    #[arg(long, value_name = "R", help_heading = "LoRA")]
+    pub lora_rank: Option<usize>,
+    /// Adapters count alpha / rank times [default: 2 x lora-rank]
+    #[arg(long, value_name = "ALPHA", help_heading = "LoRA")]
+    pub lora_alpha: Option<f64>,
+    /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]
+    #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
+    pub lora_targets: Option<String>,
+    /// Also save the model with the adapters merged in
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "LoRA")]
+    pub lora_merge: Option<bool>,
+
     /// Ranks in a ring, each with a part of the sequence [default: 2, or 1 when another axis is given]
     #[arg(long, value_name = "R", help_heading = "Mesh")]
     pub ring: Option<usize>,
@@ -79,7 +92,7 @@ pub struct Settings {
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
-    /// Highest learning rate [default: adamw 5e-3 for a new model, 1e-5 for a given one; sgd 0.1 and 1e-3]
+    /// Highest learning rate [default: adamw 5e-3 for a new model, 1e-5 for a given one, 2e-4 for adapters; sgd 0.1 and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
     /// Weight decay of matrices [default: adamw 0.1, sgd 0]

@@ -12,11 +12,16 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
-use ringspan_models::{Config, Decoder, Weights, folder};
+use ringspan_models::{
+    Config, Decoder, Weights, adapter,
+    folder::{self, Folder},
+};
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
 };
+
+const TOKENIZER: &str = "tokenizer.json";
 
 /// A run that is ready to start. The same on every rank.
 pub(crate) struct Setup {
@@ -42,15 +47,22 @@ pub(crate) struct Setup {
 impl Setup {
     /// Reads and checks; writes nothing.
     pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
-        let (model_config, config_json, weights) = start_model(config)?;
+        let (model_config, config_json, given) = given_model(config)?;
         check_mesh(config, &model_config)?;
         let vocabulary = model_config.vocab_size;
-        let decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
-        let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
-        let weights = match weights {
-            Some(weights) => weights,
-            None => default_model::weights(&decoder, config.seed)?,
+        let mut decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
+        let start = match given {
+            Given::Folder(folder) => Start::folder(folder, config.seed),
+            Given::Weights(weights) => Start::weights(weights, config.ranks(), config.seed),
+            Given::Nothing => {
+                Start::weights(default_model::weights(&decoder, config.seed)?, config.ranks(), config.seed)
+            }
         };
+        if let Some(lora) = &config.lora {
+            decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
+        }
+        let start = start.with_lora(config.lora.as_ref());
+        let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
         let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
         let model = Identity {
             summary: format!(
@@ -75,7 +87,7 @@ impl Setup {
             plan: Plan::default(),
             config_json,
             decoder,
-            start: Start::model(weights, config.ranks()),
+            start,
             tokenizer,
             held_out,
             first_step: 0,
@@ -101,7 +113,7 @@ impl Setup {
             setup.feed = feed;
             setup.first_step = saved.progress.step;
             setup.tokens = saved.progress.tokens;
-            setup.start = Start::checkpoint(saved, &setup.shapes)?;
+            setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
         setup.plan.check_memory()?;
@@ -118,17 +130,28 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
     Error::Model(error.to_string())
 }
 
-fn start_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Option<Weights>)> {
+/// What `--model` names.
+enum Given {
+    Folder(Folder),
+    /// With an adapter merged in.
+    Weights(Weights),
+    Nothing,
+}
+
+fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given)> {
     let Some(path) = &config.model else {
         let json = default_model::config(config.sequence_length);
         let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
-        return Ok((parsed, json, None));
+        return Ok((parsed, json, Given::Nothing));
     };
-    let json_path = path.join("config.json");
-    let bytes = std::fs::read(&json_path).map_err(Error::io("read", &json_path))?;
-    let json = serde_json::from_slice(&bytes).map_err(|e| Error::Model(format!("{}: {e}", json_path.display())))?;
-    let (parsed, weights) = folder::load(path).map_err(model_error)?;
-    Ok((parsed, json, Some(weights)))
+    let plain = adapter::model_folder(path).map_err(model_error)?;
+    let json = folder::config_json(&plain).map_err(model_error)?;
+    if plain != *path {
+        let (parsed, weights) = adapter::load_merged(path).map_err(model_error)?;
+        return Ok((parsed, json, Given::Weights(weights)));
+    }
+    let folder = folder::open(path).map_err(model_error)?;
+    Ok((folder.config().clone(), json, Given::Folder(folder)))
 }
 
 fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {
@@ -146,7 +169,8 @@ fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {
 fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer>> {
     let path: PathBuf = match &config.model {
         None => return Tokenizer::byte_level(Path::new("byte-level")).map(Some),
-        Some(model) => model.join("tokenizer.json"),
+        Some(model) if model.join(TOKENIZER).exists() => model.join(TOKENIZER),
+        Some(model) => adapter::model_folder(model).map_err(model_error)?.join(TOKENIZER),
     };
     if !path.exists() {
         return match &config.source {

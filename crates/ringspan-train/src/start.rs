@@ -1,40 +1,53 @@
-//! What a run starts from: a model that is here, or a checkpoint, of which each rank takes its pieces.
+//! What a run starts from: a model, new adapters, a checkpoint. Each rank takes its pieces of them.
 
 use crate::{
     checkpoint::Checkpoint,
     error::{Error, Result},
     optimizer::{Method, Optimizer, State, kinds},
+    setup::model_error,
     shards::{Piece, Shards},
 };
-use ringspan_models::Weights;
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use ringspan_models::{Decoder, Lora, Weights, folder::Folder};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Where the first parameters come from.
-pub(crate) enum Start {
-    /// A model that is here as a whole; the last rank that has taken its pieces lets it go.
-    Model(Mutex<Whole>),
-    /// A checkpoint, of which each rank reads no more than its pieces.
-    Checkpoint(Checkpoint),
+pub(crate) struct Start {
+    /// The model; the last rank that has taken its pieces lets it go.
+    model: Mutex<Model>,
+    /// What was trained before: each rank reads no more than its pieces.
+    checkpoint: Option<Checkpoint>,
+    /// New adapters are drawn from this.
+    seed: u64,
+    lora: Option<Lora>,
 }
 
-pub(crate) struct Whole {
-    weights: Weights,
-    /// Ranks that have not taken their pieces.
-    waiting: usize,
+enum Model {
+    /// It is here as a whole, and so many ranks have not taken their pieces.
+    Whole(Weights, usize),
+    /// It is still on disk.
+    Folder(Folder),
+    Taken,
 }
 
 impl Start {
     /// From weights that `ranks` ranks take their pieces of.
-    pub(crate) fn model(weights: Weights, ranks: usize) -> Self {
-        Self::Model(Mutex::new(Whole { weights, waiting: ranks }))
+    pub(crate) fn weights(weights: Weights, ranks: usize, seed: u64) -> Self {
+        Self { model: Mutex::new(Model::Whole(weights, ranks)), checkpoint: None, seed, lora: None }
     }
 
-    /// From a checkpoint, which must hold the parameters of `shapes` and no others.
-    pub(crate) fn checkpoint(checkpoint: Checkpoint, shapes: &BTreeMap<String, Vec<usize>>) -> Result<Self> {
-        for (name, shape) in shapes {
+    /// From a folder, of which each rank reads what it needs.
+    pub(crate) fn folder(folder: Folder, seed: u64) -> Self {
+        Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None }
+    }
+
+    /// With adapters, new ones unless a checkpoint has them.
+    pub(crate) fn with_lora(self, lora: Option<&Lora>) -> Self {
+        Self { lora: lora.cloned(), ..self }
+    }
+
+    /// With what was trained before, which must be all that `decoder` trains.
+    pub(crate) fn with_checkpoint(self, checkpoint: Checkpoint, decoder: &Decoder) -> Result<Self> {
+        for (name, shape) in decoder.shapes().iter().filter(|(name, _)| decoder.trains(name)) {
             let expected: usize = shape.iter().product();
             let actual = checkpoint.tensors.len(name).unwrap_or(0);
             if actual != expected {
@@ -42,46 +55,57 @@ impl Start {
                 return Err(Error::Checkpoint { path: checkpoint.path, problem });
             }
         }
-        Ok(Self::Checkpoint(checkpoint))
+        Ok(Self { checkpoint: Some(checkpoint), ..self })
     }
 
     /// The values of a piece.
-    pub(crate) fn read(&self, piece: &Piece<'_>) -> Result<Vec<f32>> {
-        match self {
-            Self::Checkpoint(checkpoint) => checkpoint.tensors.read(piece.name, piece.of_parameter.clone()),
-            Self::Model(whole) => {
-                let whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
-                let tensor = whole.weights.get(piece.name).filter(|tensor| tensor.dims() == piece.shape);
-                let tensor = tensor.ok_or_else(|| {
-                    Error::Model(format!("the model has no parameter `{}` {:?}", piece.name, piece.shape))
-                })?;
-                let part = &piece.of_parameter;
-                Ok(tensor.flatten_all()?.narrow(0, part.start, part.len())?.to_vec1()?)
+    pub(crate) fn read(&self, decoder: &Decoder, piece: &Piece<'_>) -> Result<Vec<f32>> {
+        let part = piece.of_parameter.clone();
+        if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(piece.name)) {
+            return checkpoint.tensors.read(piece.name, part);
+        }
+        if let Some(lora) = self.lora.as_ref().filter(|_| decoder.trains(piece.name)) {
+            return Ok(lora.init(piece.name, piece.shape, self.seed)[part].to_vec());
+        }
+        let missing = || Error::Model(format!("the model has no parameter `{}` {:?}", piece.name, piece.shape));
+        match &*self.model.lock().unwrap_or_else(PoisonError::into_inner) {
+            Model::Whole(weights, _) => {
+                let tensor = weights.get(piece.name).filter(|tensor| tensor.dims() == piece.shape);
+                Ok(tensor.ok_or_else(missing)?.flatten_all()?.narrow(0, part.start, part.len())?.to_vec1()?)
             }
+            Model::Folder(folder) => {
+                // Whole rows, of which the piece may want the middle only.
+                let width = piece.shape[1..].iter().product::<usize>().max(1);
+                let rows = part.start / width..part.end.div_ceil(width);
+                let first = rows.start * width;
+                let values = folder.read(piece.name, rows).map_err(model_error)?.flatten_all()?;
+                Ok(values.narrow(0, part.start - first, part.len())?.to_vec1()?)
+            }
+            Model::Taken => Err(missing()),
         }
     }
 
     /// The optimiser of a rank with these shards.
     pub(crate) fn optimizer(&self, method: Method, shards: &Shards) -> Result<Optimizer> {
-        let Self::Checkpoint(checkpoint) = self else { return Ok(Optimizer::new(method)) };
+        let Some(checkpoint) = &self.checkpoint else { return Ok(Optimizer::new(method)) };
         let mut state = State::new();
-        for (piece, _) in shards.pieces() {
+        for piece in shards.pieces() {
             for kind in kinds(&method) {
                 let name = format!("{kind}.{}", piece.name);
                 let values = checkpoint.tensors.read(&name, piece.of_parameter.clone())?;
                 state.insert(name, Arc::new(values));
             }
         }
-        Optimizer::resume(method, state, shards.pieces().map(|(piece, values)| (piece.name, values.len())))
+        Optimizer::resume(method, state, shards.pieces().map(|piece| (piece.name, piece.of_shard.len())))
     }
 
     /// A rank has taken its pieces.
     pub(crate) fn done(&self) {
-        if let Self::Model(whole) = self {
-            let mut whole = whole.lock().unwrap_or_else(PoisonError::into_inner);
-            whole.waiting = whole.waiting.saturating_sub(1);
-            if whole.waiting == 0 {
-                whole.weights.clear();
+        let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Model::Whole(_, waiting) = &mut *model {
+            *waiting = waiting.saturating_sub(1);
+            if *waiting == 0 {
+                *model = Model::Taken;
             }
         }
     }

@@ -8,11 +8,10 @@ use crate::{
     observer::Observer,
     rank::{Host, Rank},
     sample::{Sample, sample},
-    setup::{Setup, model_error, write_settings},
+    setup::{Setup, write_settings},
     tokenizer::Tokenizer,
 };
 use ringspan::comm::threads::{self, Options};
-use ringspan_models::folder;
 use std::{
     path::PathBuf,
     sync::{Mutex, atomic::AtomicBool},
@@ -58,12 +57,11 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
     let mut shown = None;
-    if let Some(weights) = &end.weights {
-        folder::save(&config.out, &setup.config_json, weights).map_err(model_error)?;
+    if !end.interrupted {
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
         }
-        shown = sample(config, &setup, weights)?;
+        shown = sample(config, &setup)?;
     }
     Ok(Outcome {
         step: end.step,

@@ -181,6 +181,15 @@ fn header(group: &Group<'_>) -> std::result::Result<(Vec<u8>, Vec<u64>), String>
     Ok((header, starts.into_iter().map(|start| data + start).collect()))
 }
 
+/// Writes a file beside its place and renames it there.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let file = begun(path, bytes)?;
+    file.as_file().sync_all().map_err(io)?;
+    file.persist(path).map_err(|error| io(error.error))?;
+    Ok(())
+}
+
 /// What is to become `path`, in a temporary file in the same folder, with its first bytes.
 fn begun(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
     let io = |source| Error::Io { path: path.to_owned(), source };

@@ -8,7 +8,7 @@ use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::{Attend, Context, Experts, loss};
 use ringspan_models::{Balanced, Decoder, Error, Unit, Weights, folder, gradients};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -48,17 +48,21 @@ pub(crate) fn load(name: &str) -> (Decoder, Weights, Batch, Answer) {
     let (config, weights) = folder::load(&fixture(name)).expect("the fixture");
     let path = fixture(name).join("reference.safetensors");
     let tensors = candle_core::safetensors::load(path, &Device::Cpu).expect("the fixture");
-    let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
     let (rows, len) = tensors["tokens"].dims2().expect("[B, S]");
     let tokens: Vec<i64> = tensors["tokens"].flatten_all().and_then(|t| t.to_vec1()).expect("i64");
+    let batch = Batch { tokens: tokens.into_iter().map(|token| token as u32).collect(), rows, len };
+    (Decoder::new(config).expect("supported"), weights, batch, answer(&tensors))
+}
+
+/// What a reference file holds.
+pub(crate) fn answer(tensors: &HashMap<String, Tensor>) -> Answer {
+    let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
     let gradient = |(key, tensor): (&String, &Tensor)| Some((key.strip_prefix("grad.")?.to_owned(), flat(tensor)));
-    let answer = Answer {
+    Answer {
         logits: flat(&tensors["logits"]),
         loss: f64::from(flat(&tensors["loss"])[0]),
         gradients: tensors.iter().filter_map(gradient).collect(),
-    };
-    let batch = Batch { tokens: tokens.into_iter().map(|token| token as u32).collect(), rows, len };
-    (Decoder::new(config).expect("supported"), weights, batch, answer)
+    }
 }
 
 /// Attention of whole rows by candle's own operations: what a model is given when nothing is distributed.
@@ -146,7 +150,11 @@ pub(crate) fn on_mesh(
     let answer = Mutex::new(Answer {
         logits: vec![0.0; batch.tokens.len() * vocabulary],
         loss: 0.0,
-        gradients: weights.iter().map(|(name, weight)| (name.clone(), vec![0.0; weight.elem_count()])).collect(),
+        gradients: weights
+            .iter()
+            .filter(|(name, _)| decoder.trains(name))
+            .map(|(name, weight)| (name.clone(), vec![0.0; weight.elem_count()]))
+            .collect(),
     });
     let orders = threads::run(ring * ulysses, Options::default(), |comm| {
         let rank = comm.rank();
@@ -205,7 +213,7 @@ fn local(
     let scale = 1.0 / valid as f32;
     let nll = gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, attend, &mut |unit, of_unit| {
         order.push(unit);
-        let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
+        let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name).filter(|name| decoder.trains(name));
         assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
         for (name, gradient) in of_unit {
             assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[&name].dims()), "{name}");

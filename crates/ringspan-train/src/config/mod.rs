@@ -7,6 +7,7 @@ use crate::{
     settings::{Settings, TrainArgs},
 };
 use ringspan::{LayoutKind, Strategy};
+use ringspan_models::{Lora, TARGETS, adapter};
 use std::{
     path::{Path, PathBuf},
     str::FromStr,
@@ -84,6 +85,10 @@ pub struct TrainConfig {
     pub out: PathBuf,
     /// Whether to go on from the newest checkpoint in `out`.
     pub resume: bool,
+    /// Adapters that are trained instead of the model.
+    pub lora: Option<Lora>,
+    /// Whether the model is saved, too, with the adapters merged in.
+    pub lora_merge: bool,
     /// Tokens S of a sequence (of text; a token file brings its own).
     pub sequence_length: usize,
     /// Sequences B of a micro-batch, over all ranks (of text).
@@ -199,6 +204,7 @@ impl TrainConfig {
             }
         }
 
+        let lora = lora(s)?;
         let another = s.ulysses.is_some() || s.dp_replicate.is_some() || s.dp_shard.is_some();
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
@@ -247,6 +253,7 @@ impl TrainConfig {
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
             (OptimizerKind::AdamW, true) => 5e-3,
+            (OptimizerKind::AdamW, false) if lora.is_some() => 2e-4,
             (OptimizerKind::AdamW, false) => 1e-5,
             (OptimizerKind::Sgd, true) => 0.1,
             (OptimizerKind::Sgd, false) => 1e-3,
@@ -268,6 +275,8 @@ impl TrainConfig {
             source,
             out: s.out.clone().unwrap_or_else(|| "ringspan-out".into()),
             resume: false,
+            lora,
+            lora_merge: s.lora_merge.unwrap_or(false),
             sequence_length,
             batch_size,
             ring,
@@ -313,6 +322,29 @@ impl TrainConfig {
     pub fn data_ranks(&self) -> usize {
         self.dp_replicate * self.dp_shard
     }
+}
+
+fn lora(s: &Settings) -> Result<Option<Lora>> {
+    let Some(rank) = s.lora_rank else {
+        let given = [
+            ("lora-alpha", s.lora_alpha.is_some()),
+            ("lora-targets", s.lora_targets.is_some()),
+            ("lora-merge", s.lora_merge.is_some()),
+        ];
+        return match given.into_iter().find(|(_, given)| *given) {
+            Some((flag, _)) => Err(Error::Settings(format!("--{flag} has no effect without --lora-rank"))),
+            None => Ok(None),
+        };
+    };
+    if s.model.is_none() {
+        return Err(Error::Settings("--lora-rank trains adapters beside a model: name one with --model".into()));
+    }
+    let targets = match &s.lora_targets {
+        Some(names) => names.split(',').map(|name| name.trim().to_owned()).collect(),
+        None => TARGETS.map(str::to_owned).to_vec(),
+    };
+    let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
+    lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
 }
 
 fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
@@ -363,7 +395,9 @@ fn below_one(flag: &str, value: f64) -> Result<()> {
 
 /// A new run never writes over another one's work.
 fn refuse_used_folder(out: &Path) -> Result<()> {
-    for name in [RUN_FILE, "checkpoints", "model.safetensors", "model.safetensors.index.json", "config.json"] {
+    for name in
+        [RUN_FILE, "checkpoints", "model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG]
+    {
         if out.join(name).exists() {
             let advice = if out.join("checkpoints").exists() {
                 format!("go on with --resume {}, choose another --out, or remove it", out.display())

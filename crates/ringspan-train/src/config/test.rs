@@ -41,6 +41,7 @@ fn an_unknown_word_is_told_the_possible_ones() {
     refused("optimizer = 'adam'", &["'adam'", "adamw, sgd"]);
     refused("schedule = 'linear'", &["'linear'", "cosine, constant"]);
     refused("strategy = 'star'", &["'star'", "ring"]);
+    refused("sharding = 'some'", &["'some'", "full, none"]);
     refused("layout = 'spiral'", &["'spiral'", "zigzag"]);
 }
 
@@ -50,6 +51,8 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\nbatch-size = 8", &["--batch-size has no effect"]);
     refused("tokens = 't'\neval-every = 8", &["--eval-every has no effect"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
+    refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
+    refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);
     refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
 }
 
@@ -60,6 +63,10 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
         "dp-replicate = 4\nbatch-size = 3",
         &["--batch-size 3 leaves 1 of the 4 parts of a batch (--dp-replicate 4 x --dp-shard 1)"],
     );
+    refused("dp-shard = 2\nsharding = 'none'", &["--sharding none", "--dp-shard 2", "--dp-replicate 2"]);
+    refused("lora-rank = 4", &["--lora-rank", "--model"]);
+    refused("model = 'm'\nlora-rank = 0", &["rank is 0"]);
+    refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, wk'", &["'wk'", "q_proj, k_proj"]);
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);
     refused("beta2 = 1.0", &["--beta2 is 1"]);

@@ -1,5 +1,6 @@
 //! One rank's training loop. Every rank runs the same steps over the same batches and takes its own part of each.
 
+mod export;
 mod save;
 mod step;
 
@@ -11,14 +12,13 @@ use crate::{
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
-    setup::{Setup, model_error},
+    setup::Setup,
     shards::Shards,
 };
 use ringspan::{
     Group, Kernel, Mesh,
     comm::{Buffer, Communicator},
 };
-use ringspan_models::{Parameters, Weights};
 use save::Saving;
 use std::{
     sync::{
@@ -38,8 +38,6 @@ pub(crate) struct Host<'a> {
 pub(crate) struct End {
     pub(crate) step: u64,
     pub(crate) interrupted: bool,
-    /// The trained parameters, on rank 0 of a run that was not interrupted.
-    pub(crate) weights: Option<Weights>,
     pub(crate) evaluation: Option<EvaluationMetrics>,
 }
 
@@ -72,7 +70,7 @@ impl<'a> Rank<'a> {
         let sharers = config.sharers();
         // Ranks of a copy are neighbours: dp_replicate is the outermost axis.
         let (owners, copies) = (world.split(rank / sharers, rank)?, world.split(rank % sharers, rank)?);
-        let shards = Shards::new(&setup.decoder, owners, |piece| setup.start.read(piece))?;
+        let shards = Shards::new(&setup.decoder, owners, |piece| setup.start.read(&setup.decoder, piece))?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);
@@ -128,20 +126,10 @@ impl<'a> Rank<'a> {
             self.start_saving(host, step, tokens, &feed)?;
         }
         self.finish_saving(host)?;
-        let weights = if interrupted { None } else { self.whole()? };
-        Ok(End { step, interrupted, weights, evaluation })
-    }
-
-    /// All parameters, on rank 0.
-    fn whole(&self) -> Result<Option<Weights>> {
-        let mut weights = (self.world.rank() == 0).then(Weights::new);
-        for unit in self.setup.decoder.units() {
-            let parameters = self.shards.unit(&self.setup.decoder, unit).map_err(model_error)?;
-            if let Some(weights) = &mut weights {
-                weights.extend(parameters);
-            }
+        if !interrupted {
+            self.export()?;
         }
-        Ok(weights)
+        Ok(End { step, interrupted, evaluation })
     }
 
     /// Rank 0's flag decides, so that no rank is left alone in a step; all ranks have to have written.

@@ -45,7 +45,7 @@ impl Rank<'_> {
     /// that comes before it has finished works on copies.
     fn writer(&self, step: u64) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
-        for (piece, _) in self.shards.pieces() {
+        for piece in self.shards.pieces() {
             slices.extend(self.optimizer.state_of(piece.name).map(|(name, values)| Slice {
                 name: name.into(),
                 start: piece.of_parameter.start,

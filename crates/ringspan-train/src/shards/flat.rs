@@ -37,6 +37,11 @@ impl Flat {
         Self { parameters, len, ranks }
     }
 
+    /// Whether there is nothing to share.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// Where the shard of a rank lies in the row.
     pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
         let at = |rank: usize| (self.len as u128 * rank as u128 / self.ranks as u128) as usize;

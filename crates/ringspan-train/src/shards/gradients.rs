@@ -22,7 +22,10 @@ impl<'a> GradientShards<'a> {
     pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
         // One unit at a time: what is under way takes as much memory as the unit itself.
         self.settle()?;
-        let flat = self.shards.flats.get(&unit).ok_or_else(|| Error::Model(format!("the model has no {unit:?}")))?;
+        let flat = &self.shards.held(unit)?.trained.flat;
+        if flat.is_empty() {
+            return Ok(());
+        }
         let mut parts: Vec<Option<Vec<f32>>> = flat.cut(gradients)?.into_iter().map(Some).collect();
         let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
         self.under_way = Some((unit, self.shards.exchange.start(part)?));

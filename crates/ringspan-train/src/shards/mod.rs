@@ -24,10 +24,26 @@ use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 /// This rank's shard of every unit.
 pub(crate) struct Shards {
     exchange: Exchange,
-    flats: BTreeMap<Unit, Flat>,
-    values: BTreeMap<Unit, Arc<Buffer>>,
+    units: BTreeMap<Unit, Held>,
     /// The unit that is on its way here.
-    ahead: RefCell<Option<(Unit, UnderWay)>>,
+    ahead: RefCell<Option<(Unit, Gathering)>>,
+}
+
+/// Shards of a unit: of the parameters that are trained, and of those that stay as they are.
+struct Held {
+    trained: Shard,
+    frozen: Shard,
+}
+
+struct Shard {
+    flat: Flat,
+    values: Arc<Buffer>,
+}
+
+/// The shards of all ranks of a unit, under way.
+struct Gathering {
+    trained: Option<UnderWay>,
+    frozen: Option<UnderWay>,
 }
 
 impl Shards {
@@ -38,17 +54,20 @@ impl Shards {
         mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
     ) -> Result<Self> {
         let (rank, ranks) = (group.rank(), group.size());
-        let flats: BTreeMap<Unit, Flat> =
-            decoder.units().map(|unit| (unit, Flat::new(decoder.unit_shapes(unit), ranks))).collect();
-        let mut values = BTreeMap::new();
-        for (unit, flat) in &flats {
-            let mut shard = Vec::with_capacity(flat.shard(rank).len());
+        let mut shard = |shapes| {
+            let flat = Flat::new(shapes, ranks);
+            let mut values = Vec::with_capacity(flat.shard(rank).len());
             for piece in flat.pieces(rank) {
-                shard.extend(read(&piece)?);
+                values.extend(read(&piece)?);
             }
-            values.insert(*unit, Arc::new(Buffer::F32(shard)));
+            Ok::<_, Error>(Shard { flat, values: Arc::new(Buffer::F32(values)) })
+        };
+        let mut units = BTreeMap::new();
+        for unit in decoder.units() {
+            let (trained, frozen) = decoder.unit_shapes(unit).into_iter().partition(|(name, _)| decoder.trains(name));
+            units.insert(unit, Held { trained: shard(trained)?, frozen: shard(frozen)? });
         }
-        Ok(Self { exchange: Exchange::new(group), flats, values, ahead: RefCell::default() })
+        Ok(Self { exchange: Exchange::new(group), units, ahead: RefCell::default() })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -56,42 +75,40 @@ impl Shards {
         self.exchange.group()
     }
 
-    /// This rank's pieces of all parameters, with their values.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = (Piece<'_>, &[f32])> {
+    /// This rank's pieces of what is trained, with the number of their elements.
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let rank = self.group().rank();
-        self.flats.iter().zip(self.values.values()).flat_map(move |((_, flat), shard)| {
-            let values = numbers(shard);
-            flat.pieces(rank).map(move |piece| (piece.clone(), &values[piece.of_shard]))
-        })
+        self.units.values().flat_map(move |held| held.trained.flat.pieces(rank))
     }
 
-    /// This rank's pieces of all parameters, to be written while training goes on.
+    /// This rank's pieces of what is trained, to be written while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
         let rank = self.group().rank();
-        let of_unit = |(flat, shard): (&Flat, &Arc<Buffer>)| {
+        let of_unit = |Held { trained, .. }: &Held| {
             let slice = |piece: Piece<'_>| Slice {
                 name: piece.name.to_owned(),
                 start: piece.of_parameter.start,
-                values: Arc::new(Stretch { shard: shard.clone(), range: piece.of_shard }),
+                values: Arc::new(Stretch { shard: trained.values.clone(), range: piece.of_shard }),
             };
-            flat.pieces(rank).map(slice).collect::<Vec<_>>()
+            trained.flat.pieces(rank).map(slice).collect::<Vec<_>>()
         };
-        self.flats.values().zip(self.values.values()).flat_map(of_unit).collect()
+        self.units.values().flat_map(of_unit).collect()
     }
 
-    /// Calls `update` with each of this rank's pieces, its values, and its gradient.
+    /// Calls `update` with each of this rank's pieces of what is trained, its values, and its gradient.
     pub(crate) fn update(
         &mut self,
         gradients: &BTreeMap<Unit, Vec<f32>>,
         mut update: impl FnMut(&Piece<'_>, &mut [f32], &[f32]) -> Result<()>,
     ) -> Result<()> {
         let rank = self.group().rank();
-        for (unit, flat) in &self.flats {
-            let (Some(gradient), Some(shard)) = (gradients.get(unit), self.values.get_mut(unit)) else {
-                return Err(Error::Model(format!("no gradient came for {unit:?}")));
-            };
+        for (unit, Held { trained: Shard { flat, values }, .. }) in &mut self.units {
+            if flat.is_empty() {
+                continue;
+            }
+            let gradient = gradients.get(unit).ok_or_else(|| Error::Model(format!("no gradient came for {unit:?}")))?;
             // Another rank may hold this buffer still, or a checkpoint be written from it: they keep the old values.
-            let Buffer::F32(values) = Arc::make_mut(shard) else { continue };
+            let Buffer::F32(values) = Arc::make_mut(values) else { continue };
             for piece in flat.pieces(rank) {
                 update(&piece, &mut values[piece.of_shard.clone()], &gradient[piece.of_shard.clone()])?;
             }
@@ -99,9 +116,29 @@ impl Shards {
         Ok(())
     }
 
-    fn gather(&self, unit: Unit) -> Result<UnderWay> {
-        let own = self.values.get(&unit).ok_or_else(|| Error::Model(format!("the model has no {unit:?}")))?;
-        self.exchange.start(|_| own.clone())
+    fn held(&self, unit: Unit) -> Result<&Held> {
+        self.units.get(&unit).ok_or_else(|| Error::Model(format!("the model has no {unit:?}")))
+    }
+
+    fn gather(&self, unit: Unit) -> Result<Gathering> {
+        let Held { trained, frozen } = self.held(unit)?;
+        let start = |Shard { flat, values }: &Shard| {
+            (!flat.is_empty()).then(|| self.exchange.start(|_| values.clone())).transpose()
+        };
+        Ok(Gathering { trained: start(trained)?, frozen: start(frozen)? })
+    }
+}
+
+impl Gathering {
+    /// The parameters of the unit, when all shards are here.
+    fn finish(self, held: &Held) -> Result<Weights> {
+        let mut weights = Weights::new();
+        for (under_way, shard) in [(self.trained, &held.trained), (self.frozen, &held.frozen)] {
+            let Some(under_way) = under_way else { continue };
+            let shards = under_way.finish()?;
+            weights.extend(shard.flat.whole(&shards.iter().map(|shard| numbers(shard)).collect::<Vec<_>>())?);
+        }
+        Ok(weights)
     }
 }
 
@@ -116,20 +153,16 @@ impl Parameters for Shards {
 
     fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<Weights> {
         let whole = || {
-            let under_way = match self.ahead.take() {
-                Some((ahead, under_way)) if ahead == unit => under_way,
-                other => {
-                    // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
-                    other.map_or(Ok(Vec::new()), |(_, under_way)| under_way.finish())?;
+            let gathering = match self.ahead.take() {
+                Some((ahead, gathering)) if ahead == unit => gathering,
+                // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
+                Some((other, gathering)) => {
+                    gathering.finish(self.held(other)?)?;
                     self.gather(unit)?
                 }
+                None => self.gather(unit)?,
             };
-            let shards = under_way.finish()?;
-            let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
-            match self.flats.get(&unit) {
-                Some(flat) => flat.whole(&shards),
-                None => Err(Error::Model(format!("the model has no {unit:?}"))),
-            }
+            gathering.finish(self.held(unit)?)
         };
         Ok(whole().map_err(candle_core::Error::wrap)?)
     }

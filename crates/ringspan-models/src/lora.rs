@@ -1,0 +1,160 @@
+//! Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): the model stays as it is, and beside some of its linear layers
+//! a product of two narrow matrices is trained, `y = x W^T + alpha / rank * (x A^T) B^T`.
+
+use crate::decoder::{Decoder, Weights};
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+/// The linear layers that adapters can stand beside.
+pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+
+const A: &str = "lora_A.weight";
+const B: &str = "lora_B.weight";
+
+/// Which layers have adapters, and of what size.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Lora {
+    /// Inner width r of an adapter.
+    pub rank: usize,
+    /// The adapter's part counts `alpha / rank` times.
+    pub alpha: f64,
+    /// Last parts of the names of the layers: some of [`TARGETS`].
+    pub targets: Vec<String>,
+}
+
+impl Lora {
+    /// Adapters of one rank beside the layers whose names end so.
+    ///
+    /// # Errors
+    /// A rank of 0, an alpha that is no number above 0, no target, or a target that is unknown or given twice.
+    pub fn new(rank: usize, alpha: f64, targets: Vec<String>) -> Result<Self> {
+        let refuse = |problem: String| Err(Error::Lora(problem));
+        if rank == 0 {
+            return refuse("its rank is 0; the least is 1".into());
+        }
+        if !(alpha > 0.0 && alpha.is_finite()) {
+            return refuse(format!("its alpha is {alpha}, but must be above 0 and finite"));
+        }
+        let possible = TARGETS.join(", ");
+        for (at, target) in targets.iter().enumerate() {
+            if !TARGETS.contains(&target.as_str()) {
+                return refuse(format!("'{target}' is no layer it can stand beside: possible are {possible}"));
+            }
+            if targets[..at].contains(target) {
+                return refuse(format!("'{target}' is given twice"));
+            }
+        }
+        match targets.is_empty() {
+            true => refuse(format!("it stands beside no layer: possible are {possible}")),
+            false => Ok(Self { rank, alpha, targets }),
+        }
+    }
+
+    /// What the product of the adapter's matrices is multiplied with.
+    pub fn scale(&self) -> f64 {
+        self.alpha / self.rank as f64
+    }
+
+    /// Whether the layer `name`, without `.weight`, has an adapter.
+    pub(crate) fn is_beside(&self, name: &str) -> bool {
+        let last = name.rsplit('.').next().unwrap_or(name);
+        self.targets.iter().any(|target| target == last)
+    }
+
+    /// The adapter of a layer `[to, from]`: names and shapes.
+    pub(crate) fn shapes(&self, name: &str, to: usize, from: usize) -> [(String, Vec<usize>); 2] {
+        [(format!("{name}.{A}"), vec![self.rank, from]), (format!("{name}.{B}"), vec![to, self.rank])]
+    }
+
+    /// Values of a new adapter's matrix: A uniform within `1 / sqrt(from)`, as PEFT has it, B zero, so that the model
+    /// begins as it was. They depend on the seed and the name only.
+    pub fn init(&self, name: &str, shape: &[usize], seed: u64) -> Vec<f32> {
+        let count = shape.iter().product();
+        if !name.ends_with(A) {
+            return vec![0.0; count];
+        }
+        // FNV-1a: each matrix has a stream of its own, whatever others there are.
+        let stream = name
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        let mut random = ChaCha8Rng::seed_from_u64(seed);
+        random.set_stream(stream);
+        let bound = 1.0 / (shape.last().copied().unwrap_or(1).max(1) as f64).sqrt();
+        let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
+        (0..count).map(|_| (uniform() * bound) as f32).collect()
+    }
+
+    /// The adapter's part of a layer: x `[T, in]` to `[T, out]`.
+    pub(crate) fn apply(&self, x: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        // The scale goes to the narrow matrix.
+        let narrow = (x.matmul(&a.t()?)? * self.scale())?;
+        Ok(narrow.matmul(&b.t()?)?)
+    }
+
+    /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.
+    ///
+    /// # Errors
+    /// An adapter that has one matrix only, or does not fit its layer.
+    pub fn merge(&self, mut weights: Weights) -> Result<Weights> {
+        let adapted: Vec<String> =
+            weights.keys().filter_map(|name| name.strip_suffix(A)?.strip_suffix('.')).map(str::to_owned).collect();
+        for layer in adapted {
+            let mut take = |part: &str| {
+                let name = format!("{layer}.{part}");
+                weights.remove(&name).ok_or(Error::Missing { name, shape: Vec::new() })
+            };
+            let (a, b, weight) = (take(A)?, take(B)?, take("weight")?);
+            let merged = (&weight + (b.matmul(&a)? * self.scale())?)?;
+            weights.insert(format!("{layer}.weight"), merged);
+        }
+        Ok(weights)
+    }
+}
+
+/// Whether a parameter belongs to an adapter.
+pub(crate) fn is_adapter(name: &str) -> bool {
+    name.ends_with(A) || name.ends_with(B)
+}
+
+impl Decoder {
+    /// The same model with adapters, which alone are trained.
+    ///
+    /// # Errors
+    /// Sparse layers, whose experts have no adapters.
+    pub fn with_lora(mut self, lora: Lora) -> Result<Self> {
+        let experts = lora.targets.iter().find(|target| TARGETS[4..].contains(&target.as_str()));
+        if let (Some(target), true) = (experts, self.experts() > 0) {
+            let possible = TARGETS[..4].join(", ");
+            return Err(Error::Lora(format!(
+                "'{target}' belongs to experts here, which have no adapters: possible are {possible}"
+            )));
+        }
+        self.lora = Some(lora);
+        Ok(self)
+    }
+
+    /// The adapters.
+    pub fn lora(&self) -> Option<&Lora> {
+        self.lora.as_ref()
+    }
+
+    /// Whether a parameter is trained: all are, or where there are adapters those alone.
+    pub fn trains(&self, name: &str) -> bool {
+        self.lora.is_none() || is_adapter(name)
+    }
+
+    /// `weights` with new adapters.
+    ///
+    /// # Errors
+    /// Sizes that do not fit in memory.
+    pub fn adapted(&self, mut weights: Weights, seed: u64) -> Result<Weights> {
+        let Some(lora) = &self.lora else { return Ok(weights) };
+        for (name, shape) in self.shapes().into_iter().filter(|(name, _)| is_adapter(name)) {
+            let values = lora.init(&name, &shape, seed);
+            weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
+        }
+        Ok(weights)
+    }
+}

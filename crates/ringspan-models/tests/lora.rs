@@ -1,0 +1,121 @@
+//! Low-rank adapters against PEFT, against the merged model, and on many ranks.
+
+mod support;
+
+use candle_core::{Device, Tensor};
+use ringspan::LayoutKind;
+use ringspan_models::{Decoder, Error, Lora, Weights, adapter, folder};
+use serde_json::{Value, json};
+use support::{Answer, Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
+
+/// The model of PEFT's adapter, the weights with it, and what PEFT computes.
+fn peft() -> (Decoder, Weights, Batch, Answer) {
+    let (decoder, mut weights, batch, _) = load("llama");
+    let adapter = adapter::load(&fixture("llama_lora")).expect("the fixture");
+    weights.extend(adapter.weights);
+    let path = fixture("llama_lora").join("reference.safetensors");
+    let wanted = support::answer(&candle_core::safetensors::load(path, &Device::Cpu).expect("the fixture"));
+    (decoder.with_lora(adapter.lora).expect("fits"), weights, batch, wanted)
+}
+
+#[test]
+fn logits_loss_and_gradients_are_those_of_peft() {
+    let (decoder, weights, batch, wanted) = peft();
+    assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
+    for mesh in [(2, 1), (1, 2), (3, 2)] {
+        let got = on_mesh(&decoder, &weights, &batch, LayoutKind::Zigzag, mesh);
+        assert_equal(&format!("{mesh:?}"), &got, &wanted);
+    }
+}
+
+#[test]
+fn an_adapters_gradients_are_those_of_the_merged_matrix() {
+    let (decoder, weights, batch, _) = peft();
+    let (got, _) = on_one_device(&decoder, &weights, &batch);
+    let lora = decoder.lora().expect("adapters");
+    let merged = lora.merge(weights.clone()).expect("fits");
+    let plain = Decoder::new(decoder.config().clone()).expect("supported");
+    let (of_merged, _) = on_one_device(&plain, &merged, &batch);
+    assert!(relative_l2(&got.logits, &of_merged.logits) < 1e-5);
+    let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
+    for (name, d_weight) in &of_merged.gradients {
+        let Some(a) = weights.get(&name.replace(".weight", ".lora_A.weight")) else { continue };
+        let b = &weights[&name.replace(".weight", ".lora_B.weight")];
+        let d_weight = Tensor::from_slice(d_weight, merged[name].dims(), &Device::Cpu).expect("its size");
+        let d_a = (b.t().and_then(|b| b.matmul(&d_weight)).expect("fits") * lora.scale()).expect("f32");
+        let d_b = (a.t().and_then(|a| d_weight.matmul(&a)).expect("fits") * lora.scale()).expect("f32");
+        for (part, wanted) in [(".lora_A.weight", d_a), (".lora_B.weight", d_b)] {
+            let name = name.replace(".weight", part);
+            assert!(relative_l2(&got.gradients[&name], &flat(&wanted)) < 1e-5, "{name}");
+        }
+    }
+}
+
+#[test]
+fn new_adapters_change_nothing_and_are_saved_as_they_are() {
+    let (plain, weights, batch, _) = load("llama");
+    let lora = Lora::new(4, 8.0, ["k_proj", "gate_proj"].map(str::to_owned).to_vec()).expect("possible");
+    let decoder = plain.clone().with_lora(lora.clone()).expect("fits");
+    let adapted = decoder.adapted(weights.clone(), 5).expect("small");
+    assert_eq!(adapted.len(), weights.len() + 2 * 2 * 2);
+    assert_eq!(on_one_device(&decoder, &adapted, &batch).0.logits, on_one_device(&plain, &weights, &batch).0.logits);
+
+    let out = tempfile::tempdir().expect("a folder");
+    adapter::save(out.path(), &fixture("llama"), &lora, &adapted).expect("room");
+    let read = adapter::load(out.path()).expect("what was saved");
+    assert_eq!((read.base, &read.lora), (fixture("llama"), &lora));
+    assert_eq!(read.weights.len(), 8);
+    for (name, tensor) in &read.weights {
+        let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
+        assert_eq!(flat(tensor), flat(&adapted[name]), "{name}");
+    }
+    let (_, merged) = adapter::load_merged(out.path()).expect("fits");
+    assert!(merged.keys().eq(weights.keys()));
+    assert!(folder::load(out.path()).is_err(), "it is no model by itself");
+}
+
+#[test]
+fn adapters_that_cannot_be_are_refused() {
+    let lora = |rank, alpha, targets: &[&str]| Lora::new(rank, alpha, targets.iter().map(|t| (*t).into()).collect());
+    let says = |result: Result<Lora, Error>, words: &[&str]| {
+        let message = result.expect_err("impossible").to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    };
+    says(lora(0, 1.0, &["q_proj"]), &["rank is 0"]);
+    says(lora(2, f64::NAN, &["q_proj"]), &["alpha is NaN"]);
+    says(lora(2, 1.0, &[]), &["q_proj, k_proj"]);
+    says(lora(2, 1.0, &["wq"]), &["'wq'", "q_proj"]);
+    says(lora(2, 1.0, &["q_proj", "q_proj"]), &["twice"]);
+    let (sparse, ..) = load("qwen3_moe");
+    let message = sparse.with_lora(lora(2, 1.0, &["q_proj", "up_proj"]).expect("possible")).expect_err("experts");
+    assert!(message.to_string().contains("'up_proj'"), "{message}");
+
+    let out = tempfile::tempdir().expect("a folder");
+    std::fs::copy(
+        fixture("llama_lora").join("adapter_model.safetensors"),
+        out.path().join("adapter_model.safetensors"),
+    )
+    .expect("room");
+    let config: Value = folder::config_json(&fixture("llama")).expect("JSON");
+    assert!(config.is_object());
+    let text = std::fs::read_to_string(fixture("llama_lora").join(adapter::CONFIG)).expect("the fixture");
+    let given: Value = serde_json::from_str(&text).expect("JSON");
+    let base = fixture("llama");
+    for (key, value, words) in [
+        ("use_dora", json!(true), "use_dora"),
+        ("bias", json!("all"), "bias"),
+        ("rank_pattern", json!({ "q_proj": 5 }), "rank_pattern"),
+        ("peft_type", json!("IA3"), "peft_type"),
+        ("base_model_name_or_path", json!("nowhere/else"), "nowhere/else"),
+        ("r", json!(5), "lora_A"),
+        ("target_modules", json!(["q_proj"]), "lora_A"),
+        ("target_modules", json!(["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), "k_proj.lora_A"),
+    ] {
+        let mut config = given.clone();
+        config["base_model_name_or_path"] = base.to_string_lossy().into();
+        config[key] = value;
+        std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
+        let message = adapter::load_merged(out.path()).expect_err("not plain").to_string();
+        assert!(message.contains(words), "{key}: {message}");
+    }
+}

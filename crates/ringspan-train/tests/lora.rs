@@ -1,0 +1,111 @@
+//! Adapters are trained, resumed and saved on any mesh, and the model they stand beside stays as it is.
+
+mod common;
+
+use common::{Memory, run, text, tiny_model};
+use ringspan_models::{Weights, adapter, folder};
+use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+fn settings(root: &Path, name: &str) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join(name)),
+        sample_tokens: Some(0),
+        sequence_length: Some(96),
+        batch_size: Some(4),
+        steps: Some(6),
+        save_every: Some(3),
+        lr: Some(1e-2),
+        warmup: Some(0),
+        lora_rank: Some(4),
+        ..Settings::default()
+    }
+}
+
+fn values(weights: &Weights) -> Vec<f32> {
+    weights.values().flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+}
+
+#[track_caller]
+fn near(what: &str, a: &Weights, b: &Weights, bound: f64) {
+    assert!(a.keys().eq(b.keys()), "{what}");
+    let (a, b) = (values(a), values(b));
+    let norm: f64 = b.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let off: f64 = a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+    assert!(off <= bound * norm, "{what}: {:e} apart", off / norm);
+}
+
+#[test]
+fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let before = std::fs::read(root.join("tiny/model.safetensors")).unwrap();
+    let mesh = |dp_replicate, dp_shard, ring, ulysses| Settings {
+        dp_replicate: Some(dp_replicate),
+        dp_shard: Some(dp_shard),
+        ring: Some(ring),
+        ulysses: Some(ulysses),
+        ..Settings::default()
+    };
+    let (one, expected) = run(mesh(1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
+    let wanted = adapter::load(&one.out).unwrap();
+    assert_eq!(wanted.weights.len(), 2 * 7 * 2);
+    assert!(!one.out.join("config.json").exists(), "adapters alone are saved");
+    for (n, settings_of) in [mesh(1, 2, 2, 1), mesh(2, 1, 1, 2), mesh(1, 1, 3, 1), mesh(1, 4, 1, 1)].iter().enumerate()
+    {
+        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        for (a, b) in memory.steps.iter().zip(&expected.steps) {
+            assert!(
+                (a.loss - b.loss).abs() <= 1e-5 * b.loss,
+                "mesh {n}, step {}: {} is not {}",
+                a.step,
+                a.loss,
+                b.loss
+            );
+        }
+        near(&format!("mesh {n}"), &adapter::load(&many.out).unwrap().weights, &wanted.weights, 1e-4);
+    }
+    assert_eq!(std::fs::read(root.join("tiny/model.safetensors")).unwrap(), before);
+}
+
+#[test]
+fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let merging = |name| Settings { ring: Some(2), lora_merge: Some(true), ..settings(root, name) };
+    let (whole, _) = run(merging("whole"));
+    let (cut, _) = run(merging("cut"));
+    std::fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
+    let args = TrainArgs { config: None, settings: Settings { resume: Some(cut.out.clone()), ..Settings::default() } };
+    let again =
+        train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut Memory::default()).unwrap();
+    let (whole_adapter, adapter) = (adapter::load(&whole.out).unwrap(), adapter::load(&again.out).unwrap());
+    assert_eq!(values(&adapter.weights), values(&whole_adapter.weights));
+
+    let (_, merged) = folder::load(&whole.out).unwrap();
+    let (_, base) = folder::load(&root.join("tiny")).unwrap();
+    let expected = adapter.lora.merge(base.into_iter().chain(adapter.weights).collect()).unwrap();
+    near("merged", &merged, &expected, 1e-7);
+}
+
+#[test]
+fn training_goes_on_from_an_adapter_with_its_model() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let (first, memory) = run(settings(root, "first"));
+    let again =
+        Settings { model: Some(first.out), lora_rank: None, sequence_length: Some(96), ..settings(root, "second") };
+    let (_, second) = run(again);
+    let (start, end) = (second.steps[0].loss, memory.steps[5].loss);
+    assert!(start < end + 0.1, "it starts at {start}, where the adapter ended at {end}");
+}
