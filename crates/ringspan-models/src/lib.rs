@@ -13,6 +13,7 @@ mod decoder;
 mod error;
 mod extension;
 pub mod folder;
+pub mod gguf;
 pub mod gradients;
 mod init;
 mod rope;
