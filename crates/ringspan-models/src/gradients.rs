@@ -2,6 +2,7 @@
 
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
+use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
 
@@ -44,16 +45,14 @@ pub fn loss_and_gradients(
     deliver(d_norm, on_gradient)?;
 
     for (index, x) in inputs.iter().enumerate().rev() {
-        if tokens.is_empty() {
-            // The recomputation and backward of a layer's attention, for the others.
-            decoder.take_part(index, attend)?.sum_all()?.backward()?;
-            for name in decoder.layer_names(index) {
-                on_gradient(&name, decoder.get(weights, &name)?.zeros_like()?)?;
-            }
-            continue;
-        }
         let parameter = |name: String| variable(&name).map(|var| (name, var));
         let parameters = decoder.layer_names(index).into_iter().map(parameter).collect::<Result<Vec<_>>>()?;
+        if tokens.is_empty() {
+            // The recomputation and backward of what this rank does for others.
+            let y = decoder.take_part(&local(&parameters), index, attend)?;
+            deliver(collect(&mut y.sum_all()?.backward()?, &parameters)?, on_gradient)?;
+            continue;
+        }
         let (d_input, gradients) =
             differentiate(x, &dx, &parameters, |local, x| decoder.layer(local, index, x, attend))?;
         dx = d_input;
@@ -76,23 +75,29 @@ fn differentiate(
     parameters: &[(String, Var)],
     f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
 ) -> Result<(Tensor, Vec<(String, Tensor)>)> {
-    let zeros = |var: &Var| var.as_tensor().zeros_like();
     if x.dim(0)? == 0 {
-        let none = parameters.iter().map(|(name, var)| Ok((name.clone(), zeros(var)?)));
+        let none = parameters.iter().map(|(name, var)| Ok((name.clone(), var.zeros_like()?)));
         return Ok((x.clone(), none.collect::<Result<_>>()?));
     }
     let input = Var::from_tensor(x)?;
-    let local: Weights = parameters.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
     // Candle's backward starts from ones, so the incoming gradient enters as a factor.
-    let y = f(&local, input.as_tensor())?;
+    let y = f(&local(parameters), input.as_tensor())?;
     let mut store = (y * dy.detach())?.sum_all()?.backward()?;
-    let mut gradient = |var: &Var| match store.remove(var.as_tensor()) {
-        Some(gradient) => Ok(gradient.detach()),
-        None => zeros(var),
+    let dx = store.remove(input.as_tensor()).map_or_else(|| x.zeros_like(), Ok)?.detach();
+    Ok((dx, collect(&mut store, parameters)?))
+}
+
+fn local(parameters: &[(String, Var)]) -> Weights {
+    parameters.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect()
+}
+
+/// The gradient of each parameter: zeros of those that took no part.
+fn collect(store: &mut GradStore, parameters: &[(String, Var)]) -> Result<Vec<(String, Tensor)>> {
+    let gradient = |(name, var): &(String, Var)| {
+        let gradient = store.remove(var.as_tensor()).map_or_else(|| var.zeros_like(), Ok)?;
+        Ok((name.clone(), gradient.detach()))
     };
-    let dx = gradient(&input)?;
-    let gradients = parameters.iter().map(|(name, var)| Ok((name.clone(), gradient(var)?)));
-    Ok((dx, gradients.collect::<Result<_>>()?))
+    parameters.iter().map(gradient).collect()
 }
 
 fn deliver(gradients: Vec<(String, Tensor)>, to: &mut dyn FnMut(&str, Tensor) -> Result<()>) -> Result<()> {
