@@ -14,7 +14,7 @@ impl Block<'_> {
     pub(super) fn sparse(&self, sparse: Sparse, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let experts = attend.experts();
         let mut probabilities = softmax(&self.linear("mlp.gate", h, false)?)?;
-        if let Some(pressure) = experts.pressure(self.index) {
+        for pressure in experts.pressures(self.index) {
             probabilities = pressed(&probabilities, pressure)?;
         }
         let rows = probabilities.to_vec2::<f32>()?;
