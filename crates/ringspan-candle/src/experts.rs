@@ -6,7 +6,7 @@ use crate::slices::values;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The parameters of one expert, a gated feed-forward layer without biases.
 #[derive(Debug, Clone)]
@@ -75,9 +75,9 @@ pub trait Experts {
         Ok(())
     }
 
-    /// Gradient of a further loss in each probability of the router of `layer`, the same for every token: `[E]`.
-    fn pressure(&self, _layer: usize) -> Option<Vec<f32>> {
-        None
+    /// Further losses of the probabilities of the router of `layer`.
+    fn pressures(&self, _layer: usize) -> Vec<Pressure> {
+        Vec::new()
     }
 }
 
@@ -304,19 +304,20 @@ impl CustomOp1 for Link {
     }
 }
 
-/// Probabilities as they are, whose backward adds `pressure` `[E]` to each token's gradient: p `[T, E]`.
+/// Gradient of a loss in each expert's probability, the same for every token: `[E]`. The loss may be of sums over all
+/// layers and ranks, so it is set when the forward pass has ended, and looked at when the backward comes by.
+pub type Pressure = Arc<OnceLock<Vec<f32>>>;
+
+/// Probabilities as they are, whose backward adds the pressure to each token's gradient: p `[T, E]`.
 ///
 /// # Errors
-/// A pressure for another number of experts.
-pub fn pressed(p: &Tensor, pressure: Vec<f32>) -> Result<Tensor> {
-    if p.dims2()?.1 != pressure.len() {
-        bail!("a pressure on {} experts does not fit {:?}", pressure.len(), p.shape());
-    }
+/// Other types. The backward fails if the pressure was not set, or is of another number of experts.
+pub fn pressed(p: &Tensor, pressure: Pressure) -> Result<Tensor> {
     p.contiguous()?.apply_op1(Pressed { pressure })
 }
 
 struct Pressed {
-    pressure: Vec<f32>,
+    pressure: Pressure,
 }
 
 impl CustomOp1 for Pressed {
@@ -328,8 +329,16 @@ impl CustomOp1 for Pressed {
         Ok((CpuStorage::F32(crate::slices::cpu(storage, layout)?.to_vec()), layout.shape().clone()))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
-        let pressure = Tensor::new(self.pressure.as_slice(), &Device::Cpu)?;
-        d.broadcast_add(&pressure).map(Some)
+    fn bwd(&self, p: &Tensor, _: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
+        let experts = p.dims2()?.1;
+        match self.pressure.get() {
+            None => {
+                bail!("the gradient of a router's loss is asked for before the forward pass of all layers has ended")
+            }
+            Some(pressure) if pressure.len() != experts => {
+                bail!("a pressure on {} experts does not fit a router of {experts}", pressure.len())
+            }
+            Some(pressure) => d.broadcast_add(&Tensor::new(pressure.as_slice(), &Device::Cpu)?).map(Some),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Gated layers and mixtures of experts equal their definition in f64, forward and backward.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use ringspan_candle::experts::{Local, mixed, pressed};
+use ringspan_candle::experts::{Local, Pressure, mixed, pressed};
 use ringspan_candle::geglu::geglu;
 use ringspan_candle::{Expert, Experts, Routing};
 
@@ -135,11 +135,18 @@ fn pressure_is_the_gradient_of_a_term_of_the_loss() {
     let pressure = [0.5f32, -1.0, 2.0];
     let p = Var::from_tensor(&random(&[4, 3], 1).to_dtype(DType::F32).expect("f32")).expect("a variable");
     let gradient = |y: Tensor| y.backward().expect("differentiable").remove(&p).expect("a gradient");
-    let got = gradient(pressed(&p, pressure.to_vec()).and_then(|p| p.sqr()?.sum_all()).expect("computes"));
+    let later = Pressure::default();
+    let y = pressed(&p, later.clone()).and_then(|p| p.sqr()?.sum_all()).expect("computes");
+    assert!(y.backward().expect_err("too early").to_string().contains("forward pass"));
+    later.set(pressure.to_vec()).expect("once");
+    let got = gradient(y);
     let row = Tensor::new(&pressure, &Device::Cpu).expect("a row");
     let term = p.broadcast_mul(&row).and_then(|x| x.sum_all()).expect("computes");
     let wanted = gradient((p.sqr().and_then(|x| x.sum_all()).expect("computes") + term).expect("a sum"));
     let difference = (got - wanted).and_then(|x| x.abs()?.sum(D::Minus1)?.sum_all()?.to_scalar::<f32>());
     assert!(difference.expect("a number") < 1e-5);
-    assert!(pressed(&p, vec![1.0]).expect_err("three experts").to_string().contains("1 experts"));
+    let one = Pressure::default();
+    one.set(vec![1.0]).expect("once");
+    let y = pressed(&p, one).and_then(|p| p.sum_all()).expect("computes");
+    assert!(y.backward().expect_err("three experts").to_string().contains("1 experts"));
 }

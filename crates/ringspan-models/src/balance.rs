@@ -1,6 +1,7 @@
 //! The loss that keeps the load of experts even (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
 
 use candle_core::{Result, Tensor, bail};
+use ringspan_candle::experts::Pressure;
 use ringspan_candle::{Expert, Experts, Load, Routing};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +17,7 @@ pub struct Balanced {
     /// Over all ranks that share the batch.
     sum: Box<Sum>,
     state: Mutex<State>,
+    pressure: Pressure,
 }
 
 /// Adds numbers over ranks, in place.
@@ -39,7 +41,13 @@ impl Balanced {
         sum: impl Fn(&mut [f64]) -> Result<()> + Send + Sync + 'static,
     ) -> Self {
         let sum = Box::new(sum);
-        Self { inner, coefficient, sum, state: Mutex::new(State::Watching(BTreeMap::new())) }
+        Self {
+            inner,
+            coefficient,
+            sum,
+            state: Mutex::new(State::Watching(BTreeMap::new())),
+            pressure: Pressure::default(),
+        }
     }
 
     /// The loss, the same on every rank; none before the forward pass ended, or if there is no token or sparse layer.
@@ -89,19 +97,19 @@ impl Experts for Balanced {
         let tokens = sums[2 * experts];
         sums.truncate(2 * experts);
         let probability = sums.split_off(experts);
+        // How often an expert was chosen has no gradient, its probability has.
+        let factor = self.coefficient * experts as f64 / (tokens * tokens).max(1.0);
+        let pressure = sums.iter().map(|chosen| (factor * chosen) as f32).collect();
+        if self.pressure.set(pressure).is_err() {
+            bail!("the forward pass ended on two threads at once");
+        }
         *state = State::Summed(Load { chosen: sums, probability, tokens });
         Ok(())
     }
 
-    fn pressure(&self, layer: usize) -> Option<Vec<f32>> {
-        let mut all = self.inner.pressure(layer);
-        if let State::Summed(load) = &*self.state() {
-            // How often an expert was chosen has no gradient, its probability has.
-            let factor = self.coefficient * load.chosen.len() as f64 / (load.tokens * load.tokens).max(1.0);
-            let own = load.chosen.iter().map(|chosen| (factor * chosen) as f32);
-            let inner = all.unwrap_or_else(|| vec![0.0; load.chosen.len()]);
-            all = Some(own.zip(inner).map(|(a, b)| a + b).collect());
-        }
+    fn pressures(&self, layer: usize) -> Vec<Pressure> {
+        let mut all = self.inner.pressures(layer);
+        all.push(self.pressure.clone());
         all
     }
 }

@@ -4,7 +4,7 @@
 
 mod sparse;
 
-use crate::architecture::Activation;
+use crate::architecture::{Activation, Sparse};
 use crate::config::Config;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
@@ -34,7 +34,7 @@ impl Block<'_> {
         }
         let x = (x + attended)?;
         let h = self.normed(before, &x)?;
-        let mut fed = match model.sparse.filter(|_| model.layers[self.index].sparse) {
+        let mut fed = match self.is_sparse() {
             Some(sparse) => self.sparse(sparse, &h, attend)?,
             None => self.dense(&h)?,
         };
@@ -42,6 +42,19 @@ impl Block<'_> {
             fed = self.normed("post_feedforward_layernorm", &fed)?;
         }
         Ok((x + fed)?)
+    }
+
+    /// What is left to do for a rank without tokens behind attention: x `[0, C]` to `[0, C]`.
+    pub(crate) fn take_part(&self, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        match self.is_sparse() {
+            Some(sparse) => self.no_tokens(sparse, x, attend),
+            None => Ok(x.clone()),
+        }
+    }
+
+    fn is_sparse(&self) -> Option<Sparse> {
+        let model = &self.decoder.model;
+        model.sparse.filter(|_| model.layers[self.index].sparse)
     }
 
     fn attention(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {

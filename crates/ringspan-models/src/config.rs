@@ -104,6 +104,9 @@ impl<'de> Deserialize<'de> for Config {
     }
 }
 
+/// Layers, and experts of one, that are still believed.
+const MOST: usize = 1 << 16;
+
 /// The default of Mistral, Qwen and Gemma when the key is absent.
 fn default_window() -> Option<usize> {
     Some(4096)
@@ -144,6 +147,14 @@ impl Config {
         ];
         if let Some((name, _)) = sizes.iter().find(|(_, size)| *size == 0) {
             return refuse(format!("{name} is 0; the least is 1"));
+        }
+        // A broken file must not ask for more memory than there is.
+        for (name, size) in
+            [("num_hidden_layers", self.num_hidden_layers), ("num_experts", self.num_experts().unwrap_or(0))]
+        {
+            if size > MOST {
+                return refuse(format!("{name} is {size}; the most is {MOST}"));
+            }
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads()) {
             return refuse(format!(

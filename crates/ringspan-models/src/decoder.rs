@@ -76,25 +76,27 @@ impl Decoder {
     /// Missing weights, failures of attention.
     pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         if x.dim(0)? == 0 {
-            // No token here, but others may wait for this part of attention.
-            self.take_part(index, attend)?;
+            // No token here, but others may wait for this part of attention, and of the experts.
+            self.take_part(weights, index, attend)?;
             return Ok(x.clone());
         }
         Block { decoder: self, weights, index }.forward(x, attend)
     }
 
-    /// The attention of layer `index` on a rank without tokens: an output without elements that leads back to inputs
-    /// without elements.
+    /// What a rank without tokens does in layer `index`, `[0, C]`: attention, and then experts, whose input comes from
+    /// attention, so that the way back meets them in the order of the other ranks.
     ///
     /// # Errors
-    /// Failures of other ranks.
-    pub(crate) fn take_part(&self, index: usize, attend: &dyn Attend) -> Result<Tensor> {
+    /// Failures of other ranks, and missing weights.
+    pub(crate) fn take_part(&self, weights: &Weights, index: usize, attend: &dyn Attend) -> Result<Tensor> {
         let empty = |heads: usize| -> Result<Tensor> {
             Ok(Var::zeros((0, heads, self.config.head_dim()), DType::F32, &Device::Cpu)?.into_inner())
         };
         let (heads, kv_heads) = (self.config.num_attention_heads, self.config.num_key_value_heads());
         let (q, k, v) = (empty(heads)?, empty(kv_heads)?, empty(kv_heads)?);
-        Ok(attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?)
+        let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
+        let out = out.reshape((0, self.config.hidden_size))?;
+        Block { decoder: self, weights, index }.take_part(&out, attend)
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.

@@ -3,6 +3,7 @@
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
 use crate::parameters::{Parameters, Unit};
+use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
 use std::collections::BTreeMap;
@@ -60,10 +61,10 @@ pub fn loss_and_gradients(
             parameters.prefetch(before(index))?;
         }
         let gradients = if tokens.is_empty() {
-            // The recomputation and backward of a layer's attention, for the others.
-            decoder.take_part(index, attend)?.sum_all()?.backward()?;
-            let trained = layer.into_iter().filter(|(name, _)| trains(name));
-            trained.map(|(name, tensor)| Ok((name, tensor.zeros_like()?))).collect::<Result<_>>()?
+            // The recomputation and backward of what this rank does for others.
+            let local = variables(layer, trains)?;
+            let y = decoder.take_part(&local, index, attend)?;
+            collect(&mut y.sum_all()?.backward()?, local, trains)?
         } else {
             let (d_input, gradients) =
                 differentiate(&x, &dx, layer, trains, |local, x| decoder.layer(local, index, x, attend))?;
@@ -113,23 +114,31 @@ fn differentiate(
         return Ok((x.clone(), none.collect::<Result<_>>()?));
     }
     let input = Var::from_tensor(x)?;
-    // One by one, so that no more than a parameter is there twice.
-    let local = parameters.into_iter().map(|(name, tensor)| match trains(&name) {
-        true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
-        false => Ok((name, tensor)),
-    });
-    let local: Weights = local.collect::<Result<_>>()?;
+    let local = variables(parameters, &trains)?;
     // Candle's backward starts from ones, so the incoming gradient enters as a factor.
     let y = f(&local, input.as_tensor())?;
     let mut store = (y * dy.detach())?.sum_all()?.backward()?;
-    let mut gradient = |tensor: &Tensor| match store.remove(tensor) {
-        Some(gradient) => Ok(gradient.detach()),
-        None => tensor.zeros_like(),
+    let dx = store.remove(input.as_tensor()).map_or_else(|| x.zeros_like(), Ok)?.detach();
+    Ok((dx, collect(&mut store, local, trains)?))
+}
+
+/// Parameters that a graph can be differentiated in, where they are trained.
+fn variables(parameters: Weights, trains: impl Fn(&str) -> bool) -> Result<Weights> {
+    // One by one, so that no more than a parameter is there twice.
+    let variable = |(name, tensor): (String, Tensor)| match trains(&name) {
+        true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
+        false => Ok((name, tensor)),
     };
-    let dx = gradient(input.as_tensor())?;
-    let trained = local.into_iter().filter(|(name, _)| trains(name));
-    let gradients = trained.map(|(name, tensor)| Ok((name, gradient(&tensor)?)));
-    Ok((dx, gradients.collect::<Result<_>>()?))
+    parameters.into_iter().map(variable).collect()
+}
+
+/// The gradient of each parameter that is trained: zeros of those that took no part.
+fn collect(store: &mut GradStore, parameters: Weights, trains: impl Fn(&str) -> bool) -> Result<Gradients> {
+    let trained = parameters.into_iter().filter(|(name, _)| trains(name));
+    let gradient = |(name, tensor): (String, Tensor)| {
+        Ok((name, store.remove(&tensor).map_or_else(|| tensor.zeros_like(), Ok)?.detach()))
+    };
+    trained.map(gradient).collect()
 }
 
 /// Rows of `dx` `[T, C]` added up by token: `[V, C]`.

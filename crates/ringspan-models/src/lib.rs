@@ -14,6 +14,7 @@ mod decoder;
 mod error;
 mod extension;
 pub mod folder;
+pub mod gguf;
 pub mod gradients;
 mod init;
 mod lora;

@@ -125,6 +125,11 @@ impl Rope {
         Ok(rope)
     }
 
+    /// Radians per position of each pair, `[D / 2]`, of texts that are not too long for a dynamic base.
+    pub(crate) fn frequencies(&self) -> &[f64] {
+        &self.frequencies
+    }
+
     /// Cosines and sines of tokens at `positions` in a batch whose longest document has `length` tokens.
     ///
     /// Only a dynamic base asks for the length. It is one number for the whole batch and for all ranks, because a query

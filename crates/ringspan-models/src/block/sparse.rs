@@ -7,30 +7,43 @@ use crate::architecture::Sparse;
 use crate::error::Result;
 use candle_core::{D, Device, Tensor};
 use ringspan_candle::experts::pressed;
-use ringspan_candle::{Attend, Expert, Load, Routing};
+use ringspan_candle::{Attend, Expert, Experts, Load, Routing};
 
 impl Block<'_> {
     /// h `[T, C]` to `[T, C]`.
     pub(super) fn sparse(&self, sparse: Sparse, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let experts = attend.experts();
         let mut probabilities = softmax(&self.linear("mlp.gate", h, false)?)?;
-        if let Some(pressure) = experts.pressure(self.index) {
+        for pressure in experts.pressures(self.index) {
             probabilities = pressed(&probabilities, pressure)?;
         }
         let rows = probabilities.to_vec2::<f32>()?;
         let chosen: Vec<u32> = rows.iter().flat_map(|row| largest(row, sparse.top)).collect();
-        experts.routed(self.index, load(&rows, &chosen))?;
+        experts.routed(self.index, load(&rows, &chosen, sparse.experts))?;
         let places = Tensor::from_slice(&chosen, (rows.len(), sparse.top), &Device::Cpu)?;
         let mut weights = probabilities.gather(&places, 1)?;
         if sparse.normed {
             weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
         }
-        let expert = |index: usize| {
+        self.mix(h, &Routing { chosen, weights }, experts)
+    }
+
+    /// The experts of a rank without tokens: it may compute those of others. x `[0, C]` to `[0, C]`.
+    pub(super) fn no_tokens(&self, sparse: Sparse, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        let experts = attend.experts();
+        experts.routed(self.index, load(&[], &[], sparse.experts))?;
+        // Made from x, as a router's are: the way back visits both on every rank, in one order.
+        let weights = x.reshape((0, sparse.top))?;
+        self.mix(x, &Routing { chosen: Vec::new(), weights }, experts)
+    }
+
+    fn mix(&self, x: &Tensor, routing: &Routing, experts: &dyn Experts) -> Result<Tensor> {
+        let expert = |index: usize| -> Result<Expert> {
             let part = |name: &str| self.get(&format!("mlp.experts.{index}.{name}.weight")).cloned();
             Ok(Expert { gate: part("gate_proj")?, up: part("up_proj")?, down: part("down_proj")? })
         };
-        let expert = |index: usize| expert(index).map_err(|error: crate::Error| candle_core::Error::wrap(error));
-        Ok(experts.mix(self.index, h, &Routing { chosen, weights }, &expert)?)
+        let expert = |index: usize| expert(index).map_err(candle_core::Error::wrap);
+        Ok(experts.mix(self.index, x, routing, &expert)?)
     }
 }
 
@@ -49,8 +62,7 @@ fn largest(row: &[f32], count: usize) -> Vec<u32> {
     places
 }
 
-fn load(rows: &[Vec<f32>], chosen: &[u32]) -> Load {
-    let experts = rows.first().map_or(0, Vec::len);
+fn load(rows: &[Vec<f32>], chosen: &[u32], experts: usize) -> Load {
     let mut load = Load { chosen: vec![0.0; experts], probability: vec![0.0; experts], tokens: rows.len() as f64 };
     chosen.iter().for_each(|&expert| load.chosen[expert as usize] += 1.0);
     for row in rows {

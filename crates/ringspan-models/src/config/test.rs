@@ -41,6 +41,9 @@ fn sizes_that_contradict_each_other_are_refused_with_their_numbers() {
     for name in ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"] {
         refused(config("llama", json!({ name: 0 })), &[name, "0"]);
     }
+    let endless = config("llama", json!({ "num_hidden_layers": 1u64 << 60 }));
+    refused(endless, &["num_hidden_layers", "1152921504606846976", "65536"]);
+    refused(config("qwen3_moe", json!({ "num_experts": 1u64 << 60 })), &["num_experts", "65536"]);
     refused(config("llama", json!({ "num_key_value_heads": 0 })), &["num_key_value_heads"]);
     refused(config("llama", json!({ "head_dim": 0 })), &["head_dim"]);
     refused(config("llama", json!({ "num_key_value_heads": 3 })), &["4", "3"]);

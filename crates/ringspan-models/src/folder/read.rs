@@ -59,19 +59,32 @@ pub fn open(folder: &Path) -> Result<Folder> {
         }
     }
     let shapes = decoder.shapes();
-    for (name, expected) in &shapes {
-        match places.get(name).map(|place| &place.shape) {
+    check_shapes(&shapes, places.iter().map(|(name, place)| (name, place.shape.as_slice())))?;
+    Ok(Folder { config, shapes, places })
+}
+
+/// Whether tensors are the parameters of a model.
+///
+/// # Errors
+/// One that is missing, one of another shape, one that is unknown.
+pub(crate) fn check_shapes<'a>(
+    shapes: &BTreeMap<String, Vec<usize>>,
+    found: impl Iterator<Item = (&'a String, &'a [usize])>,
+) -> Result<()> {
+    let found: BTreeMap<_, _> = found.collect();
+    for (name, expected) in shapes {
+        match found.get(name) {
             None => return Err(Error::Missing { name: name.clone(), shape: expected.clone() }),
             Some(actual) if actual != expected => {
-                let (name, expected, actual) = (name.clone(), expected.clone(), actual.clone());
+                let (name, expected, actual) = (name.clone(), expected.clone(), actual.to_vec());
                 return Err(Error::Shape { name, expected, actual });
             }
             Some(_) => {}
         }
     }
-    match places.iter().find(|(name, _)| !shapes.contains_key(*name)) {
-        Some((name, place)) => Err(Error::Unknown { name: name.clone(), shape: place.shape.clone() }),
-        None => Ok(Folder { config, shapes, places }),
+    match found.iter().find(|(name, _)| !shapes.contains_key(**name)) {
+        Some((name, shape)) => Err(Error::Unknown { name: (*name).clone(), shape: shape.to_vec() }),
+        None => Ok(()),
     }
 }
 

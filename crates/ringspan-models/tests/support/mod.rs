@@ -3,6 +3,7 @@
 
 use candle_core::{D, DType, Device, Tensor};
 use ringspan::attention::Group;
+use ringspan::comm::Communicator;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
@@ -69,7 +70,7 @@ pub(crate) fn answer(tensors: &HashMap<String, Tensor>) -> Answer {
 struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
-    experts: Arc<dyn Experts + Send + Sync>,
+    experts: Shared,
 }
 
 impl Attend for Dense<'_> {
@@ -118,8 +119,8 @@ impl Attend for Dense<'_> {
 /// On one device, without ranks; also the units in the order their gradients came.
 pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<Unit>) {
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
-    let balanced = balanced(decoder, |_| Ok(()));
-    let experts = balanced.clone().map_or(Arc::new(Local) as Arc<dyn Experts + Send + Sync>, |balanced| balanced);
+    let balanced = balanced(decoder, Arc::new(Local), |_| Ok(()));
+    let experts = balanced.clone().map_or(Arc::new(Local) as Shared, |balanced| balanced);
     let dense = Dense { batch, positions, experts };
     let (mut answer, order) =
         local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes");
@@ -130,10 +131,11 @@ pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch)
 /// The experts of a model that is trained with an even load, as `config.json` says.
 fn balanced(
     decoder: &Decoder,
+    inner: Shared,
     sum: impl Fn(&mut [f64]) -> candle_core::Result<()> + Send + Sync + 'static,
 ) -> Option<Arc<Balanced>> {
     let coefficient = decoder.config().router_aux_loss()?;
-    Some(Arc::new(Balanced::new(Arc::new(Local), coefficient, sum)))
+    Some(Arc::new(Balanced::new(inner, coefficient, sum)))
 }
 
 /// On `ring x ulysses` ranks, put together: gradients are the sums over the ranks.
@@ -142,7 +144,22 @@ pub(crate) fn on_mesh(
     weights: &Weights,
     batch: &Batch,
     kind: LayoutKind,
+    mesh: (usize, usize),
+) -> Answer {
+    on_mesh_with(decoder, weights, batch, kind, mesh, &|_| Arc::new(Local))
+}
+
+/// Experts, as a context takes them.
+pub(crate) type Shared = Arc<dyn Experts + Send + Sync>;
+
+/// As [`on_mesh`], with the experts that `experts` makes of a rank's communicator.
+pub(crate) fn on_mesh_with(
+    decoder: &Decoder,
+    weights: &Weights,
+    batch: &Batch,
+    kind: LayoutKind,
     (ring, ulysses): (usize, usize),
+    experts: &(dyn Fn(&Arc<dyn Communicator>) -> Shared + Sync),
 ) -> Answer {
     let documents = Documents::batch(batch.rows, batch.len);
     let layout = Arc::new(Layout::new(kind, &documents, ring * ulysses).expect("ranks"));
@@ -162,16 +179,15 @@ pub(crate) fn on_mesh(
             let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
             let mut context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
             let all = comm.clone();
-            let balanced = balanced(decoder, move |sums| {
+            let experts = experts(&comm);
+            let balanced = balanced(decoder, experts.clone(), move |sums| {
                 // Counts of this size are exact in f32, and probabilities as good as the comparison needs.
                 let mut narrow: Vec<f32> = sums.iter().map(|x| *x as f32).collect();
                 all.all_reduce(&mut narrow).map_err(candle_core::Error::wrap)?;
                 sums.iter_mut().zip(narrow).for_each(|(sum, x)| *sum = f64::from(x));
                 Ok(())
             });
-            if let Some(balanced) = &balanced {
-                context = context.with_experts(balanced.clone());
-            }
+            context = context.with_experts(balanced.clone().map_or(experts, |balanced| balanced));
             let shard = |all: &[u32]| layout.shard(rank, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
             let (own, order) = local(decoder, weights, &tokens, &targets, batch.valid(), &context)?;
