@@ -12,6 +12,7 @@ mod model;
 mod say;
 mod score;
 mod tokens;
+mod topology;
 mod train;
 mod verify;
 
@@ -37,6 +38,7 @@ enum Command {
     Score(score::ScoreArgs),
     Attend(attend::AttendArgs),
     Draw(draw::DrawArgs),
+    Mesh(topology::TopologyArgs),
     Verify(verify::VerifyArgs),
 }
 
@@ -58,6 +60,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Score(args) => score::run(&args),
         Command::Attend(args) => attend::run(&args),
         Command::Draw(args) => draw::run(&args),
+        Command::Mesh(args) => topology::run(&args),
         Command::Verify(args) => verify::run(&args),
     }
 }

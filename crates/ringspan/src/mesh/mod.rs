@@ -6,6 +6,9 @@
 //! ranks each. Neighbours usually have the fastest links, so the inner axis should be the one that sends more at once:
 //! Ulysses, unless said otherwise.
 //!
+//! The axes of a whole job have fixed names and orders: [`Training`] and [`Serving`] hold the sizes, and the [`Topology`]
+//! they make has every group and every coordinate by name. Experts read the same ranks a second way.
+//!
 //! ```
 //! use ringspan::mesh::Grid;
 //!
@@ -16,8 +19,14 @@
 //! ```
 
 mod grid;
+mod serving;
+mod topology;
+mod training;
 
 pub use grid::Grid;
+pub use serving::Serving;
+pub use topology::Topology;
+pub use training::{Experts, Training};
 
 use crate::error::{Error, Result};
 
