@@ -3,6 +3,7 @@
 use crate::mesh::MeshArgs;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
+use ringspan_models::RopeScaling;
 use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
@@ -25,6 +26,9 @@ pub(crate) struct GenerateArgs {
     /// A file with the text to go on from
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
+    /// Stretch the rotary embedding for longer texts: linear:F, dynamic:F, yarn:F [default: as config.json says]
+    #[arg(long, value_name = "KIND:FACTOR")]
+    rope_scaling: Option<RopeScaling>,
     /// Most tokens to generate
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
@@ -60,9 +64,10 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         (None, None) => anyhow::bail!("give --prompt or --prompt-file"),
     };
     ensure!(!prompt.is_empty(), "the prompt is empty; give at least one character to go on from");
-    let model = model::load(&args.model, &mesh)?;
+    let model = model::load(&args.model, &mesh, args.rope_scaling)?;
     let tokenizer = model::tokenizer(&args.model)?;
     let tokens = model::encode(&tokenizer, &prompt)?;
+    model::warn_beyond(&model, tokens.len().saturating_add(args.max_tokens as usize));
     let options =
         Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model)? };
 

@@ -2,7 +2,7 @@
 
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, bail, ensure};
-use ringspan_models::{Decoder, adapter};
+use ringspan_models::{Decoder, RopeScaling, adapter, folder};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use tokenizers::Tokenizer;
@@ -13,14 +13,24 @@ pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
     Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
 }
 
-/// Loads the model in the folder `path`, or the adapter with its model, if its heads fit the mesh.
-pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
-    ensure!(path.is_dir(), "--model {}: there is no such folder", path.display());
-    let (config, weights) = adapter::load_merged(path)?;
+/// Loads the model in the folder or GGUF file `path`, or the adapter with its model, if its heads fit the mesh.
+pub(crate) fn load(path: &Path, mesh: &Mesh, scaling: Option<RopeScaling>) -> Result<Model> {
+    ensure!(path.exists(), "--model {}: there is no such folder or file", path.display());
+    let (mut config, weights) = adapter::load_merged(path)?;
+    if let Some(scaling) = scaling {
+        config = serde_json::from_value(scaling.apply(&folder::config_json(&adapter::model_folder(path)?)?)?)?;
+    }
     let heads = config.num_attention_heads;
     ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
     let decoder = Decoder::new(config)?;
     Model::new(decoder, weights).with_context(|| format!("the model in {}", path.display()))
+}
+
+/// Tells a person whose texts pass the positions that a model is made for.
+pub(crate) fn warn_beyond(model: &Model, length: usize) {
+    if let Some(beyond) = model.decoder().config().beyond(length) {
+        eprintln!("warning: {beyond}");
+    }
 }
 
 /// The tokenizer of the model in the folder `path`.

@@ -6,6 +6,7 @@ use crate::tokens::TokenBatch;
 use crate::{model, say};
 use anyhow::{Context, Result};
 use ringspan::{LayoutKind, Strategy};
+use ringspan_models::RopeScaling;
 use ringspan_serve::Batch;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -30,6 +31,9 @@ pub(crate) struct ScoreArgs {
     /// The safetensors file for the results
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
+    /// Stretch the rotary embedding for longer texts: linear:F, dynamic:F, yarn:F [default: as config.json says]
+    #[arg(long, value_name = "KIND:FACTOR")]
+    rope_scaling: Option<RopeScaling>,
     /// Write the logits as well
     #[arg(long)]
     logits: bool,
@@ -46,7 +50,7 @@ pub(crate) struct ScoreArgs {
 pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
     let mesh = model::mesh(&args.mesh)?;
     files::check_output("--out", &args.out)?;
-    let model = model::load(&args.model, &mesh)?;
+    let model = model::load(&args.model, &mesh, args.rope_scaling)?;
     let batch = match (&args.tokens, &args.text) {
         (Some(file), _) => TokenBatch::read(file, model.vocabulary())?,
         (_, Some(file)) => {
@@ -56,6 +60,8 @@ pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
         }
         (None, None) => anyhow::bail!("give --tokens or --text"),
     };
+    let longest = batch.documents.iter().map(|document| document.extent).max().unwrap_or(0);
+    model::warn_beyond(&model, longest);
     let began = Instant::now();
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;

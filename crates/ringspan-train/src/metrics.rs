@@ -16,7 +16,8 @@ use std::{
 pub struct StepMetrics {
     /// Steps done, this one included: the first is 1.
     pub step: u64,
-    /// Mean negative log-likelihood per target, in nats, over all ranks and micro-batches.
+    /// Mean negative log-likelihood per target, in nats, over all ranks and micro-batches; of a mixture of experts whose
+    /// configuration asks for it, with the loss that keeps the load of its experts even.
     pub loss: f64,
     /// Learning rate of this step.
     pub lr: f64,

@@ -22,6 +22,8 @@ const DRAWN_RING: usize = 4;
 pub struct Plan {
     /// The model, in words.
     pub model: String,
+    /// Why the model may make little of its sequences, in words; empty if nothing speaks against it.
+    pub warning: String,
     /// What is trained beside the model instead of it, in words; empty if nothing is.
     pub adapters: String,
     /// The data, in words.
@@ -73,6 +75,7 @@ impl Plan {
         let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
         plan.mesh = format!("{axes} = {} ranks in this process, {threads} each", config.ranks());
         plan.optimizer = optimizer_words(config);
+        plan.warning = model.beyond(config.sequence_length).map(|beyond| beyond.to_string()).unwrap_or_default();
         if let Some(lora) = &config.lora {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
             plan.adapters = format!("LoRA of rank {rank}, alpha {alpha}, beside {targets}; the model stays as it is");
@@ -334,6 +337,9 @@ impl fmt::Display for Plan {
         };
         let total = |list: &[(&str, u64)]| bytes(list.iter().map(|(_, n)| n).sum());
         writeln!(f, "model      {}", self.model)?;
+        if !self.warning.is_empty() {
+            writeln!(f, "warning    {}", self.warning)?;
+        }
         if !self.adapters.is_empty() {
             writeln!(f, "adapters   {}", self.adapters)?;
         }

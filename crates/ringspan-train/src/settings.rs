@@ -43,6 +43,11 @@ pub struct Settings {
     #[arg(long, value_name = "B", help_heading = "Model and data")]
     pub batch_size: Option<usize>,
 
+    /// Stretch the rotary embedding of the given model for longer sequences: linear:F, dynamic:F, yarn:F, as yarn:4
+    /// [default: as config.json says]
+    #[arg(long, value_name = "KIND:FACTOR", help_heading = "Model and data")]
+    pub rope_scaling: Option<String>,
+
     /// Train low-rank adapters of this inner width beside a model that stays as it is [default: train the model]
     #[arg(long, value_name = "R", help_heading = "LoRA")]
     pub lora_rank: Option<usize>,

@@ -145,13 +145,16 @@ fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given
         return Ok((parsed, json, Given::Nothing));
     };
     let plain = adapter::model_folder(path).map_err(model_error)?;
-    let json = folder::config_json(&plain).map_err(model_error)?;
-    if plain != *path {
-        let (parsed, weights) = adapter::load_merged(path).map_err(model_error)?;
-        return Ok((parsed, json, Given::Weights(weights)));
+    let mut json = folder::config_json(&plain).map_err(model_error)?;
+    let given = match plain == *path {
+        true => Given::Folder(folder::open(path).map_err(model_error)?),
+        false => Given::Weights(adapter::load_merged(path).map_err(model_error)?.1),
+    };
+    if let Some(scaling) = &config.rope_scaling {
+        json = scaling.apply(&json).map_err(model_error)?;
     }
-    let folder = folder::open(path).map_err(model_error)?;
-    Ok((folder.config().clone(), json, Given::Folder(folder)))
+    let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
+    Ok((parsed, json, given))
 }
 
 fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {

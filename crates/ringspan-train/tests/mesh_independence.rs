@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Memory, run, text, tiny_model};
-use ringspan_models::{Weights, folder};
+use ringspan_models::{Config, Decoder, Weights, folder};
 use ringspan_train::Settings;
 use std::path::Path;
 
@@ -135,4 +135,36 @@ fn micro_batches_add_up_to_one_batch() {
     let (_, one) = run(Settings { ring: Some(1), batch_size: Some(16), ..settings(root, "one") });
     let (_, two) = run(Settings { ring: Some(2), grad_accumulation: Some(2), ..settings(root, "two") });
     same("2 x 8 sequences", &two, &one);
+}
+
+/// A mixture of experts whose routers are pressed towards an even load, counted over all ranks.
+#[test]
+fn a_mixture_of_experts_trains_alike_on_every_mesh() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let path = tiny_model(root);
+    text(root);
+    let mut json = common::tiny_config();
+    let experts = serde_json::json!({
+        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": true, "output_router_logits": true, "router_aux_loss_coef": 0.5, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "tie_word_embeddings": false,
+    });
+    json.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(5).unwrap()).unwrap();
+    let (outcome, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
+    let (_, weights) = folder::load(&outcome.out).unwrap();
+    for [copies, parts, ring, ulysses] in [[1, 1, 2, 1], [1, 2, 2, 1], [2, 1, 1, 2], [1, 1, 5, 1], [1, 4, 1, 1]] {
+        let name = format!("copies {copies}, parts {parts}, ring {ring}, ulysses {ulysses}");
+        let (outcome, memory) = run(Settings {
+            dp_replicate: Some(copies),
+            dp_shard: Some(parts),
+            ring: Some(ring),
+            ulysses: Some(ulysses),
+            ..settings(root, &name)
+        });
+        same(&name, &memory, &one);
+        same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
+    }
 }

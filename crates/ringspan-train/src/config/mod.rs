@@ -7,7 +7,7 @@ use crate::{
     settings::{Settings, TrainArgs},
 };
 use ringspan::{LayoutKind, Strategy};
-use ringspan_models::{Lora, TARGETS, adapter};
+use ringspan_models::{Lora, RopeScaling, TARGETS, adapter};
 use std::{
     path::{Path, PathBuf},
     str::FromStr,
@@ -85,6 +85,8 @@ pub struct TrainConfig {
     pub out: PathBuf,
     /// Whether to go on from the newest checkpoint in `out`.
     pub resume: bool,
+    /// How the model's rotary embedding is stretched, if not as its folder says.
+    pub rope_scaling: Option<RopeScaling>,
     /// Adapters that are trained instead of the model.
     pub lora: Option<Lora>,
     /// Whether the model is saved, too, with the adapters merged in.
@@ -205,6 +207,16 @@ impl TrainConfig {
         }
 
         let lora = lora(s)?;
+        let rope_scaling = match &s.rope_scaling {
+            Some(_) if s.model.is_none() => {
+                return no_effect("rope-scaling", "without --model: a new model is made for its sequences");
+            }
+            Some(text) => Some(
+                text.parse()
+                    .map_err(|error: ringspan_models::Error| Error::Settings(format!("--rope-scaling: {error}")))?,
+            ),
+            None => None,
+        };
         let another = s.ulysses.is_some() || s.dp_replicate.is_some() || s.dp_shard.is_some();
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
@@ -275,6 +287,7 @@ impl TrainConfig {
             source,
             out: s.out.clone().unwrap_or_else(|| "ringspan-out".into()),
             resume: false,
+            rope_scaling,
             lora,
             lora_merge: s.lora_merge.unwrap_or(false),
             sequence_length,

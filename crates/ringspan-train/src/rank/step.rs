@@ -14,27 +14,34 @@ use ringspan::{
     Layout,
     comm::{Buffer, Communicator},
 };
-use ringspan_candle::{context::Context, loss};
-use ringspan_models::gradients;
+use ringspan_candle::{context::Context, experts::Local, loss};
+use ringspan_models::{Balanced, gradients};
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
-struct Local {
+struct Part {
     tokens: Vec<u32>,
     targets: Vec<u32>,
     context: Context,
 }
 
 impl Rank<'_> {
-    /// One step of the optimiser over the micro-batches; mean loss per target and gradient norm, the same on every rank.
+    /// One step of the optimiser over the micro-batches; the loss and the gradient norm, the same on every rank.
+    ///
+    /// The loss is the mean per target, and where routers are kept even, that part of it, too.
     pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
         // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
         let scale = 1.0 / valid.max(1) as f32;
         let mut summed = GradientShards::new(&self.shards);
         let mut nll = 0.0;
+        let mut of_routers = 0.0;
         for batch in batches {
-            let local = self.local(batch)?;
+            let mut local = self.local(batch)?;
+            let balanced = self.balanced(batches.len());
+            if let Some(balanced) = &balanced {
+                local.context = local.context.with_experts(balanced.clone());
+            }
             nll += gradients::loss_and_gradients(
                 &self.setup.decoder,
                 &self.shards,
@@ -45,9 +52,10 @@ impl Rank<'_> {
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )
             .map_err(model_error)?;
+            of_routers += balanced.and_then(|balanced| balanced.loss()).unwrap_or(0.0);
         }
         let summed = summed.finish(&*self.copies)?;
-        let loss = sum(&*self.world, nll)? / valid.max(1) as f64;
+        let loss = sum(&*self.world, nll)? / valid.max(1) as f64 + of_routers;
         let norm = sum(&**self.shards.group(), sum_of_squares(summed.values().map(Vec::as_slice)))?.sqrt();
         let lr = self.config.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
@@ -63,14 +71,31 @@ impl Rank<'_> {
         Ok((loss, norm))
     }
 
-    fn local(&self, batch: &Batch) -> Result<Local> {
+    /// Experts whose load is kept even over all ranks, where the model asks for it; of one of so many micro-batches.
+    fn balanced(&self, micro_batches: usize) -> Option<Arc<Balanced>> {
+        let coefficient = self.setup.decoder.config().router_aux_loss()? / micro_batches as f64;
+        let world = self.world.clone();
+        let sum_over_ranks = move |values: &mut [f64]| {
+            let own = Buffer::U64(values.iter().map(|value| value.to_bits()).collect());
+            values.fill(0.0);
+            for of_rank in world.all_gather(own).map_err(candle_core::Error::wrap)? {
+                if let Buffer::U64(bits) = &*of_rank {
+                    values.iter_mut().zip(bits).for_each(|(sum, bits)| *sum += f64::from_bits(*bits));
+                }
+            }
+            Ok(())
+        };
+        Some(Arc::new(Balanced::new(Arc::new(Local), coefficient, sum_over_ranks)))
+    }
+
+    fn local(&self, batch: &Batch) -> Result<Part> {
         let part = batch.part(self.part, self.config.data_ranks());
         let layout = Layout::new(self.config.layout, &part.documents()?, self.group.size())?;
         let rank = self.group.rank();
         let tokens = layout.shard(rank, &part.tokens, 1)?;
         let targets = layout.shard(rank, &part.targets, 1)?;
         let context = Context::new(self.group.clone(), Arc::new(layout), self.config.strategy)?;
-        Ok(Local { tokens, targets, context })
+        Ok(Part { tokens, targets, context })
     }
 
     pub(super) fn look_at_held_out(&self, step: u64, host: &Mutex<Host<'_>>) -> Result<Option<EvaluationMetrics>> {
