@@ -1,9 +1,10 @@
 //! Model folders: the decoder, its tokenizer, and the tokens that end a text.
 
 use crate::mesh::{DEADLINE, MeshArgs};
-use anyhow::{Context, Result, bail, ensure};
-use ringspan_models::{Decoder, RopeScaling, adapter, folder};
+use anyhow::{Context, Result, bail};
+use ringspan_models::{Decoder, Origin, RopeScaling};
 use ringspan_serve::{Mesh, Model};
+use serde_json::Value;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
@@ -15,10 +16,11 @@ pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
 
 /// Loads the model in the folder or GGUF file `path`, or the adapter with its model, if its heads fit the mesh.
 pub(crate) fn load(path: &Path, mesh: &Mesh, scaling: Option<RopeScaling>) -> Result<Model> {
-    ensure!(path.exists(), "--model {}: there is no such folder or file", path.display());
-    let (mut config, weights) = adapter::load_merged(path)?;
+    let origin = Origin::at(path).context("--model")?;
+    let json = origin.config_json()?;
+    let (mut config, weights) = origin.load()?;
     if let Some(scaling) = scaling {
-        config = serde_json::from_value(scaling.apply(&folder::config_json(&adapter::model_folder(path)?)?)?)?;
+        config = serde_json::from_value(scaling.apply(&json)?)?;
     }
     let heads = config.num_attention_heads;
     ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
@@ -33,17 +35,10 @@ pub(crate) fn warn_beyond(model: &Model, length: usize) {
     }
 }
 
-/// The tokenizer of the model in the folder `path`.
+/// The tokenizer of the model at `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
-    let mut file = path.join("tokenizer.json");
-    if !file.exists() {
-        file = adapter::model_folder(path)?.join("tokenizer.json");
-    }
-    let bytes = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
-    match Tokenizer::from_bytes(&bytes) {
-        Ok(tokenizer) => Ok(tokenizer),
-        Err(error) => bail!("{} is not a tokenizer: {error}", file.display()),
-    }
+    let found = Origin::at(path).and_then(|origin| origin.tokenizer()).context("--model")?;
+    found.with_context(|| format!("{} has no tokenizer.json", path.display()))
 }
 
 /// The tokens of `text`, with the special tokens that the tokenizer puts around a text.
@@ -56,26 +51,27 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 /// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`; a number or a list.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
-    let path = adapter::model_folder(path)?;
-    for name in ["generation_config.json", "config.json"] {
-        let file = path.join(name);
+    let origin = Origin::at(path)?;
+    let id = |value: &Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.with_context(|| format!("{}: eos_token_id {value} is not a token", path.display()))
+    };
+    let of = |json: &Value| match json.get("eos_token_id") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Array(list)) => list.iter().map(id).collect::<Result<_>>().map(Some),
+        Some(value) => Ok(Some(vec![id(value)?])),
+    };
+    for file in origin.folders().into_iter().map(|folder| folder.join("generation_config.json")) {
         if !file.exists() {
             continue;
         }
         let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let json: serde_json::Value =
-            serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
-        let id = |value: &serde_json::Value| {
-            let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-            id.with_context(|| format!("{}: eos_token_id {value} is not a token", file.display()))
-        };
-        match json.get("eos_token_id") {
-            None | Some(serde_json::Value::Null) => {}
-            Some(serde_json::Value::Array(list)) => return list.iter().map(id).collect(),
-            Some(value) => return Ok(vec![id(value)?]),
+        let json = serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
+        if let Some(tokens) = of(&json)? {
+            return Ok(tokens);
         }
     }
-    Ok(Vec::new())
+    Ok(of(&origin.config_json()?)?.unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -86,6 +82,7 @@ mod tests {
     fn end_tokens_come_from_the_generation_config_first() {
         let folder = tempfile::tempdir().expect("folder");
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("file");
+        write("config.json", "{}");
         assert_eq!(end_tokens(folder.path()).expect("none"), [0; 0]);
         write("config.json", r#"{"eos_token_id": 7}"#);
         assert_eq!(end_tokens(folder.path()).expect("one"), [7]);

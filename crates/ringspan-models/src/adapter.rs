@@ -1,7 +1,6 @@
 //! Adapter folders as PEFT lays them out: `adapter_config.json` and `adapter_model.safetensors`.
 
-use crate::config::Config as ModelConfig;
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Weights;
 use crate::error::{Error, Result};
 use crate::folder;
 use crate::lora::{Lora, is_adapter};
@@ -61,43 +60,6 @@ pub struct Adapter {
     pub lora: Lora,
     /// Its matrices, by the names they have in a [`Decoder`](crate::Decoder) with this `lora`.
     pub weights: Weights,
-}
-
-/// Reads a model's folder, or that of an adapter with its model: then the weights have the adapter merged in.
-///
-/// # Errors
-/// What [`folder::load`] and [`load`] return, and an adapter that does not fit its model.
-pub fn load_merged(path: &Path) -> Result<(ModelConfig, Weights)> {
-    if path.join(folder::CONFIG).exists() || !path.join(CONFIG).exists() {
-        return folder::load(path);
-    }
-    let adapter = load(path)?;
-    let (config, mut weights) = folder::load(&adapter.base)?;
-    let expected = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?.shapes();
-    for (name, tensor) in adapter.weights {
-        match expected.get(&name) {
-            None => return Err(Error::Unknown { name, shape: tensor.dims().to_vec() }),
-            Some(shape) if shape != tensor.dims() => {
-                return Err(Error::Shape { name, expected: shape.clone(), actual: tensor.dims().to_vec() });
-            }
-            Some(_) => drop(weights.insert(name, tensor)),
-        }
-    }
-    if let Some((name, shape)) = expected.into_iter().find(|(name, _)| !weights.contains_key(name)) {
-        return Err(Error::Missing { name, shape });
-    }
-    Ok((config, adapter.lora.merge(weights)?))
-}
-
-/// The folder of a model's tokenizer and configuration: for an adapter, that of its model.
-///
-/// # Errors
-/// What [`load`] returns.
-pub fn model_folder(path: &Path) -> Result<PathBuf> {
-    match path.join(folder::CONFIG).exists() || !path.join(CONFIG).exists() {
-        true => Ok(path.to_owned()),
-        false => Ok(load(path)?.base),
-    }
 }
 
 /// Writes the adapters among `weights` for people who load the model in `base`. The configuration comes last: without it

@@ -4,7 +4,7 @@ mod support;
 
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, Error, Lora, Weights, adapter, folder};
+use ringspan_models::{Decoder, Error, Lora, Origin, Weights, adapter, folder};
 use serde_json::{Value, json};
 use support::{Answer, Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
 
@@ -69,7 +69,7 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
         let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
         assert_eq!(flat(tensor), flat(&adapted[name]), "{name}");
     }
-    let (_, merged) = adapter::load_merged(out.path()).expect("fits");
+    let (_, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
     assert!(merged.keys().eq(weights.keys()));
     assert!(folder::load(out.path()).is_err(), "it is no model by itself");
 }
@@ -115,7 +115,7 @@ fn adapters_that_cannot_be_are_refused() {
         config["base_model_name_or_path"] = base.to_string_lossy().into();
         config[key] = value;
         std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
-        let message = adapter::load_merged(out.path()).expect_err("not plain").to_string();
+        let message = Origin::at(out.path()).and_then(Origin::load).expect_err("not plain").to_string();
         assert!(message.contains(words), "{key}: {message}");
     }
 }

@@ -18,7 +18,7 @@ use ringspan::{
     },
 };
 use ringspan_candle::{context::Context, loss};
-use ringspan_models::{Decoder, adapter};
+use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
 /// Tokens of the held-out text that the sample goes on from.
@@ -51,7 +51,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sampl
     if count == 0 || affordable < 20 || prompt == 0 {
         return Ok(None);
     }
-    let (model, weights) = adapter::load_merged(&config.out).map_err(model_error)?;
+    let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let grown = threads::run(1, options, |world: Arc<dyn Communicator>| {

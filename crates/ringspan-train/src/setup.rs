@@ -13,15 +13,10 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use ringspan_models::{
-    Config, Decoder, Weights, adapter,
+    Config, Decoder, Origin, Weights,
     folder::{self, Folder},
 };
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
-
-const TOKENIZER: &str = "tokenizer.json";
+use std::{collections::BTreeMap, path::Path};
 
 /// A run that is ready to start. The same on every rank.
 pub(crate) struct Setup {
@@ -133,7 +128,7 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
 /// What `--model` names.
 enum Given {
     Folder(Folder),
-    /// With an adapter merged in.
+    /// Of a GGUF file, or with an adapter merged in.
     Weights(Weights),
     Nothing,
 }
@@ -144,11 +139,18 @@ fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given
         let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
         return Ok((parsed, json, Given::Nothing));
     };
-    let plain = adapter::model_folder(path).map_err(model_error)?;
-    let mut json = folder::config_json(&plain).map_err(model_error)?;
-    let given = match plain == *path {
-        true => Given::Folder(folder::open(path).map_err(model_error)?),
-        false => Given::Weights(adapter::load_merged(path).map_err(model_error)?.1),
+    let origin = Origin::at(path).map_err(model_error)?;
+    let mut json = origin.config_json().map_err(model_error)?;
+    let given = match origin {
+        Origin::Folder(path) => Given::Folder(folder::open(&path).map_err(model_error)?),
+        _ if config.lora.is_some() => {
+            return Err(Error::Settings(format!(
+                "--lora-rank trains adapters beside a model's folder, and {} is none: make one of it by training without \
+                 adapters, or with --lora-merge where it is an adapter",
+                path.display()
+            )));
+        }
+        other => Given::Weights(other.load().map_err(model_error)?.1),
     };
     if let Some(scaling) = &config.rope_scaling {
         json = scaling.apply(&json).map_err(model_error)?;
@@ -170,21 +172,21 @@ fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {
 }
 
 fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer>> {
-    let path: PathBuf = match &config.model {
-        None => return Tokenizer::byte_level(Path::new("byte-level")).map(Some),
-        Some(model) if model.join(TOKENIZER).exists() => model.join(TOKENIZER),
-        Some(model) => adapter::model_folder(model).map_err(model_error)?.join(TOKENIZER),
+    let Some(path) = &config.model else {
+        return Tokenizer::byte_level(Path::new("byte-level")).map(Some);
     };
-    if !path.exists() {
+    let found = Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)?;
+    let Some(found) = found else {
         return match &config.source {
             Source::Tokens(_) => Ok(None),
             Source::Text(_) => Err(Error::Tokenizer {
-                path,
+                path: path.join("tokenizer.json"),
                 problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
             }),
         };
-    }
-    let tokenizer = Tokenizer::read(&path)?;
+    };
+    let path = path.clone();
+    let tokenizer = Tokenizer::new(found, &path);
     // Models often have more rows than their tokenizer has tokens, never fewer.
     if matches!(config.source, Source::Text(_)) && tokenizer.vocabulary() > vocabulary {
         return Err(Error::Tokenizer {

@@ -44,12 +44,18 @@ impl Tokenizer {
     }
 
     fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(bytes)
+        let inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::Tokenizer { path: path.into(), problem: e.to_string() })?;
+        Ok(Self::new(inner, path))
+    }
+
+    /// A tokenizer that is here; `path` names it in messages.
+    #[must_use]
+    pub fn new(mut inner: tokenizers::Tokenizer, path: &Path) -> Self {
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
         let end_of_text = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        Ok(Self { inner, end_of_text, path: path.into() })
+        Self { inner, end_of_text, path: path.into() }
     }
 
     /// The tokens of `text`, without special tokens.
