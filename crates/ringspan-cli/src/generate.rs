@@ -1,6 +1,7 @@
 //! `ringspan generate`: text that goes on from a prompt.
 
 use crate::mesh::MeshArgs;
+use crate::model::ModelArgs;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
 use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
@@ -16,9 +17,8 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file"]))]
 pub(crate) struct GenerateArgs {
-    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// The text to go on from
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
@@ -60,12 +60,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         (None, None) => anyhow::bail!("give --prompt or --prompt-file"),
     };
     ensure!(!prompt.is_empty(), "the prompt is empty; give at least one character to go on from");
-    let model = model::load(&args.model, &mesh)?;
-    let tokenizer = model::tokenizer(&args.model)?;
+    let model = args.model.load(&mesh)?;
+    let tokenizer = model::tokenizer(&args.model.path)?;
     let tokens = model::encode(&tokenizer, &prompt)?;
     let options =
-        Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model)? };
+        Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model.path)? };
 
+    // The last token is never read.
+    model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
     let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
     let mut written = Ok(true);
     let ranks = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {

@@ -1,11 +1,36 @@
-//! Model folders: the decoder, its tokenizer, and the tokens that end a text.
+//! Models, in a folder or in a GGUF file: the decoder, its tokenizer, and the tokens that end a text.
 
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, bail, ensure};
-use ringspan_models::{Decoder, folder};
+use ringspan_models::{Decoder, RopeScaling, folder, gguf};
 use ringspan_serve::{Mesh, Model};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
+
+/// Which model, and for how long texts.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
+    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json; or a GGUF file
+    #[arg(long = "model", value_name = "PATH")]
+    pub(crate) path: PathBuf,
+    /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F or yarn:F, F times as long
+    #[arg(long, value_name = "KIND:F")]
+    rope_scaling: Option<RopeScaling>,
+}
+
+impl ModelArgs {
+    /// Loads the model, if its heads fit the mesh.
+    pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
+        load_for(&self.path, self.rope_scaling.as_ref(), mesh)
+    }
+}
+
+/// Says if a text passes the positions that the model is made for.
+pub(crate) fn warn_beyond(model: &Model, length: usize) {
+    if let Some(beyond) = model.decoder().config().beyond(length) {
+        eprintln!("warning: {beyond}");
+    }
+}
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
 pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
@@ -13,18 +38,33 @@ pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
     Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
 }
 
-/// Loads the model in the folder `path`, if its heads fit the mesh.
+/// Loads the model at `path`, if its heads fit the mesh.
 pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
-    ensure!(path.is_dir(), "--model {}: there is no such folder", path.display());
-    let (config, weights) = folder::load(path)?;
+    load_for(path, None, mesh)
+}
+
+fn load_for(path: &Path, scaling: Option<&RopeScaling>, mesh: &Mesh) -> Result<Model> {
+    ensure!(path.is_dir() || is_gguf(path), "--model {}: there is no such folder or GGUF file", path.display());
+    let (mut config, weights) = if is_gguf(path) { gguf::load(path)? } else { folder::load(path)? };
+    if let Some(scaling) = scaling {
+        let json = if is_gguf(path) { gguf::config_json(path)? } else { folder::config_json(path)? };
+        config = serde_json::from_value(scaling.apply(&json)?)?;
+    }
     let heads = config.num_attention_heads;
     ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
     let decoder = Decoder::new(config)?;
     Model::new(decoder, weights).with_context(|| format!("the model in {}", path.display()))
 }
 
-/// The tokenizer of the model in the folder `path`.
+fn is_gguf(path: &Path) -> bool {
+    path.is_file() && path.extension().is_some_and(|kind| kind.eq_ignore_ascii_case("gguf"))
+}
+
+/// The tokenizer of the model at `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
+    if is_gguf(path) {
+        return Ok(gguf::tokenizer(path)?);
+    }
     let file = path.join("tokenizer.json");
     let bytes = std::fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
     match Tokenizer::from_bytes(&bytes) {
@@ -43,6 +83,9 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
 
 /// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`; a number or a list.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
+    if is_gguf(path) {
+        return Ok(end_tokens_of(&gguf::config_json(path)?, path)?.unwrap_or_default());
+    }
     for name in ["generation_config.json", "config.json"] {
         let file = path.join(name);
         if !file.exists() {
@@ -51,17 +94,23 @@ pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
         let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let json: serde_json::Value =
             serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
-        let id = |value: &serde_json::Value| {
-            let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-            id.with_context(|| format!("{}: eos_token_id {value} is not a token", file.display()))
-        };
-        match json.get("eos_token_id") {
-            None | Some(serde_json::Value::Null) => {}
-            Some(serde_json::Value::Array(list)) => return list.iter().map(id).collect(),
-            Some(value) => return Ok(vec![id(value)?]),
+        if let Some(tokens) = end_tokens_of(&json, &file)? {
+            return Ok(tokens);
         }
     }
     Ok(Vec::new())
+}
+
+fn end_tokens_of(json: &serde_json::Value, file: &Path) -> Result<Option<Vec<u32>>> {
+    let id = |value: &serde_json::Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.with_context(|| format!("{}: eos_token_id {value} is not a token", file.display()))
+    };
+    match json.get("eos_token_id") {
+        None | Some(serde_json::Value::Null) => Ok(None),
+        Some(serde_json::Value::Array(list)) => list.iter().map(id).collect::<Result<_>>().map(Some),
+        Some(value) => Ok(Some(vec![id(value)?])),
+    }
 }
 
 #[cfg(test)]
