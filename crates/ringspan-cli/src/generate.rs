@@ -1,9 +1,9 @@
 //! `ringspan generate`: text that goes on from a prompt.
 
 use crate::mesh::MeshArgs;
+use crate::model::ModelArgs;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
-use ringspan_models::RopeScaling;
 use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
@@ -17,18 +17,14 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file"]))]
 pub(crate) struct GenerateArgs {
-    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// The text to go on from
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
     /// A file with the text to go on from
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Stretch the rotary embedding for longer texts: linear:F, dynamic:F, yarn:F [default: as config.json says]
-    #[arg(long, value_name = "KIND:FACTOR")]
-    rope_scaling: Option<RopeScaling>,
     /// Most tokens to generate
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
@@ -64,13 +60,14 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         (None, None) => anyhow::bail!("give --prompt or --prompt-file"),
     };
     ensure!(!prompt.is_empty(), "the prompt is empty; give at least one character to go on from");
-    let model = model::load(&args.model, &mesh, args.rope_scaling)?;
-    let tokenizer = model::tokenizer(&args.model)?;
+    let model = args.model.load(&mesh)?;
+    let tokenizer = model::tokenizer(&args.model.path)?;
     let tokens = model::encode(&tokenizer, &prompt)?;
-    model::warn_beyond(&model, tokens.len().saturating_add(args.max_tokens as usize));
     let options =
-        Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model)? };
+        Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model.path)? };
 
+    // The last token is never read.
+    model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
     let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
     let mut written = Ok(true);
     let ranks = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {

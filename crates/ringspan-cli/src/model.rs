@@ -5,7 +5,7 @@ use anyhow::{Context, Result, bail};
 use ringspan_models::{Decoder, Origin, RopeScaling};
 use ringspan_serve::{Mesh, Model};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
@@ -14,8 +14,30 @@ pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
     Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
 }
 
-/// Loads the model in the folder or GGUF file `path`, or the adapter with its model, if its heads fit the mesh.
-pub(crate) fn load(path: &Path, mesh: &Mesh, scaling: Option<RopeScaling>) -> Result<Model> {
+/// Which model, and for how long texts.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
+    /// A model folder as Hugging Face's (config.json, safetensors, tokenizer.json), an adapter's as PEFT's, or a GGUF file
+    #[arg(long = "model", value_name = "PATH")]
+    pub(crate) path: PathBuf,
+    /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F or yarn:F, F times as long
+    #[arg(long, value_name = "KIND:F")]
+    rope_scaling: Option<RopeScaling>,
+}
+
+impl ModelArgs {
+    /// Loads the model, if its heads fit the mesh.
+    pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
+        load_for(&self.path, self.rope_scaling.as_ref(), mesh)
+    }
+}
+
+/// Loads the model at `path`, if its heads fit the mesh.
+pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
+    load_for(path, None, mesh)
+}
+
+fn load_for(path: &Path, scaling: Option<&RopeScaling>, mesh: &Mesh) -> Result<Model> {
     let origin = Origin::at(path).context("--model")?;
     let json = origin.config_json()?;
     let (mut config, weights) = origin.load()?;

@@ -2,11 +2,11 @@
 
 use crate::files::{self, Out};
 use crate::mesh::MeshArgs;
+use crate::model::ModelArgs;
 use crate::tokens::TokenBatch;
 use crate::{model, say};
 use anyhow::{Context, Result};
-use ringspan::{LayoutKind, Strategy};
-use ringspan_models::RopeScaling;
+use ringspan::{Document, LayoutKind, Strategy};
 use ringspan_serve::Batch;
 use safetensors::Dtype;
 use std::path::PathBuf;
@@ -19,9 +19,8 @@ use std::time::Instant;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["tokens", "text"]))]
 pub(crate) struct ScoreArgs {
-    /// A model folder as Hugging Face's: config.json, safetensors, tokenizer.json
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
     /// A safetensors file with tokens (i64 or u32, [B,S]) and, for rows that end earlier, lengths (i32, [B])
     #[arg(long, value_name = "IN")]
     tokens: Option<PathBuf>,
@@ -31,9 +30,6 @@ pub(crate) struct ScoreArgs {
     /// The safetensors file for the results
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Stretch the rotary embedding for longer texts: linear:F, dynamic:F, yarn:F [default: as config.json says]
-    #[arg(long, value_name = "KIND:FACTOR")]
-    rope_scaling: Option<RopeScaling>,
     /// Write the logits as well
     #[arg(long)]
     logits: bool,
@@ -50,18 +46,17 @@ pub(crate) struct ScoreArgs {
 pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
     let mesh = model::mesh(&args.mesh)?;
     files::check_output("--out", &args.out)?;
-    let model = model::load(&args.model, &mesh, args.rope_scaling)?;
+    let model = args.model.load(&mesh)?;
     let batch = match (&args.tokens, &args.text) {
         (Some(file), _) => TokenBatch::read(file, model.vocabulary())?,
         (_, Some(file)) => {
             let text =
                 std::fs::read_to_string(file).with_context(|| format!("cannot read {} as text", file.display()))?;
-            TokenBatch::one(model::encode(&model::tokenizer(&args.model)?, &text)?)
+            TokenBatch::one(model::encode(&model::tokenizer(&args.model.path)?, &text)?)
         }
         (None, None) => anyhow::bail!("give --tokens or --text"),
     };
-    let longest = batch.documents.iter().map(|document| document.extent).max().unwrap_or(0);
-    model::warn_beyond(&model, longest);
+    model::warn_beyond(&model, batch.documents.iter().map(Document::tokens).max().unwrap_or(0));
     let began = Instant::now();
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;

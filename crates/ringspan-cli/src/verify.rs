@@ -51,7 +51,7 @@ pub(crate) struct VerifyArgs {
 pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
     let mesh = model::mesh(&args.mesh)?;
     let model = match &args.model {
-        Some(path) => model::load(path, &mesh, None)?,
+        Some(path) => model::load(path, &mesh)?,
         None => tiny(&mesh)?,
     };
     let batch = Batch::random(args.sequence_length as usize, model.vocabulary(), args.seed)?;

@@ -2,7 +2,7 @@
 
 mod support;
 
-use ringspan_models::{Config, Decoder, folder};
+use ringspan_models::{Config, Decoder, RopeScaling, folder};
 use std::path::Path;
 use std::process::Output;
 use support::{Bench, Tensor, message, read, write};
@@ -119,6 +119,56 @@ fn scores_are_those_of_the_logits_and_the_same_on_every_mesh() {
             assert!(support::apart(&log_probs, &expected) < 1e-5, "{mesh} {layout}");
         }
     }
+}
+
+/// As if the folder had said so: stretched, the same model gives other scores, and no warning.
+#[test]
+fn a_model_is_stretched_by_a_flag_as_by_its_configuration() {
+    let bench = bench();
+    let tokens: Vec<i64> = (0..5000).map(|i| i * i * 31 % VOCABULARY as i64).collect();
+    write(&bench.path("tokens.safetensors"), &[("tokens", Tensor::i64(&[1, 5000], &tokens))]);
+    let score = |model: &str, flags: &str| {
+        let flags = format!("--model {model} --tokens tokens.safetensors --out s.safetensors --ring 2 {flags}");
+        let (_, warning) = succeed(&bench, "score", &flags);
+        (read(&bench.path("s.safetensors"))["logprobs"].values(), warning)
+    };
+    let (plain, warning) = score("model", "");
+    for word in ["5000 tokens", "4096 positions", "yarn:2"] {
+        assert!(warning.contains(word), "{warning}");
+    }
+    for scaling in ["yarn:2", "linear:4", "dynamic:2"] {
+        let (by_flag, warning) = score("model", &format!("--rope-scaling {scaling}"));
+        assert!(!warning.contains("warning"), "{warning}");
+        assert_ne!(by_flag, plain, "{scaling}");
+        let scaling: RopeScaling = scaling.parse().expect("a scaling");
+        let json = scaling.apply(&folder::config_json(&bench.path("model")).expect("JSON")).expect("stretched");
+        let (_, weights) = folder::load(&bench.path("model")).expect("loads");
+        folder::save(&bench.path("stretched"), &json, &weights).expect("saved");
+        assert_eq!(score("stretched", "").0, by_flag, "{scaling}");
+        let twice = run(&bench, "score", "--model stretched --rope-scaling yarn:2 --tokens tokens.safetensors --out x");
+        assert!(message(&twice).contains("already stretched"), "{}", message(&twice));
+    }
+    let unknown = run(&bench, "generate", "--model model --prompt x --rope-scaling su:2");
+    assert!(String::from_utf8_lossy(&unknown.stderr).contains("linear, dynamic, yarn"), "{unknown:?}");
+}
+
+#[test]
+fn a_gguf_file_is_scored_as_the_folder_it_was_made_from() {
+    let bench = bench();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
+    let tokens: Vec<i64> = (0..40).map(|i| i * i * 31 % 96).collect();
+    write(&bench.path("tokens.safetensors"), &[("tokens", Tensor::i64(&[2, 20], &tokens))]);
+    let score = |model: &str| {
+        let model = fixtures.join(model);
+        let flags = format!("--model {} --tokens tokens.safetensors --out s.safetensors --ring 2", model.display());
+        succeed(&bench, "score", &flags);
+        read(&bench.path("s.safetensors"))["logprobs"].values()
+    };
+    assert_eq!(score("gguf/llama_tied.gguf"), score("llama_tied"));
+    // This one has no tokenizer, which a prompt needs.
+    let model = fixtures.join("gguf/llama_tied.gguf");
+    let refused = run(&bench, "generate", &format!("--model {} --prompt x", model.display()));
+    assert!(message(&refused).contains("tokenizer.ggml.model"), "{}", message(&refused));
 }
 
 #[test]
