@@ -21,6 +21,7 @@
 //! # Ok::<_, Error>(())
 //! ```
 
+mod group;
 pub mod threads;
 
 use crate::error::Result;
@@ -57,13 +58,17 @@ impl Buffer {
 
     /// Bytes of the elements.
     pub fn bytes(&self) -> u64 {
-        let width = match self {
+        self.len() as u64 * self.width()
+    }
+
+    /// Bytes of one element.
+    fn width(&self) -> u64 {
+        match self {
             Self::F32(_) => 4,
             Self::U16(_) => 2,
             Self::U64(_) => 8,
             Self::U8(_) => 1,
-        };
-        self.len() as u64 * width
+        }
     }
 }
 
