@@ -1,4 +1,5 @@
-//! How ranks talk: one object-safe trait, and a transport for ranks that are threads of one process.
+//! How ranks talk: one object-safe trait, a transport for ranks that are threads of one process, and one for ranks that
+//! are processes (feature `mpi`).
 //!
 //! A transfer is started, computed past, then waited for: this is how a schedule hides it behind a step. A wait ends at
 //! a deadline, and a rank that fails, or calls another collective than the others, makes all of them return an error
@@ -22,6 +23,8 @@
 //! ```
 
 mod group;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod threads;
 
 use crate::error::Result;
@@ -86,7 +89,7 @@ pub trait Communicator: Send + Sync {
     fn rank(&self) -> usize;
     /// Ranks in the group.
     fn size(&self) -> usize;
-    /// Starts sending `data` to `to` under `tag`.
+    /// Starts sending `data` to `to` under `tag`; it ends when the data has left, not when it is received.
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>>;
     /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;

@@ -1,7 +1,7 @@
 //! Why a world ended, as each of its ranks is told.
 
-use super::operation::Operation;
 use crate::error::Error;
+use std::fmt::Display;
 
 /// The first failure of a world. It stays: every later call of any rank fails with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub(in crate::comm) enum Failure {
 
 impl Failure {
     /// The error of `rank`, which is in `operation`. All ranks get both views of a mismatch.
-    pub(in crate::comm) fn seen_by(&self, rank: usize, operation: &Operation) -> Error {
+    pub(in crate::comm) fn seen_by(&self, rank: usize, operation: &impl Display) -> Error {
         match self {
             Self::Rank { peer, message } => {
                 Error::PeerFailed { rank, operation: operation.to_string(), peer: *peer, message: message.clone() }

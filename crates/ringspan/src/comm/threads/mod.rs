@@ -123,7 +123,7 @@ fn not_started(error: &std::io::Error, options: Options) -> String {
     format!("its thread did not start with a stack of {} bytes: {error}", options.stack_bytes)
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+pub(super) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
 }
