@@ -2,15 +2,16 @@
 
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, bail, ensure};
+use ringspan::comm::ranks::Ranks;
 use ringspan_models::{Decoder, folder};
 use ringspan_serve::{Mesh, Model};
 use std::path::Path;
 use tokenizers::Tokenizer;
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
-pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
-    let (_, threads) = args.start()?;
-    Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
+pub(crate) fn mesh(args: &MeshArgs, ranks: &Ranks) -> Result<Mesh> {
+    let (_, threads) = args.start(ranks)?;
+    Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE, ranks: ranks.clone() })
 }
 
 /// Loads the model in the folder `path`, if its heads fit the mesh.

@@ -110,7 +110,7 @@ impl Setup {
             setup.weights = weights;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
-        setup.plan.check_memory()?;
+        setup.plan.check_memory(config)?;
         Ok(setup)
     }
 

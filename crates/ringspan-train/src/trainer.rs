@@ -1,8 +1,9 @@
 //! From a configuration to a trained model folder.
 
 use crate::{
-    checkpoint::{Checkpoints, write_file},
+    checkpoint::{Checkpoints, Identity, write_file},
     config::TrainConfig,
+    data::fingerprint,
     error::{Error, Result},
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
@@ -11,8 +12,11 @@ use crate::{
     setup::{Setup, model_error, write_settings},
     tokenizer::Tokenizer,
 };
-use ringspan::comm::threads::{self, Options};
-use ringspan_models::folder;
+use candle_core::DType;
+use ringspan::comm::agree::Setting;
+use ringspan::comm::ranks::Ranks;
+use ringspan::comm::threads::Options;
+use ringspan_models::{Weights, folder};
 use std::{
     path::PathBuf,
     sync::{Mutex, atomic::AtomicBool},
@@ -47,22 +51,40 @@ pub struct Outcome {
 /// Settings, data, models and checkpoints that do not fit, found before anything is computed; failures of ranks; a disk
 /// that refuses. Checkpoints made before a failure stay good.
 pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Outcome> {
+    train_on(&Ranks::threads(), config, stop, observer)
+}
+
+/// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
+/// only that of rank 0 tells its observer, looks at `stop` and writes.
+///
+/// # Errors
+/// As [`train`]; also processes whose settings, model or data differ, with the name of the setting.
+pub fn train_on(
+    ranks: &Ranks,
+    config: &TrainConfig,
+    stop: &AtomicBool,
+    observer: &mut dyn Observer,
+) -> Result<Outcome> {
     let setup = Setup::new(config)?;
-    observer.planned(&setup.plan);
-    write_settings(config)?;
+    if ranks.local().is_some() {
+        ranks.agree(&identity(config, &setup)?)?;
+    }
+    // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");
-    let host = Mutex::new(Host {
-        observer,
-        metrics: MetricsFile::open(&metrics_path, setup.first_step)?,
-        checkpoints: Checkpoints::new(&config.out, config.keep),
-    });
+    let mut metrics = None;
+    if ranks.lead() {
+        observer.planned(&setup.plan);
+        write_settings(config)?;
+        metrics = Some(MetricsFile::open(&metrics_path, setup.first_step)?);
+    }
+    let host = Mutex::new(Host { observer, metrics, checkpoints: Checkpoints::new(&config.out, config.keep) });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let ends = threads::run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
+    let ends = ranks.run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
     let mut shown = None;
-    if !end.interrupted {
+    if !end.interrupted && ranks.lead() {
         folder::save(&config.out, &setup.config_json, &end.weights).map_err(model_error)?;
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
@@ -79,4 +101,25 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         sample: shown,
         tokenizer: setup.tokenizer,
     })
+}
+
+/// What all ranks must share: every setting that was given, and what was read because of them.
+fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
+    let mut all = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+    all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
+    let in_words = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
+    all.push(("the model".into(), in_words(&setup.model)));
+    all.push(("the model's weights".into(), format!("{:016x}", weights_fingerprint(&setup.weights)?)));
+    all.push(("the data".into(), in_words(&setup.data)));
+    all.push(("the first step".into(), setup.first_step.to_string()));
+    Ok(all)
+}
+
+fn weights_fingerprint(weights: &Weights) -> Result<u64> {
+    let mut all = Vec::new();
+    for tensor in weights.values() {
+        let values: Vec<f32> = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1()?;
+        all.push(fingerprint(values.iter().map(|value| u64::from(value.to_bits()))));
+    }
+    Ok(fingerprint(all))
 }

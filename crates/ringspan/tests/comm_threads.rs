@@ -3,7 +3,7 @@
 mod contract;
 
 use ringspan::Error;
-use ringspan::comm::threads::{Options, run};
+use ringspan::comm::threads::{Link, Options, run};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -196,5 +196,51 @@ fn a_failure_anywhere_in_a_long_conversation_ends_it_for_all() {
         for (rank, text) in texts.iter().enumerate().filter(|(rank, _)| *rank != victim) {
             assert!(text.contains(&named), "rank {rank}: {text}");
         }
+    }
+}
+
+#[test]
+fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
+    let ms = Duration::from_millis;
+    let link = Some(Link { bandwidth: 1e6, latency: ms(20) });
+    run(2, Options { link, ..Options::default() }, |comm| {
+        let peer = 1 - comm.rank();
+        comm.barrier()?;
+        let start = Instant::now();
+        for _ in 0..2 {
+            comm.send(peer, 0, Arc::new(Buffer::U8(vec![0; 30_000])))?.wait()?;
+        }
+        let (mut first, second) = (comm.receive(peer, 0)?, comm.receive(peer, 0)?);
+        while !first.test()? {
+            std::thread::yield_now();
+        }
+        // The other rank may have begun up to a latency earlier: it left the barrier first.
+        assert!(start.elapsed() >= ms(30), "30 kB in {:?}", start.elapsed());
+        second.wait()?;
+        assert!(start.elapsed() >= ms(60), "60 kB in {:?}", start.elapsed());
+        first.wait()?;
+        let start = Instant::now();
+        let mut sum = vec![1.0; 20_000];
+        comm.all_reduce(&mut sum)?;
+        assert!(sum.iter().all(|x| *x == 2.0));
+        // Half of it goes there, and the other half of the sums back.
+        assert!(start.elapsed() >= ms(2 * 40), "80 kB in {:?}", start.elapsed());
+        Ok::<_, Error>(())
+    })
+    .expect("nothing fails");
+}
+
+#[test]
+fn a_link_that_is_too_slow_ends_at_the_deadline_or_is_refused() {
+    let options = |bandwidth| Options {
+        deadline: Duration::from_millis(50),
+        link: Some(Link { bandwidth, latency: Duration::ZERO }),
+        ..Options::default()
+    };
+    let gathered = |bandwidth| run(2, options(bandwidth), |comm| comm.all_gather(Buffer::U8(vec![0; 1000])).map(drop));
+    assert!(matches!(gathered(1e-9), Err(Error::Deadline { .. })));
+    gathered(1e9).expect("fast enough");
+    for bandwidth in [0.0, -1.0, f64::NAN] {
+        assert!(gathered(bandwidth).expect_err("no link").to_string().contains("carries nothing"));
     }
 }

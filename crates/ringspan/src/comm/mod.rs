@@ -22,12 +22,15 @@
 //! # Ok::<_, Error>(())
 //! ```
 
+pub mod agree;
 mod group;
+pub mod launch;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod ranks;
 pub mod threads;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::sync::Arc;
 
 /// The payload of a message. Blocks are handed over, not copied, where ranks share memory.
@@ -57,6 +60,23 @@ impl Buffer {
     /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The elements, if they are 32-bit floats.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another type.
+    pub fn f32(&self) -> Result<&[f32]> {
+        match self {
+            Self::F32(values) => Ok(values),
+            other => Err(Error::Shape {
+                operation: "reading a buffer",
+                what: "a buffer of another type",
+                expected: 0,
+                actual: other.len(),
+                shape: "32-bit floats".into(),
+            }),
+        }
     }
 
     /// Bytes of the elements.

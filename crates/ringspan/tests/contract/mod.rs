@@ -123,7 +123,7 @@ pub(crate) fn both_send_first(comm: &Comm, elements: usize) -> Result<(), Error>
 /// What is sent is counted: payload to other ranks, and nothing else.
 pub(crate) fn bytes(comm: &Comm) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
-    let part = |to: usize| if to % 2 == 0 { Buffer::F32(vec![0.0; 10]) } else { Buffer::U16(vec![0; 10]) };
+    let part = |to: usize| if to.is_multiple_of(2) { Buffer::F32(vec![0.0; 10]) } else { Buffer::U16(vec![0; 10]) };
     let start = comm.bytes_sent();
     comm.all_to_all((0..size).map(part).collect())?;
     let others: u64 = (0..size).filter(|to| *to != rank).map(|to| part(to).bytes()).sum();

@@ -109,6 +109,12 @@ impl World {
         self.local
     }
 
+    /// Sets the longest wait for another rank, from any thread.
+    pub(super) fn deadline_setter(&self) -> Arc<dyn Fn(Duration) + Send + Sync> {
+        let world = self.world.clone();
+        Arc::new(move |deadline| world.set_deadline(deadline))
+    }
+
     /// Runs this process's rank, on a thread `rank-N`. An error or a panic is told to all other ranks, whose next call
     /// fails.
     ///

@@ -27,7 +27,7 @@ pub(super) struct World {
     pub(super) rank: usize,
     engine: Mutex<Engine>,
     pub(super) watch: Arc<Watch>,
-    deadline: Duration,
+    deadline: Mutex<Duration>,
     bytes_sent: AtomicU64,
     /// The first thread that talked, and whether others did.
     talks: Mutex<(Option<ThreadId>, bool)>,
@@ -37,7 +37,7 @@ impl World {
     pub(super) fn new(engine: Engine, watch: Arc<Watch>, deadline: Duration) -> Self {
         let rank = engine.wire().rank;
         let (bytes_sent, talks) = (AtomicU64::new(0), Mutex::new((None, false)));
-        Self { rank, engine: Mutex::new(engine), watch, deadline, bytes_sent, talks }
+        Self { rank, engine: Mutex::new(engine), watch, deadline: Mutex::new(deadline), bytes_sent, talks }
     }
 
     /// Says that this rank sends nothing more, and waits until nobody does. Ends only by that or by a failure: others
@@ -162,6 +162,14 @@ impl World {
         Some(Failure::Mismatch { ranks: [self.rank, *peer], operations })
     }
 
+    pub(super) fn set_deadline(&self, deadline: Duration) {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = deadline;
+    }
+
+    fn deadline(&self) -> Duration {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn engine(&self) -> MutexGuard<'_, Engine> {
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -200,7 +208,7 @@ impl Transport for World {
     }
 
     fn wait_left(&self, address: &Address, number: u64, operation: &Operation) -> Result<()> {
-        self.wait_for(operation, self.deadline, |engine| match engine.has_left(number) {
+        self.wait_for(operation, self.deadline(), |engine| match engine.has_left(number) {
             true => Ok(ControlFlow::Break(())),
             false => Ok(ControlFlow::Continue(vec![address.to])),
         })
@@ -229,7 +237,7 @@ impl Transport for World {
     }
 
     fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
-        self.wait_for(operation, self.deadline, |engine| {
+        self.wait_for(operation, self.deadline(), |engine| {
             match engine.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
                 Some(data) => Ok(ControlFlow::Break(data)),
                 None => match engine.finished(&[address.from]) {
@@ -264,7 +272,7 @@ impl Transport for World {
             }
         }
         let others: Vec<usize> = ranks.iter().copied().filter(|rank| *rank != self.rank).collect();
-        let mut round = self.wait_for(operation, self.deadline, |engine| {
+        let mut round = self.wait_for(operation, self.deadline(), |engine| {
             let round = engine.round(group, number);
             if let Some(failure) = self.mismatch(&call, round) {
                 return Err(failure);
