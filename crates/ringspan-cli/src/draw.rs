@@ -3,6 +3,7 @@
 use crate::attend::args::{MaskName, Window, WireName, window};
 use crate::{files, mesh, say};
 use anyhow::{Context, Result, ensure};
+use ringspan::comm::ranks::Ranks;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
@@ -77,7 +78,8 @@ pub(crate) struct DrawArgs {
     svg: Option<PathBuf>,
 }
 
-pub(crate) fn run(args: &DrawArgs) -> Result<()> {
+pub(crate) fn run(args: &DrawArgs, ranks: &Ranks) -> Result<()> {
+    ensure!(ranks.local().is_none(), "draw computes nothing on ranks: start it as one process, without a launcher");
     if let Some(path) = &args.svg {
         files::check_output("--svg", path)?;
     }

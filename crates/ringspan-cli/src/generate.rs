@@ -4,10 +4,13 @@ use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
 use crate::{model, say};
 use anyhow::{Context, Result, ensure};
+use ringspan::comm::Buffer;
+use ringspan::comm::ranks::Ranks;
 use ringspan_serve::{Generation, Options, Sampling, Stop, TextStream};
 use std::io::IsTerminal;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Text that goes on from a prompt, over a mesh of ranks.
 ///
@@ -47,8 +50,8 @@ pub(crate) struct GenerateArgs {
     mesh: MeshArgs,
 }
 
-pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
-    let mesh = model::mesh(&args.mesh)?;
+pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
+    let mesh = model::mesh(&args.mesh, ranks)?;
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
     ensure!(args.stop.iter().all(|stop| !stop.is_empty()), "--stop '' is an empty text, which would end everything");
@@ -70,23 +73,25 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
     let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
     let mut written = Ok(true);
-    let ranks = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {
+    let generations = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {
         let text = stream.push(token)?;
         written = say::write(&text);
         let go_on = matches!(written, Ok(true)) && !stream.stopped();
         Ok(if go_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     })?;
+    let cached = generations.iter().map(|rank| Buffer::U64(vec![rank.cached as u64])).collect();
+    let Some(cached) = ranks.gather(cached)? else { return Ok(()) };
     if written.context("cannot write to standard output")? {
         let rest = stream.finish()?;
         let end = if std::io::stdout().is_terminal() { "\n" } else { "" };
         say::write(&(rest + end)).context("cannot write to standard output")?;
     }
-    eprintln!("{}", summary(&ranks, tokens.len(), stream.stopped()));
+    eprintln!("{}", summary(&generations, &cached, tokens.len(), stream.stopped()));
     Ok(())
 }
 
-fn summary(ranks: &[Generation], prompt: usize, stopped: bool) -> String {
-    let Some(first) = ranks.first() else { return String::new() };
+fn summary(generations: &[Generation], cached: &[Arc<Buffer>], prompt: usize, stopped: bool) -> String {
+    let Some(first) = generations.first() else { return String::new() };
     let speed = |tokens: usize, time: std::time::Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     let why = match first.stop {
         Stop::Token => "end of text",
@@ -94,7 +99,11 @@ fn summary(ranks: &[Generation], prompt: usize, stopped: bool) -> String {
         Stop::Caller if stopped => "--stop",
         Stop::Caller => "the reader left",
     };
-    let cached: Vec<String> = ranks.iter().map(|rank| rank.cached.to_string()).collect();
+    let number = |buffer: &Arc<Buffer>| match &**buffer {
+        Buffer::U64(number) => number.iter().map(u64::to_string).collect(),
+        _ => String::new(),
+    };
+    let cached: Vec<String> = cached.iter().map(number).collect();
     format!(
         "prompt {prompt} tokens, {:.0} tokens/s; {} new tokens, {:.1} tokens/s; ended by {why}; cached tokens per rank: {}",
         speed(prompt, first.prefill),

@@ -7,6 +7,7 @@ mod files;
 mod generate;
 mod header;
 mod interrupt;
+mod launch;
 mod mesh;
 mod model;
 mod say;
@@ -17,6 +18,7 @@ mod train;
 mod verify;
 
 use clap::{Parser, Subcommand};
+use ringspan::comm::ranks::Ranks;
 use std::process::ExitCode;
 
 /// candle takes and returns large buffers all the time; the system's allocator gives their pages back each time.
@@ -27,6 +29,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 #[derive(Debug, Parser)]
 #[command(name = "ringspan", version, max_term_width = 100)]
 struct Cli {
+    #[command(flatten)]
+    launch: launch::LaunchArgs,
     #[command(subcommand)]
     command: Command,
 }
@@ -43,26 +47,29 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    match interrupt::install().and_then(|()| run(cli.command)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let Cli { launch, command } = Cli::parse();
+    launch::run(launch, |ranks| {
+        interrupt::install()?;
+        run(command, ranks)
+    })
 }
 
-fn run(command: Command) -> anyhow::Result<()> {
-    match command {
-        Command::Train(args) => train::run(*args),
-        Command::Generate(args) => generate::run(&args),
-        Command::Score(args) => score::run(&args),
-        Command::Attend(args) => attend::run(&args),
-        Command::Draw(args) => draw::run(&args),
-        Command::Mesh(args) => topology::run(&args),
-        Command::Verify(args) => verify::run(&args),
+fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
+    if !matches!(command, Command::Train(_)) {
+        // A training compares its settings one by one.
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        ranks.agree(&[("the command line".into(), arguments.join(" "))])?;
     }
+    match command {
+        Command::Train(args) => return train::run(*args, ranks),
+        Command::Generate(args) => generate::run(&args, ranks),
+        Command::Score(args) => score::run(&args, ranks),
+        Command::Attend(args) => attend::run(&args, ranks),
+        Command::Draw(args) => draw::run(&args, ranks),
+        Command::Mesh(args) => topology::run(&args, ranks),
+        Command::Verify(args) => verify::run(&args, ranks),
+    }?;
+    Ok(ExitCode::SUCCESS)
 }
 
 #[cfg(test)]

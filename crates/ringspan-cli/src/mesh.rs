@@ -1,6 +1,8 @@
 //! The flags that say how many ranks work together, and with how many threads each.
 
 use anyhow::{Context, Result, ensure};
+use ringspan::comm::ranks::Ranks;
+use std::sync::Once;
 use std::time::Duration;
 
 /// How long a rank waits for another. Ranks of one process learn of each other's failure at once, so this only ends
@@ -10,7 +12,7 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(3600);
 /// More ranks than this in one process are a slip of the hand.
 const MOST_RANKS: usize = 4096;
 
-/// The mesh: ring x ulysses ranks, which are threads of this process.
+/// The mesh: ring x ulysses ranks, which are threads of this process, or processes of MPI.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct MeshArgs {
     /// Ring size R: ranks between which keys and values move
@@ -28,10 +30,12 @@ impl MeshArgs {
     /// Ranks of the mesh, and threads of each.
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
-    pub(crate) fn start(&self) -> Result<(usize, usize)> {
+    pub(crate) fn start(&self, place: &Ranks) -> Result<(usize, usize)> {
         let Self { ring, ulysses, .. } = *self;
         let ranks = ranks(ring, ulysses)?;
-        let threads = self.threads.map_or_else(|| (cores() / ranks).max(1), |threads| threads as usize);
+        place.check(ranks)?;
+        let here = place.local().unwrap_or(ranks);
+        let threads = self.threads.map_or_else(|| (cores() / here).max(1), |threads| threads as usize);
         limit_threads(ranks, threads);
         Ok((ranks, threads))
     }
@@ -52,12 +56,16 @@ fn cores() -> usize {
 
 /// Keeps the process-wide thread pools of the tensor library from fighting with ranks that are threads themselves.
 ///
-/// Call it before the first tensor operation.
+/// Call it before the first tensor operation; where ranks are processes, it is called before there are other threads. Only
+/// the first call counts.
 pub(crate) fn limit_threads(ranks: usize, threads: usize) {
-    let threads = if ranks > 1 { 1 } else { threads }.to_string();
-    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
-        // SAFETY: no other thread reads or writes the environment now; only that of the signal handler exists, and it
-        // sleeps in a read until Ctrl-C.
-        unsafe { std::env::set_var(name, &threads) };
-    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let threads = if ranks > 1 { 1 } else { threads }.to_string();
+        for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+            // SAFETY: no other thread reads or writes the environment now; only that of the signal handler may exist, and
+            // it sleeps in a read until Ctrl-C.
+            unsafe { std::env::set_var(name, &threads) };
+        }
+    });
 }

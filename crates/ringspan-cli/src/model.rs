@@ -2,6 +2,7 @@
 
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, bail};
+use ringspan::comm::ranks::Ranks;
 use ringspan_models::{Decoder, Origin, RopeScaling};
 use ringspan_serve::{Mesh, Model};
 use serde_json::Value;
@@ -9,9 +10,9 @@ use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
-pub(crate) fn mesh(args: &MeshArgs) -> Result<Mesh> {
-    let (_, threads) = args.start()?;
-    Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE })
+pub(crate) fn mesh(args: &MeshArgs, ranks: &Ranks) -> Result<Mesh> {
+    let (_, threads) = args.start(ranks)?;
+    Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE, ranks: ranks.clone() })
 }
 
 /// Which model, and for how long texts.

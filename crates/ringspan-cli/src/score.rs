@@ -6,6 +6,7 @@ use crate::model::ModelArgs;
 use crate::tokens::TokenBatch;
 use crate::{model, say};
 use anyhow::{Context, Result};
+use ringspan::comm::ranks::Ranks;
 use ringspan::{Document, LayoutKind, Strategy};
 use ringspan_serve::Batch;
 use safetensors::Dtype;
@@ -43,8 +44,8 @@ pub(crate) struct ScoreArgs {
     strategy: Strategy,
 }
 
-pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
-    let mesh = model::mesh(&args.mesh)?;
+pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
+    let mesh = model::mesh(&args.mesh, ranks)?;
     files::check_output("--out", &args.out)?;
     let model = args.model.load(&mesh)?;
     let batch = match (&args.tokens, &args.text) {
@@ -60,6 +61,7 @@ pub(crate) fn run(args: &ScoreArgs) -> Result<()> {
     let began = Instant::now();
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;
+    let Some(scores) = scores else { return Ok(()) };
     let seconds = began.elapsed().as_secs_f64();
 
     let TokenBatch { rows, len, .. } = batch;

@@ -2,23 +2,30 @@
 
 use crate::{interrupt, mesh};
 use anyhow::Result;
-use ringspan_train::{Outcome, Terminal, TrainConfig, train};
+use ringspan::comm::ranks::Ranks;
+use ringspan_train::{Outcome, Silent, Terminal, TrainConfig, train_on};
+use std::process::ExitCode;
 
 pub(crate) use ringspan_train::TrainArgs;
 
 /// Exit code of a training stopped by Ctrl-C: 128 + SIGINT. Its work is saved.
-const INTERRUPTED: i32 = 130;
+const INTERRUPTED: u8 = 130;
 
 /// Trains as the arguments say; progress goes to standard error, the result to standard output.
-pub(crate) fn run(args: TrainArgs) -> Result<()> {
-    let config = TrainConfig::from_args(&args)?;
+pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
+    let mut config = TrainConfig::from_args(&args)?;
+    ranks.check(config.ranks())?;
+    config.place(ranks);
     mesh::limit_threads(config.ranks(), config.threads);
-    let outcome = train(&config, interrupt::watch(), &mut Terminal::new())?;
-    report(&outcome);
-    if outcome.interrupted {
-        std::process::exit(INTERRUPTED);
+    let stop = interrupt::watch();
+    let outcome = match ranks.lead() {
+        true => train_on(ranks, &config, stop, &mut Terminal::new())?,
+        false => train_on(ranks, &config, stop, &mut Silent)?,
+    };
+    if ranks.lead() {
+        report(&outcome);
     }
-    Ok(())
+    Ok(if outcome.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
 fn report(outcome: &Outcome) {

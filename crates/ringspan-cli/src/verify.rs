@@ -7,6 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
+use ringspan::comm::ranks::Ranks;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
 use ringspan_candle::Context as Attention;
 use ringspan_candle::loss::{self, IGNORE};
@@ -48,8 +49,8 @@ pub(crate) struct VerifyArgs {
     seed: u64,
 }
 
-pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
-    let mesh = model::mesh(&args.mesh)?;
+pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
+    let mesh = model::mesh(&args.mesh, ranks)?;
     let model = match &args.model {
         Some(path) => model::load(path, &mesh)?,
         None => tiny(&mesh)?,
@@ -65,9 +66,10 @@ pub(crate) fn run(args: &VerifyArgs) -> Result<()> {
         args.strategy,
         args.layout
     ))?;
-    let one = Mesh { ring: 1, ulysses: 1, ..mesh };
-    let expected = pass(&model, &one, &batch, args.layout, args.strategy)?;
-    let actual = pass(&model, &mesh, &batch, args.layout, args.strategy)?;
+    // First the mesh: where ranks are processes, only one of them has anything to do afterwards.
+    let Some(actual) = pass(&model, &mesh, &batch, args.layout, args.strategy)? else { return Ok(()) };
+    let one = Mesh { ring: 1, ulysses: 1, ranks: Ranks::threads(), ..mesh };
+    let expected = pass(&model, &one, &batch, args.layout, args.strategy)?.context("a rank of its own")?;
 
     let mut lines = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs())];
     lines.push(("logits".to_owned(), difference(&expected.logits, &actual.logits)));
@@ -145,19 +147,19 @@ struct Outcome {
     gradients: BTreeMap<String, Vec<f32>>,
 }
 
-/// One forward and backward pass on a mesh.
-fn pass(model: &Model, mesh: &Mesh, batch: &Batch, layout: LayoutKind, strategy: Strategy) -> Result<Outcome> {
+/// One forward and backward pass on a mesh; none in a process without rank 0.
+fn pass(model: &Model, mesh: &Mesh, batch: &Batch, layout: LayoutKind, strategy: Strategy) -> Result<Option<Outcome>> {
     let layout = Arc::new(Layout::new(layout, &batch.documents, mesh.ring * mesh.ulysses)?);
-    let parts = mesh.run(|group| pass_on_rank(&group, model, batch, &layout, strategy))?;
+    let mut parts = mesh.run(|group| pass_on_rank(&group, model, batch, &layout, strategy))?;
+    let own = parts.iter_mut().map(|part| Buffer::F32(std::mem::take(&mut part.logits))).collect();
+    let Some(all) = mesh.ranks.gather(own)? else { return Ok(None) };
     let vocabulary = model.vocabulary();
     let mut logits = vec![0.0; batch.tokens.len() * vocabulary];
-    let mut first = None;
-    for (rank, part) in parts.into_iter().enumerate() {
-        layout.unshard(rank, &part.logits, vocabulary, &mut logits)?;
-        first = first.or(Some(part));
+    for (rank, part) in all.iter().enumerate() {
+        layout.unshard(rank, part.f32()?, vocabulary, &mut logits)?;
     }
-    let first = first.context("a mesh without ranks")?;
-    Ok(Outcome { logits, ..first })
+    let first = parts.into_iter().next().context("a mesh without ranks")?;
+    Ok(Some(Outcome { logits, ..first }))
 }
 
 /// As [`pass`], but with this rank's logits; loss and gradients are summed over the ranks.

@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use candle_core::Tensor;
 use ringspan::Kernel;
 use ringspan::attention::Group;
+use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads;
 use ringspan_candle::Attend;
 use ringspan_models::{Decoder, Weights};
@@ -70,8 +71,8 @@ impl Model {
     }
 }
 
-/// Ranks as threads of this process: `ring x ulysses` of them.
-#[derive(Debug, Clone, Copy)]
+/// `ring x ulysses` ranks, and where they run.
+#[derive(Debug, Clone)]
 pub struct Mesh {
     /// Ring size R.
     pub ring: usize,
@@ -81,22 +82,24 @@ pub struct Mesh {
     pub threads: usize,
     /// How long a rank waits for another.
     pub deadline: Duration,
+    /// Threads of this process, or processes.
+    pub ranks: Ranks,
 }
 
 impl Mesh {
     /// One rank with one thread.
     pub const fn single() -> Self {
-        Self { ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(600) }
+        Self { ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(600), ranks: Ranks::threads() }
     }
 
-    /// Runs `work` on every rank and returns what each returns, in rank order.
+    /// Runs `work` on every rank and returns what each rank of this process returns, in rank order.
     ///
     /// # Errors
-    /// The error of the rank that failed first.
+    /// Another number of processes than ranks; the error of the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
-        let Self { ring, ulysses, threads, deadline } = *self;
+        let Self { ring, ulysses, threads, deadline, .. } = *self;
         let options = threads::Options { deadline, ..Default::default() };
         let ranks = ring.saturating_mul(ulysses);
-        threads::run(ranks, options, |comm| work(Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?)))
+        self.ranks.run(ranks, options, |comm| work(Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?)))
     }
 }

@@ -3,6 +3,7 @@
 use crate::error::Result;
 use crate::model::{Mesh, Model};
 use ringspan::attention::Group;
+use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
 use ringspan_candle::{Context, loss};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub struct Scores {
     pub logits: Option<Vec<f32>>,
 }
 
-/// Scores a batch whose tokens are dealt to the ranks as `layout` says.
+/// Scores a batch whose tokens are dealt to the ranks as `layout` says; none in a process without rank 0.
 ///
 /// # Errors
 /// Tokens the model does not know, a batch of another size than its documents say, failures of any rank.
@@ -38,7 +39,7 @@ pub fn score(
     layout: LayoutKind,
     strategy: Strategy,
     logits: bool,
-) -> Result<Scores> {
+) -> Result<Option<Scores>> {
     let layout = Arc::new(Layout::new(layout, batch.documents, mesh.ring.saturating_mul(mesh.ulysses))?);
     let mut targets = vec![loss::IGNORE; batch.documents.size()];
     let mut predicted = 0;
@@ -55,15 +56,22 @@ pub fn score(
         }
     }
     let parts = mesh.run(|group| score_on_rank(&group, model, batch.tokens, &targets, &layout, strategy, logits))?;
-    let mut log_probs = vec![0.0; batch.documents.size()];
-    let mut all_logits = logits.then(|| vec![0.0; batch.documents.size() * model.vocabulary()]);
-    for (rank, (local, local_logits)) in parts.into_iter().enumerate() {
-        layout.unshard(rank, &local, 1, &mut log_probs)?;
-        if let (Some(all), Some(local)) = (&mut all_logits, local_logits) {
-            layout.unshard(rank, &local, model.vocabulary(), all)?;
+    let (local, local_logits): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    let local = mesh.ranks.gather(local.into_iter().map(Buffer::F32).collect())?;
+    let local_logits = match logits {
+        true => mesh.ranks.gather(local_logits.into_iter().flatten().map(Buffer::F32).collect())?,
+        false => None,
+    };
+    let Some(local) = local else { return Ok(None) };
+    let whole = |parts: &[Arc<Buffer>], width: usize| -> Result<Vec<f32>> {
+        let mut all = vec![0.0; batch.documents.size() * width];
+        for (rank, part) in parts.iter().enumerate() {
+            layout.unshard(rank, part.f32()?, width, &mut all)?;
         }
-    }
-    Ok(Scores { log_probs, predicted, logits: all_logits })
+        Ok(all)
+    };
+    let logits = local_logits.map(|parts| whole(&parts, model.vocabulary())).transpose()?;
+    Ok(Some(Scores { log_probs: whole(&local, 1)?, predicted, logits }))
 }
 
 /// Log-probabilities `[T]` and, if asked for, logits `[T, V]` of this rank's tokens.

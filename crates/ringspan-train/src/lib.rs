@@ -46,4 +46,4 @@ pub use plan::Plan;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
 pub use tokenizer::Tokenizer;
-pub use trainer::{Outcome, train};
+pub use trainer::{Outcome, train, train_on};

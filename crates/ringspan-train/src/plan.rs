@@ -73,7 +73,11 @@ impl Plan {
         let TrainConfig { dp_replicate, dp_shard, ring, ulysses, .. } = *config;
         let axes = format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses}");
         let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
-        plan.mesh = format!("{axes} = {} ranks in this process, {threads} each", config.ranks());
+        let place = match config.local_ranks {
+            None => "ranks in this process".into(),
+            Some(local) => format!("processes, {local} of them on this machine"),
+        };
+        plan.mesh = format!("{axes} = {} {place}, {threads} each", config.ranks());
         plan.optimizer = optimizer_words(config);
         plan.warning = model.beyond(config.sequence_length).map(|beyond| beyond.to_string()).unwrap_or_default();
         if let Some(lora) = &config.lora {
@@ -128,14 +132,15 @@ impl Plan {
     }
 
     /// Refuses a run that cannot fit into the memory that is free, where the system tells.
-    pub(crate) fn check_memory(&self) -> Result<()> {
-        let needed = self.rank_bytes() * self.tokens_per_rank.len() as u64;
+    pub(crate) fn check_memory(&self, config: &TrainConfig) -> Result<()> {
+        let here = config.local_ranks.unwrap_or(self.tokens_per_rank.len());
+        let needed = self.rank_bytes() * here as u64;
         match available_memory() {
             Some(free) if needed > free => Err(Error::Settings(format!(
                 "this needs about {} ({} ranks of up to {}), but only {} of memory is free: lower --sequence-length, \
-                 --batch-size or the number of ranks in this process\n{self}",
+                 --batch-size or the number of ranks on this machine\n{self}",
                 bytes(needed),
-                self.tokens_per_rank.len(),
+                here,
                 bytes(self.rank_bytes()),
                 bytes(free)
             ))),

@@ -186,6 +186,14 @@ impl Settings {
         Ok(self.table()?.into_iter().map(|(key, _)| key).collect())
     }
 
+    /// The keys that are given, with their values as a configuration file would say them.
+    ///
+    /// # Errors
+    /// A number that TOML cannot hold.
+    pub fn values(&self) -> Result<Vec<(String, String)>> {
+        Ok(self.table()?.into_iter().map(|(key, value)| (key, value.to_string())).collect())
+    }
+
     fn table(&self) -> Result<toml::Table> {
         toml::Table::try_from(self).map_err(|e| Error::Settings(format!("the settings cannot be written down: {e}")))
     }

@@ -46,12 +46,12 @@ impl Setup {
         check_mesh(config, &model_config)?;
         let vocabulary = model_config.vocab_size;
         let mut decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
+        // Those of this process.
+        let ranks = if config.local_ranks.is_some() { 1 } else { config.ranks() };
         let start = match given {
             Given::Folder(folder) => Start::folder(folder, config.seed),
-            Given::Weights(weights) => Start::weights(weights, config.ranks(), config.seed),
-            Given::Nothing => {
-                Start::weights(default_model::weights(&decoder, config.seed)?, config.ranks(), config.seed)
-            }
+            Given::Weights(weights) => Start::weights(weights, ranks, config.seed),
+            Given::Nothing => Start::weights(default_model::weights(&decoder, config.seed)?, ranks, config.seed),
         };
         if let Some(lora) = &config.lora {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
@@ -111,7 +111,7 @@ impl Setup {
             setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
-        setup.plan.check_memory()?;
+        setup.plan.check_memory(config)?;
         Ok(setup)
     }
 

@@ -2,13 +2,17 @@
 
 use crate::{
     checkpoint::Checkpoint,
+    data::fingerprint,
     error::{Error, Result},
     optimizer::{Method, Optimizer, State, kinds},
     setup::model_error,
     shards::{Piece, Shards},
 };
 use ringspan_models::{Decoder, Lora, Weights, folder::Folder};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// Where the first parameters come from.
 pub(crate) struct Start {
@@ -83,6 +87,31 @@ impl Start {
             }
             Model::Taken => Err(missing()),
         }
+    }
+
+    /// A number that differs where the model does, by the first and the last row of each parameter: ranks on other machines
+    /// read their own copy of it.
+    pub(crate) fn fingerprint(&self, shapes: &BTreeMap<String, Vec<usize>>) -> Result<u64> {
+        let model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = Vec::new();
+        for (name, shape) in shapes {
+            let last = shape.first().map_or(0, |rows| rows.saturating_sub(1));
+            for row in [0, last] {
+                let values = match &*model {
+                    Model::Whole(weights, _) => match weights.get(name) {
+                        Some(tensor) => tensor.narrow(0, row, 1)?,
+                        None => continue,
+                    },
+                    Model::Folder(folder) if folder.shapes().contains_key(name) => {
+                        folder.read(name, row..row + 1).map_err(model_error)?
+                    }
+                    Model::Folder(_) | Model::Taken => continue,
+                };
+                let values: Vec<f32> = values.flatten_all()?.to_vec1()?;
+                all.push(fingerprint(values.iter().map(|value| u64::from(value.to_bits()))));
+            }
+        }
+        Ok(fingerprint(all))
     }
 
     /// The optimiser of a rank with these shards.

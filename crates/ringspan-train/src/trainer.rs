@@ -1,7 +1,7 @@
 //! From a configuration to a trained model folder.
 
 use crate::{
-    checkpoint::write_file,
+    checkpoint::{Identity, write_file},
     config::TrainConfig,
     error::{Error, Result},
     metrics::{EvaluationMetrics, MetricsFile},
@@ -11,7 +11,9 @@ use crate::{
     setup::{Setup, write_settings},
     tokenizer::Tokenizer,
 };
-use ringspan::comm::threads::{self, Options};
+use ringspan::comm::agree::Setting;
+use ringspan::comm::ranks::Ranks;
+use ringspan::comm::threads::Options;
 use std::{
     path::PathBuf,
     sync::{Mutex, atomic::AtomicBool},
@@ -46,18 +48,40 @@ pub struct Outcome {
 /// Settings, data, models and checkpoints that do not fit, found before anything is computed; failures of ranks; a disk
 /// that refuses. Checkpoints made before a failure stay good.
 pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Outcome> {
+    train_on(&Ranks::threads(), config, stop, observer)
+}
+
+/// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
+/// only that of rank 0 tells its observer, looks at `stop` and writes.
+///
+/// # Errors
+/// As [`train`]; also processes whose settings, model or data differ, with the name of the setting.
+pub fn train_on(
+    ranks: &Ranks,
+    config: &TrainConfig,
+    stop: &AtomicBool,
+    observer: &mut dyn Observer,
+) -> Result<Outcome> {
     let setup = Setup::new(config)?;
-    observer.planned(&setup.plan);
-    write_settings(config)?;
+    if ranks.local().is_some() {
+        ranks.agree(&identity(config, &setup)?)?;
+    }
+    // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");
-    let host = Mutex::new(Host { observer, metrics: MetricsFile::open(&metrics_path, setup.first_step)? });
+    let mut metrics = None;
+    if ranks.lead() {
+        observer.planned(&setup.plan);
+        write_settings(config)?;
+        metrics = Some(MetricsFile::open(&metrics_path, setup.first_step)?);
+    }
+    let host = Mutex::new(Host { observer, metrics });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let ends = threads::run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
+    let ends = ranks.run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
     let mut shown = None;
-    if !end.interrupted {
+    if !end.interrupted && ranks.lead() {
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
         }
@@ -73,4 +97,16 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         sample: shown,
         tokenizer: setup.tokenizer,
     })
+}
+
+/// What all ranks must share: every setting that was given, and what was read because of them.
+fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
+    let mut all = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
+    all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
+    let in_words = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
+    all.push(("the model".into(), in_words(&setup.model)));
+    all.push(("the model's weights".into(), format!("{:016x}", setup.start.fingerprint(&setup.shapes)?)));
+    all.push(("the data".into(), in_words(&setup.data)));
+    all.push(("the first step".into(), setup.first_step.to_string()));
+    Ok(all)
 }

@@ -135,6 +135,24 @@ pub enum Error {
         /// How long it waited.
         waited: Duration,
     },
+    /// Ranks were started with different settings.
+    #[error("rank {rank} has {what}: {value}, but rank 0 has {first}; all ranks need the same")]
+    Disagreement {
+        /// The first rank that differs.
+        rank: usize,
+        /// The setting.
+        what: String,
+        /// Its value there.
+        value: String,
+        /// Its value on rank 0.
+        first: String,
+    },
+    /// A process cannot tell which rank it is.
+    #[error("launch: {problem}")]
+    Launch {
+        /// What is wrong, with names and values.
+        problem: String,
+    },
     /// A rank panicked.
     #[error("rank {rank} panicked: {message}")]
     Panicked {

@@ -1,19 +1,14 @@
 //! Ranks as threads: collectives are right, failures reach all with the name of who failed, and nothing hangs.
 
+mod contract;
+
 use ringspan::Error;
-use ringspan::comm::threads::{Options, run};
+use ringspan::comm::threads::{Link, Options, run};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 type Comm = Arc<dyn Communicator>;
-
-fn f32s(buffer: &Buffer) -> Vec<f32> {
-    match buffer {
-        Buffer::F32(values) => values.clone(),
-        other => panic!("expected f32, got {other:?}"),
-    }
-}
 
 /// What every rank returns, errors as text; each keeps its own result.
 fn outcomes(size: usize, deadline: Duration, main: impl Fn(&Comm) -> Result<(), Error> + Sync) -> Vec<String> {
@@ -34,58 +29,32 @@ const LONG: Duration = Duration::from_secs(60);
 #[test]
 fn collectives_give_what_their_names_say() {
     for size in [1, 2, 3, 5, 8] {
-        run(size, Options::default(), |comm| {
-            let rank = comm.rank();
-            let gathered = comm.all_gather(Buffer::F32(vec![rank as f32; rank]))?;
-            for (from, part) in gathered.iter().enumerate() {
-                assert_eq!(f32s(part), vec![from as f32; from]);
-            }
-            // Rank r sends r + 2 t elements to rank t.
-            let parts = (0..size).map(|to| Buffer::F32(vec![(10 * rank + to) as f32; rank + 2 * to])).collect();
-            for (from, part) in comm.all_to_all(parts)?.iter().enumerate() {
-                assert_eq!(f32s(part), vec![(10 * from + rank) as f32; from + 2 * rank]);
-            }
-            let total = (size * (size + 1) / 2) as f32;
-            let mut sum: Vec<f32> = (0..7).map(|i| (rank + 1) as f32 * i as f32).collect();
-            comm.all_reduce(&mut sum)?;
-            assert_eq!(sum, (0..7).map(|i| total * i as f32).collect::<Vec<_>>());
-            let counts: Vec<usize> = (0..size).collect();
-            let own = comm.reduce_scatter(vec![(rank + 1) as f32; counts.iter().sum()], &counts)?;
-            assert_eq!(own, vec![total; rank]);
-            let root = size / 2;
-            let data = (rank == root).then(|| Buffer::U64(vec![42, 7]));
-            assert_eq!(*comm.broadcast(root, data)?, Buffer::U64(vec![42, 7]));
-            comm.barrier()
-        })
-        .expect("nothing fails");
+        run(size, Options::default(), |comm| contract::collectives(&comm)).expect("nothing fails");
     }
 }
 
 #[test]
 fn sums_are_the_same_bits_on_every_rank_and_in_rank_order() {
-    let value = |rank: usize, i: usize| ((rank * 31 + i * 17) as f32).sin() * 10f32.powi(rank as i32 - 3);
-    let sums = run(6, Options::default(), |comm| {
-        let mut sum: Vec<f32> = (0..101).map(|i| value(comm.rank(), i)).collect();
-        comm.all_reduce(&mut sum)?;
-        Ok::<_, Error>(sum)
-    })
-    .expect("nothing fails");
-    let wanted: Vec<f32> = (0..101).map(|i| (0..6).fold(0.0, |sum, rank| sum + value(rank, i))).collect();
-    assert!(sums.iter().all(|sum| *sum == wanted));
+    run(6, Options::default(), |comm| contract::sums(&comm)).expect("nothing fails");
 }
 
 #[test]
 fn messages_of_a_tag_keep_their_order_and_tags_do_not_mix() {
-    run(2, Options::default(), |comm| {
-        let peer = 1 - comm.rank();
-        for (tag, value) in [(7, 1.0), (9, 2.0), (7, 3.0)] {
-            comm.send(peer, tag, Arc::new(Buffer::F32(vec![value])))?;
-        }
-        let take = |tag| Ok::<_, Error>(f32s(&comm.receive(peer, tag)?.wait()?.expect("a payload"))[0]);
-        assert_eq!([take(9)?, take(7)?, take(7)?], [2.0, 1.0, 3.0]);
-        Ok::<_, Error>(())
-    })
-    .expect("nothing fails");
+    run(2, Options::default(), |comm| contract::order(&comm)).expect("nothing fails");
+}
+
+#[test]
+fn bytes_to_other_ranks_are_counted_and_bytes_to_oneself_are_not() {
+    for size in [1, 3, 4] {
+        run(size, Options::default(), |comm| contract::bytes(&comm)).expect("nothing fails");
+    }
+}
+
+#[test]
+fn split_groups_talk_apart_and_split_again() {
+    for size in [2, 6, 7] {
+        run(size, Options::default(), |comm| contract::groups(&comm)).expect("nothing fails");
+    }
 }
 
 #[test]
@@ -98,35 +67,6 @@ fn a_block_is_handed_over_without_a_copy() {
         let addresses = comm.all_gather(Buffer::U64(vec![address]))?;
         assert_eq!(*addresses[1 - comm.rank()], Buffer::U64(vec![Arc::as_ptr(&got) as u64]));
         Ok::<_, Error>(())
-    })
-    .expect("nothing fails");
-}
-
-#[test]
-fn bytes_to_other_ranks_are_counted_and_bytes_to_oneself_are_not() {
-    let sent = run(3, Options::default(), |comm| {
-        comm.all_to_all(vec![Buffer::F32(vec![0.0; 10]), Buffer::U16(vec![0; 10]), Buffer::U8(vec![0; 10])])?;
-        comm.split(0, 0)?.send(0, 1, Arc::new(Buffer::U64(vec![1])))?;
-        Ok::<_, Error>(comm.bytes_sent())
-    })
-    .expect("nothing fails");
-    // A split tells color and key, 16 bytes, to two ranks; one word goes to rank 0.
-    assert_eq!(sent, [30 + 32, 50 + 32 + 8, 60 + 32 + 8]);
-}
-
-#[test]
-fn split_groups_talk_apart_and_split_again() {
-    run(6, Options::default(), |comm| {
-        let rank = comm.rank();
-        let half = comm.split(rank % 2, 10 - rank)?;
-        assert_eq!((half.size(), half.rank()), (3, 2 - rank / 2));
-        let mut sum = [rank as f32];
-        half.all_reduce(&mut sum)?;
-        assert_eq!(sum, [if rank % 2 == 0 { 6.0 } else { 9.0 }]);
-        let single = half.split(half.rank(), 0)?;
-        assert_eq!(single.size(), 1);
-        single.barrier()?;
-        comm.barrier()
     })
     .expect("nothing fails");
 }
@@ -256,5 +196,51 @@ fn a_failure_anywhere_in_a_long_conversation_ends_it_for_all() {
         for (rank, text) in texts.iter().enumerate().filter(|(rank, _)| *rank != victim) {
             assert!(text.contains(&named), "rank {rank}: {text}");
         }
+    }
+}
+
+#[test]
+fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
+    let ms = Duration::from_millis;
+    let link = Some(Link { bandwidth: 1e6, latency: ms(20) });
+    run(2, Options { link, ..Options::default() }, |comm| {
+        let peer = 1 - comm.rank();
+        comm.barrier()?;
+        let start = Instant::now();
+        for _ in 0..2 {
+            comm.send(peer, 0, Arc::new(Buffer::U8(vec![0; 30_000])))?.wait()?;
+        }
+        let (mut first, second) = (comm.receive(peer, 0)?, comm.receive(peer, 0)?);
+        while !first.test()? {
+            std::thread::yield_now();
+        }
+        // The other rank may have begun up to a latency earlier: it left the barrier first.
+        assert!(start.elapsed() >= ms(30), "30 kB in {:?}", start.elapsed());
+        second.wait()?;
+        assert!(start.elapsed() >= ms(60), "60 kB in {:?}", start.elapsed());
+        first.wait()?;
+        let start = Instant::now();
+        let mut sum = vec![1.0; 20_000];
+        comm.all_reduce(&mut sum)?;
+        assert!(sum.iter().all(|x| *x == 2.0));
+        // Half of it goes there, and the other half of the sums back.
+        assert!(start.elapsed() >= ms(2 * 40), "80 kB in {:?}", start.elapsed());
+        Ok::<_, Error>(())
+    })
+    .expect("nothing fails");
+}
+
+#[test]
+fn a_link_that_is_too_slow_ends_at_the_deadline_or_is_refused() {
+    let options = |bandwidth| Options {
+        deadline: Duration::from_millis(50),
+        link: Some(Link { bandwidth, latency: Duration::ZERO }),
+        ..Options::default()
+    };
+    let gathered = |bandwidth| run(2, options(bandwidth), |comm| comm.all_gather(Buffer::U8(vec![0; 1000])).map(drop));
+    assert!(matches!(gathered(1e-9), Err(Error::Deadline { .. })));
+    gathered(1e9).expect("fast enough");
+    for bandwidth in [0.0, -1.0, f64::NAN] {
+        assert!(gathered(bandwidth).expect_err("no link").to_string().contains("carries nothing"));
     }
 }

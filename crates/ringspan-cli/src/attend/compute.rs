@@ -4,9 +4,10 @@ use super::input::Input;
 use super::parameters::Terms;
 use crate::files::Given;
 use crate::mesh::DEADLINE;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use ringspan::attention::{self, Forward, Gradients, Inputs, Wire};
-use ringspan::comm::{Communicator, threads};
+use ringspan::comm::ranks::Ranks;
+use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Data, View};
 use ringspan::schedule::HeadShare;
 use ringspan::{Group, Kernel, Schedule};
@@ -34,7 +35,7 @@ pub(super) struct Part {
 }
 
 /// One rank in the report.
-#[derive(Debug, Clone, serde::Serialize)]
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct RankReport {
     /// Query tokens it holds.
     pub(super) tokens: usize,
@@ -47,11 +48,12 @@ pub(crate) struct RankReport {
 }
 
 impl Work<'_> {
-    /// Runs all ranks.
-    pub(super) fn run(&self) -> Result<Vec<Part>> {
+    /// Runs all ranks; none in a process without rank 0.
+    pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        threads::run(ranks, options, |comm| self.rank(comm))
+        let own = place.run(ranks, options, |comm| self.rank(comm))?;
+        gather(place, own)
     }
 
     fn rank(&self, comm: Arc<dyn Communicator>) -> Result<Part> {
@@ -111,6 +113,58 @@ impl Work<'_> {
         bias.float_rows(&queries.iter().flat_map(row).collect::<Vec<_>>(), keys)
     }
 }
+
+/// The parts of all ranks, in the process of rank 0.
+fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
+    if place.local().is_none() {
+        return Ok(Some(own));
+    }
+    let mut reports = Vec::new();
+    for part in &own {
+        reports.push(Buffer::U8(serde_json::to_vec(&part.report)?));
+    }
+    let reports = place.gather(reports)?;
+    let mut tensors = Vec::new();
+    for of in TENSORS {
+        let own = own.iter_mut().map(|part| Buffer::F32(of(part).map(std::mem::take).unwrap_or_default())).collect();
+        tensors.push(place.gather(own)?);
+    }
+    let (Some(reports), Some(first)) = (reports, own.first()) else { return Ok(None) };
+    let mut parts = Vec::new();
+    for (rank, report) in reports.iter().enumerate() {
+        let report = match &**report {
+            Buffer::U8(text) => serde_json::from_slice(text)?,
+            other => bail!("rank {rank} sent {} elements that are no report", other.len()),
+        };
+        // One clock stands for all: the lead's.
+        let (seconds_forward, seconds_backward) = (first.seconds_forward.clone(), first.seconds_backward.clone());
+        let forward = Forward { out: Vec::new(), lse: Vec::new(), peak_bytes: 0 };
+        let gradients = first.gradients.as_ref().map(|_| Gradients::default());
+        let mut part = Part { forward, gradients, seconds_forward, seconds_backward, report };
+        for (of, all) in TENSORS.iter().zip(&tensors) {
+            if let (Some(to), Some(all)) = (of(&mut part), all) {
+                *to = all[rank].f32()?.to_vec();
+            }
+        }
+        parts.push(part);
+    }
+    Ok(Some(parts))
+}
+
+/// Where a tensor of a part is, if there is one.
+type Place = fn(&mut Part) -> Option<&mut Vec<f32>>;
+
+/// Every tensor of a part.
+const TENSORS: [Place; 8] = [
+    |part| Some(&mut part.forward.out),
+    |part| Some(&mut part.forward.lse),
+    |part| part.gradients.as_mut().map(|of| &mut of.dq),
+    |part| part.gradients.as_mut().map(|of| &mut of.dk),
+    |part| part.gradients.as_mut().map(|of| &mut of.dv),
+    |part| part.gradients.as_mut().map(|of| &mut of.d_sinks),
+    |part| part.gradients.as_mut().map(|of| &mut of.d_table),
+    |part| part.gradients.as_mut().map(|of| &mut of.d_bias),
+];
 
 /// The moment when all ranks are here.
 fn together(comm: &dyn Communicator) -> Result<Instant> {

@@ -16,15 +16,16 @@ use anyhow::{Context, Result, ensure};
 use compute::Work;
 use input::Input;
 use report::Report;
+use ringspan::comm::ranks::Ranks;
 
-pub(crate) fn run(args: &AttendArgs) -> Result<()> {
+pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     if args.support {
         say::line(ringspan::support::table().trim_end())?;
         return Ok(());
     }
     // The parser asks for both unless --support is given.
     let (input, out) = args.input.as_ref().zip(args.out.as_ref()).context("IN and --out are needed")?;
-    let (_, threads) = args.mesh.start()?;
+    let (_, threads) = args.mesh.start(ranks)?;
     files::check_output("--out", out)?;
     if let Some(report) = &args.report {
         files::check_output("--report", report)?;
@@ -35,7 +36,11 @@ pub(crate) fn run(args: &AttendArgs) -> Result<()> {
     let data = Input::new(&tensors, args.backward)?;
     let unknown = input::unknown(&tensors);
     if !unknown.is_empty() {
-        eprintln!("note: {} also holds {}, which attend does not use", input.display(), unknown.join(", "));
+        say::note(format_args!(
+            "note: {} also holds {}, which attend does not use",
+            input.display(),
+            unknown.join(", ")
+        ));
     }
     let mask = parameters::mask(args, &tensors, data.query_documents.len())?;
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
@@ -48,7 +53,7 @@ pub(crate) fn run(args: &AttendArgs) -> Result<()> {
         threads,
         repeat: args.repeat as usize,
     };
-    let parts = work.run()?;
+    let Some(parts) = work.run(ranks)? else { return Ok(()) };
     let report = Report::new(&work, &plan, &parts);
     files::write_tensors(out, &results::join(&work, &parts)?)?;
     if let Some(path) = &args.report {

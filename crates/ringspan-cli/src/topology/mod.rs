@@ -4,6 +4,7 @@ mod drawing;
 
 use crate::say;
 use anyhow::{Context, Result, bail, ensure};
+use ringspan::comm::ranks::Ranks;
 use ringspan::mesh::{Experts, Grid, Serving, Topology, Training};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -59,7 +60,8 @@ pub(crate) struct TopologyArgs {
     json: bool,
 }
 
-pub(crate) fn run(args: &TopologyArgs) -> Result<()> {
+pub(crate) fn run(args: &TopologyArgs, ranks: &Ranks) -> Result<()> {
+    ensure!(ranks.local().is_none(), "mesh computes nothing on ranks: start it as one process, without a launcher");
     let topology = if args.serving { args.serving()? } else { args.training()? };
     let ranks = topology.world();
     ensure!(ranks <= MOST_RANKS, "{topology}: at most {MOST_RANKS} ranks can be listed");

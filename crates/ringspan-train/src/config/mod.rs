@@ -6,6 +6,7 @@ use crate::{
     optimizer::{Method, OptimizerKind},
     settings::{Settings, TrainArgs},
 };
+use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
 use ringspan_models::{Lora, RopeScaling, TARGETS, adapter};
 use std::{
@@ -111,6 +112,8 @@ pub struct TrainConfig {
     pub layout: LayoutKind,
     /// Threads of a rank's kernel.
     pub threads: usize,
+    /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
+    pub local_ranks: Option<usize>,
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// Optimiser.
@@ -279,7 +282,6 @@ impl TrainConfig {
         let deadline = Duration::try_from_secs_f64(deadline).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
             Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
         })?;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let ranks = ring.saturating_mul(ulysses).saturating_mul(data_ranks);
         let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
         Ok(Self {
@@ -299,7 +301,8 @@ impl TrainConfig {
             sharding,
             strategy,
             layout,
-            threads: positive("threads", s.threads.unwrap_or((cores / ranks).max(1)))?,
+            threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
+            local_ranks: None,
             deadline,
             method,
             lr: LrSchedule { peak, warmup, steps, decay },
@@ -313,6 +316,14 @@ impl TrainConfig {
             sample_tokens: s.sample_tokens.unwrap_or(200),
             settings,
         })
+    }
+
+    /// Takes note of where the ranks run: those of a machine share its memory and, where nothing is set, its cores.
+    pub fn place(&mut self, ranks: &Ranks) {
+        self.local_ranks = ranks.local();
+        if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
+            self.threads = (cores() / local).max(1);
+        }
     }
 
     /// Ranks in all.
@@ -358,6 +369,10 @@ fn lora(s: &Settings) -> Result<Option<Lora>> {
     };
     let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {

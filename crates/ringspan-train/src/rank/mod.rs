@@ -31,7 +31,8 @@ use std::{
 /// What only rank 0 does: files and people.
 pub(crate) struct Host<'a> {
     pub(crate) observer: &'a mut dyn Observer,
-    pub(crate) metrics: MetricsFile,
+    /// None in a process without rank 0.
+    pub(crate) metrics: Option<MetricsFile>,
 }
 
 /// How a rank's loop ended.
@@ -109,7 +110,7 @@ impl<'a> Rank<'a> {
             };
             step += 1;
             self.on_host(host, |host| {
-                host.metrics.append(&metrics)?;
+                host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
                 host.observer.stepped(&metrics);
                 Ok(())
             })?;

@@ -124,7 +124,7 @@ impl Rank<'_> {
             held_out_targets: targets,
         };
         self.on_host(host, |host| {
-            host.metrics.append(&metrics)?;
+            host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
             host.observer.evaluated(&metrics);
             Ok(())
         })?;

@@ -1,4 +1,5 @@
-//! How ranks talk: one object-safe trait, and a transport for ranks that are threads of one process.
+//! How ranks talk: one object-safe trait, a transport for ranks that are threads of one process, and one for ranks that
+//! are processes (feature `mpi`).
 //!
 //! A transfer is started, computed past, then waited for: this is how a schedule hides it behind a step. A wait ends at
 //! a deadline, and a rank that fails, or calls another collective than the others, makes all of them return an error
@@ -21,9 +22,15 @@
 //! # Ok::<_, Error>(())
 //! ```
 
+pub mod agree;
+mod group;
+pub mod launch;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod ranks;
 pub mod threads;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::sync::Arc;
 
 /// The payload of a message. Blocks are handed over, not copied, where ranks share memory.
@@ -55,15 +62,36 @@ impl Buffer {
         self.len() == 0
     }
 
+    /// The elements, if they are 32-bit floats.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another type.
+    pub fn f32(&self) -> Result<&[f32]> {
+        match self {
+            Self::F32(values) => Ok(values),
+            other => Err(Error::Shape {
+                operation: "reading a buffer",
+                what: "a buffer of another type",
+                expected: 0,
+                actual: other.len(),
+                shape: "32-bit floats".into(),
+            }),
+        }
+    }
+
     /// Bytes of the elements.
     pub fn bytes(&self) -> u64 {
-        let width = match self {
+        self.len() as u64 * self.width()
+    }
+
+    /// Bytes of one element.
+    fn width(&self) -> u64 {
+        match self {
             Self::F32(_) => 4,
             Self::U16(_) => 2,
             Self::U64(_) => 8,
             Self::U8(_) => 1,
-        };
-        self.len() as u64 * width
+        }
     }
 }
 
@@ -81,7 +109,7 @@ pub trait Communicator: Send + Sync {
     fn rank(&self) -> usize;
     /// Ranks in the group.
     fn size(&self) -> usize;
-    /// Starts sending `data` to `to` under `tag`.
+    /// Starts sending `data` to `to` under `tag`; it ends when the data has left, not when it is received.
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>>;
     /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;

@@ -28,7 +28,7 @@ use std::time::Duration;
 type Comm = Arc<dyn Communicator>;
 
 /// Never reached: a test that reached it would report `Error::Deadline`, which all of them refuse.
-const NEVER: Options = Options { deadline: Duration::from_secs(1 << 40), stack_bytes: 0 };
+const NEVER: Options = Options { deadline: Duration::from_secs(1 << 40), stack_bytes: 0, link: None };
 
 /// Runs `test` under `schedules` random schedules, and as many with at most 3 preemptions.
 fn explore(schedules: usize, test: impl Fn() + Send + Sync + 'static) {

@@ -1,30 +1,9 @@
 //! One collective under way: what each rank brought for each other.
 
-use super::operation::Operation;
-use crate::comm::Buffer;
-use std::ops::Range;
+use crate::comm::group::operation::Operation;
+use crate::comm::group::part::Part;
 use std::sync::Arc;
-
-/// Some elements of a buffer; ranks that get different parts of one share it.
-#[derive(Debug, Clone)]
-pub(super) struct Part {
-    pub(super) data: Arc<Buffer>,
-    pub(super) range: Range<usize>,
-}
-
-impl Part {
-    pub(super) fn whole(data: Arc<Buffer>) -> Self {
-        let range = 0..data.len();
-        Self { data, range }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        match self.data.len() as u64 {
-            0 => 0,
-            elements => self.data.bytes() / elements * self.range.len() as u64,
-        }
-    }
-}
+use std::time::Instant;
 
 /// A collective that not all ranks have left.
 #[derive(Debug)]
@@ -35,6 +14,8 @@ pub(super) struct Round {
     members: Arc<[usize]>,
     /// By sender and receiver, ranks of the group; empty for ranks that are not here yet.
     parts: Vec<Vec<Option<Part>>>,
+    /// By receiver, when the last part arrives and which rank of the world sent it; empty without a link.
+    last: Vec<Option<(usize, Instant)>>,
     missing: usize,
     left: usize,
 }
@@ -42,13 +23,27 @@ pub(super) struct Round {
 impl Round {
     pub(super) fn new(operation: Operation, first: usize, members: Arc<[usize]>) -> Self {
         let missing = members.len();
-        Self { operation, first, parts: vec![Vec::new(); missing], missing, left: 0, members }
+        let (parts, last) = (vec![Vec::new(); missing], vec![None; missing]);
+        Self { operation, first, parts, last, missing, left: 0, members }
     }
 
     /// What `rank` of the group brings: a part for each member.
     pub(super) fn bring(&mut self, rank: usize, parts: Vec<Part>) {
         self.parts[rank] = parts.into_iter().map(Some).collect();
         self.missing -= 1;
+    }
+
+    /// What rank `from` of the world brought for `to` of the group arrives at `due`.
+    pub(super) fn delay(&mut self, from: usize, to: usize, due: Instant) {
+        let last = self.last[to].get_or_insert((from, due));
+        if due > last.1 {
+            *last = (from, due);
+        }
+    }
+
+    /// When the last part for rank `to` of the world arrives, and who sent it.
+    pub(super) fn last(&self, to: usize) -> Option<(usize, Instant)> {
+        self.last[self.members.iter().position(|member| *member == to)?]
     }
 
     /// Ranks of the world that are not here yet.

@@ -1,10 +1,13 @@
 //! What the ranks of one process share: messages, collectives under way, what each rank does, and the first failure.
 
-use super::failure::Failure;
-use super::mailbox::{Address, GroupId, Mailbox};
-use super::operation::{Operation, listing};
-use super::round::{Part, Round};
+use super::link::{Link, Wires};
+use super::round::Round;
 use crate::comm::Buffer;
+use crate::comm::group::failure::Failure;
+use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
+use crate::comm::group::operation::{Operation, listing};
+use crate::comm::group::part::Part;
+use crate::comm::group::transport::{Member, Transport};
 use crate::error::{Error, Result};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -37,11 +40,18 @@ struct Activity {
     threads: bool,
 }
 
+/// A message in its mailbox; over a link it may still be on its way.
+struct Message {
+    data: Arc<Buffer>,
+    due: Option<Instant>,
+}
+
 struct Shared {
-    mailboxes: HashMap<Address, Mailbox>,
+    mailboxes: HashMap<Address, Mailbox<Message>>,
     rounds: HashMap<(GroupId, u64), Round>,
     ranks: Vec<Activity>,
     bytes_sent: Vec<u64>,
+    wires: Option<Wires>,
     failure: Option<Failure>,
     /// Ranks that failed, in order.
     failed: Vec<usize>,
@@ -56,13 +66,14 @@ pub(super) struct World {
 }
 
 impl World {
-    pub(super) fn new(size: usize, deadline: Duration) -> Self {
+    pub(super) fn new(size: usize, deadline: Duration, link: Option<Link>) -> Self {
         let idle = Activity { state: State::Computes, since: Instant::now(), home: None, threads: false };
         let shared = Shared {
             mailboxes: HashMap::new(),
             rounds: HashMap::new(),
             ranks: vec![idle; size],
             bytes_sent: vec![0; size],
+            wires: link.map(Wires::new),
             failure: None,
             failed: Vec::new(),
         };
@@ -80,117 +91,9 @@ impl World {
         self.wake_all();
     }
 
-    /// Records that `rank` failed; the first failure is what the others are told.
-    pub(super) fn fail(&self, rank: usize, message: String) {
-        self.lock().fail(rank, Failure::Rank { peer: rank, message });
-        self.wake_all();
-    }
-
     /// The ranks that failed, in order.
     pub(super) fn failed(&self) -> Vec<usize> {
         self.lock().failed.clone()
-    }
-
-    pub(super) fn bytes_sent(&self, rank: usize) -> u64 {
-        self.lock().bytes_sent[rank]
-    }
-
-    /// An error if the world has failed.
-    pub(super) fn check(&self, rank: usize, operation: &Operation) -> Result<()> {
-        self.lock().check(rank, operation)
-    }
-
-    /// Puts a message into its mailbox. Payload to other ranks is counted.
-    pub(super) fn send(&self, address: Address, operation: &Operation, data: Arc<Buffer>) -> Result<()> {
-        let mut shared = self.lock();
-        shared.check(address.from, operation)?;
-        shared.note_thread(address.from);
-        let (from, to) = (address.from, address.to);
-        if from != to {
-            shared.bytes_sent[from] += data.bytes();
-        }
-        shared.with_mailbox(address, |mailbox| mailbox.send(data));
-        drop(shared);
-        self.changed[to].notify_all();
-        Ok(())
-    }
-
-    /// Posts a receive and returns its ticket.
-    pub(super) fn post(&self, address: &Address, operation: &Operation) -> Result<u64> {
-        let mut shared = self.lock();
-        shared.check(address.to, operation)?;
-        shared.note_thread(address.to);
-        Ok(shared.with_mailbox(address.clone(), Mailbox::post))
-    }
-
-    /// Whether the message of a ticket is here; an error if it can never come.
-    pub(super) fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
-        let shared = self.lock();
-        shared.check(address.to, operation)?;
-        let missing = shared.missing(&Want::Message { address: address.clone(), ticket });
-        match shared.finished(&missing) {
-            Some(peer) => Err(self.give_up(shared, address.to, operation, peer)),
-            None => Ok(missing.is_empty()),
-        }
-    }
-
-    /// Takes the message of a ticket, waiting for it until the deadline.
-    pub(super) fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
-        let want = Want::Message { address: address.clone(), ticket };
-        let mut shared = self.wait(address.to, operation, want)?;
-        shared.with_mailbox(address.clone(), |mailbox| mailbox.take(ticket)).ok_or_else(|| Error::Communicator {
-            rank: address.to,
-            operation: operation.to_string(),
-            problem: "the message was taken before".into(),
-        })
-    }
-
-    /// Gives a posted receive up.
-    pub(super) fn abandon(&self, address: &Address, ticket: u64) {
-        self.lock().with_mailbox(address.clone(), |mailbox| mailbox.abandon(ticket));
-    }
-
-    /// Joins collective `number` of a group as its `rank`, with one part for each member; returns what they brought
-    /// for this one, in rank order, once all are here. Payload to other ranks is counted.
-    pub(super) fn join(
-        &self,
-        (group, members, rank): (&GroupId, &Arc<[usize]>, usize),
-        number: u64,
-        operation: &Operation,
-        parts: Vec<Part>,
-    ) -> Result<Vec<Part>> {
-        let own = members[rank];
-        let key = (group.clone(), number);
-        let mut shared = self.lock();
-        shared.check(own, operation)?;
-        shared.note_thread(own);
-        let bytes: u64 = parts.iter().enumerate().filter(|(to, _)| *to != rank).map(|(_, part)| part.bytes()).sum();
-        let new = || Round::new(operation.clone(), own, members.clone());
-        let round = shared.rounds.entry(key.clone()).or_insert_with(new);
-        if round.operation != *operation {
-            let ranks = [own, round.first];
-            let operations = [operation.clone(), round.operation.clone()];
-            let failure = Failure::Mismatch { ranks, operations };
-            let error = failure.seen_by(own, operation);
-            shared.fail(own, failure);
-            drop(shared);
-            self.wake_all();
-            return Err(error);
-        }
-        round.bring(rank, parts);
-        let complete = round.missing().is_empty();
-        shared.bytes_sent[own] += bytes;
-        drop(shared);
-        if complete {
-            members.iter().for_each(|&member| self.changed[member].notify_all());
-        }
-        let mut shared = self.wait(own, operation, Want::Round { group: key.0.clone(), number })?;
-        let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
-        let received = round.collect(rank);
-        if round.is_over() {
-            shared.rounds.remove(&key);
-        }
-        Ok(received)
     }
 
     /// Waits until `want` is here, or the deadline, or until it can no longer come.
@@ -201,7 +104,8 @@ impl World {
         loop {
             shared.check(rank, operation)?;
             let missing = shared.missing(&want);
-            let Some(&peer) = missing.first() else {
+            let late = if missing.is_empty() { shared.under_way(rank, &want) } else { None };
+            let Some(peer) = missing.first().copied().or(late.map(|(peer, _)| peer)) else {
                 if home {
                     shared.enter(rank, State::Computes);
                 }
@@ -235,7 +139,9 @@ impl World {
                 self.wake_all();
                 return Err(error);
             }
-            let woken = self.changed[rank].wait_timeout(shared, self.deadline - waited);
+            let left = self.deadline - waited;
+            let pause = late.map_or(left, |(_, due)| left.min(due.saturating_duration_since(Instant::now())));
+            let woken = self.changed[rank].wait_timeout(shared, pause);
             shared = woken.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }
     }
@@ -258,6 +164,121 @@ impl World {
     fn lock(&self) -> MutexGuard<'_, Shared> {
         // No code of a user runs under the lock, so a panic under it leaves nothing half done that matters.
         self.shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Transport for World {
+    fn check(&self, rank: usize, operation: &Operation) -> Result<()> {
+        self.lock().check(rank, operation)
+    }
+
+    fn fail(&self, rank: usize, message: String) {
+        self.lock().fail(rank, Failure::Rank { peer: rank, message });
+        self.wake_all();
+    }
+
+    /// Puts the message into its mailbox: there it has left.
+    fn send(&self, address: Address, operation: &Operation, data: Arc<Buffer>) -> Result<u64> {
+        let mut shared = self.lock();
+        shared.check(address.from, operation)?;
+        shared.note_thread(address.from);
+        let (from, to) = (address.from, address.to);
+        if from != to {
+            shared.bytes_sent[from] += data.bytes();
+        }
+        let due = shared.due(from, to, data.bytes());
+        shared.with_mailbox(address, |mailbox| mailbox.send(Message { data, due }));
+        drop(shared);
+        self.changed[to].notify_all();
+        Ok(0)
+    }
+
+    fn left(&self, rank: usize, _: u64, operation: &Operation) -> Result<bool> {
+        self.check(rank, operation).map(|()| true)
+    }
+
+    fn wait_left(&self, address: &Address, _: u64, operation: &Operation) -> Result<()> {
+        self.check(address.from, operation)
+    }
+
+    fn post(&self, address: &Address, operation: &Operation) -> Result<u64> {
+        let mut shared = self.lock();
+        shared.check(address.to, operation)?;
+        shared.note_thread(address.to);
+        Ok(shared.with_mailbox(address.clone(), Mailbox::post))
+    }
+
+    fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
+        let shared = self.lock();
+        shared.check(address.to, operation)?;
+        let want = Want::Message { address: address.clone(), ticket };
+        let missing = shared.missing(&want);
+        match shared.finished(&missing) {
+            Some(peer) => Err(self.give_up(shared, address.to, operation, peer)),
+            None => Ok(missing.is_empty() && shared.under_way(address.to, &want).is_none()),
+        }
+    }
+
+    fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
+        let want = Want::Message { address: address.clone(), ticket };
+        let mut shared = self.wait(address.to, operation, want)?;
+        let message = shared.with_mailbox(address.clone(), |mailbox| mailbox.take(ticket));
+        message.map(|message| message.data).ok_or_else(|| Error::Communicator {
+            rank: address.to,
+            operation: operation.to_string(),
+            problem: "the message was taken before".into(),
+        })
+    }
+
+    fn abandon(&self, address: &Address, ticket: u64) {
+        self.lock().with_mailbox(address.clone(), |mailbox| mailbox.abandon(ticket));
+    }
+
+    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
+        let (own, members, place) = (member.rank(), member.ranks, member.place);
+        let key = (member.group.clone(), number);
+        let mut shared = self.lock();
+        shared.check(own, operation)?;
+        shared.note_thread(own);
+        let bytes: Vec<u64> = parts.iter().map(Part::bytes).collect();
+        let new = || Round::new(operation.clone(), own, members.clone());
+        let round = shared.rounds.entry(key.clone()).or_insert_with(new);
+        if round.operation != *operation {
+            let ranks = [own, round.first];
+            let operations = [operation.to_string(), round.operation.to_string()];
+            let failure = Failure::Mismatch { ranks, operations };
+            let error = failure.seen_by(own, operation);
+            shared.fail(own, failure);
+            drop(shared);
+            self.wake_all();
+            return Err(error);
+        }
+        round.bring(place, parts);
+        let complete = round.missing().is_empty();
+        for (to, &bytes) in bytes.iter().enumerate().filter(|(to, _)| *to != place) {
+            shared.bytes_sent[own] += bytes;
+            let due = shared.due(own, members[to], bytes);
+            if let (Some(due), Some(round)) = (due, shared.rounds.get_mut(&key)) {
+                round.delay(own, to, due);
+            }
+        }
+        drop(shared);
+        if complete {
+            members.iter().for_each(|&member| self.changed[member].notify_all());
+        }
+        let mut shared = self.wait(own, operation, Want::Round { group: key.0.clone(), number })?;
+        let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
+        let received = round.collect(place);
+        if round.is_over() {
+            shared.rounds.remove(&key);
+        }
+        Ok(received)
+    }
+
+    fn progress(&self) {}
+
+    fn bytes_sent(&self, rank: usize) -> u64 {
+        self.lock().bytes_sent[rank]
     }
 }
 
@@ -290,7 +311,7 @@ impl Shared {
     }
 
     /// Does something with a mailbox; idle ones are not kept.
-    fn with_mailbox<T>(&mut self, address: Address, act: impl FnOnce(&mut Mailbox) -> T) -> T {
+    fn with_mailbox<T>(&mut self, address: Address, act: impl FnOnce(&mut Mailbox<Message>) -> T) -> T {
         let mailbox = self.mailboxes.entry(address.clone()).or_default();
         let result = act(mailbox);
         if mailbox.is_idle() {
@@ -303,13 +324,27 @@ impl Shared {
     fn missing(&self, want: &Want) -> Vec<usize> {
         match want {
             Want::Message { address, ticket } => match self.mailboxes.get(address) {
-                Some(mailbox) if mailbox.has(*ticket) => Vec::new(),
+                Some(mailbox) if mailbox.peek(*ticket).is_some() => Vec::new(),
                 _ => vec![address.from],
             },
             Want::Round { group, number } => {
                 self.rounds.get(&(group.clone(), *number)).map(Round::missing).unwrap_or_default()
             }
         }
+    }
+
+    /// When a message that is sent now arrives, if there is a link.
+    fn due(&mut self, from: usize, to: usize, bytes: u64) -> Option<Instant> {
+        self.wires.as_mut().map(|wires| wires.arrival(from, to, bytes, Instant::now()))
+    }
+
+    /// When what all have sent to `rank` arrives, and from whom, if that is later than now.
+    fn under_way(&self, rank: usize, want: &Want) -> Option<(usize, Instant)> {
+        let (peer, due) = match want {
+            Want::Message { address, ticket } => (address.from, self.mailboxes.get(address)?.peek(*ticket)?.due?),
+            Want::Round { group, number } => self.rounds.get(&(group.clone(), *number))?.last(rank)?,
+        };
+        (due > Instant::now()).then_some((peer, due))
     }
 
     fn finished(&self, ranks: &[usize]) -> Option<usize> {

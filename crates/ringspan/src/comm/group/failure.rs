@@ -1,22 +1,22 @@
 //! Why a world ended, as each of its ranks is told.
 
-use super::operation::Operation;
 use crate::error::Error;
+use std::fmt::Display;
 
 /// The first failure of a world. It stays: every later call of any rank fails with it.
-#[derive(Debug, Clone)]
-pub(super) enum Failure {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::comm) enum Failure {
     /// A rank failed.
     Rank { peer: usize, message: String },
     /// Two ranks are in different collectives.
-    Mismatch { ranks: [usize; 2], operations: [Operation; 2] },
+    Mismatch { ranks: [usize; 2], operations: [String; 2] },
     /// Ranks wait for each other in a circle.
     Deadlock { problem: String },
 }
 
 impl Failure {
     /// The error of `rank`, which is in `operation`. All ranks get both views of a mismatch.
-    pub(super) fn seen_by(&self, rank: usize, operation: &Operation) -> Error {
+    pub(in crate::comm) fn seen_by(&self, rank: usize, operation: &impl Display) -> Error {
         match self {
             Self::Rank { peer, message } => {
                 Error::PeerFailed { rank, operation: operation.to_string(), peer: *peer, message: message.clone() }
@@ -26,9 +26,9 @@ impl Failure {
                 let (own, other) = if rank == ranks[1] { (1, 0) } else { (0, 1) };
                 Error::Mismatch {
                     rank: ranks[own],
-                    operation: operations[own].to_string(),
+                    operation: operations[own].clone(),
                     peer: ranks[other],
-                    peer_operation: operations[other].to_string(),
+                    peer_operation: operations[other].clone(),
                 }
             }
             Self::Deadlock { problem } => {

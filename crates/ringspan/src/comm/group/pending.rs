@@ -2,45 +2,46 @@
 
 use super::mailbox::Address;
 use super::operation::Operation;
-use super::world::World;
+use super::transport::Transport;
 use crate::comm::{Buffer, Pending};
 use crate::error::Result;
 use std::sync::Arc;
 
-/// A send ends when it starts: the mailbox owns the message.
-pub(super) struct Sent {
-    pub(super) world: Arc<World>,
-    pub(super) rank: usize,
+/// A send: it ends when the message has left.
+pub(super) struct Sent<W> {
+    pub(super) world: Arc<W>,
+    pub(super) address: Address,
     pub(super) operation: Operation,
+    pub(super) number: u64,
 }
 
-impl Pending for Sent {
+impl<W: Transport> Pending for Sent<W> {
     fn test(&mut self) -> Result<bool> {
-        self.world.check(self.rank, &self.operation).map(|()| true)
+        self.world.left(self.address.from, self.number, &self.operation)
     }
 
     fn wait(self: Box<Self>) -> Result<Option<Arc<Buffer>>> {
-        self.world.check(self.rank, &self.operation).map(|()| None)
+        self.world.wait_left(&self.address, self.number, &self.operation).map(|()| None)
     }
 }
 
 /// A receive, matched by its ticket.
-pub(super) struct Receiving {
-    world: Arc<World>,
+pub(super) struct Receiving<W: Transport> {
+    world: Arc<W>,
     address: Address,
     operation: Operation,
     ticket: u64,
     taken: bool,
 }
 
-impl Receiving {
-    pub(super) fn new(world: Arc<World>, address: Address, operation: Operation) -> Result<Self> {
+impl<W: Transport> Receiving<W> {
+    pub(super) fn new(world: Arc<W>, address: Address, operation: Operation) -> Result<Self> {
         let ticket = world.post(&address, &operation)?;
         Ok(Self { world, address, operation, ticket, taken: false })
     }
 }
 
-impl Pending for Receiving {
+impl<W: Transport> Pending for Receiving<W> {
     fn test(&mut self) -> Result<bool> {
         self.world.has(&self.address, self.ticket, &self.operation)
     }
@@ -52,7 +53,7 @@ impl Pending for Receiving {
     }
 }
 
-impl Drop for Receiving {
+impl<W: Transport> Drop for Receiving<W> {
     fn drop(&mut self) {
         // A ticket may be given again once its message is taken.
         if !self.taken {

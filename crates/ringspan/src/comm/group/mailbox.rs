@@ -1,46 +1,51 @@
 //! The messages between two ranks under one tag, matched with receives in the order both were posted.
 
-use crate::comm::Buffer;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Where a message waits: group, sender and receiver (ranks of the world), and tag.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Address {
-    pub(super) group: GroupId,
-    pub(super) from: usize,
-    pub(super) to: usize,
-    pub(super) tag: u64,
+pub(in crate::comm) struct Address {
+    pub(in crate::comm) group: GroupId,
+    pub(in crate::comm) from: usize,
+    pub(in crate::comm) to: usize,
+    pub(in crate::comm) tag: u64,
 }
 
 /// The splits that led to a group, from the world on: number of the split in its group, and color.
 ///
 /// All members derive the same id without talking, and no other group has it.
-pub(super) type GroupId = Arc<[(u64, u64)]>;
+pub(in crate::comm) type GroupId = Arc<[(u64, u64)]>;
 
 /// The n-th message and the n-th receive of an address share a slot, whichever comes first.
 #[derive(Debug)]
-enum Slot {
+enum Slot<M> {
     Wanted,
-    Arrived(Arc<Buffer>),
+    Arrived(M),
     /// The receive was given up; its message goes nowhere.
     Abandoned,
     Done,
 }
 
 /// The slots that are not done yet.
-#[derive(Debug, Default)]
-pub(super) struct Mailbox {
-    slots: VecDeque<Slot>,
+#[derive(Debug)]
+pub(in crate::comm) struct Mailbox<M> {
+    slots: VecDeque<Slot<M>>,
     /// Number of the front slot.
     first: u64,
     sent: u64,
     posted: u64,
 }
 
-impl Mailbox {
+impl<M> Default for Mailbox<M> {
+    fn default() -> Self {
+        Self { slots: VecDeque::new(), first: 0, sent: 0, posted: 0 }
+    }
+}
+
+impl<M> Mailbox<M> {
     /// Adds a message.
-    pub(super) fn send(&mut self, data: Arc<Buffer>) {
+    pub(in crate::comm) fn send(&mut self, data: M) {
         let number = self.sent;
         self.sent += 1;
         match self.slot(number) {
@@ -52,7 +57,7 @@ impl Mailbox {
     }
 
     /// Adds a receive, and returns its ticket.
-    pub(super) fn post(&mut self) -> u64 {
+    pub(in crate::comm) fn post(&mut self) -> u64 {
         let ticket = self.posted;
         self.posted += 1;
         if self.slot(ticket).is_none() {
@@ -61,14 +66,17 @@ impl Mailbox {
         ticket
     }
 
-    /// Whether the message of a ticket is here.
-    pub(super) fn has(&self, ticket: u64) -> bool {
-        let at = ticket.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
-        matches!(at.and_then(|at| self.slots.get(at)), Some(Slot::Arrived(_)))
+    /// The message of a ticket, if it is here.
+    pub(in crate::comm) fn peek(&self, ticket: u64) -> Option<&M> {
+        let at = usize::try_from(ticket.checked_sub(self.first)?).ok()?;
+        match self.slots.get(at) {
+            Some(Slot::Arrived(message)) => Some(message),
+            _ => None,
+        }
     }
 
-    /// The message of a ticket.
-    pub(super) fn take(&mut self, ticket: u64) -> Option<Arc<Buffer>> {
+    /// Takes the message of a ticket.
+    pub(in crate::comm) fn take(&mut self, ticket: u64) -> Option<M> {
         let slot = self.slot(ticket).filter(|slot| matches!(slot, Slot::Arrived(_)))?;
         let taken = std::mem::replace(slot, Slot::Done);
         self.trim();
@@ -79,7 +87,7 @@ impl Mailbox {
     }
 
     /// Gives a ticket up: its message is dropped, now or when it comes.
-    pub(super) fn abandon(&mut self, ticket: u64) {
+    pub(in crate::comm) fn abandon(&mut self, ticket: u64) {
         match self.slot(ticket) {
             Some(slot @ Slot::Wanted) => *slot = Slot::Abandoned,
             Some(slot @ Slot::Arrived(_)) => *slot = Slot::Done,
@@ -89,11 +97,11 @@ impl Mailbox {
     }
 
     /// Whether nothing is under way: a new mailbox would do as well.
-    pub(super) fn is_idle(&self) -> bool {
+    pub(in crate::comm) fn is_idle(&self) -> bool {
         self.slots.is_empty()
     }
 
-    fn slot(&mut self, number: u64) -> Option<&mut Slot> {
+    fn slot(&mut self, number: u64) -> Option<&mut Slot<M>> {
         let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
         self.slots.get_mut(at)
     }
@@ -110,21 +118,17 @@ impl Mailbox {
 mod tests {
     use super::*;
 
-    fn message(value: u64) -> Arc<Buffer> {
-        Arc::new(Buffer::U64(vec![value]))
-    }
-
     #[test]
     fn tickets_take_their_own_message_in_any_order() {
         let mut mailbox = Mailbox::default();
         let early = mailbox.post();
-        (1..=3).for_each(|value| mailbox.send(message(value)));
+        (1..=3).for_each(|value| mailbox.send(value));
         let (second, third) = (mailbox.post(), mailbox.post());
-        assert_eq!(mailbox.take(third), Some(message(3)));
-        assert_eq!(mailbox.take(early), Some(message(1)));
+        assert_eq!(mailbox.take(third), Some(3));
+        assert_eq!(mailbox.take(early), Some(1));
         assert_eq!(mailbox.take(early), None);
-        assert!(mailbox.has(second) && !mailbox.is_idle());
-        assert_eq!(mailbox.take(second), Some(message(2)));
+        assert!(mailbox.peek(second).is_some() && !mailbox.is_idle());
+        assert_eq!(mailbox.take(second), Some(2));
         assert!(mailbox.is_idle());
     }
 
@@ -133,12 +137,12 @@ mod tests {
         let mut mailbox = Mailbox::default();
         let (first, second) = (mailbox.post(), mailbox.post());
         mailbox.abandon(first);
-        mailbox.send(message(1));
-        assert!(!mailbox.has(first) && !mailbox.has(second));
-        mailbox.send(message(2));
-        assert_eq!(mailbox.take(second), Some(message(2)));
+        mailbox.send(1);
+        assert!(mailbox.peek(first).is_none() && mailbox.peek(second).is_none());
+        mailbox.send(2);
+        assert_eq!(mailbox.take(second), Some(2));
         let third = mailbox.post();
-        mailbox.send(message(3));
+        mailbox.send(3);
         mailbox.abandon(third);
         assert!(mailbox.is_idle());
     }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 /// A call to a communicator. Ranks are ranks of the world, also in a group split from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Operation {
-    pub(super) call: Call,
+pub(in crate::comm) struct Operation {
+    pub(in crate::comm) call: Call,
     /// Members of the group, if it is not the world.
-    pub(super) group: Option<Arc<[usize]>>,
+    pub(in crate::comm) group: Option<Arc<[usize]>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Call {
+pub(in crate::comm) enum Call {
     Send { elements: usize, to: usize, tag: u64 },
     Receive { from: usize, tag: u64 },
     Collective { number: u64, collective: Collective },
@@ -20,7 +20,7 @@ pub(super) enum Call {
 
 /// A collective with all that its ranks must agree on: two that are not equal are a mismatch.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Collective {
+pub(in crate::comm) enum Collective {
     AllToAll,
     AllGather,
     ReduceScatter {
@@ -69,7 +69,7 @@ impl Collective {
 }
 
 /// Numbers in brackets; of many, the first ones and how many there are.
-pub(super) fn listing(numbers: &[usize]) -> String {
+pub(in crate::comm) fn listing(numbers: &[usize]) -> String {
     const SHOWN: usize = 16;
     match numbers.get(..SHOWN) {
         Some(first) if numbers.len() > SHOWN => {

@@ -1,18 +1,25 @@
-//! A group of ranks that are threads, as one of them sees it.
+//! A group of ranks as one of them sees it, over any transport: what a collective means is written here, once.
 
-use super::mailbox::{Address, GroupId};
-use super::operation::{Call, Collective, Operation};
-use super::pending::{Receiving, Sent};
-use super::round::Part;
-use super::world::World;
+pub(super) mod failure;
+pub(super) mod mailbox;
+pub(super) mod operation;
+pub(super) mod part;
+mod pending;
+pub(super) mod transport;
+
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
 use crate::sync::AtomicU64;
+use mailbox::{Address, GroupId};
+use operation::{Call, Collective, Operation};
+use part::Part;
+use pending::{Receiving, Sent};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use transport::{Member, Transport};
 
-pub(super) struct Group {
-    world: Arc<World>,
+pub(in crate::comm) struct Group<W> {
+    world: Arc<W>,
     id: GroupId,
     /// Ranks of the world, by rank of the group.
     ranks: Arc<[usize]>,
@@ -28,9 +35,9 @@ struct Exchanged {
     parts: Vec<Part>,
 }
 
-impl Group {
+impl<W: Transport> Group<W> {
     /// All ranks of a world, seen by `rank`.
-    pub(super) fn world(world: Arc<World>, ranks: Arc<[usize]>, rank: usize) -> Self {
+    pub(in crate::comm) fn world(world: Arc<W>, ranks: Arc<[usize]>, rank: usize) -> Self {
         Self { world, id: Arc::new([]), ranks, rank, next: AtomicU64::new(0) }
     }
 
@@ -74,7 +81,8 @@ impl Group {
             let problem = format!("{} parts for {} ranks", parts.len(), self.size());
             return self.refuse(&operation, problem);
         }
-        let parts = self.world.join((&self.id, &self.ranks, self.rank), number, &operation, parts)?;
+        let member = Member { group: &self.id, ranks: &self.ranks, place: self.rank };
+        let parts = self.world.join(member, number, &operation, parts)?;
         Ok(Exchanged { number, operation, parts })
     }
 
@@ -103,7 +111,7 @@ impl Group {
     }
 }
 
-impl Communicator for Group {
+impl<W: Transport> Communicator for Group<W> {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -115,14 +123,19 @@ impl Communicator for Group {
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>> {
         let elements = data.len();
         let (to, operation) = self.peer(to, |to| Call::Send { elements, to, tag })?;
-        self.world.send(Address { group: self.id.clone(), from: self.own(), to, tag }, &operation, data)?;
-        Ok(Box::new(Sent { world: self.world.clone(), rank: self.own(), operation }))
+        let address = Address { group: self.id.clone(), from: self.own(), to, tag };
+        let number = self.world.send(address.clone(), &operation, data)?;
+        Ok(Box::new(Sent { world: self.world.clone(), address, operation, number }))
     }
 
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>> {
         let (from, operation) = self.peer(from, |from| Call::Receive { from, tag })?;
         let address = Address { group: self.id.clone(), from, to: self.own(), tag };
         Ok(Box::new(Receiving::new(self.world.clone(), address, operation)?))
+    }
+
+    fn progress(&self) {
+        self.world.progress();
     }
 
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {

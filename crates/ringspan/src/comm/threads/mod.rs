@@ -1,22 +1,21 @@
 //! Ranks as threads of one process. The protocol is described in `comm/README.md`.
 
-mod failure;
-mod group;
-mod mailbox;
-mod operation;
-mod pending;
+mod link;
 mod round;
 mod world;
 
 use super::Communicator;
+use super::group::Group;
+use super::group::transport::Transport;
 use crate::error::Error;
 use crate::sync::thread;
-use group::Group;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 use world::World;
+
+pub use link::Link;
 
 /// How to run ranks as threads.
 #[derive(Debug, Clone, Copy)]
@@ -25,11 +24,13 @@ pub struct Options {
     pub deadline: Duration,
     /// Stack of a rank's thread. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
+    /// How fast messages travel; at once if there is none.
+    pub link: Option<Link>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(300), stack_bytes: 64 << 20 }
+        Self { deadline: Duration::from_secs(300), stack_bytes: 64 << 20, link: None }
     }
 }
 
@@ -47,7 +48,11 @@ where
     if size == 0 {
         return Err(Error::MeshSize { mesh: "threads".into(), needed: 1, ranks: 0 }.into());
     }
-    let world = Arc::new(World::new(size, options.deadline));
+    if let Some(Link { bandwidth, .. }) = options.link.filter(|link| link.bandwidth.is_nan() || link.bandwidth <= 0.0) {
+        let problem = format!("a link of {bandwidth} bytes a second carries nothing; it must be above 0");
+        return Err(Error::Communicator { rank: 0, operation: "run".into(), problem }.into());
+    }
+    let world = Arc::new(World::new(size, options.deadline, options.link));
     let ranks: Arc<[usize]> = (0..size).collect();
     let results = thread::scope(|scope| {
         let spawn = |rank: usize| {
@@ -118,7 +123,7 @@ fn not_started(error: &std::io::Error, options: Options) -> String {
     format!("its thread did not start with a stack of {} bytes: {error}", options.stack_bytes)
 }
 
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+pub(super) fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without a message".into())
 }

@@ -1,0 +1,185 @@
+//! What is under way between this process and the others, and what has arrived. Moved along by calls only.
+
+use super::header::{Call, Content, Header, Kind};
+use super::wire::{Request, Result, Wire};
+use crate::comm::Buffer;
+use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
+use crate::comm::group::part::Part;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+/// A message on its way to another rank. MPI reads from what is kept here.
+struct Outgoing {
+    requests: Vec<Request>,
+    _header: Vec<u8>,
+    _payload: Arc<Buffer>,
+}
+
+/// A message on its way here. MPI writes into the buffer.
+struct Incoming {
+    requests: Vec<Request>,
+    content: Content,
+    data: Buffer,
+}
+
+/// What a rank brought to a collective.
+pub(super) struct Brought {
+    pub(super) call: Call,
+    pub(super) data: Arc<Buffer>,
+}
+
+/// A collective that this rank has not left: what the others brought, by rank of the world.
+pub(super) type Round = BTreeMap<usize, Brought>;
+
+/// All messages of this process.
+pub(super) struct Engine {
+    wire: Wire,
+    outgoing: BTreeMap<u64, Outgoing>,
+    /// Number of the next message that leaves.
+    next: u64,
+    /// By sender, in the order sent: a message counts as arrived when all before it have.
+    incoming: Vec<VecDeque<Incoming>>,
+    mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
+    rounds: HashMap<(GroupId, u64), Round>,
+    /// Ranks that send nothing more; all they sent is here.
+    finished: Vec<bool>,
+}
+
+impl Engine {
+    pub(super) fn new(wire: Wire) -> Self {
+        let incoming = (0..wire.size).map(|_| VecDeque::new()).collect();
+        let finished = vec![false; wire.size];
+        let (outgoing, mailboxes, rounds) = (BTreeMap::new(), HashMap::new(), HashMap::new());
+        Self { wire, outgoing, next: 0, incoming, mailboxes, rounds, finished }
+    }
+
+    pub(super) fn wire(&self) -> &Wire {
+        &self.wire
+    }
+
+    /// Starts sending, and returns the number under which [`has_left`](Self::has_left) knows the message.
+    pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
+        let number = self.next;
+        self.next += 1;
+        if to == self.wire.rank {
+            self.arrive(to, content, part.data);
+            return Ok(number);
+        }
+        let header = Header { content, kind: Kind::of(&part.data), len: part.range.len() }.encode();
+        // SAFETY: header and payload are kept in `outgoing` until the requests have finished; moving them leaves their
+        // bytes where they are, and a shared buffer is never changed. On an error both are leaked, and so they are by an
+        // engine that is dropped with messages under way.
+        let started = unsafe {
+            self.wire.send_header(to, &header).and_then(|request| {
+                let pieces = self.wire.send(to, &part.data, part.range)?;
+                Ok(std::iter::once(request).chain(pieces).collect())
+            })
+        };
+        let requests = match started {
+            Ok(requests) => requests,
+            Err(problem) => {
+                std::mem::forget((header, part.data));
+                return Err(problem);
+            }
+        };
+        self.outgoing.insert(number, Outgoing { requests, _header: header, _payload: part.data });
+        Ok(number)
+    }
+
+    pub(super) fn has_left(&self, number: u64) -> bool {
+        !self.outgoing.contains_key(&number)
+    }
+
+    /// Whether nothing of this process is under way to others.
+    pub(super) fn is_empty(&self) -> bool {
+        self.outgoing.is_empty()
+    }
+
+    /// Moves everything along. Returns whether anything is between two processes, so that it is worth to come back soon.
+    pub(super) fn progress(&mut self) -> Result<bool> {
+        while let Some((from, header)) = self.wire.header()? {
+            let header = Header::decode(&header).ok_or_else(|| format!("rank {from} sent a damaged header"))?;
+            let mut data = header.kind.zeros(header.len);
+            // SAFETY: the buffer moves into `incoming`, which keeps it, and moving it leaves its elements where they are;
+            // it is read once the requests have finished. An engine that is dropped before leaks it.
+            let requests = match unsafe { self.wire.receive(from, &mut data) } {
+                Ok(requests) => requests,
+                Err(problem) => {
+                    // Some pieces may be under way into it.
+                    std::mem::forget(data);
+                    return Err(problem);
+                }
+            };
+            self.incoming[from].push_back(Incoming { requests, content: header.content, data });
+        }
+        let mut busy = false;
+        for from in 0..self.incoming.len() {
+            for message in &mut self.incoming[from] {
+                busy |= !self.wire.finished(&mut message.requests)?;
+            }
+            while self.incoming[from].front().is_some_and(|message| message.requests.is_empty()) {
+                let Some(Incoming { content, data, .. }) = self.incoming[from].pop_front() else { break };
+                self.arrive(from, content, Arc::new(data));
+            }
+        }
+        let mut gone = Vec::new();
+        for (number, message) in &mut self.outgoing {
+            if self.wire.finished(&mut message.requests)? {
+                gone.push(*number);
+            }
+        }
+        gone.iter().for_each(|number| drop(self.outgoing.remove(number)));
+        Ok(busy || !self.outgoing.is_empty())
+    }
+
+    fn arrive(&mut self, from: usize, content: Content, data: Arc<Buffer>) {
+        match content {
+            Content::Message { group, tag } => {
+                let address = Address { group, from, to: self.wire.rank, tag };
+                self.with_mailbox(&address, |mailbox| mailbox.send(data));
+            }
+            Content::Part { group, number, call } => {
+                self.rounds.entry((group, number)).or_default().insert(from, Brought { call, data });
+            }
+            Content::Finished => self.finished[from] = true,
+        }
+    }
+
+    /// Does something with a mailbox; idle ones are not kept.
+    pub(super) fn with_mailbox<T>(&mut self, address: &Address, act: impl FnOnce(&mut Mailbox<Arc<Buffer>>) -> T) -> T {
+        let mailbox = self.mailboxes.entry(address.clone()).or_default();
+        let result = act(mailbox);
+        if mailbox.is_idle() {
+            self.mailboxes.remove(address);
+        }
+        result
+    }
+
+    /// What others brought to a collective so far.
+    pub(super) fn round(&mut self, group: &GroupId, number: u64) -> &mut Round {
+        self.rounds.entry((group.clone(), number)).or_default()
+    }
+
+    /// Forgets a collective, and returns what all brought.
+    pub(super) fn leave(&mut self, group: &GroupId, number: u64) -> Round {
+        self.rounds.remove(&(group.clone(), number)).unwrap_or_default()
+    }
+
+    /// The first of `ranks` that sends nothing more.
+    pub(super) fn finished(&self, ranks: &[usize]) -> Option<usize> {
+        ranks.iter().copied().find(|rank| self.finished[*rank])
+    }
+
+    /// Ranks that may still send something.
+    pub(super) fn unfinished(&self) -> Vec<usize> {
+        (0..self.finished.len()).filter(|rank| *rank != self.wire.rank && !self.finished[*rank]).collect()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // MPI may still read and write what is under way: better lost than freed.
+        std::mem::take(&mut self.outgoing).into_values().for_each(std::mem::forget);
+        std::mem::take(&mut self.incoming).into_iter().flatten().for_each(std::mem::forget);
+    }
+}

@@ -1,0 +1,144 @@
+//! What goes ahead of a payload: what it is, for whom, of which type, and how long.
+
+use super::codec::{Reader, Writer};
+use crate::comm::Buffer;
+use crate::comm::group::mailbox::GroupId;
+use crate::comm::group::operation::Operation;
+
+/// A header. The sender and the receiver are those of the message that carries it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Header {
+    pub(super) content: Content,
+    pub(super) kind: Kind,
+    /// Elements of the payload.
+    pub(super) len: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Content {
+    /// A message of a group under a tag.
+    Message { group: GroupId, tag: u64 },
+    /// A part of a collective of a group.
+    Part { group: GroupId, number: u64, call: Call },
+    /// The sender sends nothing more.
+    Finished,
+}
+
+/// How a rank describes its collective: for people, and for the comparison, since the text shortens long lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Call {
+    pub(super) text: String,
+    pub(super) fingerprint: u64,
+}
+
+/// The type of a payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    F32,
+    U16,
+    U64,
+    U8,
+}
+
+impl Call {
+    pub(super) fn new(operation: &Operation) -> Self {
+        // FNV-1a over everything the operation consists of.
+        let add = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        let fingerprint = format!("{operation:?}").bytes().fold(0xcbf2_9ce4_8422_2325, add);
+        Self { text: operation.to_string(), fingerprint }
+    }
+}
+
+impl Kind {
+    pub(super) fn of(buffer: &Buffer) -> Self {
+        match buffer {
+            Buffer::F32(_) => Self::F32,
+            Buffer::U16(_) => Self::U16,
+            Buffer::U64(_) => Self::U64,
+            Buffer::U8(_) => Self::U8,
+        }
+    }
+
+    /// A buffer to receive into.
+    pub(super) fn zeros(self, len: usize) -> Buffer {
+        match self {
+            Self::F32 => Buffer::F32(vec![0.0; len]),
+            Self::U16 => Buffer::U16(vec![0; len]),
+            Self::U64 => Buffer::U64(vec![0; len]),
+            Self::U8 => Buffer::U8(vec![0; len]),
+        }
+    }
+}
+
+impl Header {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let head = Writer::default().number(self.kind as u64).number(self.len as u64);
+        let with_group = |writer: Writer, group: &GroupId| {
+            let writer = writer.number(group.len() as u64);
+            group.iter().fold(writer, |writer, (number, color)| writer.number(*number).number(*color))
+        };
+        let message = match &self.content {
+            Content::Finished => head.number(0),
+            Content::Message { group, tag } => with_group(head.number(1).number(*tag), group),
+            Content::Part { group, number, call } => {
+                with_group(head.number(2).number(*number).number(call.fingerprint).text(&call.text), group)
+            }
+        };
+        message.0
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader(bytes);
+        let kind = match reader.number()? {
+            0 => Kind::F32,
+            1 => Kind::U16,
+            2 => Kind::U64,
+            3 => Kind::U8,
+            _ => return None,
+        };
+        let len = reader.index()?;
+        let group = |reader: &mut Reader<'_>| -> Option<GroupId> {
+            let splits = reader.index()?;
+            (0..splits).map(|_| Some((reader.number()?, reader.number()?))).collect()
+        };
+        let content = match reader.number()? {
+            0 => Content::Finished,
+            1 => {
+                let tag = reader.number()?;
+                Content::Message { tag, group: group(&mut reader)? }
+            }
+            2 => {
+                let number = reader.number()?;
+                let fingerprint = reader.number()?;
+                let call = Call { text: reader.text()?, fingerprint };
+                Content::Part { number, call, group: group(&mut reader)? }
+            }
+            _ => return None,
+        };
+        reader.end(Self { content, kind, len })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_come_back_and_damaged_ones_are_refused() {
+        let group: GroupId = [(3, 7), (u64::MAX, 0)].into();
+        let call = Call { text: "all_gather #3".into(), fingerprint: 9 };
+        for content in [
+            Content::Finished,
+            Content::Message { group: [].into(), tag: u64::MAX },
+            Content::Part { group, number: 5, call },
+        ] {
+            for kind in [Kind::F32, Kind::U16, Kind::U64, Kind::U8] {
+                let header = Header { content: content.clone(), kind, len: 1 << 40 };
+                let bytes = header.encode();
+                assert_eq!(Header::decode(&bytes), Some(header));
+                (0..bytes.len()).for_each(|len| assert_eq!(Header::decode(&bytes[..len]), None));
+                assert_eq!(Header::decode(&[&bytes[..], &[0]].concat()), None);
+            }
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Ranks as processes of MPI, started by `mpirun` or `srun`. The protocol is described in `comm/mpi/README.md`.
+//!
+//! A process is one rank. It starts the world, runs its part, and ends the world:
+//!
+//! ```no_run
+//! use ringspan::Error;
+//! use ringspan::comm::mpi::{Options, World};
+//!
+//! let world = World::start(Options::default())?;
+//! let result = world.run(|comm| comm.barrier());
+//! if let Err(error) = &result {
+//!     eprintln!("error: {error}"); // Before the end, which may come with the end of all processes.
+//! }
+//! world.end(result.is_ok())?;
+//! # Ok::<_, Error>(())
+//! ```
+
+mod codec;
+mod engine;
+mod header;
+mod watch;
+mod wire;
+mod world;
+
+use super::Communicator;
+use super::group::Group;
+use super::group::transport::Transport;
+use super::threads::panic_message;
+use crate::error::{Error, Result};
+use ::mpi::Threading;
+use ::mpi::environment::Universe;
+use engine::Engine;
+use std::fmt::Display;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+use watch::{Place, Watch};
+use wire::Wire;
+
+/// Longest time in which MPI itself may start or end; it does not say why it hangs.
+const MPI_PATIENCE: Duration = Duration::from_secs(90);
+
+/// How to run ranks as processes.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Longest wait for another rank.
+    pub deadline: Duration,
+    /// After this time without a sign of life a process is taken for stopped. All others have ended in twice the time.
+    pub silence: Duration,
+    /// Stack of the rank's thread. Candle's backward recurses once per operation.
+    pub stack_bytes: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { deadline: Duration::from_secs(300), silence: Duration::from_secs(4), stack_bytes: 64 << 20 }
+    }
+}
+
+/// All ranks, as this process is connected with them. There is one at most in the life of a process.
+pub struct World {
+    universe: ManuallyDrop<Universe>,
+    world: Arc<world::World>,
+    ranks: Arc<[usize]>,
+    local: usize,
+    options: Options,
+}
+
+impl World {
+    /// Starts MPI and connects the ranks. All processes must call this, on the thread that calls [`end`](Self::end).
+    ///
+    /// # Errors
+    /// MPI that was started before, or without a lock around its calls; ranks that do not connect.
+    pub fn start(options: Options) -> Result<Self> {
+        let refused = |rank: usize, problem: String| Error::Communicator { rank, operation: "start".into(), problem };
+        let started = Guard::new("start")?;
+        let Some((universe, threading)) = ::mpi::initialize_with_threading(Threading::Serialized) else {
+            return Err(refused(0, "MPI was started before in this process".into()));
+        };
+        // Until all is well, an error leaves MPI as it is: its own end would wait for the other processes.
+        let universe = ManuallyDrop::new(universe);
+        let wire = Wire::new().map_err(|problem| refused(0, problem))?;
+        let (rank, size) = (wire.rank, wire.size);
+        if threading < Threading::Serialized {
+            return Err(refused(rank, format!("MPI allows calls from {threading:?} threads, but needs Serialized")));
+        }
+        let place = Place::agree(&wire).map_err(|problem| refused(rank, problem))?;
+        let watch = Watch::start(&place, &options).map_err(|error| refused(rank, error.to_string()))?;
+        drop(started);
+        let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));
+        Ok(Self { universe, world, ranks: (0..size).collect(), local: place.local, options })
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> usize {
+        self.world.rank
+    }
+
+    /// Ranks in all.
+    pub fn size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Ranks on this machine.
+    pub fn local_size(&self) -> usize {
+        self.local
+    }
+
+    /// Sets the longest wait for another rank, from any thread.
+    pub(super) fn deadline_setter(&self) -> Arc<dyn Fn(Duration) + Send + Sync> {
+        let world = self.world.clone();
+        Arc::new(move |deadline| world.set_deadline(deadline))
+    }
+
+    /// Runs this process's rank, on a thread `rank-N`. An error or a panic is told to all other ranks, whose next call
+    /// fails.
+    ///
+    /// # Errors
+    /// That of `rank_main`.
+    pub fn run<T, E, F>(&self, rank_main: F) -> std::result::Result<T, E>
+    where
+        F: FnOnce(Arc<dyn Communicator>) -> std::result::Result<T, E> + Send,
+        T: Send,
+        E: From<Error> + Display + Send,
+    {
+        let rank = self.rank();
+        let group = Arc::new(Group::world(self.world.clone(), self.ranks.clone(), rank));
+        let result = thread::scope(|scope| {
+            let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.options.stack_bytes);
+            let main = || catch_unwind(AssertUnwindSafe(|| rank_main(group)));
+            let panicked = |panic: Box<dyn std::any::Any + Send>| {
+                Err(Error::Panicked { rank, message: panic_message(&*panic) }.into())
+            };
+            match thread.spawn_scoped(scope, main).map(|thread| thread.join()) {
+                Ok(Ok(Ok(result))) => result,
+                Ok(Ok(Err(panic)) | Err(panic)) => panicked(panic),
+                Err(error) => {
+                    let problem =
+                        format!("its thread did not start with a stack of {} bytes: {error}", self.options.stack_bytes);
+                    Err(Error::Communicator { rank, operation: "run".into(), problem }.into())
+                }
+            }
+        });
+        if let Err(error) = &result {
+            let text = catch_unwind(AssertUnwindSafe(|| error.to_string()));
+            self.world.fail(rank, text.unwrap_or_else(|_| "an error whose text cannot be shown".into()));
+        }
+        result
+    }
+
+    /// Waits for the other ranks, and ends MPI. Where `good` is false or another rank has failed, it waits only until
+    /// all have told their errors; the caller must have told its own before, since then all processes may end.
+    ///
+    /// # Errors
+    /// The failure of another rank after this one's good end.
+    pub fn end(self, good: bool) -> Result<()> {
+        let finished = if good { self.world.finish() } else { Ok(()) };
+        if good && finished.is_ok() {
+            self.world.watch.bye();
+            let _guard = Guard::new("end")?;
+            drop(ManuallyDrop::into_inner(self.universe));
+            return Ok(());
+        }
+        if let Err(error) = &finished {
+            // Said here: after the wait below nobody may be left to hear it.
+            watch::say(error);
+        }
+        self.world.watch.leave();
+        if self.rank() == 0 {
+            // A process that is stopped ends too.
+            self.world.abort();
+        }
+        finished
+    }
+}
+
+/// Ends the process if what it guards takes too long.
+struct Guard(Arc<AtomicBool>);
+
+impl Guard {
+    fn new(what: &'static str) -> Result<Self> {
+        let over = Arc::new(AtomicBool::new(false));
+        let seen = over.clone();
+        let guard = move || {
+            thread::sleep(MPI_PATIENCE);
+            if !seen.load(Ordering::SeqCst) {
+                watch::say(&format!("MPI did not {what} in {MPI_PATIENCE:?}: another process is missing or stuck"));
+                std::process::exit(1);
+            }
+        };
+        let thread = thread::Builder::new().name("guard".into()).stack_size(64 << 10).spawn(guard);
+        thread.map(|_| Self(over)).map_err(|error| Error::Communicator {
+            rank: 0,
+            operation: what.into(),
+            problem: format!("no thread to watch over MPI: {error}"),
+        })
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}

@@ -1,0 +1,151 @@
+//! What ranks tell each other beside their work.
+
+use super::super::codec::{Reader, Writer};
+use crate::comm::group::failure::Failure;
+use std::io::{self, Read, Write};
+
+/// Longest signal; error messages are cut to fit.
+const LONGEST: usize = 64 << 10;
+
+/// Most missing ranks in a sign of life.
+const MOST_MISSES: usize = 1024;
+
+/// A signal between rank 0 and another rank.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Signal {
+    /// The first thing on a connection: who is there, and the world's secret.
+    Hello { rank: usize, secret: [u64; 2] },
+    /// A sign of life, with what the rank does, the ranks without which it cannot go on, and for how many milliseconds.
+    Beat { does: String, misses: Vec<usize>, for_ms: u64 },
+    /// The world has failed.
+    Failed(Failure),
+    /// What does that rank do?
+    Ask(usize),
+    /// That is what it does.
+    Does(usize, String),
+    /// The sender has told its error to whoever started it, and is ready to end.
+    Left,
+    /// All are ready to end.
+    Over,
+    /// The sender has finished well; what comes after is the end of its process.
+    Bye,
+}
+
+impl Signal {
+    pub(super) fn write(&self, to: &mut impl Write) -> io::Result<()> {
+        let body = self.encode();
+        let mut message = (body.len() as u32).to_le_bytes().to_vec();
+        message.extend(body);
+        to.write_all(&message)
+    }
+
+    pub(super) fn read(from: &mut impl Read) -> io::Result<Self> {
+        let mut len = [0; 4];
+        from.read_exact(&mut len)?;
+        let len = u32::from_le_bytes(len) as usize;
+        let damaged = || io::Error::new(io::ErrorKind::InvalidData, "a damaged signal");
+        if len > LONGEST {
+            return Err(damaged());
+        }
+        let mut body = vec![0; len];
+        from.read_exact(&mut body)?;
+        Self::decode(&body).ok_or_else(damaged)
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let kind = |kind: u64| Writer::default().number(kind);
+        let message = match self {
+            Self::Hello { rank, secret } => kind(0).number(*rank as u64).number(secret[0]).number(secret[1]),
+            Self::Beat { does, misses, for_ms } => {
+                let start = kind(1).number(*for_ms).text(cut(does));
+                // Fewer are enough to find a circle later.
+                misses.iter().take(MOST_MISSES).fold(start, |signal, rank| signal.number(*rank as u64))
+            }
+            Self::Failed(Failure::Rank { peer, message }) => kind(2).number(*peer as u64).text(cut(message)),
+            Self::Failed(Failure::Mismatch { ranks, operations }) => {
+                let ranks = kind(3).number(ranks[0] as u64).number(ranks[1] as u64);
+                ranks.text(cut(&operations[0])).text(cut(&operations[1]))
+            }
+            Self::Failed(Failure::Deadlock { problem }) => kind(4).text(cut(problem)),
+            Self::Ask(rank) => kind(5).number(*rank as u64),
+            Self::Does(rank, does) => kind(6).number(*rank as u64).text(cut(does)),
+            Self::Left => kind(7),
+            Self::Over => kind(8),
+            Self::Bye => kind(9),
+        };
+        message.0
+    }
+
+    fn decode(body: &[u8]) -> Option<Self> {
+        let mut reader = Reader(body);
+        let signal = match reader.number()? {
+            0 => Self::Hello { rank: reader.index()?, secret: [reader.number()?, reader.number()?] },
+            1 => {
+                let for_ms = reader.number()?;
+                let does = reader.text()?;
+                let misses = (0..reader.0.len() / 8).map(|_| reader.index()).collect::<Option<_>>()?;
+                Self::Beat { does, misses, for_ms }
+            }
+            2 => Self::Failed(Failure::Rank { peer: reader.index()?, message: reader.text()? }),
+            3 => {
+                let ranks = [reader.index()?, reader.index()?];
+                Self::Failed(Failure::Mismatch { ranks, operations: [reader.text()?, reader.text()?] })
+            }
+            4 => Self::Failed(Failure::Deadlock { problem: reader.text()? }),
+            5 => Self::Ask(reader.index()?),
+            6 => Self::Does(reader.index()?, reader.text()?),
+            7 => Self::Left,
+            8 => Self::Over,
+            9 => Self::Bye,
+            _ => return None,
+        };
+        reader.end(signal)
+    }
+}
+
+/// As much of a text as a signal carries.
+fn cut(text: &str) -> &str {
+    let mut end = text.len().min(LONGEST / 4);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_come_back_and_damaged_ones_are_refused() {
+        let long = "ß".repeat(LONGEST);
+        let failure = Failure::Mismatch { ranks: [1, 2], operations: ["barrier #1".into(), "split #1".into()] };
+        let signals = [
+            Signal::Hello { rank: 3, secret: [u64::MAX, 1] },
+            Signal::Beat { does: "waits".into(), misses: vec![2, 0], for_ms: 7 },
+            Signal::Failed(Failure::Rank { peer: 5, message: "lost".into() }),
+            Signal::Failed(failure),
+            Signal::Failed(Failure::Deadlock { problem: "a circle".into() }),
+            Signal::Ask(9),
+            Signal::Does(9, "computes".into()),
+            Signal::Left,
+            Signal::Over,
+            Signal::Bye,
+        ];
+        for signal in signals {
+            let mut bytes = Vec::new();
+            signal.write(&mut bytes).expect("a vector takes all");
+            assert_eq!(Signal::read(&mut &bytes[..]).expect("whole"), signal);
+            (0..bytes.len()).for_each(|len| assert!(Signal::read(&mut &bytes[..len]).is_err()));
+            let body = &bytes[4..];
+            assert_eq!(Signal::decode(&[body, &[0]].concat()), None);
+        }
+        let mut bytes = Vec::new();
+        Signal::Failed(Failure::Rank { peer: 0, message: long.clone() }).write(&mut bytes).expect("a vector");
+        match Signal::read(&mut &bytes[..]).expect("it fits") {
+            Signal::Failed(Failure::Rank { message, .. }) => assert!(long.starts_with(&message) && message.len() > 999),
+            other => panic!("{other:?}"),
+        }
+        assert!(Signal::read(&mut &u32::MAX.to_le_bytes()[..]).is_err());
+    }
+}

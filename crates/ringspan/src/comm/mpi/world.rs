@@ -1,0 +1,312 @@
+//! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
+
+use super::engine::{Engine, Round};
+use super::header::{Call, Content};
+use super::watch::Watch;
+use crate::comm::Buffer;
+use crate::comm::group::failure::Failure;
+use crate::comm::group::mailbox::{Address, Mailbox};
+use crate::comm::group::operation::{Operation, listing};
+use crate::comm::group::part::Part;
+use crate::comm::group::transport::{Member, Transport};
+use crate::error::{Error, Result};
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+/// A wait that is longer is told to the watch, so that others can say what this rank does.
+const WORTH_TELLING: Duration = Duration::from_millis(20);
+/// Looks without a pause, then longest pause between two looks when nothing moves.
+const EAGER: u32 = 2000;
+const PAUSE: Duration = Duration::from_micros(200);
+
+/// This process's side of all ranks.
+pub(super) struct World {
+    pub(super) rank: usize,
+    engine: Mutex<Engine>,
+    pub(super) watch: Arc<Watch>,
+    deadline: Mutex<Duration>,
+    bytes_sent: AtomicU64,
+    /// The first thread that talked, and whether others did.
+    talks: Mutex<(Option<ThreadId>, bool)>,
+}
+
+impl World {
+    pub(super) fn new(engine: Engine, watch: Arc<Watch>, deadline: Duration) -> Self {
+        let rank = engine.wire().rank;
+        let (bytes_sent, talks) = (AtomicU64::new(0), Mutex::new((None, false)));
+        Self { rank, engine: Mutex::new(engine), watch, deadline: Mutex::new(deadline), bytes_sent, talks }
+    }
+
+    /// Says that this rank sends nothing more, and waits until nobody does. Ends only by that or by a failure: others
+    /// may have hours of work left, and the watch sees whether they live.
+    pub(super) fn finish(&self) -> Result<()> {
+        let nothing = || Part::whole(Arc::new(Buffer::U8(Vec::new())));
+        let operation = &"the end of its work";
+        {
+            let mut engine = self.engine();
+            self.check_with(operation)?;
+            let others = (0..engine.wire().size).filter(|rank| *rank != self.rank);
+            others.collect::<Vec<_>>().into_iter().try_for_each(|to| {
+                let sent = engine.send(to, Content::Finished, nothing());
+                sent.map(drop).map_err(|problem| self.lost(operation, problem))
+            })?;
+        }
+        self.watch.note("has finished".into(), Vec::new());
+        let unlimited = Duration::MAX;
+        self.wait_for(operation, unlimited, |engine| match engine.unfinished() {
+            missing if !missing.is_empty() => Ok(ControlFlow::Continue(missing)),
+            _ if engine.is_empty() => Ok(ControlFlow::Break(())),
+            _ => Ok(ControlFlow::Continue(vec![self.rank])),
+        })
+    }
+
+    /// Ends all processes.
+    pub(super) fn abort(&self) {
+        self.engine().wire().abort();
+    }
+
+    fn check_with(&self, operation: &impl std::fmt::Display) -> Result<()> {
+        self.watch.failure().map_or(Ok(()), |failure| Err(failure.seen_by(self.rank, operation)))
+    }
+
+    /// MPI itself failed: the error of this rank, which the others are told.
+    fn lost(&self, operation: &impl std::fmt::Display, problem: String) -> Error {
+        let error = Error::Communicator { rank: self.rank, operation: operation.to_string(), problem };
+        self.watch.fail(Failure::Rank { peer: self.rank, message: error.to_string() });
+        error
+    }
+
+    /// Looks again and again, moving everything along, until `look` has what it wants; it returns the ranks it misses.
+    fn wait_for<T>(
+        &self,
+        operation: &impl std::fmt::Display,
+        deadline: Duration,
+        mut look: impl FnMut(&mut Engine) -> std::result::Result<ControlFlow<T, Vec<usize>>, Failure>,
+    ) -> Result<T> {
+        let start = Instant::now();
+        let (mut looks, mut told) = (0, None);
+        let alone = self.note_thread();
+        let result = loop {
+            let mut engine = self.engine();
+            if let Err(error) = self.check_with(operation) {
+                break Err(error);
+            }
+            let busy = match engine.progress() {
+                Ok(busy) => busy,
+                Err(problem) => break Err(self.lost(operation, problem)),
+            };
+            let missing = match look(&mut engine) {
+                Ok(ControlFlow::Break(found)) => break Ok(found),
+                Ok(ControlFlow::Continue(missing)) => missing,
+                Err(failure) => {
+                    let error = failure.seen_by(self.rank, operation);
+                    self.watch.fail(failure);
+                    break Err(error);
+                }
+            };
+            drop(engine);
+            let waited = start.elapsed();
+            if waited > WORTH_TELLING && deadline != Duration::MAX && told.as_ref() != Some(&missing) {
+                let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
+                let who = if let [one] = missing[..] { one.to_string() } else { listing(&missing) };
+                // What still moves, or talks from another thread too, is not stuck.
+                let misses = if alone && !busy { missing.clone() } else { Vec::new() };
+                self.watch.note(format!("waits in {operation} for {ranks} {who}"), misses);
+                told = (!busy).then(|| missing.clone());
+            }
+            if waited >= deadline {
+                break Err(self.too_late(operation, deadline, missing.first().copied().unwrap_or(self.rank)));
+            }
+            looks = if busy { 0 } else { looks + 1 };
+            if looks < EAGER {
+                thread::yield_now();
+            } else {
+                thread::sleep(PAUSE.min(deadline - waited));
+            }
+        };
+        if start.elapsed() > WORTH_TELLING && deadline != Duration::MAX {
+            self.watch.note(String::new(), Vec::new());
+        }
+        result
+    }
+
+    /// Whether the rank talks from one thread only, as far as is known: then a wait of it is a wait of the rank.
+    fn note_thread(&self) -> bool {
+        let mut talks = self.talks.lock().unwrap_or_else(PoisonError::into_inner);
+        let here = thread::current().id();
+        let first = *talks.0.get_or_insert(here);
+        talks.1 |= first != here;
+        !talks.1
+    }
+
+    fn too_late(&self, operation: &impl std::fmt::Display, waited: Duration, peer: usize) -> Error {
+        let (rank, operation) = (self.rank, operation.to_string());
+        let error = Error::Deadline { rank, operation, peer, peer_state: self.watch.describe(peer), waited };
+        self.watch.fail(Failure::Rank { peer: rank, message: error.to_string() });
+        error
+    }
+
+    /// The failure of a rank that finished before it did its part of `operation`.
+    fn gone(&self, peer: usize, operation: &Operation) -> Failure {
+        let message = format!("it finished without sending what rank {} waits for in {operation}", self.rank);
+        Failure::Rank { peer, message }
+    }
+
+    /// Two ranks in different collectives, if there are any.
+    fn mismatch(&self, own: &Call, round: &Round) -> Option<Failure> {
+        let (peer, other) = round.iter().find(|(_, other)| other.call != *own)?;
+        let operations = [own.text.clone(), other.call.text.clone()];
+        Some(Failure::Mismatch { ranks: [self.rank, *peer], operations })
+    }
+
+    pub(super) fn set_deadline(&self, deadline: Duration) {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = deadline;
+    }
+
+    fn deadline(&self) -> Duration {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Transport for World {
+    fn check(&self, _: usize, operation: &Operation) -> Result<()> {
+        self.check_with(operation)
+    }
+
+    fn fail(&self, rank: usize, message: String) {
+        self.watch.fail(Failure::Rank { peer: rank, message });
+    }
+
+    fn send(&self, address: Address, operation: &Operation, data: Arc<Buffer>) -> Result<u64> {
+        self.note_thread();
+        let mut engine = self.engine();
+        self.check_with(operation)?;
+        if address.to != self.rank {
+            self.bytes_sent.fetch_add(data.bytes(), Ordering::Relaxed);
+        }
+        let content = Content::Message { group: address.group, tag: address.tag };
+        let sent = engine.send(address.to, content, Part::whole(data)).and_then(|number| {
+            // The header leaves at once: the receiver can then fetch the payload.
+            engine.progress()?;
+            Ok(number)
+        });
+        sent.map_err(|problem| self.lost(operation, problem))
+    }
+
+    fn left(&self, _: usize, number: u64, operation: &Operation) -> Result<bool> {
+        let mut engine = self.engine();
+        self.check_with(operation)?;
+        engine.progress().map_err(|problem| self.lost(operation, problem))?;
+        Ok(engine.has_left(number))
+    }
+
+    fn wait_left(&self, address: &Address, number: u64, operation: &Operation) -> Result<()> {
+        self.wait_for(operation, self.deadline(), |engine| match engine.has_left(number) {
+            true => Ok(ControlFlow::Break(())),
+            false => Ok(ControlFlow::Continue(vec![address.to])),
+        })
+    }
+
+    fn post(&self, address: &Address, operation: &Operation) -> Result<u64> {
+        let mut engine = self.engine();
+        self.check_with(operation)?;
+        Ok(engine.with_mailbox(address, Mailbox::post))
+    }
+
+    fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
+        let mut engine = self.engine();
+        self.check_with(operation)?;
+        engine.progress().map_err(|problem| self.lost(operation, problem))?;
+        let here = engine.with_mailbox(address, |mailbox| mailbox.peek(ticket).is_some());
+        match engine.finished(&[address.from]).filter(|_| !here) {
+            None => Ok(here),
+            Some(peer) => {
+                let failure = self.gone(peer, operation);
+                let error = failure.seen_by(self.rank, operation);
+                self.watch.fail(failure);
+                Err(error)
+            }
+        }
+    }
+
+    fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
+        self.wait_for(operation, self.deadline(), |engine| {
+            match engine.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
+                Some(data) => Ok(ControlFlow::Break(data)),
+                None => match engine.finished(&[address.from]) {
+                    Some(peer) => Err(self.gone(peer, operation)),
+                    None => Ok(ControlFlow::Continue(vec![address.from])),
+                },
+            }
+        })
+    }
+
+    fn abandon(&self, address: &Address, ticket: u64) {
+        self.engine().with_mailbox(address, |mailbox| mailbox.abandon(ticket));
+    }
+
+    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
+        let Member { group, ranks, place } = member;
+        let call = Call::new(operation);
+        let mut own = None;
+        let mut sent = Vec::new();
+        {
+            let mut engine = self.engine();
+            self.check_with(operation)?;
+            for (to, part) in parts.into_iter().enumerate() {
+                if to == place {
+                    own = Some(part);
+                    continue;
+                }
+                self.bytes_sent.fetch_add(part.bytes(), Ordering::Relaxed);
+                let content = Content::Part { group: group.clone(), number, call: call.clone() };
+                let started = engine.send(ranks[to], content, part);
+                sent.push(started.map_err(|problem| self.lost(operation, problem))?);
+            }
+        }
+        let others: Vec<usize> = ranks.iter().copied().filter(|rank| *rank != self.rank).collect();
+        let mut round = self.wait_for(operation, self.deadline(), |engine| {
+            let round = engine.round(group, number);
+            if let Some(failure) = self.mismatch(&call, round) {
+                return Err(failure);
+            }
+            let missing: Vec<usize> = others.iter().copied().filter(|rank| !round.contains_key(rank)).collect();
+            if let Some(peer) = engine.finished(&missing) {
+                return Err(self.gone(peer, operation));
+            }
+            // Also what this rank sends must have left: once it computes again, nothing moves it along.
+            match missing.is_empty() && sent.iter().all(|number| engine.has_left(*number)) {
+                true => Ok(ControlFlow::Break(engine.leave(group, number))),
+                false => Ok(ControlFlow::Continue(missing)),
+            }
+        })?;
+        let part = |rank: &usize| match *rank == self.rank {
+            true => own.take(),
+            false => round.remove(rank).map(|brought| Part::whole(brought.data)),
+        };
+        Ok(ranks.iter().filter_map(part).collect())
+    }
+
+    fn progress(&self) {
+        // Another thread that holds the engine moves everything along itself.
+        let mut engine = match self.engine.try_lock() {
+            Ok(engine) => engine,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        if let Err(problem) = engine.progress() {
+            self.lost(&"progress", problem);
+        }
+    }
+
+    fn bytes_sent(&self, _: usize) -> u64 {
+        self.bytes_sent.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,162 @@
+//! A transfer is started before the compute it hides behind, and waited for after it.
+
+mod support;
+
+use ringspan::attention::{Group, Inputs, backward, forward};
+use ringspan::comm::{Buffer, Communicator, Pending, threads};
+use ringspan::kernel::{Kernel, View};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::sync::{Arc, Mutex, PoisonError};
+use support::random;
+
+/// What a rank does, in order. Messages have the number in which they were started.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Event {
+    Sends(usize),
+    Receives(usize),
+    /// A piece of a kernel's work.
+    Computes,
+    HasReceived(usize),
+    HasSent(usize),
+}
+
+type Log = Arc<Mutex<Vec<Event>>>;
+
+fn note(log: &Log, event: Event) {
+    log.lock().unwrap_or_else(PoisonError::into_inner).push(event);
+}
+
+/// Notes what is started and waited for, and passes it on.
+struct Noted {
+    inner: Arc<dyn Communicator>,
+    log: Log,
+}
+
+impl Noted {
+    fn started(&self, event: fn(usize) -> Event) -> usize {
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = log.iter().filter(|e| matches!(e, Event::Sends(_) | Event::Receives(_))).count();
+        log.push(event(number));
+        number
+    }
+
+    fn pending(&self, inner: Box<dyn Pending>, ends: Event) -> Box<dyn Pending> {
+        Box::new(Waiting { inner, ends, log: self.log.clone() })
+    }
+}
+
+struct Waiting {
+    inner: Box<dyn Pending>,
+    ends: Event,
+    log: Log,
+}
+
+impl Pending for Waiting {
+    fn test(&mut self) -> Result<bool, Error> {
+        self.inner.test()
+    }
+    fn wait(self: Box<Self>) -> Result<Option<Arc<Buffer>>, Error> {
+        note(&self.log, self.ends);
+        self.inner.wait()
+    }
+}
+
+impl Communicator for Noted {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
+        let number = self.started(Event::Sends);
+        Ok(self.pending(self.inner.send(to, tag, data)?, Event::HasSent(number)))
+    }
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>, Error> {
+        let number = self.started(Event::Receives);
+        Ok(self.pending(self.inner.receive(from, tag)?, Event::HasReceived(number)))
+    }
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.inner.all_to_all(parts)
+    }
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.inner.all_gather(data)
+    }
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
+        self.inner.reduce_scatter(data, counts)
+    }
+    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
+        self.inner.all_reduce(data)
+    }
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
+        self.inner.broadcast(root, data)
+    }
+    fn barrier(&self) -> Result<(), Error> {
+        self.inner.barrier()
+    }
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
+        Ok(Arc::new(Noted { inner: self.inner.split(color, key)?, log: self.log.clone() }))
+    }
+    fn bytes_sent(&self) -> u64 {
+        self.inner.bytes_sent()
+    }
+}
+
+/// What each rank of a ring does in a forward pass, and in a backward pass.
+fn events(ranks: usize) -> Vec<[Vec<Event>; 2]> {
+    let (len, heads, dim) = (300 * ranks, 2, 32);
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), ranks).expect("ranks");
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("fits");
+    let run = threads::run(ranks, threads::Options::default(), |comm| {
+        let log = Log::default();
+        let own = log.clone();
+        let kernel = Kernel::new(1).with_progress(Arc::new(move || note(&own, Event::Computes)));
+        let group = Group::new(Arc::new(Noted { inner: comm, log: log.clone() }), (ranks, 1), kernel)?;
+        let values = random(layout.tokens(0) * heads * dim, 1);
+        let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");
+        let score = Score::new(0.1);
+        let inputs = Inputs::new(view, view, view, &score);
+        let take = || std::mem::take(&mut *log.lock().unwrap_or_else(PoisonError::into_inner));
+        let saved = forward(&group, &schedule, &inputs)?;
+        let events = take();
+        backward(&group, &schedule, &inputs, &saved, view)?;
+        Ok::<_, Error>([events, take()])
+    });
+    run.expect("runs")
+}
+
+#[test]
+fn every_block_travels_while_its_receiver_computes() {
+    for ranks in [2, 4] {
+        for (rank, [forward, backward]) in events(ranks).into_iter().enumerate() {
+            let position = |events: &[Event], event: Event| events.iter().position(|e| *e == event);
+            let computes_between = |events: &[Event], from: usize, to: usize| {
+                events[from..to].iter().filter(|event| **event == Event::Computes).count()
+            };
+            let mut hops = 0;
+            for (at, event) in forward.iter().enumerate() {
+                match *event {
+                    Event::Receives(number) => {
+                        let end = position(&forward, Event::HasReceived(number)).expect("it is waited for");
+                        assert!(computes_between(&forward, at, end) >= 2, "rank {rank} of {ranks}: {forward:?}");
+                        hops += 1;
+                    }
+                    Event::Sends(number) => {
+                        let end = position(&forward, Event::HasSent(number)).expect("it is waited for");
+                        assert!(computes_between(&forward, at, end) >= 2, "rank {rank} of {ranks}: {forward:?}");
+                    }
+                    _ => {}
+                }
+            }
+            assert_eq!(hops, ranks - 1);
+            // Of the gradients' blocks the last one comes home after all is computed; the keys hide as before.
+            let hidden = |(at, event): &(usize, &Event)| match **event {
+                Event::Receives(number) => position(&backward, Event::HasReceived(number))
+                    .is_some_and(|end| computes_between(&backward, *at, end) >= 2),
+                _ => false,
+            };
+            let hidden = backward.iter().enumerate().filter(hidden).count();
+            assert!(hidden >= 2 * (ranks - 1) - 1, "rank {rank} of {ranks}: {hidden} hidden in {backward:?}");
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Ranks as processes: the same contract as between threads, and whatever becomes of a process, all others say so.
+//!
+//! `cargo test -p ringspan --features mpi --test comm_mpi [NAME]`. The program starts itself under `mpirun`: without
+//! arguments of ours it is the runner, with `rank SCENARIO` it is one rank.
+
+#[path = "../contract/mod.rs"]
+mod contract;
+mod failures;
+mod mpirun;
+mod rank;
+
+use mpirun::run;
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let [word, scenario @ ..] = &arguments[..]
+        && word == "rank"
+    {
+        return rank::main(scenario);
+    }
+    let filter = arguments.iter().find(|argument| !argument.starts_with('-'));
+    let tests = [&CONTRACT[..], &failures::TESTS[..]].concat();
+    let chosen: Vec<_> = tests.iter().filter(|(name, _)| filter.is_none_or(|part| name.contains(part))).collect();
+    println!("running {} tests", chosen.len());
+    let failed = chosen.iter().filter(|(name, test)| {
+        let good = catch_unwind(test).is_ok();
+        println!("test {name} ... {}", if good { "ok" } else { "FAILED" });
+        !good
+    });
+    match failed.count() {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// A name and a test.
+type Test = (&'static str, fn());
+
+const CONTRACT: [Test; 4] = [
+    ("the_contract_holds_on_2_3_4_and_8_processes", || {
+        [2, 3, 4, 8].into_iter().for_each(|ranks| run(ranks, &["contract"]).assert_good());
+    }),
+    ("a_message_of_several_pieces_arrives_whole", || run(2, &["large"]).assert_good()),
+    ("attention_has_the_same_bits_as_between_threads", || {
+        for ranks in [2, 4, 8] {
+            let outcome = run(ranks, &["attention"]);
+            outcome.assert_good();
+            for (rank, wanted) in rank::attention_between_threads(ranks).into_iter().enumerate() {
+                let text = &outcome.ranks[rank];
+                assert!(text.contains(&wanted), "rank {rank} of {ranks}: {text}, wanted {wanted}");
+            }
+        }
+    }),
+    ("a_transfer_is_over_when_the_compute_beside_it_is", || run(2, &["overlap"]).assert_good()),
+];

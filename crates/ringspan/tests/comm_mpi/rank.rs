@@ -1,0 +1,162 @@
+//! What one rank does in each scenario.
+
+use crate::contract::conversation::converse;
+use crate::contract::{both_send_first, bytes, collectives, groups, order, sums};
+use ringspan::attention::{Group, Inputs, backward, forward};
+use ringspan::comm::mpi::{Options, World};
+use ringspan::comm::{Buffer, Communicator, threads};
+use ringspan::kernel::{Kernel, View};
+use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+type Comm = Arc<dyn Communicator>;
+
+pub(crate) fn main(scenario: &[String]) -> ExitCode {
+    // As in the command: a process that mpirun ends has a moment left to say why.
+    ctrlc::set_handler(|| std::thread::sleep(Duration::from_millis(700))).expect("no other handler");
+    let own = std::env::var("OMPI_COMM_WORLD_RANK").unwrap_or_default();
+    if scenario[0] == "absent" && scenario[1] == own {
+        return ExitCode::FAILURE;
+    }
+    let deadline = if scenario[0] == "late" { Duration::from_millis(300) } else { Duration::from_secs(60) };
+    let world = match World::start(Options { deadline, ..Options::default() }) {
+        Ok(world) => world,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = world.run(|comm| play(&comm, scenario));
+    if let Err(error) = &result {
+        eprintln!("error: {error}");
+    }
+    match (result.is_ok(), world.end(result.is_ok())) {
+        (true, Ok(())) => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
+    let victim = scenario.get(1).and_then(|word| word.parse().ok()).unwrap_or(0);
+    let chosen = comm.rank() == victim;
+    match scenario[0].as_str() {
+        "contract" => contract(comm),
+        "large" => both_send_first(comm, 40 << 20),
+        "attention" => {
+            println!("{}", attention(comm)?);
+            Ok(())
+        }
+        "overlap" => overlap(comm),
+        "mismatch" if chosen => comm.all_gather(Buffer::U8(vec![1])).map(drop),
+        "lengths" => comm.all_reduce(&mut vec![0.0; if chosen { 5 } else { 4 }]),
+        "counts" => {
+            let mut counts = vec![1; comm.size()];
+            counts[if chosen { 0 } else { 1 }] += 1;
+            comm.reduce_scatter(vec![0.0; counts.iter().sum()], &counts).map(drop)
+        }
+        "bad call" if chosen => comm.send(99, 0, Arc::new(Buffer::U8(vec![]))).map(drop),
+        "finished" if chosen => Ok(()),
+        "finished" => comm.receive(victim, 5)?.wait().map(drop),
+        "late" if chosen => {
+            std::thread::sleep(Duration::from_secs(2));
+            comm.barrier()
+        }
+        "circle" => comm.receive((comm.rank() + 1) % comm.size(), 4)?.wait().map(drop),
+        what => {
+            // All talk for a while; then the victim comes to its end, and the others talk on or compute.
+            (0..50).try_for_each(|_| comm.barrier())?;
+            let others_compute = what == "error while others compute";
+            if chosen {
+                // Time to get out of the last barrier.
+                std::thread::sleep(Duration::from_millis(if others_compute { 500 } else { 0 }));
+                fate(what)?;
+            }
+            if others_compute {
+                std::thread::sleep(Duration::from_secs(60));
+            }
+            loop {
+                comm.barrier()?;
+            }
+        }
+    }
+}
+
+/// The end of a victim.
+fn fate(what: &str) -> Result<(), Error> {
+    let signal = |name: &str| {
+        Command::new("kill").args([name, &std::process::id().to_string()]).status().expect("a kill command");
+        std::thread::sleep(Duration::from_secs(60));
+    };
+    match what {
+        "panic" => panic!("the victim breaks"),
+        "exit" => std::process::exit(0),
+        "kill" => signal("-KILL"),
+        "stop" => signal("-STOP"),
+        _ => return Err(Error::Layout("no such luck".into())),
+    }
+    Ok(())
+}
+
+fn contract(comm: &Comm) -> Result<(), Error> {
+    collectives(comm)?;
+    sums(comm)?;
+    order(comm)?;
+    bytes(comm)?;
+    groups(comm)?;
+    both_send_first(comm, 3_000_001)?;
+    (0..6).try_for_each(|seed| converse(comm, seed * 7919, 60, |_| Ok(())))?;
+    // Sent to a rank that ends without asking for it: nobody waits for anybody.
+    comm.send((comm.rank() + 1) % comm.size(), 77, Arc::new(Buffer::F32(vec![1.0; 500_000])))?;
+    Ok(())
+}
+
+/// Attention of a zigzag ring and of Ulysses, forward and backward: the bits of all results, as one number.
+fn attention(comm: &Comm) -> Result<String, Error> {
+    let (len, heads, dim, size) = (777, 8, 32, comm.size());
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), size)?;
+    let mut hash = 0u64;
+    for grid in [(size, 1), (1, size), (size / 2, 2)] {
+        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), grid)?;
+        let group = Group::new(comm.clone(), grid, Kernel::new(1))?;
+        let rows = layout.tokens(comm.rank());
+        let values = |seed: usize| -> Vec<f32> {
+            (0..rows * heads * dim).map(|i| ((i * 37 + seed * 101 + comm.rank() * 7) as f32).sin()).collect()
+        };
+        let data: Vec<Vec<f32>> = (0..4).map(values).collect();
+        let view = |n: usize| View::new(&data[n], rows, heads, dim).expect("its size");
+        let score = Score::new(0.2);
+        let inputs = Inputs::new(view(0), view(1), view(2), &score);
+        let saved = forward(&group, &schedule, &inputs)?;
+        let gradients = backward(&group, &schedule, &inputs, &saved, view(3))?;
+        for value in [&saved.out, &saved.lse, &gradients.dq, &gradients.dk, &gradients.dv].into_iter().flatten() {
+            hash = hash.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(u64::from(value.to_bits()));
+        }
+    }
+    Ok(format!("bits {hash:016x}, {} bytes sent", comm.bytes_sent()))
+}
+
+/// What every rank of [`attention`] says between threads.
+pub(crate) fn attention_between_threads(ranks: usize) -> Vec<String> {
+    threads::run(ranks, threads::Options::default(), |comm| attention(&comm)).expect("nothing fails")
+}
+
+/// Both ranks start a large transfer, compute with calls of `progress`, and then find it done.
+fn overlap(comm: &Comm) -> Result<(), Error> {
+    let other = 1 - comm.rank();
+    comm.barrier()?;
+    let sent = comm.send(other, 0, Arc::new(Buffer::U8(vec![comm.rank() as u8; 16 << 20])))?;
+    let coming = comm.receive(other, 0)?;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(1) {
+        // Stands for a piece of a kernel's work.
+        std::thread::sleep(Duration::from_millis(1));
+        comm.progress();
+    }
+    let waited = Instant::now();
+    assert_eq!(coming.wait()?.as_deref(), Some(&Buffer::U8(vec![other as u8; 16 << 20])));
+    sent.wait()?;
+    assert!(waited.elapsed() < Duration::from_millis(100), "still waited {:?}", waited.elapsed());
+    Ok(())
+}
