@@ -1,6 +1,6 @@
 //! What a model needs to know about attention: how to call it, and where its tokens stand.
 
-use crate::experts::{Experts, Local};
+use crate::experts::Experts;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
@@ -23,8 +23,7 @@ pub trait Attend {
     /// calls whose keys meet in one attention. Rotary embeddings that depend on the length are made for it.
     fn length(&self) -> usize;
 
-    /// Who computes the experts of sparse layers.
-    fn experts(&self) -> &dyn Experts {
-        &Local
-    }
+    /// Who computes the experts of sparse layers. Who wraps another hands on its experts, and [`Local`](crate::experts::Local) is the answer of
+    /// who knows no other: all are computed here.
+    fn experts(&self) -> &dyn Experts;
 }

@@ -22,7 +22,7 @@ pub struct Expert {
 /// Where a router sends T tokens.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The experts of each token `[T, K]`, no expert twice for one token.
+    /// The experts of each token `[T, K]`.
     pub chosen: Vec<u32>,
     /// Their weights `[T, K]`, differentiable.
     pub weights: Tensor,

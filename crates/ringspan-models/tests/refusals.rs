@@ -4,7 +4,8 @@ mod support;
 
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
-use ringspan_candle::Attend;
+use ringspan_candle::experts::Local;
+use ringspan_candle::{Attend, Experts};
 use ringspan_models::{Decoder, Error, Unit, Weights, gradients};
 use support::load;
 
@@ -30,6 +31,10 @@ impl Attend for Values {
 
     fn length(&self) -> usize {
         self.0.len()
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &Local
     }
 }
 

@@ -5,7 +5,8 @@ use candle_core::{Device, Result, Tensor, bail};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
 use ringspan::kernel::{Data, Score, View};
 use ringspan::{Mask, Run};
-use ringspan_candle::{Attend, Context};
+use ringspan_candle::experts::Local;
+use ringspan_candle::{Attend, Context, Experts};
 use std::cell::RefCell;
 
 /// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
@@ -42,6 +43,10 @@ impl Attend for Prefill<'_> {
 
     fn length(&self) -> usize {
         self.context.length()
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        self.context.experts()
     }
 }
 
@@ -102,6 +107,10 @@ impl Attend for Decode<'_> {
 
     fn length(&self) -> usize {
         self.length
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &Local
     }
 }
 
