@@ -50,6 +50,9 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
     let setup = Setup::new(config)?;
     observer.planned(&setup.plan);
     write_settings(config)?;
+    if let Some(unsaved) = &setup.unsaved {
+        unsaved.save(&config.token_cache)?;
+    }
     let metrics_path = config.out.join("metrics.jsonl");
     let host = Mutex::new(Host {
         observer,
@@ -66,6 +69,7 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         folder::save(&config.out, &setup.config_json, &end.weights).map_err(model_error)?;
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
+            keep_template(config)?;
         }
         shown = sample(config, &setup, &end.weights)?;
     }
@@ -79,4 +83,17 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         sample: shown,
         tokenizer: setup.tokenizer,
     })
+}
+
+/// Puts what says how people talk with the model beside it: a model is asked in the words it was trained with.
+fn keep_template(config: &TrainConfig) -> Result<()> {
+    const TEMPLATE: &str = "chat_template.jinja";
+    let of_model = |name: &str| config.model.as_ref().map(|folder| folder.join(name)).filter(|path| path.exists());
+    let template = config.chat_template.clone().or_else(|| of_model(TEMPLATE));
+    for (name, from) in [(TEMPLATE, template), ("tokenizer_config.json", of_model("tokenizer_config.json"))] {
+        if let Some(from) = from {
+            write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
+        }
+    }
+    Ok(())
 }
