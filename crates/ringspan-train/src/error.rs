@@ -38,6 +38,14 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// A chat template is damaged.
+    #[error("chat template {path}: {problem}", path = .path.display())]
+    Template {
+        /// Where it came from.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// A checkpoint cannot be used.
     #[error("checkpoint {path}: {problem}", path = .path.display())]
     Checkpoint {

@@ -15,12 +15,10 @@ impl Feed {
     /// The micro-batches of the next step.
     pub(crate) fn next_step(&mut self, accumulation: usize) -> Vec<Batch> {
         match self {
-            Self::Text { packer, length, batch_size } => (0..accumulation)
-                .map(|_| {
-                    let sequences: Vec<_> = (0..*batch_size).map(|_| packer.next_sequence()).collect();
-                    Batch::new(&sequences, *length)
-                })
-                .collect(),
+            Self::Text { packer, length, batch_size } => {
+                let sequences = packer.next_sequences(*batch_size * accumulation);
+                sequences.chunks(*batch_size).map(|rows| Batch::new(rows, *length)).collect()
+            }
             // The whole file in `accumulation` parts: as many micro-batches, and the same sum.
             Self::Tokens(batch) => (0..accumulation).map(|i| batch.part(i, accumulation)).collect(),
         }

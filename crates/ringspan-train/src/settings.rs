@@ -23,12 +23,23 @@ pub struct Settings {
     /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
-    /// Text: a folder, a text file, or a .jsonl file with `text` [default: the current folder]
+    /// Text: a folder, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and `completion`
+    /// [default: the current folder]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokens: Option<PathBuf>,
+    /// Jinja file that makes text of `messages` [default: the model's chat template]
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub chat_template: Option<PathBuf>,
+    /// Folder where the tokens of a text are kept, so that it is tokenised once [default: tokens, in the output folder]
+    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    pub token_cache: Option<PathBuf>,
+    /// How documents fill the sequences of a step: in-order, or balanced, which deals the same tokens so that attention
+    /// costs each sequence about the same [default: in-order]
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    pub packing: Option<String>,
     /// Folder for the trained model, metrics and checkpoints [default: ringspan-out]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub out: Option<PathBuf>,

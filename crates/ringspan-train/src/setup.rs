@@ -3,7 +3,10 @@
 use crate::{
     checkpoint::{Checkpoints, Identity},
     config::{RUN_FILE, Source, TrainConfig},
-    data::{Batch, Corpus, Packer, Position, Sequence, fingerprint, read, read_tokens},
+    data::{
+        Batch, Content, Corpus, Encoder, Packer, Position, Sequence, Template, cache, cache::Found, fingerprint, read,
+        read_tokens,
+    },
     default_model,
     error::{Error, Result},
     feed::Feed,
@@ -37,6 +40,21 @@ pub(crate) struct Setup {
     pub(crate) model: Identity,
     pub(crate) data: Identity,
     pub(crate) plan: Plan,
+    /// Tokens that are in no file yet.
+    pub(crate) unsaved: Option<Unsaved>,
+}
+
+/// Tokens to be kept, under their key.
+pub(crate) struct Unsaved {
+    key: u64,
+    corpus: Corpus,
+}
+
+impl Unsaved {
+    /// Writes them into `folder`.
+    pub(crate) fn save(&self, folder: &Path) -> Result<()> {
+        cache::save(folder, self.key, &self.corpus).map(drop)
+    }
 }
 
 impl Setup {
@@ -77,7 +95,7 @@ impl Setup {
         };
 
         let tokenizer = tokenizer(config, vocabulary)?;
-        let (mut feed, held_out, data) = open_data(config, tokenizer.as_ref(), vocabulary)?;
+        let Data { mut feed, held_out, identity: data, unsaved } = open_data(config, tokenizer.as_ref(), vocabulary)?;
         let mut setup = Self {
             plan: Plan::default(),
             config_json,
@@ -91,6 +109,7 @@ impl Setup {
             data,
             feed: feed.clone(),
             shapes,
+            unsaved,
         };
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
@@ -197,11 +216,15 @@ fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer
     Ok(Some(tokenizer))
 }
 
-fn open_data(
-    config: &TrainConfig,
-    tokenizer: Option<&Tokenizer>,
-    vocabulary: usize,
-) -> Result<(Feed, Vec<Sequence>, Identity)> {
+/// Data as it is fed, and what it is.
+struct Data {
+    feed: Feed,
+    held_out: Vec<Sequence>,
+    identity: Identity,
+    unsaved: Option<Unsaved>,
+}
+
+fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Data> {
     match (&config.source, tokenizer) {
         (Source::Tokens(path), _) => {
             let batch = read_tokens(path, vocabulary)?;
@@ -209,35 +232,57 @@ fn open_data(
                 summary: format!("{} sequences of {} tokens in {}", batch.rows, batch.length, path.display()),
                 fingerprint: fingerprint(batch.tokens.iter().map(|&t| u64::from(t)).chain([batch.length as u64])),
             };
-            Ok((Feed::Tokens(batch), Vec::new(), identity))
+            Ok(Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None })
         }
-        (Source::Text(path), Some(tokenizer)) => {
-            let texts = read(path, std::slice::from_ref(&config.out))?;
-            let corpus = Corpus::new(&texts, tokenizer)?;
-            let s = texts.skipped;
-            let skipped = match s.binary + s.large + s.empty {
-                0 => String::new(),
-                _ => format!(" (skipped {} binary, {} over 4 MiB, {} empty files)", s.binary, s.large, s.empty),
-            };
-            let identity = Identity {
-                summary: format!(
-                    "{} documents of {}: {} tokens to train on, {} held out{skipped}",
-                    texts.documents.len(),
-                    path.display(),
-                    grouped(corpus.train_tokens() as u64),
-                    grouped(corpus.held_out_tokens() as u64)
-                ),
-                fingerprint: corpus.fingerprint,
-            };
-            let length = config.sequence_length;
-            let held_out = Packer::once(&corpus.held_out, length, config.eval_tokens);
-            let packer = Packer::new(corpus.train, length, config.seed, Position::default());
-            Ok((Feed::Text { packer, length, batch_size: config.batch_size }, held_out, identity))
-        }
+        (Source::Text(path), Some(tokenizer)) => open_text(config, path, tokenizer),
         (Source::Text(path), None) => {
             Err(Error::Data { path: path.clone(), problem: "text needs a tokenizer, and there is none".into() })
         }
     }
+}
+
+fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result<Data> {
+    let texts = read(path, std::slice::from_ref(&config.out))?;
+    let chat = texts.documents.iter().any(|document| matches!(document.content, Content::Chat { .. }));
+    let template = match (&config.chat_template, &config.model) {
+        (Some(file), _) if !chat => {
+            return Err(Error::Settings(format!(
+                "--chat-template {} has no effect: {} holds no `messages`; leave it out",
+                file.display(),
+                path.display()
+            )));
+        }
+        (Some(file), model) => Some(Template::read(file, model.as_deref())?),
+        (None, Some(model)) if chat => Template::of_model(model)?,
+        _ => None,
+    };
+    let encoder = Encoder::new(tokenizer, template.as_ref());
+    let key = Corpus::key(&texts, &encoder)?;
+    let mut notes: Vec<String> = texts.skipped.words().map(|words| format!("skipped {words}")).into_iter().collect();
+    let (corpus, kept) = match cache::open(&config.token_cache, key)? {
+        Found::Tokens(corpus) => (corpus, true),
+        Found::Nothing => (Corpus::new(&texts, &encoder, path)?, false),
+        Found::Damaged(why) => {
+            notes.push(format!("{} is made again: {why}", cache::path(&config.token_cache, key).display()));
+            (Corpus::new(&texts, &encoder, path)?, false)
+        }
+    };
+    let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
+    let identity = Identity {
+        summary: format!(
+            "{} documents of {}: {} tokens to train on, {} held out{notes}",
+            texts.documents.len(),
+            path.display(),
+            grouped(corpus.train_tokens() as u64),
+            grouped(corpus.held_out_tokens() as u64)
+        ),
+        fingerprint: corpus.fingerprint,
+    };
+    let length = config.sequence_length;
+    let held_out = Packer::once(&corpus.held_out, length, config.eval_tokens);
+    let packer = Packer::new(corpus.train.clone(), length, config.seed, Position::default()).with(config.packing);
+    let feed = Feed::Text { packer, length, batch_size: config.batch_size };
+    Ok(Data { feed, held_out, identity, unsaved: (!kept).then_some(Unsaved { key, corpus }) })
 }
 
 /// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.
@@ -248,6 +293,13 @@ pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
     settings.out = None;
     if let Some(model) = &settings.model {
         settings.model = Some(absolute(model)?);
+    }
+    if let Some(template) = &settings.chat_template {
+        settings.chat_template = Some(absolute(template)?);
+    }
+    if let Some(folder) = &settings.token_cache {
+        // It may not be there yet.
+        settings.token_cache = Some(std::path::absolute(folder).map_err(Error::io("read", folder))?);
     }
     match &config.source {
         Source::Text(path) => settings.data = Some(absolute(path)?),

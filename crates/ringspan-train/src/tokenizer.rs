@@ -2,7 +2,11 @@
 
 use crate::error::{Error, Result};
 use serde_json::json;
-use std::path::{Path, PathBuf};
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
 
 /// Names under which models keep the token that ends a document, in order of preference.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
@@ -11,6 +15,8 @@ const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eo
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// The same, to which text that spells a special token is that token. Large, so made when it is needed.
+    templated: OnceLock<tokenizers::Tokenizer>,
     end_of_text: Option<u32>,
     path: PathBuf,
 }
@@ -55,7 +61,7 @@ impl Tokenizer {
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
         let end_of_text = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        Self { inner, end_of_text, path: path.into() }
+        Self { inner, templated: OnceLock::new(), end_of_text, path: path.into() }
     }
 
     /// The tokens of `text`, without special tokens.
@@ -67,6 +73,33 @@ impl Tokenizer {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(e) => Err(Error::Tokenizer { path: self.path.clone(), problem: e.to_string() }),
         }
+    }
+
+    /// The tokens of what a template wrote, in which special tokens are spelled out, with the bytes each stands for.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
+    pub(crate) fn encode_templated(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let templated = self.templated.get_or_init(|| {
+            let mut inner = self.inner.clone();
+            inner.set_encode_special_tokens(false);
+            inner
+        });
+        let encoding = templated
+            .encode(text, false)
+            .map_err(|e| Error::Tokenizer { path: self.path.clone(), problem: e.to_string() })?;
+        let token = |(&id, &(start, end)): (&u32, &(usize, usize))| match start < end {
+            true => (id, start..end),
+            // Some tokenizers cut spaces off: a token of nothing but spaces stands for the byte before its empty place.
+            false => (id, end.saturating_sub(1)..end),
+        };
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(token).collect())
+    }
+
+    /// The spelling of each special token.
+    pub(crate) fn special_tokens(&self) -> impl Iterator<Item = &str> {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.values().filter(|token| token.special).map(|token| token.content.as_str())
     }
 
     /// The text of `tokens`; special tokens are left out, broken UTF-8 becomes the replacement character.

@@ -72,6 +72,9 @@ pub fn train_on(
     if ranks.lead() {
         observer.planned(&setup.plan);
         write_settings(config)?;
+        if let Some(unsaved) = &setup.unsaved {
+            unsaved.save(&config.token_cache)?;
+        }
         metrics = Some(MetricsFile::open(&metrics_path, setup.first_step)?);
     }
     let host = Mutex::new(Host { observer, metrics });
@@ -84,6 +87,7 @@ pub fn train_on(
     if !end.interrupted && ranks.lead() {
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
+            keep_template(config)?;
         }
         shown = sample(config, &setup)?;
     }
@@ -109,4 +113,17 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     all.push(("the data".into(), in_words(&setup.data)));
     all.push(("the first step".into(), setup.first_step.to_string()));
     Ok(all)
+}
+
+/// Puts what says how people talk with the model beside it: a model is asked in the words it was trained with.
+fn keep_template(config: &TrainConfig) -> Result<()> {
+    const TEMPLATE: &str = "chat_template.jinja";
+    let of_model = |name: &str| config.model.as_ref().map(|folder| folder.join(name)).filter(|path| path.exists());
+    let template = config.chat_template.clone().or_else(|| of_model(TEMPLATE));
+    for (name, from) in [(TEMPLATE, template), ("tokenizer_config.json", of_model("tokenizer_config.json"))] {
+        if let Some(from) = from {
+            write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
+        }
+    }
+    Ok(())
 }

@@ -2,9 +2,12 @@
 
 mod common;
 
-use common::{Memory, run, text, tiny_model};
+use common::{Memory, conversations, run, text, tiny_model};
 use ringspan_models::{Config, Decoder, Weights, folder};
-use ringspan_train::Settings;
+use ringspan_train::{
+    Settings, Tokenizer,
+    data::{Batch, Corpus, Encoder, IGNORE, Packer, Position, Template, read},
+};
 use std::path::Path;
 
 /// Most ranks of a mesh that is tried.
@@ -167,4 +170,70 @@ fn a_mixture_of_experts_trains_alike_on_every_mesh() {
         same(&name, &memory, &one);
         same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
     }
+}
+
+#[test]
+fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    let (data, template) = conversations(root);
+    let settings = |name: &str| Settings {
+        data: Some(data.clone()),
+        chat_template: Some(template.clone()),
+        sequence_length: Some(40),
+        batch_size: Some(3),
+        ..settings(root, name)
+    };
+    // What the three steps of three rows are made of.
+    let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
+    let parsed = Template::read(&template, None).unwrap();
+    let corpus = Corpus::new(&read(&data, &[]).unwrap(), &Encoder::new(&tokenizer, Some(&parsed)), &data).unwrap();
+    let mut packer = Packer::new(corpus.train, 40, 0, Position::default());
+    let steps: Vec<Batch> = (0..3).map(|_| Batch::new(&packer.next_sequences(3), 40)).collect();
+    let silent = |targets: &[u32]| targets.iter().all(|&target| target == IGNORE);
+    assert!(steps.iter().any(|step| step.targets.chunks(40).any(silent)), "a row without any target");
+    let learned: u64 = steps.iter().map(Batch::valid_targets).sum();
+    assert!((10..120).contains(&learned), "{learned} of 360 tokens are learned");
+
+    let (_, one) = run(Settings { ring: Some(1), ..settings("one") });
+    assert!(one.evaluations.iter().all(|e| e.held_out_targets > 0));
+    for (ring, ulysses, dp_replicate) in [(2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 3), (2, 1, 2), (1, 4, 1)] {
+        let name = format!("ring {ring}, ulysses {ulysses}, copies {dp_replicate}");
+        let mesh =
+            Settings { ring: Some(ring), ulysses: Some(ulysses), dp_replicate: Some(dp_replicate), ..settings(&name) };
+        same(&name, &run(mesh).1, &one);
+    }
+    // Loss over the answers only is not loss over all words.
+    let all = root.join("all.jsonl");
+    let line = |d: &ringspan_train::data::Text| match &d.content {
+        ringspan_train::data::Content::Chat { messages, tools } => {
+            serde_json::json!({ "text": parsed.render(messages, tools).unwrap().text }).to_string()
+        }
+        other => panic!("{other:?}"),
+    };
+    let lines: Vec<String> = read(&data, &[]).unwrap().documents.iter().map(line).collect();
+    std::fs::write(&all, lines.join("\n")).unwrap();
+    let (_, whole) = run(Settings { data: Some(all), chat_template: None, ring: Some(1), ..settings("whole") });
+    assert!((whole.steps[0].loss - one.steps[0].loss).abs() > 1e-3);
+}
+
+#[test]
+fn balanced_packing_learns_from_the_same_tokens_on_every_mesh() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let settings =
+        |name: &str| Settings { packing: Some("balanced".into()), batch_size: Some(6), ..settings(root, name) };
+    let (_, one) = run(Settings { ring: Some(1), ..settings("one") });
+    for (ring, dp_replicate) in [(3, 1), (1, 2), (2, 3)] {
+        let name = format!("ring {ring}, copies {dp_replicate}");
+        same(&name, &run(Settings { ring: Some(ring), dp_replicate: Some(dp_replicate), ..settings(&name) }).1, &one);
+    }
+    let micro = Settings { batch_size: Some(2), grad_accumulation: Some(3), ring: Some(2), ..settings("micro") };
+    same("3 micro-batches", &run(micro).1, &one);
+    let (_, in_order) = run(Settings { packing: None, ring: Some(1), ..settings("in order") });
+    assert_ne!(in_order.losses()[0], one.losses()[0]);
+    assert_eq!(in_order.steps[2].tokens, one.steps[2].tokens);
 }

@@ -132,3 +132,34 @@ fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
     let message = resumed(&whole.out, more()).unwrap_err().to_string();
     assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");
 }
+
+#[test]
+fn balanced_packing_and_conversations_go_on_where_they_stood() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    let (data, template) = common::conversations(root);
+    let settings = |name: &str| Settings {
+        data: Some(data.clone()),
+        chat_template: Some(template.clone()),
+        packing: Some("balanced".into()),
+        ..settings(root, name)
+    };
+    let (whole, _) = run(settings("whole"));
+    let (cut, _) = run(settings("cut"));
+    for (name, from) in [("chat_template.jinja", &template), ("tokenizer.json", &root.join("tiny/tokenizer.json"))] {
+        assert!(whole.out.join(name).exists() && from.exists(), "{name}");
+    }
+    assert_eq!(fs::read(whole.out.join("chat_template.jinja")).unwrap(), fs::read(&template).unwrap());
+    fs::remove_dir_all(cut.out.join("checkpoints/step-000008")).unwrap();
+    let (again, memory) = resumed(&cut.out, Settings::default()).unwrap();
+    assert_eq!(memory.steps.len(), 2);
+    assert_eq!(losses_on_disk(&again.out), losses_on_disk(&whole.out));
+    let message = resumed(&cut.out, Settings { packing: Some("in-order".into()), ..Settings::default() });
+    assert!(message.unwrap_err().to_string().contains("--packing cannot change"));
+    // Another template makes other tokens.
+    let source = fs::read_to_string(&template).unwrap();
+    fs::write(&template, source.replace("endoftext|>{% endfor", "endoftext|>.{% endfor")).unwrap();
+    let message = resumed(&cut.out, Settings { steps: Some(9), ..Settings::default() }).unwrap_err().to_string();
+    assert!(message.contains("another data"), "{message}");
+}

@@ -1,6 +1,7 @@
 //! Settings to a configuration: defaults filled in, contradictions refused, before any work is done.
 
 use crate::{
+    data::Packing,
     error::{Error, Result},
     lr_schedule::{Decay, LrSchedule},
     optimizer::{Method, OptimizerKind},
@@ -19,7 +20,7 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 20] = [
+const CHANGEABLE: [&str; 21] = [
     "steps",
     "lr",
     "weight-decay",
@@ -40,6 +41,7 @@ const CHANGEABLE: [&str; 20] = [
     "eval-every",
     "eval-tokens",
     "sample-tokens",
+    "token-cache",
 ];
 
 /// Where tokens come from.
@@ -82,6 +84,12 @@ pub struct TrainConfig {
     pub model: Option<PathBuf>,
     /// Data.
     pub source: Source,
+    /// Template of conversations, instead of the model's.
+    pub chat_template: Option<PathBuf>,
+    /// Where the tokens of a text are kept.
+    pub token_cache: PathBuf,
+    /// How documents fill sequences.
+    pub packing: Packing,
     /// Output folder.
     pub out: PathBuf,
     /// Whether to go on from the newest checkpoint in `out`.
@@ -197,6 +205,9 @@ impl TrainConfig {
         };
         if matches!(source, Source::Tokens(_)) {
             for (flag, given) in [
+                ("chat-template", s.chat_template.is_some()),
+                ("token-cache", s.token_cache.is_some()),
+                ("packing", s.packing.is_some()),
                 ("sequence-length", s.sequence_length.is_some()),
                 ("batch-size", s.batch_size.is_some()),
                 ("eval-every", s.eval_every.is_some()),
@@ -251,6 +262,14 @@ impl TrainConfig {
                 data_ranks - batch_size
             )));
         }
+        let grad_accumulation = positive("grad-accumulation", s.grad_accumulation.unwrap_or(1))?;
+        let packing: Packing = s.packing.as_deref().unwrap_or("in-order").parse()?;
+        if packing == Packing::Balanced && batch_size.saturating_mul(grad_accumulation) == 1 {
+            return no_effect(
+                "packing balanced",
+                "on one sequence a step: --batch-size 1 x --grad-accumulation 1 leaves nothing to deal",
+            );
+        }
 
         let steps = s.steps.unwrap_or(220);
         if steps == 0 {
@@ -284,10 +303,14 @@ impl TrainConfig {
         })?;
         let ranks = ring.saturating_mul(ulysses).saturating_mul(data_ranks);
         let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
+        let out = s.out.clone().unwrap_or_else(|| "ringspan-out".into());
         Ok(Self {
             model: s.model.clone(),
             source,
-            out: s.out.clone().unwrap_or_else(|| "ringspan-out".into()),
+            chat_template: s.chat_template.clone(),
+            token_cache: s.token_cache.clone().unwrap_or_else(|| out.join("tokens")),
+            packing,
+            out,
             resume: false,
             rope_scaling,
             lora,
@@ -307,7 +330,7 @@ impl TrainConfig {
             method,
             lr: LrSchedule { peak, warmup, steps, decay },
             grad_clip: (grad_clip > 0.0).then_some(grad_clip),
-            grad_accumulation: positive("grad-accumulation", s.grad_accumulation.unwrap_or(1))?,
+            grad_accumulation,
             seed: s.seed.unwrap_or(0),
             save_every: every(s.save_every, 50),
             keep: positive("keep", s.keep.unwrap_or(2))?,

@@ -42,6 +42,7 @@ fn an_unknown_word_is_told_the_possible_ones() {
     refused("schedule = 'linear'", &["'linear'", "cosine, constant"]);
     refused("strategy = 'star'", &["'star'", "ring"]);
     refused("sharding = 'some'", &["'some'", "full, none"]);
+    refused("packing = 'tight'", &["'tight'", "in-order, balanced"]);
     refused("layout = 'spiral'", &["'spiral'", "zigzag"]);
 }
 
@@ -50,6 +51,10 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\nsequence-length = 8", &["--sequence-length has no effect with --tokens"]);
     refused("tokens = 't'\nbatch-size = 8", &["--batch-size has no effect"]);
     refused("tokens = 't'\neval-every = 8", &["--eval-every has no effect"]);
+    refused("tokens = 't'\npacking = 'balanced'", &["--packing has no effect"]);
+    refused("tokens = 't'\ntoken-cache = 'c'", &["--token-cache has no effect"]);
+    refused("tokens = 't'\nchat-template = 'c'", &["--chat-template has no effect"]);
+    refused("packing = 'balanced'", &["--packing balanced has no effect", "--batch-size 1 x --grad-accumulation 1"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
     refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
     refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);

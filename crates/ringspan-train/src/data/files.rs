@@ -1,7 +1,8 @@
-//! Where text comes from: a folder, one file, or JSON lines.
+//! Where documents come from: a folder, one file, JSON lines, or Parquet.
 
+use super::Content;
 use crate::error::{Error, Result};
-use serde::Deserialize;
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Files above this size are skipped in folders: dumps and generated tables, not prose or code.
@@ -9,13 +10,13 @@ const LARGEST_FILE: u64 = 4 << 20;
 /// Git's own test: a NUL this early means the file is not text.
 const BINARY_PROBE: usize = 8 << 10;
 
-/// One document of text.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One document.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Text {
     /// Path below the folder, or `file:line`: stable from run to run.
     pub name: String,
-    /// The text, not empty.
-    pub text: String,
+    /// What it says, not empty.
+    pub content: Content,
 }
 
 /// What a folder held that is no text to learn from.
@@ -27,10 +28,12 @@ pub struct Skipped {
     pub large: usize,
     /// Files with nothing but white space.
     pub empty: usize,
+    /// Conversations in which the assistant says nothing, and empty completions.
+    pub silent: usize,
 }
 
 /// The documents of a source, in a fixed order.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Texts {
     /// The documents, sorted by path or in the order of the lines.
     pub documents: Vec<Text>,
@@ -38,7 +41,8 @@ pub struct Texts {
     pub skipped: Skipped,
 }
 
-/// Reads the text at `path`: a folder, a `.jsonl` file (one object with `text` a line), or a text file.
+/// Reads the documents at `path`: a folder of text files, a text file, a `.jsonl` file of objects with `text`, `messages`,
+/// or `prompt` and `completion`, or a `.parquet` file with such columns (feature `parquet`).
 ///
 /// In a folder, hidden files, what `.gitignore` names, model folders and everything below `exclude` are left out.
 ///
@@ -46,36 +50,66 @@ pub struct Texts {
 /// [`Error::Data`] when there is no text or a line is malformed, [`Error::Io`] when the system refuses.
 pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
     let about = std::fs::metadata(path).map_err(Error::io("read", path))?;
-    let texts = if about.is_dir() {
+    let mut texts = if about.is_dir() {
         folder(path, exclude)?
     } else {
-        let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
-        let text = String::from_utf8(bytes).map_err(|e| Error::Data {
-            path: path.into(),
-            problem: format!("not UTF-8 text: first bad byte at {}", e.utf8_error().valid_up_to()),
-        })?;
-        let documents = if path.extension().is_some_and(|e| e == "jsonl") {
-            lines(path, &text)?
-        } else {
-            vec![Text { name: name_of(path), text }]
-        };
-        Texts { documents, skipped: Skipped::default() }
+        Texts { documents: file(path)?, skipped: Skipped::default() }
     };
-    if texts.documents.iter().all(|d| d.text.trim().is_empty()) {
-        let s = texts.skipped;
-        let seen = match (about.is_dir(), s.binary + s.large + s.empty) {
-            (true, n) if n > 0 => {
-                format!(
-                    "no text to train on; skipped {} binary, {} over 4 MiB, {} empty files",
-                    s.binary, s.large, s.empty
-                )
-            }
+    let silent = |d: &Text| !matches!(d.content, Content::Text(_)) && d.content.is_blank();
+    let all = texts.documents.len();
+    texts.documents.retain(|d| !silent(d));
+    texts.skipped.silent = all - texts.documents.len();
+    if texts.documents.iter().all(|d| d.content.is_blank()) {
+        let seen = match (about.is_dir(), texts.skipped.words()) {
+            (_, Some(skipped)) => format!("no text to train on; skipped {skipped}"),
             (true, _) => "no text to train on: no files that are neither hidden nor ignored".into(),
             (false, _) => "no text to train on: the file is empty".into(),
         };
         return Err(Error::Data { path: path.into(), problem: seen });
     }
     Ok(texts)
+}
+
+impl Skipped {
+    /// What was skipped, where something was.
+    pub(crate) fn words(&self) -> Option<String> {
+        let Self { binary, large, empty, silent } = *self;
+        let files = format!("{binary} binary, {large} over 4 MiB, {empty} empty files");
+        let silent_words = format!("{silent} documents without anything to learn");
+        match (binary + large + empty, silent) {
+            (0, 0) => None,
+            (_, 0) => Some(files),
+            (0, _) => Some(silent_words),
+            _ => Some(format!("{files}, {silent_words}")),
+        }
+    }
+}
+
+fn file(path: &Path) -> Result<Vec<Text>> {
+    let extension = path.extension().unwrap_or_default();
+    if extension == "parquet" {
+        return parquet(path);
+    }
+    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+    let text = String::from_utf8(bytes).map_err(|e| Error::Data {
+        path: path.into(),
+        problem: format!("not UTF-8 text: first bad byte at {}", e.utf8_error().valid_up_to()),
+    })?;
+    if extension == "jsonl" {
+        return lines(path, &text);
+    }
+    Ok(vec![Text { name: name_of(path), content: Content::Text(text) }])
+}
+
+#[cfg(feature = "parquet")]
+fn parquet(path: &Path) -> Result<Vec<Text>> {
+    super::parquet::documents(path, &name_of(path))
+}
+
+#[cfg(not(feature = "parquet"))]
+fn parquet(path: &Path) -> Result<Vec<Text>> {
+    let problem = "this build does not read Parquet: build with `--features parquet`, or convert it to .jsonl";
+    Err(Error::Data { path: path.into(), problem: problem.into() })
 }
 
 fn name_of(path: &Path) -> String {
@@ -125,17 +159,12 @@ fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
                 let below = path.strip_prefix(root).unwrap_or(path);
                 // One spelling on every system, since the split hashes the name.
                 let name = below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/");
-                documents.push(Text { name, text });
+                documents.push(Text { name, content: Content::Text(text) });
             }
         }
     }
     documents.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(Texts { documents, skipped })
-}
-
-#[derive(Deserialize)]
-struct Line {
-    text: String,
 }
 
 fn lines(path: &Path, content: &str) -> Result<Vec<Text>> {
@@ -145,13 +174,13 @@ fn lines(path: &Path, content: &str) -> Result<Vec<Text>> {
         if line.trim().is_empty() {
             continue;
         }
-        let parsed: Line = serde_json::from_str(line).map_err(|e| Error::Data {
+        let object: Value = serde_json::from_str(line).map_err(|e| Error::Data {
             path: path.into(),
-            problem: format!("line {}: {e}; each line must be a JSON object with a string `text`", index + 1),
+            problem: format!("line {}: {e}; each line must be a JSON object", index + 1),
         })?;
-        if !parsed.text.is_empty() {
-            documents.push(Text { name: format!("{file}:{}", index + 1), text: parsed.text });
-        }
+        let content = Content::from_object(object)
+            .map_err(|problem| Error::Data { path: path.into(), problem: format!("line {} {problem}", index + 1) })?;
+        documents.extend(content.map(|content| Text { name: format!("{file}:{}", index + 1), content }));
     }
     Ok(documents)
 }
@@ -185,7 +214,7 @@ mod tests {
         let texts = read(root, &[root.join("out")]).unwrap();
         let names: Vec<_> = texts.documents.iter().map(|d| d.name.as_str()).collect();
         assert_eq!(names, ["a/z.rs", "b.md"]);
-        assert_eq!(texts.skipped, Skipped { binary: 2, large: 1, empty: 1 });
+        assert_eq!(texts.skipped, Skipped { binary: 2, large: 1, empty: 1, silent: 0 });
     }
 
     #[test]
@@ -194,11 +223,35 @@ mod tests {
         write(folder.path(), "d.jsonl", b"{\"text\":\"one\",\"id\":1}\n\n{\"text\":\"two\"}\n");
         let texts = read(&folder.path().join("d.jsonl"), &[]).unwrap();
         assert_eq!(texts.documents.len(), 2);
-        assert_eq!(texts.documents[1], Text { name: "d.jsonl:3".into(), text: "two".into() });
+        assert_eq!(texts.documents[1], Text { name: "d.jsonl:3".into(), content: Content::Text("two".into()) });
 
         write(folder.path(), "bad.jsonl", b"{\"text\":\"one\"}\n{\"txt\":\"two\"}\n");
         let message = read(&folder.path().join("bad.jsonl"), &[]).unwrap_err().to_string();
         assert!(message.contains("line 2") && message.contains("`text`"), "{message}");
+    }
+
+    #[test]
+    fn conversations_without_an_assistant_are_counted_and_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let user = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
+        let both = r#"{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"yes"}]}"#;
+        let none = r#"{"prompt":"p","completion":""}"#;
+        write(folder.path(), "c.jsonl", format!("{user}\n{both}\n{none}\n").as_bytes());
+        let texts = read(&folder.path().join("c.jsonl"), &[]).unwrap();
+        assert_eq!(texts.documents.iter().map(|d| d.name.as_str()).collect::<Vec<_>>(), ["c.jsonl:2"]);
+        assert_eq!(texts.skipped.words().unwrap(), "2 documents without anything to learn");
+        write(folder.path(), "c.jsonl", user.as_bytes());
+        let message = read(&folder.path().join("c.jsonl"), &[]).unwrap_err().to_string();
+        assert!(message.contains("skipped 1 documents without"), "{message}");
+    }
+
+    #[cfg(not(feature = "parquet"))]
+    #[test]
+    fn parquet_names_the_feature_that_reads_it() {
+        let folder = tempfile::tempdir().unwrap();
+        write(folder.path(), "d.parquet", b"PAR1");
+        let message = read(&folder.path().join("d.parquet"), &[]).unwrap_err().to_string();
+        assert!(message.contains("d.parquet") && message.contains("--features parquet"), "{message}");
     }
 
     #[test]

@@ -1,15 +1,27 @@
-//! Text to token documents, token documents to sequences, sequences to batches.
+//! Text and conversations to token documents, token documents to sequences, sequences to batches.
 
+mod balance;
 mod batch;
+pub mod cache;
+mod content;
+mod encode;
 mod files;
 mod packing;
+#[cfg(feature = "parquet")]
+mod parquet;
 mod split;
+mod store;
+mod template;
 mod tokens;
 
 pub use batch::{Batch, Piece};
+pub use content::Content;
+pub use encode::{Encoder, GIVEN};
 pub use files::{Skipped, Text, Texts, read};
-pub use packing::{Packer, Position, Sequence};
+pub use packing::{Packer, Packing, Position, Sequence};
 pub use split::{Corpus, fingerprint};
+pub use store::Store;
+pub use template::{Rendered, Template};
 pub use tokens::read_tokens;
 
 /// The target of a token that takes no part in the loss: the last of a piece, and padding.

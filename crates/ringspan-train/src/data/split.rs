@@ -1,8 +1,12 @@
 //! Which documents are trained on and which are held out, as tokens.
 
-use super::files::{Text, Texts};
-use crate::{error::Result, tokenizer::Tokenizer};
-use std::sync::Arc;
+use super::{
+    Content, Encoder, Store,
+    encode::GIVEN,
+    files::{Text, Texts},
+};
+use crate::error::{Error, Result};
+use std::{borrow::Cow, path::Path};
 
 /// One document in this many is held out, on average.
 const HELD_OUT: u64 = 20;
@@ -11,73 +15,104 @@ const HELD_OUT: u64 = 20;
 #[derive(Debug, Clone)]
 pub struct Corpus {
     /// What the model learns from; no document is empty.
-    pub train: Arc<Vec<Vec<u32>>>,
+    pub train: Store,
     /// What it is judged by; never seen in training.
-    pub held_out: Arc<Vec<Vec<u32>>>,
-    /// Of all tokens of both parts, in order: two corpora with one fingerprint train alike.
+    pub held_out: Store,
+    /// Of all words of both parts, in order: two corpora with one fingerprint train alike.
     pub fingerprint: u64,
 }
 
 impl Corpus {
-    /// Tokenises `texts` and holds out about a twentieth of the documents, chosen by a hash of their names, so that a new
-    /// document moves no other. At least one is held out and one is kept; of a lone document the end is held out.
+    /// Tokenises `texts` of `source` and holds out about a twentieth of the documents, chosen by a hash of their names, so
+    /// that a new document moves no other. At least one is held out and one is kept; of a lone text the end is held out.
     ///
     /// # Errors
-    /// When the tokenizer fails on a document.
-    pub fn new(texts: &Texts, tokenizer: &Tokenizer) -> Result<Self> {
+    /// As [`Encoder::encode`], and [`Error::Data`] where a document has nothing to learn or nothing is left to train on.
+    pub fn new(texts: &Texts, encoder: &Encoder<'_>, source: &Path) -> Result<Self> {
         let (train, held_out) = split(&texts.documents);
-        let encode = |part: &[&str]| -> Result<Vec<Vec<u32>>> {
+        let encode = |part: &[(&str, Cow<'_, Content>)]| -> Result<Store> {
             let mut documents = Vec::with_capacity(part.len());
-            for text in part {
-                let mut tokens = tokenizer.encode(text)?;
-                tokens.extend(tokenizer.end_of_text());
-                if !tokens.is_empty() {
-                    documents.push(tokens);
+            for (name, content) in part {
+                let words = encoder.encode(content, source, name)?;
+                // Nothing predicts the first token.
+                let silent = words.iter().skip(1).all(|word| word & GIVEN != 0);
+                if silent && !matches!(**content, Content::Text(_)) {
+                    let problem =
+                        format!("{name}: no token of it is learned; its template yields no assistant's words");
+                    return Err(Error::Data { path: source.into(), problem });
                 }
+                documents.push(words);
             }
-            Ok(documents)
+            Ok(Store::new(&documents))
         };
-        let (train, held_out) = (encode(&train)?, encode(&held_out)?);
-        let fingerprint = fingerprint(train.iter().chain(&held_out).flat_map(|document| {
+        let corpus = Self::of(encode(&train)?, encode(&held_out)?);
+        match corpus.train.is_empty() {
+            true => Err(Error::Data { path: source.into(), problem: "no token to train on".into() }),
+            false => Ok(corpus),
+        }
+    }
+
+    /// Documents that are split.
+    pub(super) fn of(train: Store, held_out: Store) -> Self {
+        let fingerprint = fingerprint(train.documents().chain(held_out.documents()).flat_map(|document| {
             // The length keeps documents apart: [1,2],[3] is not [1],[2,3].
             std::iter::once(document.len() as u64).chain(document.iter().map(|&t| u64::from(t)))
         }));
-        Ok(Self { train: Arc::new(train), held_out: Arc::new(held_out), fingerprint })
+        Self { train, held_out, fingerprint }
+    }
+
+    /// Of what [`Self::new`] makes its words from, without making them: names, contents, tokenizer, template.
+    ///
+    /// # Errors
+    /// A tokenizer that cannot be written down.
+    pub fn key(texts: &Texts, encoder: &Encoder<'_>) -> Result<u64> {
+        let documents = texts.documents.iter().flat_map(|document| {
+            let name = fingerprint(document.name.bytes().map(u64::from));
+            std::iter::once(name).chain(document.content.words())
+        });
+        Ok(fingerprint(std::iter::once(encoder.fingerprint()?).chain(documents)))
     }
 
     /// Tokens to train on.
     #[must_use]
     pub fn train_tokens(&self) -> usize {
-        self.train.iter().map(Vec::len).sum()
+        self.train.tokens()
     }
 
     /// Tokens held out.
     #[must_use]
     pub fn held_out_tokens(&self) -> usize {
-        self.held_out.iter().map(Vec::len).sum()
+        self.held_out.tokens()
     }
 }
 
-fn split(documents: &[Text]) -> (Vec<&str>, Vec<&str>) {
-    if let [only] = documents {
-        let mut cut = only.text.len() - only.text.len() / HELD_OUT as usize;
-        while !only.text.is_char_boundary(cut) {
+type Part<'a> = Vec<(&'a str, Cow<'a, Content>)>;
+
+fn split(documents: &[Text]) -> (Part<'_>, Part<'_>) {
+    if let [Text { name, content: Content::Text(text) }] = documents {
+        let mut cut = text.len() - text.len() / HELD_OUT as usize;
+        while !text.is_char_boundary(cut) {
             cut -= 1;
         }
-        let (head, tail) = only.text.split_at(cut);
-        return (vec![head], if tail.is_empty() { vec![] } else { vec![tail] });
+        let (head, tail) = text.split_at(cut);
+        let part = |text: &str| vec![(name.as_str(), Cow::Owned(Content::Text(text.into())))];
+        return (part(head), if tail.is_empty() { vec![] } else { part(tail) });
     }
     let hash = |d: &Text| fingerprint(d.name.bytes().map(u64::from));
     let mut chosen: Vec<bool> = documents.iter().map(|d| hash(d) % HELD_OUT == 0).collect();
     let count = chosen.iter().filter(|&&c| c).count();
-    // Few documents can all fall on one side: then the one of the smallest hash goes to the other.
-    if (count == 0 || count == documents.len())
+    // Few documents can all fall on one side: then the one of the smallest hash goes to the other. A lone one is learned.
+    if documents.len() == 1 {
+        chosen[0] = false;
+    } else if (count == 0 || count == documents.len())
         && let Some(index) = (0..documents.len()).min_by_key(|&i| hash(&documents[i]))
     {
         chosen[index] = count == 0;
     }
-    let part =
-        |held: bool| documents.iter().zip(&chosen).filter(|&(_, &c)| c == held).map(|(d, _)| d.text.as_str()).collect();
+    let part = |held: bool| {
+        let here = documents.iter().zip(&chosen).filter(|&(_, &c)| c == held);
+        here.map(|(d, _)| (d.name.as_str(), Cow::Borrowed(&d.content))).collect()
+    };
     (part(false), part(true))
 }
 
@@ -96,11 +131,11 @@ pub fn fingerprint(words: impl IntoIterator<Item = u64>) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::Skipped;
-    use std::path::Path;
+    use crate::{Tokenizer, data::Skipped};
 
     fn texts(names: &[String]) -> Texts {
-        let documents = names.iter().map(|n| Text { name: n.clone(), text: format!("text of {n}") }).collect();
+        let documents =
+            names.iter().map(|n| Text { name: n.clone(), content: Content::Text(format!("text of {n}")) }).collect();
         Texts { documents, skipped: Skipped::default() }
     }
 
@@ -113,7 +148,8 @@ mod tests {
         assert!((60..140).contains(&held.len()), "{}", held.len());
         let fewer = texts(&names[..1999]);
         let (_, held_before) = split(&fewer.documents);
-        assert_eq!(held_before, held.iter().copied().filter(|t| *t != "text of src/1999.rs").collect::<Vec<_>>());
+        let held: Vec<_> = held.into_iter().filter(|(name, _)| *name != "src/1999.rs").collect();
+        assert_eq!(held_before, held);
     }
 
     #[test]
@@ -131,11 +167,36 @@ mod tests {
     #[test]
     fn a_lone_document_gives_its_end() {
         let text = "é".repeat(500);
-        let all = Texts { documents: vec![Text { name: "x".into(), text }], skipped: Skipped::default() };
-        let corpus = Corpus::new(&all, &Tokenizer::byte_level(Path::new("x")).unwrap()).unwrap();
+        let all = Texts {
+            documents: vec![Text { name: "x".into(), content: Content::Text(text) }],
+            skipped: Skipped::default(),
+        };
+        let tokenizer = Tokenizer::byte_level(Path::new("x")).unwrap();
+        let corpus = Corpus::new(&all, &Encoder::new(&tokenizer, None), Path::new("x")).unwrap();
         assert_eq!(corpus.train.len(), 1);
         // 1000 bytes: 950 + end of text, 50 + end of text.
         assert_eq!((corpus.train_tokens(), corpus.held_out_tokens()), (951, 51));
+    }
+
+    #[test]
+    fn the_key_changes_with_every_document_and_with_the_template() {
+        let names: Vec<String> = (0..3).map(|i| format!("{i}")).collect();
+        let tokenizer = Tokenizer::byte_level(Path::new("x")).unwrap();
+        let key = |texts: &Texts, template| Corpus::key(texts, &Encoder::new(&tokenizer, template)).unwrap();
+        let all = texts(&names);
+        assert_eq!(key(&all, None), key(&texts(&names), None));
+        for i in 0..3 {
+            let mut other = texts(&names);
+            other.documents[i].name.push('x');
+            assert_ne!(key(&other, None), key(&all, None));
+            let mut other = texts(&names);
+            other.documents[i].content = Content::Text("else".into());
+            assert_ne!(key(&other, None), key(&all, None));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.jinja");
+        std::fs::write(&path, "{{ messages }}").unwrap();
+        assert_ne!(key(&all, Some(&crate::data::Template::read(&path, None).unwrap())), key(&all, None));
     }
 
     #[test]

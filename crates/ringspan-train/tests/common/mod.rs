@@ -2,7 +2,9 @@
 #![allow(dead_code)] // Each test file uses its part.
 
 use ringspan_models::{Config, Decoder, folder};
-use ringspan_train::{EvaluationMetrics, Observer, Outcome, Settings, StepMetrics, Tokenizer, TrainConfig, train};
+use ringspan_train::{
+    EvaluationMetrics, Observer, Outcome, Plan, Settings, StepMetrics, Tokenizer, TrainConfig, train,
+};
 use std::{
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -40,15 +42,37 @@ pub(crate) fn text(folder_path: &Path) -> PathBuf {
     path
 }
 
+/// Conversations of long questions and short answers, and the template that writes them.
+pub(crate) fn conversations(folder_path: &Path) -> (PathBuf, PathBuf) {
+    let (data, template) = (folder_path.join("chat.jsonl"), folder_path.join("template.jinja"));
+    let say = |role: &str, words: String| serde_json::json!({ "role": role, "content": words });
+    let turn = |i: usize| {
+        [say("user", format!("what is {i}? ").repeat(1 + i * 5 % 14)), say("assistant", format!("it is {}", i * i))]
+    };
+    let line = |i: usize| {
+        let messages = [turn(i), turn(i + 3)].concat();
+        serde_json::json!({ "messages": messages }).to_string()
+    };
+    std::fs::write(&data, (0..40).map(line).collect::<Vec<_>>().join("\n")).unwrap();
+    let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}\
+                  {% if add_generation_prompt %}assistant: {% endif %}";
+    std::fs::write(&template, source).unwrap();
+    (data, template)
+}
+
 /// Keeps what happened; stops the run after a step where asked.
 #[derive(Debug, Default)]
 pub(crate) struct Memory<'a> {
+    pub(crate) plan: Plan,
     pub(crate) steps: Vec<StepMetrics>,
     pub(crate) evaluations: Vec<EvaluationMetrics>,
     pub(crate) stop_after: Option<(u64, &'a AtomicBool)>,
 }
 
 impl Observer for Memory<'_> {
+    fn planned(&mut self, plan: &Plan) {
+        self.plan = plan.clone();
+    }
     fn stepped(&mut self, metrics: &StepMetrics) {
         self.steps.push(metrics.clone());
         if let Some((step, stop)) = self.stop_after

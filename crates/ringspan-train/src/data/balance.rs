@@ -1,0 +1,190 @@
+//! The tokens of a step dealt to its sequences, so that attention costs each about the same.
+//!
+//! A document of n tokens has n (n + 1) / 2 pairs of a query and a key that it sees, so of two sequences of S tokens one with
+//! a long document costs many times one with short ones, and who has it makes the others wait. Documents are dealt
+//! whole, the longest first, each to the sequence with fewest pairs so far among those with room. Where none has room, the
+//! one with most takes a part. Every sequence is full in the end, and the tokens are those of packing in order.
+//!
+//! Nothing here knows the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
+//! micro-batches take, are near each other as well: halves first, then quarters.
+
+use super::packing::Span;
+use std::{cmp::Reverse, collections::BinaryHeap};
+
+#[derive(Debug, Clone, Default)]
+struct Bin {
+    /// With the place each had in the order of the documents.
+    spans: Vec<(usize, Span)>,
+    tokens: usize,
+    pairs: u64,
+}
+
+/// Deals `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
+pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
+    let mut bins = vec![Bin::default(); count];
+    // Longest first; of equal ones the earlier.
+    let mut heap: BinaryHeap<(usize, Reverse<(usize, usize)>)> =
+        spans.iter().enumerate().map(|(place, span)| (span.len, Reverse((place, span.start)))).collect();
+    while let Some((len, Reverse((place, start)))) = heap.pop() {
+        let room = |bin: &Bin| length - bin.tokens;
+        let whole = (0..count).filter(|&i| room(&bins[i]) >= len).min_by_key(|&i| (bins[i].pairs, i));
+        let widest = || (0..count).max_by_key(|&i| (room(&bins[i]), Reverse(i))).filter(|&i| room(&bins[i]) > 0);
+        let Some(index) = whole.or_else(widest) else { break };
+        let take = len.min(room(&bins[index]));
+        let bin = &mut bins[index];
+        bin.spans.push((place, Span { document: spans[place].document, start, len: take }));
+        bin.tokens += take;
+        bin.pairs += pairs(take);
+        if take < len {
+            heap.push((len - take, Reverse((place, start + take))));
+        }
+    }
+    let mut order: Vec<usize> = (0..count).collect();
+    halve(&mut order, &bins);
+    let spans = |index: usize| {
+        let mut spans = std::mem::take(&mut bins[index].spans);
+        spans.sort_by_key(|(place, span)| (*place, span.start));
+        spans.into_iter().map(|(_, span)| span).collect()
+    };
+    order.into_iter().map(spans).collect()
+}
+
+/// Orders sequences so that the first half of them costs about as much as the second, and so on inside each half.
+fn halve(order: &mut [usize], bins: &[Bin]) {
+    if order.len() < 2 {
+        return;
+    }
+    order.sort_by_key(|&index| (Reverse(bins[index].pairs), index));
+    let sizes = [order.len().div_ceil(2), order.len() / 2];
+    let (mut halves, mut sums) = ([Vec::new(), Vec::new()], [0, 0]);
+    for &index in order.iter() {
+        let half = match (halves[0].len() < sizes[0], halves[1].len() < sizes[1]) {
+            (true, true) => usize::from(sums[1] < sums[0]),
+            (first, _) => usize::from(!first),
+        };
+        halves[half].push(index);
+        sums[half] += bins[index].pairs;
+    }
+    order.copy_from_slice(&halves.concat());
+    let (first, second) = order.split_at_mut(sizes[0]);
+    halve(first, bins);
+    halve(second, bins);
+}
+
+/// Pairs of a query and a key that a document of `len` tokens sees.
+fn pairs(len: usize) -> u64 {
+    len as u64 * (len as u64 + 1) / 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn cost(spans: &[Span]) -> u64 {
+        spans.iter().map(|span| pairs(span.len)).sum()
+    }
+
+    /// Documents of these lengths, repeated, as the spans of a step.
+    fn spans(lengths: &[usize], length: usize, count: usize) -> Vec<Span> {
+        let (mut spans, mut left) = (Vec::new(), length * count);
+        for (document, &whole) in lengths.iter().cycle().enumerate() {
+            let mut start = 0;
+            while start < whole && left > 0 {
+                let len = (whole - start).min(length).min(left);
+                spans.push(Span { document, start, len });
+                (start, left) = (start + len, left - len);
+            }
+            if left == 0 {
+                return spans;
+            }
+        }
+        spans
+    }
+
+    proptest! {
+        #[test]
+        fn sequences_are_full_and_hold_every_token_once(
+            lengths in prop::collection::vec(1usize..150, 1..30), length in 2usize..100, count in 1usize..9,
+        ) {
+            let given = spans(&lengths, length, count);
+            let dealt = deal(given.clone(), length, count);
+            prop_assert_eq!(dealt.len(), count);
+            prop_assert!(dealt.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() == length));
+            let tokens = |spans: &[Span]| {
+                let each = |span: &Span| (span.start..span.start + span.len).map(|at| (span.document, at)).collect::<Vec<_>>();
+                let mut all: Vec<_> = spans.iter().flat_map(each).collect();
+                all.sort_unstable();
+                all
+            };
+            prop_assert_eq!(tokens(&dealt.concat()), tokens(&given));
+        }
+    }
+
+    /// What the costliest of `parts` equal parts costs, as a multiple of the mean.
+    fn most(sequences: &[Vec<Span>], parts: usize) -> f64 {
+        let part = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
+        let costs: Vec<u64> = sequences.chunks(sequences.len() / parts).map(part).collect();
+        *costs.iter().max().expect("some") as f64 / costs.iter().sum::<u64>() as f64 * parts as f64
+    }
+
+    fn in_order(given: &[Span], length: usize, count: usize) -> Vec<Vec<Span>> {
+        let mut sequences = vec![Vec::new(); count];
+        let mut at = 0;
+        for span in given {
+            let mut done = 0;
+            while done < span.len {
+                let len = (span.len - done).min(length - at % length);
+                sequences[at / length].push(Span { start: span.start + done, len, ..*span });
+                (done, at) = (done + len, at + len);
+            }
+        }
+        sequences
+    }
+
+    /// The documents of this repository, byte by byte: what `ringspan train` takes where nothing is said.
+    #[test]
+    fn the_text_of_this_repository_is_dealt_more_evenly_than_it_comes() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let texts = crate::data::read(&root, &[]).expect("text");
+        let bytes = |content: &crate::data::Content| match content {
+            crate::data::Content::Text(text) => text.len() + 1,
+            _ => 0,
+        };
+        let mut lengths: Vec<usize> = texts.documents.iter().map(|document| bytes(&document.content)).collect();
+        lengths.sort_by_key(|len| crate::data::fingerprint([*len as u64]));
+        for (length, count) in [(8192, 8), (8192, 64), (65536, 8)] {
+            let given = spans(&lengths, length, count);
+            let (before, after) = (in_order(&given, length, count), deal(given, length, count));
+            for parts in [2, 4, 8] {
+                println!(
+                    "S {length}, {count} sequences, {parts} parts: {:.3} of the mean in order, {:.3} balanced",
+                    most(&before, parts),
+                    most(&after, parts)
+                );
+            }
+            assert!(most(&after, count) <= most(&before, count));
+            let pieces = |sequences: &[Vec<Span>]| sequences.iter().map(Vec::len).sum::<usize>();
+            assert!(pieces(&after) <= pieces(&before) + count, "few documents are cut");
+        }
+    }
+
+    #[test]
+    fn many_documents_are_dealt_to_within_two_percent() {
+        let lengths: Vec<usize> = (0..997).map(|i| 20 + (i * i * 31 % 97) * (i % 11) / (1 + i % 5)).collect();
+        let given = spans(&lengths, 8192, 8);
+        assert!(most(&in_order(&given, 8192, 8), 8) > 1.05, "these documents need it");
+        let dealt = deal(given.clone(), 8192, 8);
+        assert!([2, 4, 8].iter().all(|&parts| most(&dealt, parts) < 1.02), "{}", most(&dealt, 8));
+        assert_eq!(dealt, deal(given, 8192, 8));
+    }
+
+    #[test]
+    fn one_long_document_is_whole_and_halves_share_the_long_ones() {
+        let dealt = deal(spans(&[100, 1, 1, 90, 4, 4, 80, 20, 50, 50], 100, 4), 100, 4);
+        assert_eq!(dealt[0], [Span { document: 0, start: 0, len: 100 }]);
+        let sums = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
+        // 5050 and about 2600 on one side, about 4100 and 3500 on the other.
+        assert!(sums(&dealt[..2]).abs_diff(sums(&dealt[2..])) < 300, "{dealt:?}");
+    }
+}

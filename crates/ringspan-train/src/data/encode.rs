@@ -1,0 +1,141 @@
+//! Documents to words: tokens, each with a bit that says whether it is to be learned.
+
+use super::{Content, Template, fingerprint};
+use crate::{
+    error::{Error, Result},
+    tokenizer::Tokenizer,
+};
+use std::{ops::Range, path::Path};
+
+/// Set in a word whose token is given, not learned: nothing has to predict it.
+pub const GIVEN: u32 = 1 << 31;
+
+/// Makes words of documents.
+#[derive(Debug, Clone, Copy)]
+pub struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    template: Option<&'a Template>,
+}
+
+impl<'a> Encoder<'a> {
+    /// `template` is needed for conversations only.
+    #[must_use]
+    pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
+        Self { tokenizer, template }
+    }
+
+    /// The words of a document: token ids, with [`GIVEN`] set where the token is not to be learned. `source` and `name`
+    /// say in messages where it comes from.
+    ///
+    /// Text, and a completion, end with the tokenizer's end of text; a conversation ends as its template says. A prompt and
+    /// its completion become tokens each for itself, as they do when the model is asked. A token of a conversation is
+    /// learned if any byte of it is the assistant's.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for a conversation that the template refuses or that spells a special token, and where there is no
+    /// template; [`Error::Tokenizer`] when the tokenizer has no token for a part.
+    pub fn encode(&self, content: &Content, source: &Path, name: &str) -> Result<Vec<u32>> {
+        let given = |token: u32| token | GIVEN;
+        match content {
+            Content::Text(text) => {
+                let mut words = self.tokenizer.encode(text)?;
+                words.extend(self.tokenizer.end_of_text());
+                Ok(words)
+            }
+            Content::Completion { prompt, completion } => {
+                let mut words: Vec<u32> = self.tokenizer.encode(prompt)?.into_iter().map(given).collect();
+                words.extend(self.tokenizer.encode(completion)?);
+                words.extend(self.tokenizer.end_of_text());
+                Ok(words)
+            }
+            Content::Chat { messages, tools } => {
+                let wrong =
+                    |problem: String| Error::Data { path: source.into(), problem: format!("{name}: {problem}") };
+                let Some(template) = self.template else {
+                    return Err(wrong(
+                        "holds `messages`, but the model has no chat template (chat_template.jinja, or chat_template in \
+                         tokenizer_config.json); give one with --chat-template"
+                            .into(),
+                    ));
+                };
+                for (index, message) in messages.iter().enumerate() {
+                    let content = message["content"].as_str().unwrap_or_default();
+                    // The template's own special tokens mean something; those of the data would end turns it did not open.
+                    if let Some(token) = self.tokenizer.special_tokens().find(|token| content.contains(*token)) {
+                        return Err(wrong(format!("message {} spells the special token {token}; mask it", index + 1)));
+                    }
+                }
+                let rendered = template.render(messages, tools).map_err(wrong)?;
+                let tokens = self.tokenizer.encode_templated(&rendered.text)?;
+                let learned = |at: &Range<usize>| rendered.learned.iter().any(|r| r.start < at.end && at.start < r.end);
+                Ok(tokens.into_iter().map(|(t, at)| if learned(&at) { t } else { given(t) }).collect())
+            }
+        }
+    }
+
+    /// Of everything that words are made by but the documents.
+    pub(crate) fn fingerprint(&self) -> Result<u64> {
+        let template = self.template.map(Template::identity).unwrap_or_default();
+        let json = self.tokenizer.to_json()?;
+        Ok(fingerprint(json.bytes().chain([0]).chain(template.bytes()).map(u64::from)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::byte_level(Path::new("byte-level")).expect("a tokenizer")
+    }
+
+    fn shown(words: &[u32]) -> (String, String) {
+        let text = |keep: fn(u32) -> bool| {
+            let byte = |&w: &u32| if w & !GIVEN == 256 { '$' } else { char::from((w & 0xff) as u8) };
+            words.iter().filter(|&&w| keep(w)).map(byte).collect::<String>()
+        };
+        (text(|w| w & GIVEN != 0), text(|w| w & GIVEN == 0))
+    }
+
+    #[test]
+    fn only_completions_and_the_words_of_the_assistant_are_learned() {
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("t.jinja");
+        let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}\
+                      {% if add_generation_prompt %}assistant: {% endif %}";
+        std::fs::write(&path, source).expect("file");
+        let template = Template::read(&path, None).expect("a template");
+        let tokenizer = tokenizer();
+        let encoder = Encoder::new(&tokenizer, Some(&template));
+        let words = |content: &Content| shown(&encoder.encode(content, Path::new("d"), "d:1").expect("words"));
+        let pair = Content::Completion { prompt: "2+2=".into(), completion: "4".into() };
+        assert_eq!(words(&pair), ("2+2=".into(), "4$".into()));
+        assert_eq!(words(&Content::Text("all".into())), (String::new(), "all$".into()));
+        let say = |role: &str, content: &str| json!({ "role": role, "content": content });
+        let messages = vec![say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")];
+        let chat = Content::Chat { messages, tools: Value::Null };
+        assert_eq!(words(&chat), ("user: a$assistant: user: c$assistant: ".into(), "b$d$".into()));
+    }
+
+    #[test]
+    fn a_conversation_that_cannot_be_written_is_named_with_its_line() {
+        let tokenizer = tokenizer();
+        let chat =
+            |text: &str| Content::Chat { messages: vec![json!({"role": "user", "content": text})], tools: Value::Null };
+        let encode = |template: Option<&Template>, text: &str| {
+            let encoded = Encoder::new(&tokenizer, template).encode(&chat(text), Path::new("d.jsonl"), "line 7");
+            encoded.expect_err("refused").to_string()
+        };
+        let message = encode(None, "hi");
+        assert!(message.contains("d.jsonl: line 7: ") && message.contains("--chat-template"), "{message}");
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("t.jinja");
+        std::fs::write(&path, "{{ raise_exception('roles must alternate') }}").expect("file");
+        let template = Template::read(&path, None).expect("a template");
+        let message = encode(Some(&template), "hi");
+        assert!(message.contains("line 7") && message.contains("roles must alternate"), "{message}");
+        let message = encode(Some(&template), "so <|endoftext|> ends it");
+        assert!(message.contains("message 1 spells the special token <|endoftext|>"), "{message}");
+    }
+}

@@ -1,0 +1,252 @@
+//! Chat templates: conversations to text, and which of it the assistant said.
+
+use crate::error::{Error, Result};
+use minijinja::{Environment, ErrorKind, Value as Term, value::Kwargs};
+use serde::Serialize;
+use serde_json::Value;
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+/// Stand around what a `{% generation %}` block yields while a template is rendered; data may not hold them.
+const MARKS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
+
+/// A model's chat template, as Hugging Face keeps it beside the tokenizer.
+#[derive(Debug, Clone)]
+pub struct Template {
+    environment: Environment<'static>,
+    /// Tokens that the template may name.
+    tokens: serde_json::Map<String, Value>,
+    source: String,
+    /// Whether the template itself says what the assistant's words are.
+    marked: bool,
+    path: PathBuf,
+}
+
+/// A conversation as text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rendered {
+    /// What the model reads.
+    pub text: String,
+    /// Bytes of it that the assistant said, in order.
+    pub learned: Vec<Range<usize>>,
+}
+
+impl Template {
+    /// The template of a model folder: `chat_template.jinja`, or else `chat_template` in `tokenizer_config.json`, which
+    /// also names the special tokens. `None` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
+    pub fn of_model(folder: &Path) -> Result<Option<Self>> {
+        let config_path = folder.join("tokenizer_config.json");
+        let config = special_tokens(&config_path)?;
+        let path = folder.join("chat_template.jinja");
+        if path.exists() {
+            return Self::parse(read(&path)?, config, &path).map(Some);
+        }
+        let source = match config.get("chat_template") {
+            Some(Value::String(source)) => source.clone(),
+            // Some models have several by name.
+            Some(Value::Array(all)) => match all.iter().find(|one| one["name"] == "default") {
+                Some(one) => one["template"].as_str().unwrap_or_default().to_owned(),
+                None => return Ok(None),
+            },
+            _ => return Ok(None),
+        };
+        Self::parse(source, config, &config_path).map(Some)
+    }
+
+    /// The template in a file of its own; the model's folder, where there is one, names the special tokens.
+    ///
+    /// # Errors
+    /// As [`Self::of_model`].
+    pub fn read(path: &Path, model: Option<&Path>) -> Result<Self> {
+        let tokens = model.map(|folder| special_tokens(&folder.join("tokenizer_config.json"))).transpose()?;
+        Self::parse(read(path)?, tokens.unwrap_or_default(), path)
+    }
+
+    fn parse(source: String, tokens: serde_json::Map<String, Value>, path: &Path) -> Result<Self> {
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |message: String| -> std::result::Result<Term, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+        });
+        environment.add_filter("tojson", python_json);
+        let (marked_source, marked) = mark_generation(&source);
+        let broken = |e: minijinja::Error| Error::Template { path: path.into(), problem: said(&e) };
+        environment.add_template_owned("chat", marked_source).map_err(broken)?;
+        Ok(Self { environment, tokens, source, marked, path: path.into() })
+    }
+
+    /// The template as written.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// What the template and its tokens are, for a fingerprint.
+    pub(crate) fn identity(&self) -> String {
+        format!("{}{}", self.source, Value::from(self.tokens.clone()))
+    }
+
+    /// A conversation as text. What the assistant said is what the template puts into `{% generation %}` blocks. Without
+    /// such blocks it is, for each message of the assistant, what is there with it and is not there when the template is
+    /// asked for the prompt before it.
+    ///
+    /// # Errors
+    /// In words: the template's own complaint, or that it writes early messages differently when others follow.
+    pub fn render(&self, messages: &[Value], tools: &Value) -> std::result::Result<Rendered, String> {
+        let text = self.text(messages, tools, false)?;
+        if self.marked {
+            return unmark(&text);
+        }
+        let mut learned = Vec::new();
+        for (index, message) in messages.iter().enumerate() {
+            if message["role"] != "assistant" {
+                continue;
+            }
+            let before = if index == 0 { String::new() } else { self.text(&messages[..index], tools, true)? };
+            let with = self.text(&messages[..=index], tools, false)?;
+            if !with.starts_with(&before) || !text.starts_with(&with) {
+                return Err(format!(
+                    "the template {} writes what comes before or in message {} differently when more follows, so the \
+                     assistant's words cannot be found; put them between {{% generation %}} and {{% endgeneration %}} in \
+                     it, and give it with --chat-template",
+                    self.path.display(),
+                    index + 1
+                ));
+            }
+            learned.push(before.len()..with.len());
+        }
+        Ok(Rendered { text, learned })
+    }
+
+    fn text(&self, messages: &[Value], tools: &Value, prompt: bool) -> std::result::Result<String, String> {
+        let mut context = self.tokens.clone();
+        context.insert("messages".into(), messages.into());
+        context.insert("tools".into(), tools.clone());
+        context.insert("documents".into(), Value::Null);
+        context.insert("add_generation_prompt".into(), prompt.into());
+        let template = self.environment.get_template("chat").map_err(|e| said(&e))?;
+        let text = template.render(Term::from_serialize(&context)).map_err(|e| said(&e))?;
+        Ok(text)
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    std::fs::read_to_string(path).map_err(Error::io("read", path))
+}
+
+/// `tokenizer_config.json` with its special tokens as strings; empty where there is no such file.
+fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Value>> {
+    if !path.exists() {
+        return Ok(serde_json::Map::new());
+    }
+    let damaged = |e: serde_json::Error| Error::Template { path: path.into(), problem: format!("damaged: {e}") };
+    let config: serde_json::Map<String, Value> = serde_json::from_str(&read(path)?).map_err(damaged)?;
+    let token = |(key, value): (String, Value)| match value {
+        Value::String(_) => Some((key, value)),
+        Value::Array(_) if key == "chat_template" => Some((key, value)),
+        Value::Object(token) => token.get("content").filter(|content| content.is_string()).map(|c| (key, c.clone())),
+        _ => None,
+    };
+    let wanted = |(key, _): &(String, Value)| key.ends_with("_token") || key == "chat_template";
+    Ok(config.into_iter().filter(wanted).filter_map(token).collect())
+}
+
+/// The message of an error of the template engine with what caused it.
+fn said(error: &minijinja::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(next) = cause {
+        text = format!("{text}: {next}");
+        cause = next.source();
+    }
+    text.replace('\n', " ")
+}
+
+/// Hugging Face's `generation` blocks as what this engine has: a mark inside an empty condition, whose two tags keep the
+/// trimming of white space on both sides as it was.
+fn mark_generation(source: &str) -> (String, bool) {
+    let mut out = String::with_capacity(source.len());
+    let (mut rest, mut marked) = (source, false);
+    while let Some(start) = rest.find("{%") {
+        let Some(end) = rest[start..].find("%}").map(|end| start + end + 2) else { break };
+        let tag = &rest[start..end];
+        let inner = tag[2..tag.len() - 2].trim_matches(['-', '+']);
+        let sign = |c: Option<char>| c.filter(|c| "-+".contains(*c)).map_or(String::new(), String::from);
+        let (left, right) = (sign(tag[2..].chars().next()), sign(tag[..tag.len() - 2].chars().last()));
+        out.push_str(&rest[..start]);
+        match inner.trim() {
+            "generation" => {
+                marked = true;
+                out.push_str(&format!("{{%{left} if true %}}{}{{% if true {right}%}}", MARKS[0]));
+            }
+            "endgeneration" => out.push_str(&format!("{{%{left} endif %}}{}{{% endif {right}%}}", MARKS[1])),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[end..];
+    }
+    out.push_str(rest);
+    (out, marked)
+}
+
+/// Takes the marks out of a text and notes where they stood.
+fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
+    let mut rendered = Rendered { text: String::with_capacity(marked.len()), learned: Vec::new() };
+    let mut open = None;
+    for c in marked.chars() {
+        match (c, open) {
+            (c, None) if c == MARKS[0] => open = Some(rendered.text.len()),
+            (c, Some(start)) if c == MARKS[1] => {
+                rendered.learned.push(start..rendered.text.len());
+                open = None;
+            }
+            (c, _) if MARKS.contains(&c) => {
+                return Err("generation blocks lie in each other, or the text holds U+10FFFE or U+10FFFF".into());
+            }
+            (c, _) => rendered.text.push(c),
+        }
+    }
+    Ok(rendered)
+}
+
+/// JSON as Python writes it, which is what templates were written for: a space behind colons and commas.
+fn python_json(value: &Term, options: Kwargs) -> std::result::Result<Term, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    // What else Python's function takes changes nothing in what is written here.
+    let _: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
+    let mut bytes = Vec::new();
+    match indent {
+        Some(width) => {
+            let indent = vec![b' '; width];
+            let pretty = serde_json::ser::PrettyFormatter::with_indent(&indent);
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, pretty)).map_err(failed)?;
+        }
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced)).map_err(failed)?,
+    }
+    Ok(Term::from_safe_string(String::from_utf8_lossy(&bytes).into_owned()))
+}
+
+struct Spaced;
+
+impl serde_json::ser::Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod test;

@@ -1,0 +1,101 @@
+use super::*;
+use serde_json::json;
+
+fn template(source: &str) -> Template {
+    Template::parse(source.into(), serde_json::Map::new(), Path::new("t.jinja")).expect("a template")
+}
+
+fn say(role: &str, content: &str) -> Value {
+    json!({ "role": role, "content": content })
+}
+
+fn learned(rendered: &Rendered) -> Vec<&str> {
+    rendered.learned.iter().map(|range| &rendered.text[range.clone()]).collect()
+}
+
+#[test]
+fn generation_blocks_say_what_is_learned_and_trim_white_space_as_blocks_do() {
+    let source = "\
+{% for m in messages %}
+    {% if m.role == 'assistant' %}
+A:
+    {%- generation -%}
+    {{ m.content }}.
+    {%- endgeneration %}
+
+    {% else %}
+U: {{ m.content }}
+    {% endif %}
+{% endfor %}
+";
+    let messages = [say("user", "hi"), say("assistant", "yo"), say("assistant", "é")];
+    let rendered = template(source).render(&messages, &Value::Null).expect("text");
+    assert_eq!(rendered.text, "U: hi\nA:yo.\nA:é.\n");
+    assert_eq!(learned(&rendered), ["yo.", "é."]);
+    // A block that keeps its white space, at the start of a line.
+    let source = "{% for m in messages %}\n  {% generation %}\n{{ m.content }}\n  {% endgeneration %}\n|{% endfor %}";
+    let rendered = template(source).render(&messages[1..2], &Value::Null).expect("text");
+    assert_eq!((rendered.text.as_str(), learned(&rendered)), ("yo\n|", vec!["yo\n"]));
+}
+
+#[test]
+fn without_blocks_the_answer_is_what_follows_the_prompt() {
+    let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    let messages = [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d"), say("user", "e")];
+    let rendered = template(source).render(&messages, &Value::Null).expect("text");
+    assert_eq!(learned(&rendered), ["b</s>", "d</s>"]);
+    assert_eq!(rendered.text, "<user>a</s><assistant>b</s><user>c</s><assistant>d</s><user>e</s>");
+}
+
+#[test]
+fn a_template_that_rewrites_what_came_before_is_refused() {
+    let source = "{% for m in messages %}{{ m.content if loop.last else '(...)' }}{% endfor %}";
+    let messages = [say("user", "a"), say("assistant", "b"), say("user", "c")];
+    let message = template(source).render(&messages, &Value::Null).expect_err("refused");
+    assert!(message.contains("message 2") && message.contains("{% generation %}"), "{message}");
+}
+
+#[test]
+fn what_a_template_raises_and_what_it_cannot_do_is_said() {
+    let render = |source: &str| template(source).render(&[say("user", "a")], &Value::Null);
+    let message = render("{{ raise_exception('no user') }}").expect_err("refused");
+    assert!(message.contains("no user"), "{message}");
+    let message = render("{{ messages[0].content.frobnicate() }}").expect_err("refused");
+    assert!(message.contains("frobnicate"), "{message}");
+    let broken = Template::parse("{% if %}".into(), serde_json::Map::new(), Path::new("t.jinja")).expect_err("refused");
+    assert!(broken.to_string().contains("t.jinja"), "{broken}");
+}
+
+#[test]
+fn json_is_written_as_python_writes_it() {
+    let source = "{{ tools | tojson }}|{{ tools | tojson(indent=4) }}";
+    let tools = json!([{"a": [1, 2.5, "<é'\">"], "b": {}, "c": null}]);
+    let rendered = template(source).render(&[say("user", "x")], &tools).expect("text");
+    let expected = "[{\"a\": [1, 2.5, \"<é'\\\">\"], \"b\": {}, \"c\": null}]|\
+                    [\n    {\n        \"a\": [\n            1,\n            2.5,\n            \"<é'\\\">\"\n        ],\n        \
+                    \"b\": {},\n        \"c\": null\n    }\n]";
+    assert_eq!(rendered.text, expected);
+}
+
+#[test]
+fn a_model_folder_has_its_template_in_one_of_three_places() {
+    let folder = tempfile::tempdir().expect("folder");
+    let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("file");
+    let text = || {
+        let found = Template::of_model(folder.path()).expect("readable");
+        found.map(|template| template.render(&[say("user", "x")], &Value::Null).expect("text").text)
+    };
+    assert_eq!(text(), None);
+    write("tokenizer_config.json", r#"{"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}1"}"#);
+    assert_eq!(text(), Some("<s>1".into()));
+    let several = r#"{"bos_token": "<b>", "chat_template": [{"name": "tools", "template": "2"},
+        {"name": "default", "template": "{{ bos_token }}3"}]}"#;
+    write("tokenizer_config.json", several);
+    assert_eq!(text(), Some("<b>3".into()));
+    write("chat_template.jinja", "{{ bos_token }}4");
+    assert_eq!(text(), Some("<b>4".into()));
+    write("tokenizer_config.json", "{");
+    let message = Template::of_model(folder.path()).expect_err("damaged").to_string();
+    assert!(message.contains("tokenizer_config.json"), "{message}");
+}

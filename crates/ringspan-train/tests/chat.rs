@@ -1,0 +1,62 @@
+//! Conversations become the text, the tokens and the mask that transformers makes of them.
+
+use ringspan_train::{
+    Tokenizer,
+    data::{Content, Encoder, GIVEN, Template},
+};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+#[derive(Deserialize)]
+struct Conversation {
+    messages: Vec<serde_json::Value>,
+    #[serde(default)]
+    tools: serde_json::Value,
+}
+
+#[derive(Deserialize)]
+struct Expected {
+    text: String,
+    tokens: Vec<u32>,
+    learned: Vec<u32>,
+}
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat")
+}
+
+fn read<T: serde::de::DeserializeOwned>(path: &Path) -> T {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn text_tokens_and_learned_words_are_those_of_transformers() {
+    let conversations: Vec<Conversation> = read(&fixtures().join("conversations.json"));
+    for name in ["turns", "headers", "brackets"] {
+        let folder = fixtures().join(name);
+        let expected: Vec<Expected> = read(&folder.join("expected.json"));
+        assert_eq!(conversations.len(), expected.len());
+        let tokenizer = Tokenizer::read(&folder.join("tokenizer.json")).unwrap();
+        let template = Template::of_model(&folder).unwrap().unwrap();
+        let encoder = Encoder::new(&tokenizer, Some(&template));
+        for (index, (conversation, expected)) in conversations.iter().zip(&expected).enumerate() {
+            let Conversation { messages, tools } = conversation;
+            let rendered = template.render(messages, tools).unwrap();
+            assert_eq!(rendered.text, expected.text, "{name}, conversation {index}");
+            let content = Content::Chat { messages: messages.clone(), tools: tools.clone() };
+            let words = encoder.encode(&content, &folder, "1").unwrap();
+            let tokens: Vec<u32> = words.iter().map(|word| word & !GIVEN).collect();
+            assert_eq!(tokens, expected.tokens, "{name}, conversation {index}");
+            let learned: Vec<u32> = words.iter().map(|word| u32::from(word & GIVEN == 0)).collect();
+            assert_eq!(learned, expected.learned, "{name}, conversation {index}: {:?}", rendered.learned);
+        }
+    }
+}
+
+#[test]
+fn what_a_template_refuses_is_refused_with_its_words() {
+    let template = Template::of_model(&fixtures().join("brackets")).unwrap().unwrap();
+    let messages = [serde_json::json!({"role": "narrator", "content": "meanwhile"})];
+    let message = template.render(&messages, &serde_json::Value::Null).unwrap_err();
+    assert!(message.contains("only user, assistant and tool may speak, not narrator"), "{message}");
+}

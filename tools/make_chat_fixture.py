@@ -1,0 +1,179 @@
+"""Conversations as transformers writes and masks them: what chat data of `ringspan train` must repeat.
+
+    pip install -r tools/requirements.txt && python tools/make_chat_fixture.py
+
+Writes below crates/ringspan-train/tests/fixtures/chat: conversations.json, and for each of three templates a folder with
+tokenizer.json, tokenizer_config.json, chat_template.jinja and expected.json (the text, the token ids, and which of them
+the assistant said). The mask is that of apply_chat_template(return_assistant_tokens_mask=True) where the template has
+generation blocks. Where it has none, it is what each answer adds to the prompt before it.
+"""
+
+import argparse
+import json
+import pathlib
+import shutil
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+TURNS = """\
+{%- if messages[0]['role'] != 'system' -%}
+<|begin|>system
+Answer briefly.<|end|>
+{% endif %}
+{% for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+<|begin|>assistant
+{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}
+
+    {%- else %}
+<|begin|>{{ message['role'] }}
+{{ message['content'] | trim }}<|end|>
+    {%- endif %}
+
+{% endfor %}
+{%- if add_generation_prompt %}
+<|begin|>assistant
+{% endif %}
+"""
+
+HEADERS = """\
+{{- bos_token }}
+{%- set ns = namespace(first=true) %}
+{%- if tools %}
+    {{- '<|head|>tools<|body|>' + (tools | tojson) + '<|turn|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is none %}
+        {%- set words = '' %}
+    {%- else %}
+        {%- set words = message.content | trim %}
+    {%- endif %}
+    {{- '<|head|>' + message['role'] + '<|body|>' }}
+    {%- if message.tool_calls is defined and message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}{{- '}' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- words + '<|turn|>' }}
+    {%- set ns.first = false %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|head|>assistant<|body|>' }}
+{%- endif %}
+"""
+
+BRACKETS = """\
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set system = messages[0]['content'].strip() + '\\n\\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- else -%}
+    {%- set system = '' -%}
+    {%- set turns = messages -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in turns -%}
+    {%- if message['role'] not in ['user', 'assistant', 'tool'] -%}
+        {{- raise_exception('only user, assistant and tool may speak, not ' ~ message['role']) -}}
+    {%- endif -%}
+    {%- if message['role'] == 'assistant' -%}
+        {{- ' ' ~ message['content'].strip().replace('\\t', '  ') ~ eos_token -}}
+    {%- else -%}
+        {%- set lead = system if loop.first else '' -%}
+        {{- '[ASK] ' ~ lead ~ message['content'].split('||')[0].strip() ~ ' [/ASK]' -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+TEMPLATES = {
+    "turns": (TURNS, ["<|begin|>", "<|end|>"], {"eos_token": "<|end|>"}),
+    "headers": (HEADERS, ["<|text|>", "<|head|>", "<|body|>", "<|turn|>"], {"bos_token": "<|text|>", "eos_token": "<|turn|>"}),
+    "brackets": (BRACKETS, ["<s>", "</s>", "[ASK]", "[/ASK]"], {"bos_token": "<s>", "eos_token": "</s>"}),
+}
+
+
+def say(role: str, content: str | None, **more: object) -> dict:
+    return {"role": role, "content": content, **more}
+
+
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {"town": "Zürich", "days": [1, 2], "wind": None}}}]
+CONVERSATIONS = [
+    {"messages": [say("user", "What is a ring?"), say("assistant", "A line that meets itself.")]},
+    {"messages": [say("system", "  You are terse.\n"), say("user", "2 + 2?"), say("assistant", "4"), say("user", "  And\tthen?  "), say("assistant", "  8, then 16.\n\n")]},
+    {"messages": [say("user", "Schreib über Bären. 🐻"), say("assistant", "Bären schlafen – lange.\tUnd träumen 🐻."), say("user", "Mehr!")]},
+    {"messages": [say("user", "one || two"), say("assistant", "{% if x %}{{ y }} {# no template #}")]},
+    {
+        "messages": [
+            say("user", "Weather in Zürich?"),
+            say("assistant", "", tool_calls=CALL),
+            say("tool", "<rain> & \"wind\""),
+            say("assistant", "It rains."),
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}],
+    },
+]
+
+
+def tokenizer(folder: pathlib.Path, special: list[str], names: dict, trim: bool) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.ByteLevel(trim_offsets=trim)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    words = [str(m["content"]) for c in CONVERSATIONS for m in c["messages"]] + ["system user assistant tool Answer briefly."]
+    inner.train_from_iterator(sorted(words) * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
+    return fast
+
+
+def prefix_mask(fast: PreTrainedTokenizerFast, conversation: dict, text: str) -> list[int]:
+    messages, tools = conversation["messages"], conversation.get("tools")
+    render = lambda part, prompt: fast.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, upto = render(messages[:index], True), render(messages[: index + 1], False)
+            assert upto.startswith(before) and text.startswith(upto)
+            spans.append((len(before), len(upto)))
+    offsets = fast(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    # Offsets may leave spaces out: a token of nothing but spaces then has an empty place, behind them.
+    offsets = [(a, b) if a < b else (b - 1, b) for a, b in offsets]
+    return [int(any(start < b and a < end for start, end in spans)) for a, b in offsets]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("crates/ringspan-train/tests/fixtures/chat"))
+    out = parser.parse_args().out
+    shutil.rmtree(out, ignore_errors=True)
+    for name, (template, special, names) in TEMPLATES.items():
+        folder = out / name
+        folder.mkdir(parents=True)
+        (folder / "chat_template.jinja").write_text(template)
+        # Where offsets leave spaces out, transformers finds no token at an answer that begins with one, and masks it all.
+        fast = tokenizer(folder, special, names, trim="generation %}" not in template)
+        fast.chat_template = template
+        expected = []
+        for conversation in CONVERSATIONS:
+            messages, tools = conversation["messages"], conversation.get("tools")
+            text = fast.apply_chat_template(messages, tools=tools, tokenize=False)
+            ids = fast(text, add_special_tokens=False)["input_ids"]
+            if "generation %}" in template:
+                both = fast.apply_chat_template(
+                    messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
+                assert both["input_ids"] == ids
+                mask = both["assistant_masks"]
+            else:
+                mask = prefix_mask(fast, conversation, text)
+            assert 0 < sum(mask) < len(mask), (name, text)
+            expected.append({"text": text, "tokens": ids, "learned": mask})
+        (folder / "expected.json").write_text(json.dumps(expected, ensure_ascii=False) + "\n")
+    (out / "conversations.json").write_text(json.dumps(CONVERSATIONS, ensure_ascii=False, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
