@@ -1,7 +1,7 @@
 //! Attention for a model whose tokens are spread over a group of ranks.
 
 use crate::attend::Attend;
-use crate::attention::attention;
+use crate::attention::{Kept, attention, attention_keeping};
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::{Layout, Mask, Schedule, Score, Strategy};
@@ -61,6 +61,19 @@ impl Context {
 impl Attend for Context {
     fn attention(&self, _layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
         attention(&self.group, &self.schedule(mask)?, q, k, v, Score::new(scale))
+    }
+
+    fn attention_keeping(
+        &self,
+        kept: &mut Option<Kept>,
+        _layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        scale: f32,
+    ) -> Result<Tensor> {
+        attention_keeping(&self.group, &self.schedule(mask)?, q, k, v, Score::new(scale), kept)
     }
 
     fn positions(&self) -> &[usize] {
