@@ -1,5 +1,6 @@
 //! What a model needs to know about attention: how to call it, and where its tokens stand.
 
+use crate::attention::Kept;
 use crate::experts::Experts;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
@@ -15,6 +16,25 @@ pub trait Attend {
     /// Shapes that do not fit, and failures of other ranks.
     fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, score: &Score)
     -> Result<Tensor>;
+
+    /// The same for a layer that is computed twice: the first call fills `kept`, the second takes it and computes nothing
+    /// but the backward. Without this method attention is computed twice.
+    ///
+    /// # Errors
+    /// As for [`attention`](Self::attention).
+    #[expect(clippy::too_many_arguments, reason = "those of attention, and one more")]
+    fn attention_keeping(
+        &self,
+        _kept: &mut Option<Kept>,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
+        self.attention(layer, q, k, v, mask, score)
+    }
 
     /// The position of each of the T tokens inside its document.
     fn positions(&self) -> &[usize];

@@ -1,5 +1,6 @@
 //! Attention over a group of ranks as one candle operation with a backward.
 
+use crate::slices::values;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
 use ringspan::attention::{self, Forward, Group, Inputs};
@@ -22,12 +23,43 @@ pub fn attention(
     v: &Tensor,
     score: Score,
 ) -> Result<Tensor> {
+    attention_keeping(group, schedule, q, k, v, score, &mut None)
+}
+
+/// What attention computed: output `[T, H, Dv]` and log-sum-exp `[H, T]`.
+#[derive(Debug, Clone)]
+pub struct Kept {
+    out: Tensor,
+    lse: Arc<Mutex<Vec<f32>>>,
+}
+
+/// The same with a memory: what it computes is put into an empty `kept`; what it finds there is taken out and not
+/// computed again, so no rank may find it empty if one does not. The inputs must be those of the call that filled it.
+///
+/// # Errors
+/// As for [`attention`].
+pub fn attention_keeping(
+    group: &Arc<Group>,
+    schedule: &Arc<Schedule>,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    score: Score,
+    kept: &mut Option<Kept>,
+) -> Result<Tensor> {
     let readable = |tensor: &Tensor| match tensor.stride().last() {
         Some(1) => Ok(tensor.clone()),
         _ => tensor.contiguous(),
     };
-    let op = Attention { group: group.clone(), schedule: schedule.clone(), score, lse: Mutex::new(Vec::new()) };
-    readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)
+    let before = kept.take();
+    let first = before.is_none();
+    let (out, lse) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.lse));
+    let op = Attention { group: group.clone(), schedule: schedule.clone(), score, out, lse: lse.clone() };
+    let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
+    if first {
+        *kept = Some(Kept { out: out.detach(), lse });
+    }
+    Ok(out)
 }
 
 /// One call. Candle gives an operation one output, so the log-sum-exp waits here for the backward pass.
@@ -35,7 +67,9 @@ struct Attention {
     group: Arc<Group>,
     schedule: Arc<Schedule>,
     score: Score,
-    lse: Mutex<Vec<f32>>,
+    /// Computed before.
+    out: Option<Tensor>,
+    lse: Arc<Mutex<Vec<f32>>>,
 }
 
 impl CustomOp3 for Attention {
@@ -53,6 +87,12 @@ impl CustomOp3 for Attention {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (q, k, v) = (view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?);
+        if let Some(out) = &self.out {
+            if out.dims() != [q.tokens, q.heads, v.dim] {
+                bail!("attention kept {:?}, and is asked for {:?}", out.shape(), [q.tokens, q.heads, v.dim]);
+            }
+            return Ok((CpuStorage::F32(values(out, |out| Ok(out.to_vec()))?), out.shape().clone()));
+        }
         let Forward { out, lse, .. } =
             attention::forward(&self.group, &self.schedule, &Inputs::new(q, k, v, &self.score))
                 .map_err(candle_core::Error::wrap)?;

@@ -1,7 +1,7 @@
 //! Attention for a model whose tokens are spread over a group of ranks.
 
 use crate::attend::Attend;
-use crate::attention::attention;
+use crate::attention::{Kept, attention, attention_keeping};
 use crate::experts::{Experts, Local};
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
@@ -84,6 +84,19 @@ impl Attend for Context {
         score: &Score,
     ) -> Result<Tensor> {
         attention(&self.group, &self.schedule(mask)?, q, k, v, score.clone())
+    }
+
+    fn attention_keeping(
+        &self,
+        kept: &mut Option<Kept>,
+        _layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
+        attention_keeping(&self.group, &self.schedule(mask)?, q, k, v, score.clone(), kept)
     }
 
     fn positions(&self) -> &[usize] {

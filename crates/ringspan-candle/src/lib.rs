@@ -1,14 +1,20 @@
 //! Ringspan on candle tensors: differentiable attention over a mesh, and the fused layers around it.
 #![deny(missing_docs)]
 
+pub mod activation;
 pub mod attend;
 pub mod attention;
 pub mod collective;
 pub mod context;
+pub mod cotangent;
 pub mod experts;
+pub mod gated_mlp;
 pub mod geglu;
+pub mod linear;
 pub mod loss;
+mod matmul;
 pub mod norm;
+pub mod pool;
 pub mod rope;
 mod slices;
 pub mod swiglu;

@@ -1,5 +1,6 @@
 //! Root-mean-square normalisation as one operation with a backward (Zhang and Sennrich, 2019).
 
+use crate::pool;
 use crate::slices::{cpu, values};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
@@ -19,11 +20,57 @@ struct RmsNorm {
     eps: f64,
 }
 
+/// Independent partial sums, so that a sum vectorises.
+const LANES: usize = 16;
+
+/// `sum of f(i)` for `i < count`: LANES partial sums in f32, then f64.
+#[inline(always)]
+fn sum(count: usize, f: impl Fn(usize) -> f32) -> f64 {
+    let mut sums = [0.0f32; LANES];
+    for start in (0..count / LANES).map(|chunk| chunk * LANES) {
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            *sum += f(start + lane);
+        }
+    }
+    let rest: f64 = (count / LANES * LANES..count).map(|i| f64::from(f(i))).sum();
+    sums.iter().map(|&sum| f64::from(sum)).sum::<f64>() + rest
+}
+
 impl RmsNorm {
     /// 1 / root mean square of a row.
+    #[inline(always)]
     fn inverse(&self, row: &[f32]) -> f32 {
-        let squares: f64 = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        (1.0 / (squares / row.len() as f64 + self.eps).sqrt()) as f32
+        (1.0 / (sum(row.len(), |i| row[i] * row[i]) / row.len() as f64 + self.eps).sqrt()) as f32
+    }
+
+    #[inline(always)]
+    fn forward(&self, x: &[f32], w: &[f32], out: &mut [f32]) {
+        let width = w.len().max(1);
+        for (row, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            let inverse = self.inverse(row);
+            for ((out, x), w) in out.iter_mut().zip(row).zip(w) {
+                *out = x * inverse * w;
+            }
+        }
+    }
+
+    /// Writes the gradient of x, and returns what these rows add to that of the weight.
+    #[inline(always)]
+    fn backward(&self, x: &[f32], w: &[f32], g: &[f32], dx: &mut [f32]) -> Vec<f32> {
+        let width = w.len().max(1);
+        let mut dw = vec![0.0f32; w.len()];
+        for ((row, g), dx) in x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
+            let inverse = self.inverse(row);
+            // d/dx of x_i * r(x): r * (w g)_i - x_i * r^3 * mean(x w g).
+            let (row, g, w) = (&row[..width], &g[..width], &w[..width]);
+            let dot = sum(width, |i| row[i] * w[i] * g[i]);
+            let shared = (dot / width as f64) as f32 * inverse * inverse * inverse;
+            for ((((dx, dw), x), g), w) in dx.iter_mut().zip(&mut dw).zip(row).zip(g).zip(w) {
+                *dx = inverse * w * g - x * shared;
+                *dw += g * x * inverse;
+            }
+        }
+        dw
     }
 }
 
@@ -34,11 +81,11 @@ impl CustomOp2 for RmsNorm {
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let (x, w) = (cpu(x, x_at)?, cpu(w, w_at)?);
-        let mut out = Vec::with_capacity(x.len());
-        for row in x.chunks_exact(w.len().max(1)) {
-            let inverse = self.inverse(row);
-            out.extend(row.iter().zip(w).map(|(x, w)| x * inverse * w));
-        }
+        let mut out = vec![0.0; x.len()];
+        let width = w.len().max(1);
+        let part = pool::part(x.len() / width, width) * width;
+        let parts = x.chunks(part).zip(out.chunks_mut(part)).collect();
+        pool::map(parts, |(x, out): (&[f32], &mut [f32])| pool::vectorized(|| self.forward(x, w, out)));
         Ok((CpuStorage::F32(out), x_at.shape().clone()))
     }
 
@@ -48,16 +95,14 @@ impl CustomOp2 for RmsNorm {
             values(w, |ws| {
                 values(&d_out, |gs| {
                     let width = ws.len().max(1);
-                    let (mut dx, mut dw) = (Vec::with_capacity(xs.len()), vec![0.0f32; ws.len()]);
-                    for (row, g) in xs.chunks_exact(width).zip(gs.chunks_exact(width)) {
-                        let inverse = self.inverse(row);
-                        // d/dx of x_i * r(x): r * (w g)_i - x_i * r^3 * mean(x w g).
-                        let dot: f32 = row.iter().zip(ws).zip(g).map(|((x, w), g)| x * w * g).sum();
-                        let shared = dot * inverse * inverse * inverse / width as f32;
-                        for (i, ((x, w), g)) in row.iter().zip(ws).zip(g).enumerate() {
-                            dx.push(inverse * w * g - x * shared);
-                            dw[i] += g * x * inverse;
-                        }
+                    let (mut dx, mut dw) = (vec![0.0; xs.len()], vec![0.0f32; ws.len()]);
+                    let part = pool::part(xs.len() / width, width) * width;
+                    let parts = xs.chunks(part).zip(gs.chunks(part)).zip(dx.chunks_mut(part)).collect();
+                    let sums = pool::map(parts, |((x, g), dx): ((&[f32], &[f32]), &mut [f32])| {
+                        pool::vectorized(|| self.backward(x, ws, g, dx))
+                    });
+                    for part in sums {
+                        dw.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
                     }
                     Ok((dx, dw))
                 })

@@ -1,5 +1,6 @@
 //! Rotary position embedding as one operation with a backward (Su et al., 2021), in the rotate-half convention.
 
+use crate::pool;
 use crate::slices::cpu;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::sync::Arc;
@@ -15,16 +16,14 @@ pub struct Rotation {
 impl Rotation {
     /// Angle of pair i at each position: `position * inverse_frequencies[i]`, in f64; cosines and sines times `scale`.
     pub fn new(positions: &[usize], inverse_frequencies: &[f64], scale: f64) -> Self {
-        let angles = || positions.iter().flat_map(|&p| inverse_frequencies.iter().map(move |f| p as f64 * f));
-        Self {
-            cos: angles().map(|angle| (angle.cos() * scale) as f32).collect(),
-            sin: angles().map(|angle| (angle.sin() * scale) as f32).collect(),
-            half: inverse_frequencies.len(),
-        }
-    }
-
-    fn reversed(&self) -> Self {
-        Self { cos: self.cos.clone(), sin: self.sin.iter().map(|x| -x).collect(), half: self.half }
+        let half = inverse_frequencies.len();
+        let parts = pool::map(pool::parts(positions.len(), 8 * half), |tokens| {
+            let angles = positions[tokens].iter().flat_map(|&p| inverse_frequencies.iter().map(move |f| p as f64 * f));
+            let turns = angles.map(f64::sin_cos).map(|(sin, cos)| ((cos * scale) as f32, (sin * scale) as f32));
+            turns.unzip::<f32, f32, Vec<_>, Vec<_>>()
+        });
+        let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        Self { cos: cos.concat().into(), sin: sin.concat().into(), half }
     }
 }
 
@@ -38,11 +37,35 @@ pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
         let pairs = rotation.half.max(1);
         bail!("a rotation of {} tokens x {pairs} pairs does not fit {:?}", rotation.cos.len() / pairs, x.shape());
     }
-    x.contiguous()?.apply_op1(Rope { rotation: rotation.clone() })
+    x.contiguous()?.apply_op1(Rope { rotation: rotation.clone(), back: false })
 }
 
 struct Rope {
     rotation: Rotation,
+    /// By the angles' negatives.
+    back: bool,
+}
+
+impl Rope {
+    /// Turns the heads of tokens from `first` on: x and out `[.., heads, D]`.
+    #[inline(always)]
+    fn turn(&self, first: usize, heads: usize, x: &[f32], out: &mut [f32]) {
+        let half = self.rotation.half;
+        let sign = if self.back { -1.0 } else { 1.0 };
+        let width = (heads * 2 * half).max(1);
+        for (token, (x, out)) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate() {
+            let at = (first + token) * half;
+            let (cos, sin) = (&self.rotation.cos[at..at + half], &self.rotation.sin[at..at + half]);
+            for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
+                let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
+                for i in 0..half {
+                    let sin = sin[i] * sign;
+                    out_a[i] = a[i] * cos[i] - b[i] * sin;
+                    out_b[i] = b[i] * cos[i] + a[i] * sin;
+                }
+            }
+        }
+    }
 }
 
 impl CustomOp1 for Rope {
@@ -51,21 +74,19 @@ impl CustomOp1 for Rope {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (_, heads, _) = layout.shape().dims3()?;
-        let (x, half) = (cpu(x, layout)?, self.rotation.half);
-        let mut out = Vec::with_capacity(x.len());
-        for (row, head) in x.chunks_exact((2 * half).max(1)).enumerate() {
-            let at = row / heads * half;
-            let (cos, sin) = (&self.rotation.cos[at..at + half], &self.rotation.sin[at..at + half]);
-            let (a, b) = head.split_at(half);
-            out.extend(a.iter().zip(b).zip(cos.iter().zip(sin)).map(|((a, b), (cos, sin))| a * cos - b * sin));
-            out.extend(a.iter().zip(b).zip(cos.iter().zip(sin)).map(|((a, b), (cos, sin))| b * cos + a * sin));
-        }
+        let (tokens, heads, dim) = layout.shape().dims3()?;
+        let (x, width) = (cpu(x, layout)?, (heads * dim).max(1));
+        let mut out = vec![0.0; x.len()];
+        let part = pool::part(tokens, width);
+        let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
+        pool::map(parts, |(index, (x, out)): (usize, (&[f32], &mut [f32]))| {
+            pool::vectorized(|| self.turn(index * part, heads, x, out));
+        });
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
 
     fn bwd(&self, _x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
         // The transpose of a rotation is the rotation back.
-        d_out.contiguous()?.apply_op1_no_bwd(&Rope { rotation: self.rotation.reversed() }).map(Some)
+        d_out.contiguous()?.apply_op1_no_bwd(&Rope { rotation: self.rotation.clone(), back: !self.back }).map(Some)
     }
 }

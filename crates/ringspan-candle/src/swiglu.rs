@@ -1,5 +1,7 @@
-//! The gated activation of Llama's feed-forward layer as one operation with a backward (Shazeer, 2020).
+//! The gate of a feed-forward layer as one operation with a backward (Shazeer, 2020).
 
+use crate::activation::Activation;
+use crate::pool;
 use crate::slices::{cpu, values};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
@@ -8,41 +10,51 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 /// # Errors
 /// Other types, and unequal shapes.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated(gate, up, Activation::Silu)
+}
+
+/// `gelu(gate) * up` with the tanh form of GELU, element by element: two f32 tensors of one shape.
+///
+/// # Errors
+/// Other types, and unequal shapes.
+pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated(gate, up, Activation::GeluTanh)
+}
+
+/// `act(gate) * up`, element by element: two f32 tensors of one shape.
+///
+/// # Errors
+/// Other types, and unequal shapes.
+pub fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     if gate.shape() != up.shape() {
-        bail!("swiglu of {:?} and {:?}: the shapes differ", gate.shape(), up.shape());
+        bail!("a gate of {:?} for {:?}: the shapes differ", gate.shape(), up.shape());
     }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
+    gate.contiguous()?.apply_op2(&up.contiguous()?, Gated(activation))
 }
 
-struct SwiGlu;
+struct Gated(Activation);
 
-fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
-}
-
-impl CustomOp2 for SwiGlu {
+impl CustomOp2 for Gated {
     fn name(&self) -> &'static str {
-        "swiglu"
+        "gate"
     }
 
     fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let out = cpu(g, g_at)?.iter().zip(cpu(u, u_at)?).map(|(g, u)| g * sigmoid(*g) * u).collect();
+        let (mut out, up) = (cpu(g, g_at)?.to_vec(), cpu(u, u_at)?);
+        let part = pool::part(out.len(), 1);
+        let parts = out.chunks_mut(part).zip(up.chunks(part)).collect();
+        pool::map(parts, |(out, up): (&mut [f32], &[f32])| self.0.gate_in_place(out, up));
         Ok((CpuStorage::F32(out), g_at.shape().clone()))
     }
 
     fn bwd(&self, gate: &Tensor, up: &Tensor, _out: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let d = d.contiguous()?;
-        let (d_gate, d_up) = values(gate, |gate| {
-            values(up, |up| {
-                values(&d, |d| {
-                    let one = |((&g, &u), &d): ((&f32, &f32), &f32)| {
-                        let s = sigmoid(g);
-                        (d * u * s * (1.0 + g * (1.0 - s)), d * g * s)
-                    };
-                    Ok(gate.iter().zip(up).zip(d).map(one).unzip::<f32, f32, Vec<_>, Vec<_>>())
-                })
-            })
-        })?;
+        let copy = |tensor: &Tensor| values(tensor, |values| Ok(values.to_vec()));
+        let (mut d_gate, mut d_up, mut d) = (copy(gate)?, copy(up)?, copy(&d.contiguous()?)?);
+        let part = pool::part(d.len(), 1);
+        let parts = d_gate.chunks_mut(part).zip(d_up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
+        pool::map(parts, |((gate, up), d): ((&mut [f32], &mut [f32]), &mut [f32])| {
+            self.0.gate_backward_in_place(gate, up, d);
+        });
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
         Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
     }

@@ -1,15 +1,24 @@
 //! The fused layers equal candle's own operations in f64, forward and backward.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
+use ringspan_candle::activation::Activation;
+use ringspan_candle::linear::linear;
 use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
-use ringspan_candle::swiglu::swiglu;
+use ringspan_candle::swiglu::{geglu, swiglu};
+use ringspan_candle::{cotangent, gated_mlp, pool};
 
+/// Numbers between -1 and 1 without a pattern, so that sums of them do not cancel.
 fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
-    let values: Vec<f64> = (0..count).map(|i| ((i * 7919 + seed * 104_729) as f64 * 0.377).sin()).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).expect("sizes agree")
+    let mut state = seed as u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    };
+    next();
+    Tensor::from_vec((0..count).map(|_| next()).collect(), shape, &Device::Cpu).expect("sizes agree")
 }
 
 /// Compares output and all gradients of `fused` in f32 with those of `plain` in f64, for the same output gradient.
@@ -127,4 +136,143 @@ fn no_tokens_cost_nothing_and_bad_targets_are_named() -> Result<()> {
     let error = loss::head_loss(&one, &head, &[9], 1.0).err().map(|error| error.to_string()).unwrap_or_default();
     assert!(error.contains("target 9") && error.contains("vocabulary of 9"), "{error}");
     Ok(())
+}
+
+/// Odd sizes, one row, rows of a wider tensor, columns of a transposed one.
+#[test]
+fn linear_equals_its_definition_however_its_input_lies() {
+    let plain = |x: &[Tensor]| x[0].matmul(&x[1].t()?);
+    for (tokens, from, to) in [(1, 1, 1), (1, 9, 5), (33, 1, 4), (37, 19, 130)] {
+        let inputs = [random(&[tokens, from], 1), random(&[to, from], 2), random(&[to], 3)];
+        compare(&inputs[..2], |x| linear(&x[0], &x[1], None), plain);
+        compare(&inputs, |x| linear(&x[0], &x[1], Some(&x[2])), |x| plain(x)?.broadcast_add(&x[2]));
+    }
+    let inputs = [random(&[6, 11], 1), random(&[4, 7], 2)];
+    let part = |x: &[Tensor]| Ok::<_, candle_core::Error>([x[0].narrow(1, 3, 7)?, x[1].clone()]);
+    compare(&inputs, |x| linear(&part(x)?[0], &x[1], None), |x| plain(&part(x)?));
+    let inputs = [random(&[7, 6], 1), random(&[7, 4], 2)];
+    let turned = |x: &[Tensor]| Ok::<_, candle_core::Error>([x[0].t()?, x[1].t()?]);
+    compare(&inputs, |x| linear(&turned(x)?[0], &turned(x)?[1], None), |x| plain(&turned(x)?));
+}
+
+fn plain_activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    match activation {
+        Activation::Silu => x / (x.neg()?.exp()? + 1.0)?,
+        Activation::GeluTanh => {
+            let u = ((x + (x.powf(3.0)? * 0.044715)?)? * (2.0 / std::f64::consts::PI).sqrt())?;
+            (x * 0.5)? * (u.tanh()? + 1.0)?
+        }
+    }
+}
+
+/// 1, few, and more tokens than two tiles, also as rows of a transposed tensor; on one thread and on three.
+#[test]
+fn the_gated_layer_equals_its_definition_across_tiles() {
+    let tokens = 2 * gated_mlp::TILE + 77;
+    for (tokens, hidden, wide, threads) in [(1, 1, 1, 1), (5, 6, 11, 1), (tokens, 5, 7, 1), (tokens, 5, 7, 3)] {
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let plain = |x: &[Tensor]| {
+                let gate = plain_activation(&x[0].matmul(&x[1].t()?)?, activation)?;
+                (gate * x[0].matmul(&x[2].t()?)?)?.matmul(&x[3].t()?)
+            };
+            let fused = |x: &[Tensor]| gated_mlp::gated_mlp(&x[0], &x[1], &x[2], &x[3], activation);
+            let inputs = [
+                random(&[tokens, hidden], 1),
+                random(&[wide, hidden], 2),
+                random(&[wide, hidden], 3),
+                random(&[hidden, wide], 4),
+            ];
+            let turned = |x: &[Tensor]| fused(&[x[0].t()?, x[1].clone(), x[2].clone(), x[3].t()?]);
+            let turned_plain = |x: &[Tensor]| plain(&[x[0].t()?, x[1].clone(), x[2].clone(), x[3].t()?]);
+            pool::run(threads, || {
+                compare(&inputs, fused, plain);
+                let mut inputs = inputs.clone();
+                inputs[0] = random(&[hidden, tokens], 1);
+                inputs[3] = random(&[wide, hidden], 4);
+                compare(&inputs, turned, turned_plain);
+            })
+            .expect("threads");
+        }
+    }
+}
+
+#[test]
+fn geglu_equals_its_definition() {
+    let plain = |x: &[Tensor]| plain_activation(&x[0], Activation::GeluTanh)? * &x[1];
+    compare(&[random(&[7, 13], 1), random(&[7, 13], 2)], |x| geglu(&x[0], &x[1]), plain);
+}
+
+#[test]
+fn layers_of_no_tokens_have_no_tokens_and_gradients_of_zero() -> Result<()> {
+    let var = |shape: &[usize]| Var::from_tensor(&random(shape, 1).to_dtype(DType::F32)?);
+    let (none, square, bias) = (var(&[0, 4])?, var(&[4, 4])?, var(&[4])?);
+    let x = none.as_tensor();
+    for y in [
+        linear(x, &square, None)?,
+        linear(x, &square, Some(&bias))?,
+        gated_mlp::gated_mlp(x, &square, &square, &square, Activation::Silu)?,
+        rms_norm(x, &bias, 1e-5)?,
+        swiglu(x, x)?,
+    ] {
+        assert_eq!(y.dims(), [0, 4]);
+        let gradients = cotangent::backward(&y, &y.zeros_like()?)?;
+        for weight in [&square, &bias].into_iter().filter_map(|weight| gradients.get(weight)) {
+            assert_eq!(weight.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0);
+        }
+    }
+    Ok(())
+}
+
+/// Threads share the rows out; what they compute is the same.
+#[test]
+fn layers_compute_alike_on_any_number_of_threads() -> Result<()> {
+    let tokens = 3000;
+    let positions: Vec<usize> = (0..tokens).collect();
+    let x = random(&[tokens, 24], 1).to_dtype(DType::F32)?;
+    let w = random(&[24], 2).to_dtype(DType::F32)?;
+    let run = |threads: usize| -> Result<Vec<Tensor>> {
+        pool::run(threads, || {
+            let rotation = Rotation::new(&positions, &[1.0, 0.1, 0.003], 1.0);
+            let (x, w) = (Var::from_tensor(&x)?, Var::from_tensor(&w)?);
+            let y = swiglu(
+                &rms_norm(&x, &w, 1e-5)?,
+                &rope(&x.reshape((tokens, 4, 6))?, &rotation)?.reshape((tokens, 24))?,
+            )?;
+            let gradients = cotangent::backward(&y, &x.sin()?)?;
+            let of = |var: &Var| gradients.get(var).cloned().expect("tracked");
+            Ok(vec![y.detach(), of(&x), of(&w)])
+        })?
+    };
+    let one = run(1)?;
+    for threads in [2, 5] {
+        for (index, (got, wanted)) in run(threads)?.iter().zip(&one).enumerate() {
+            let error = relative_l2(got, &wanted.to_dtype(DType::F64)?)?;
+            // The weight's gradient is a sum over all tokens, in another order.
+            let most = if index == 2 { 5e-6 } else { 0.0 };
+            assert!(error <= most, "result {index} on {threads} threads differs by {error:e}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_backward_from_a_given_gradient_equals_that_of_the_product() -> Result<()> {
+    let (x, dy) = (Var::from_tensor(&random(&[3, 4], 1))?, random(&[3, 4], 2));
+    let y = x.sin()?;
+    let wanted = (&y * &dy)?.sum_all()?.backward()?;
+    let got = cotangent::backward(&y, &dy)?;
+    let of = |gradients: &candle_core::backprop::GradStore| gradients.get(&x).cloned().expect("tracked");
+    assert!(relative_l2(&of(&got), &of(&wanted))? < 1e-15);
+    assert!(cotangent::backward(&y, &dy.t()?).is_err());
+    Ok(())
+}
+
+#[test]
+fn shapes_that_do_not_fit_are_named() {
+    let message = |result: Result<Tensor>| result.err().map(|error| error.to_string()).unwrap_or_default();
+    let [x, w] = [[2, 3], [4, 5]].map(|shape| random(&shape, 1));
+    let linear = message(linear(&x, &w, None));
+    assert!(linear.contains("[2, 3]") && linear.contains("[4, 5]"), "{linear}");
+    let gated = message(gated_mlp::gated_mlp(&x, &w, &w, &w, Activation::Silu));
+    assert!(gated.contains("[2, 3]") && gated.contains("[4, 5]"), "{gated}");
 }

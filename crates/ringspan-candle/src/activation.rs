@@ -1,0 +1,126 @@
+//! The activations of gated feed-forward layers, element by element, with their derivatives.
+
+use crate::pool::vectorized;
+
+/// What the gate goes through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// `x / (1 + e^-x)`: Llama, Qwen, Mistral (Elfwing et al., 2017).
+    Silu,
+    /// The tanh form of GELU, `x / (1 + e^-u)` with `u = sqrt(8 / pi) (x + 0.044715 x^3)`: Gemma (Hendrycks and Gimpel,
+    /// 2016).
+    GeluTanh,
+}
+
+/// sqrt(8 / pi)
+const SLOPE: f32 = 1.595_769_1;
+const CUBE: f32 = 0.044_715;
+
+impl Activation {
+    /// The activation and its derivative. Vectorises where `self` is a constant of the loop.
+    #[inline(always)]
+    pub(crate) fn both(self, x: f32) -> (f32, f32) {
+        let (u, du) = match self {
+            Self::Silu => (x, 1.0),
+            Self::GeluTanh => (SLOPE * x * (1.0 + CUBE * x * x), SLOPE * (1.0 + 3.0 * CUBE * x * x)),
+        };
+        let s = 1.0 / (1.0 + exp(-u));
+        (x * s, s * (1.0 + x * (1.0 - s) * du))
+    }
+
+    /// `gate = act(gate) * up`, element by element.
+    pub(crate) fn gate_in_place(self, gate: &mut [f32], up: &[f32]) {
+        // A constant in each arm, so that each loop is compiled for one activation.
+        match self {
+            Self::Silu => vectorized(|| gated(Self::Silu, gate, up)),
+            Self::GeluTanh => vectorized(|| gated(Self::GeluTanh, gate, up)),
+        }
+    }
+
+    /// From `gate`, `up` and the gradient `d` of `act(gate) * up` to the gradients of gate and up, and that product.
+    pub(crate) fn gate_backward_in_place(self, gate: &mut [f32], up: &mut [f32], d: &mut [f32]) {
+        match self {
+            Self::Silu => vectorized(|| gated_backward(Self::Silu, gate, up, d)),
+            Self::GeluTanh => vectorized(|| gated_backward(Self::GeluTanh, gate, up, d)),
+        }
+    }
+}
+
+#[inline(always)]
+fn gated(act: Activation, gate: &mut [f32], up: &[f32]) {
+    for (gate, up) in gate.iter_mut().zip(up) {
+        *gate = act.both(*gate).0 * up;
+    }
+}
+
+#[inline(always)]
+fn gated_backward(act: Activation, gate: &mut [f32], up: &mut [f32], d: &mut [f32]) {
+    for ((gate, up), d) in gate.iter_mut().zip(up).zip(d) {
+        let (y, slope) = act.both(*gate);
+        (*gate, *up, *d) = (*d * *up * slope, *d * y, y * *up);
+    }
+}
+
+/// `e^x` to 1e-7 of itself; 0 below -87, at most e^88. Plain arithmetic, so that loops over it vectorise.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    let bounded = x.clamp(-87.0, 88.0);
+    let shifted = bounded * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let f = bounded - n * LN2_HIGH - n * LN2_LOW;
+    // Cephes library, expf.
+    let p = 1.987_569_1e-4;
+    let p = p * f + 1.398_2e-3;
+    let p = p * f + 8.333_452e-3;
+    let p = p * f + 4.166_579_6e-2;
+    let p = p * f + 0.166_666_65;
+    let p = p * f + 0.5;
+    let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits()));
+    if x < -87.0 { 0.0 } else { (p * f * f + f + 1.0) * power }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exponential_is_exact_to_a_few_units_in_the_last_place() {
+        for step in -870_000..880_000 {
+            let x = step as f32 * 1e-4;
+            let wanted = f64::from(x).exp();
+            let error = (f64::from(exp(x)) - wanted).abs() / wanted;
+            assert!(error < 1.5e-7, "e^{x} is wrong by {error:e}");
+        }
+        assert_eq!((exp(0.0), exp(-87.1), exp(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
+        assert!(exp(f32::NAN).is_nan() && exp(f32::INFINITY).is_finite());
+    }
+
+    #[test]
+    fn activations_and_derivatives_equal_their_definition_in_f64() {
+        let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        for step in -1200..1200 {
+            let x = step as f32 / 50.0;
+            for (act, plain) in [(Activation::Silu, &silu as &dyn Fn(f64) -> f64), (Activation::GeluTanh, &gelu)] {
+                let (y, dy) = act.both(x);
+                let (at, h) = (f64::from(x), 1e-4);
+                let slope = (plain(at + h) - plain(at - h)) / (2.0 * h);
+                assert!((f64::from(y) - plain(at)).abs() < 3e-7 * at.abs().max(1.0), "{act:?} of {x} is {y}");
+                assert!((f64::from(dy) - slope).abs() < 2e-6, "slope of {act:?} at {x} is {dy}, not {slope}");
+            }
+        }
+    }
+
+    #[test]
+    fn far_from_zero_a_gate_is_open_or_shut_and_never_nan() {
+        for act in [Activation::Silu, Activation::GeluTanh] {
+            assert_eq!(act.both(200.0), (200.0, 1.0), "{act:?}");
+            let (y, dy) = act.both(-200.0);
+            assert!(y.abs() < 1e-30 && dy.abs() < 1e-30, "{act:?}: {y}, {dy}");
+        }
+    }
+}

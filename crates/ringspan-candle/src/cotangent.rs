@@ -1,0 +1,34 @@
+//! A backward pass from a given gradient. Candle's own starts from ones.
+
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+
+/// Gradients of `sum(dy * y)` in everything that y was made of.
+///
+/// # Errors
+/// A gradient of another shape than y, and what the operations behind y fail with.
+pub fn backward(y: &Tensor, dy: &Tensor) -> Result<GradStore> {
+    if y.shape() != dy.shape() {
+        bail!("a gradient of {:?} for {:?}", dy.shape(), y.shape());
+    }
+    y.apply_op1(Cotangent { dy: dy.detach() })?.backward()
+}
+
+/// A number whose gradient in its input is `dy`. The number itself is never looked at.
+struct Cotangent {
+    dy: Tensor,
+}
+
+impl CustomOp1 for Cotangent {
+    fn name(&self) -> &'static str {
+        "cotangent"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(())))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(self.dy.clone()))
+    }
+}

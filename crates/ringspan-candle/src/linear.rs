@@ -1,0 +1,100 @@
+//! A linear layer as one operation with a backward.
+
+use crate::matmul::{Into, Matrix, product};
+use crate::slices::{cpu, cpu_matrix, matrix, rows, values};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+
+/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32.
+///
+/// Rows of x may lie apart (a part of a wider tensor); nothing is transposed in memory.
+///
+/// # Errors
+/// Other types and shapes.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let ((_, width), (out, weight_width)) = (x.dims2()?, weight.dims2()?);
+    if width != weight_width || bias.is_some_and(|bias| bias.dims() != [out]) {
+        let bias = bias.map_or(String::new(), |bias| format!(" and bias {:?}", bias.shape()));
+        bail!("linear of {:?} with weight {:?}{bias}: the shapes do not fit", x.shape(), weight.shape());
+    }
+    let (x, weight) = (rows(x)?, weight.contiguous()?);
+    match bias {
+        None => x.apply_op2(&weight, Linear),
+        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, Linear),
+    }
+}
+
+struct Linear;
+
+impl Linear {
+    fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
+        let d_out = d_out.contiguous()?;
+        values(&d_out, |dy| {
+            let dy = Matrix::new(dy, tokens, outs);
+            let of_x = |w: &[f32]| {
+                let mut dx = vec![0.0; tokens * width];
+                product(dy, Matrix::new(w, outs, width), &mut dx, Into::Fresh);
+                Tensor::from_vec(dx, x.shape(), x.device())
+            };
+            let of_weight = |x: Matrix| {
+                let mut dw = vec![0.0; outs * width];
+                product(dy.t(), x, &mut dw, Into::Fresh);
+                Tensor::from_vec(dw, weight.shape(), weight.device())
+            };
+            let dx = if x.track_op() { Some(values(weight, of_x)?) } else { None };
+            let dw = if weight.track_op() { Some(matrix(x, of_weight)?) } else { None };
+            Ok((dx, dw))
+        })
+    }
+}
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
+        let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
+        let mut out = vec![0.0; tokens * outs];
+        product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, outs, width).t(), &mut out, Into::Fresh);
+        Ok((CpuStorage::F32(out), (tokens, outs).into()))
+    }
+
+    fn bwd(&self, x: &Tensor, w: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Self::backward(x, w, d_out)
+    }
+}
+
+impl CustomOp3 for Linear {
+    fn name(&self) -> &'static str {
+        "linear with bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_at: &Layout,
+        w: &CpuStorage,
+        w_at: &Layout,
+        b: &CpuStorage,
+        b_at: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let ((tokens, width), bias) = (x_at.shape().dims2()?, cpu(b, b_at)?);
+        let mut out = bias.repeat(tokens);
+        product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, bias.len(), width).t(), &mut out, Into::Sum);
+        Ok((CpuStorage::F32(out), (tokens, bias.len()).into()))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        w: &Tensor,
+        b: &Tensor,
+        _out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw) = Self::backward(x, w, d_out)?;
+        let db = if b.track_op() { Some(d_out.sum(0)?) } else { None };
+        Ok((dx, dw, db))
+    }
+}

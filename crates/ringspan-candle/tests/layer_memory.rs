@@ -1,0 +1,71 @@
+//! What the fused layers hold at most, counted by the allocator.
+
+use candle_core::{DType, Device, Tensor, Var};
+use ringspan_candle::activation::Activation;
+use ringspan_candle::gated_mlp::{TILE, gated_mlp};
+use ringspan_candle::{cotangent, loss};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The most bytes at once while `work` runs, above those that were there.
+fn peak_of(work: impl FnOnce() -> candle_core::Result<()>) -> usize {
+    let before = NOW.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    work().expect("computes");
+    PEAK.load(Relaxed) - before
+}
+
+/// One test, since a process has one allocator and tests run beside each other.
+#[test]
+fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_inside() -> candle_core::Result<()> {
+    let (hidden, wide) = (8, 256);
+    let ones = |shape: (usize, usize)| Tensor::ones(shape, DType::F32, &Device::Cpu);
+    let gated = |tokens: usize| {
+        peak_of(|| {
+            let (x, gate) = (Var::ones((tokens, hidden), DType::F32, &Device::Cpu)?, ones((wide, hidden))?);
+            let y = gated_mlp(&x, &gate, &gate, &ones((hidden, wide))?, Activation::Silu)?;
+            cotangent::backward(&y, &ones((tokens, hidden))?).map(drop)
+        })
+    };
+    // What the first product leaves for later ones.
+    gated(TILE);
+    let (few, many) = (gated(2 * TILE), gated(6 * TILE));
+    let row = (many - few) as f64 / (4 * TILE * 4) as f64;
+    // x, y, their gradients, and a few of them twice on candle's tape; a row of gate or up would be 256 more.
+    assert!(row < 10.0 * hidden as f64, "{row:.1} numbers a token");
+
+    let vocabulary = 4096;
+    let head_loss = |tokens: usize| {
+        let (x, head) = (ones((tokens, hidden))?, ones((vocabulary, hidden))?);
+        Ok::<_, candle_core::Error>(peak_of(|| loss::head_loss(&x, &head, &vec![1; tokens], 1.0).map(drop)))
+    };
+    let (few, many) = (head_loss(1024)?, head_loss(3072)?);
+    let row = (many - few) as f64 / (2048 * 4) as f64;
+    assert!(row < 4.0 * hidden as f64, "{row:.1} numbers a token, of a vocabulary of {vocabulary}");
+    // One chunk of 512 rows of logits, and what is packed for its products.
+    assert!(few < 512 * vocabulary * 4 * 3 / 2, "{few} bytes");
+    Ok(())
+}
