@@ -1,6 +1,6 @@
 //! Ranks as threads of this process, or this process as one rank of several: found out before a command runs.
 
-use crate::{interrupt, say};
+use crate::say;
 use anyhow::{Result, anyhow};
 use ringspan::comm::launch::Launch;
 use ringspan::comm::ranks::Ranks;
@@ -54,7 +54,7 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
         Ok(world) => world,
         Err(error) => return failed(&error.into()),
     };
-    interrupt::leave_time();
+    crate::interrupt::leave_time();
     if world.rank() != 0 {
         say::be_silent();
     }
