@@ -1,7 +1,5 @@
 //! Ranks as threads of this process, or this process as one rank of several: found out before a command runs.
 
-#[cfg(feature = "mpi")]
-use crate::interrupt;
 use crate::say;
 use anyhow::{Result, anyhow};
 use ringspan::comm::launch::Launch;
@@ -56,7 +54,7 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
         Ok(world) => world,
         Err(error) => return failed(&error.into()),
     };
-    interrupt::leave_time();
+    crate::interrupt::leave_time();
     if world.rank() != 0 {
         say::be_silent();
     }

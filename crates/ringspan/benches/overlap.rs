@@ -54,21 +54,23 @@ fn main() -> Result<(), Error> {
     let block = schedule.bytes_sent(Pass::Forward, 0, &sizes)? as f64 / hops as f64;
     let rounds = if quick { 1 } else { ROUNDS };
     run(&schedule, &layout, None)?;
-    let step = run(&schedule, &layout, None)? / ranks as f64;
     println!("S={len} H={HEADS} D={DIM}, ring of {ranks} ranks of one thread, {:.1} MB a hop", block / 1e6);
     println!("{:>14} {:>14} {:>12} {:>12} {:>8}", "hop / compute", "bandwidth MB/s", "without s", "with s", "hidden");
     for share in SHARES {
-        let bandwidth = block / (share * step);
-        let link = Some(Link { bandwidth, latency: Duration::from_micros(20) });
-        let (mut free, mut linked) = (Vec::new(), Vec::new());
+        let mut columns: [Vec<f64>; 4] = Default::default();
         for _ in 0..rounds {
-            free.push(run(&schedule, &layout, None)?);
-            linked.push(run(&schedule, &layout, link)?);
+            // The link is made for the speed that the machine has now.
+            let free = run(&schedule, &layout, None)?;
+            let bandwidth = block * ranks as f64 / (share * free);
+            let linked = run(&schedule, &layout, Some(Link { bandwidth, latency: Duration::from_micros(20) }))?;
+            let transfer = hops as f64 * (block / bandwidth + 20e-6);
+            let hidden = 100.0 * (1.0 - (linked - free) / transfer).clamp(0.0, 1.0);
+            for (column, value) in columns.iter_mut().zip([bandwidth / 1e6, free, linked, hidden]) {
+                column.push(value);
+            }
         }
-        let (free, linked) = (median(free), median(linked));
-        let transfer = hops as f64 * (block / bandwidth + 20e-6);
-        let hidden = 100.0 * (1.0 - (linked - free) / transfer).clamp(0.0, 1.0);
-        println!("{share:>14.2} {:>14.1} {free:>12.4} {linked:>12.4} {hidden:>7.1}%", bandwidth / 1e6);
+        let [bandwidth, free, linked, hidden] = columns.map(median);
+        println!("{share:>14.2} {bandwidth:>14.1} {free:>12.4} {linked:>12.4} {hidden:>7.1}%");
     }
     Ok(())
 }

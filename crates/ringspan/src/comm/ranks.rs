@@ -94,7 +94,7 @@ impl Ranks {
         Ok(self.lead().then_some(all))
     }
 
-    /// Compares settings over all processes; threads share theirs. See [`agree`](super::agree::agree).
+    /// Compares settings over all processes; threads share theirs. See [`agree`].
     ///
     /// # Errors
     /// [`Error::Disagreement`]; failures of other ranks.

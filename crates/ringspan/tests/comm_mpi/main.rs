@@ -11,7 +11,8 @@ mod rank;
 
 use mpirun::run;
 use std::panic::catch_unwind;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -38,7 +39,7 @@ fn main() -> ExitCode {
 /// A name and a test.
 type Test = (&'static str, fn());
 
-const CONTRACT: [Test; 4] = [
+const CONTRACT: [Test; 5] = [
     ("the_contract_holds_on_2_3_4_and_8_processes", || {
         [2, 3, 4, 8].into_iter().for_each(|ranks| run(ranks, &["contract"]).assert_good());
     }),
@@ -52,6 +53,17 @@ const CONTRACT: [Test; 4] = [
                 assert!(text.contains(&wanted), "rank {rank} of {ranks}: {text}, wanted {wanted}");
             }
         }
+    }),
+    ("a_job_that_is_suspended_as_a_whole_goes_on", || {
+        let suspend = |ids: &[String]| {
+            let all = |signal| assert!(Command::new("kill").arg(signal).args(ids).status().expect("kill").success());
+            assert_eq!(ids.len(), 3);
+            std::thread::sleep(Duration::from_secs(3));
+            all("-STOP");
+            std::thread::sleep(Duration::from_secs(6));
+            all("-CONT");
+        };
+        mpirun::run_and(3, &["long talk"], suspend).assert_good();
     }),
     ("a_transfer_is_over_when_the_compute_beside_it_is", || run(2, &["overlap"]).assert_good()),
 ];

@@ -19,6 +19,15 @@ pub(crate) struct Outcome {
 
 /// Runs a scenario on `ranks` processes.
 pub(crate) fn run(ranks: usize, scenario: &[&str]) -> Outcome {
+    launch(ranks, scenario, None)
+}
+
+/// As [`run`], and does something to the processes meanwhile, by their ids.
+pub(crate) fn run_and(ranks: usize, scenario: &[&str], act: fn(&[String])) -> Outcome {
+    launch(ranks, scenario, Some(act))
+}
+
+fn launch(ranks: usize, scenario: &[&str], act: Option<fn(&[String])>) -> Outcome {
     let start = Instant::now();
     let program = std::env::current_exe().expect("this program has a path");
     let folder = tempfile::tempdir().expect("a folder");
@@ -36,12 +45,28 @@ pub(crate) fn run(ranks: usize, scenario: &[&str]) -> Outcome {
         .stderr(Stdio::null())
         .spawn()
         .expect("mpirun is installed");
+    if let Some(act) = act {
+        act(&started(&child, ranks));
+    }
     let good = wait(&mut child, start);
     let said = |rank| {
         let of = folder.path().join("1").join(format!("rank.{rank}"));
         ["stdout", "stderr"].map(|name| std::fs::read_to_string(of.join(name)).unwrap_or_default()).concat()
     };
     Outcome { good, ranks: (0..ranks).map(said).collect(), elapsed: start.elapsed() }
+}
+
+/// The processes of a run, as far as they are there within a moment.
+fn started(child: &Child, ranks: usize) -> Vec<String> {
+    let begin = Instant::now();
+    loop {
+        let children = Command::new("pgrep").args(["-P", &child.id().to_string(), "comm_mpi"]).output().expect("pgrep");
+        let found: Vec<String> = String::from_utf8_lossy(&children.stdout).lines().map(str::to_owned).collect();
+        if found.len() >= ranks || begin.elapsed() > Duration::from_secs(1) {
+            return found;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Whether it ended well; a run past the deadline is ended and fails the test.

@@ -49,6 +49,16 @@ fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
             Ok(())
         }
         "overlap" => overlap(comm),
+        "long talk" => {
+            // Rank 0 decides, so that all leave the same round.
+            let start = Instant::now();
+            loop {
+                let done = (comm.rank() == 0).then(|| Buffer::U8(vec![u8::from(start.elapsed().as_secs() >= 12)]));
+                if *comm.broadcast(0, done)? == Buffer::U8(vec![1]) {
+                    return Ok(());
+                }
+            }
+        }
         "mismatch" if chosen => comm.all_gather(Buffer::U8(vec![1])).map(drop),
         "lengths" => comm.all_reduce(&mut vec![0.0; if chosen { 5 } else { 4 }]),
         "counts" => {

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// Between two signs of life.
 const BEAT: Duration = Duration::from_millis(500);
+/// A sign of life later than this after the one before was given by a process that had been stopped, or starved.
+const LATE: Duration = Duration::from_millis(1500);
 /// How long an answer about another rank may take.
 const ANSWER: Duration = Duration::from_secs(1);
 
@@ -49,6 +51,9 @@ struct Known {
     over: bool,
     /// When this rank learnt of the failure.
     failed: Option<Instant>,
+    /// When this process last gave a sign of life, and when it last did so late: it was stopped itself.
+    beat: Instant,
+    late: Option<Instant>,
 }
 
 /// One process's part of the watch.
@@ -73,6 +78,8 @@ impl Watch {
             left: vec![false; size],
             over: false,
             failed: None,
+            beat: Instant::now(),
+            late: None,
         };
         let mut writers = BTreeMap::new();
         for (peer, stream) in &streams {
@@ -167,15 +174,24 @@ impl Watch {
     /// Hears what one rank says until it has said goodbye or is gone.
     fn listen(&self, peer: usize, mut stream: TcpStream) {
         loop {
-            let signal = match Signal::read(&mut stream) {
+            // Looks first: a wait that is over without a byte can begin again.
+            let signal = match stream.peek(&mut [0]).and_then(|_| Signal::read(&mut stream)) {
                 Ok(signal) => signal,
+                // A signal of the system, such as the one after a stop.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let silent = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
+                    if silent && self.was_stopped() {
+                        continue;
+                    }
                     let message = match silent {
                         true => format!(
                             "it gave no sign of life for {:?}: it is stopped, or its machine is lost",
                             self.silence
                         ),
+                        false if error.kind() == io::ErrorKind::UnexpectedEof => {
+                            "its process is gone, without a word of why".to_owned()
+                        }
                         false => format!("its process is gone, without a word of why ({error})"),
                     };
                     self.adopt(Failure::Rank { peer, message }, Some(peer));
@@ -206,12 +222,23 @@ impl Watch {
         }
     }
 
+    /// Whether this process itself did not run for a while: then the others' silence means nothing yet. So a job that is
+    /// suspended as a whole goes on.
+    fn was_stopped(&self) -> bool {
+        let known = self.known();
+        known.beat.elapsed() > LATE || known.late.is_some_and(|late| late.elapsed() < self.silence)
+    }
+
     /// Gives signs of life, and ends a process whose own rank does not look up from its work after a failure.
     fn beat(&self) {
         let last_look = self.silence / 2;
         loop {
             let (signal, late) = {
-                let known = self.known();
+                let mut known = self.known();
+                if known.beat.elapsed() > LATE {
+                    known.late = Some(Instant::now());
+                }
+                known.beat = Instant::now();
                 let Some(Doing { does, misses, since }) = known.doing.get(&self.rank) else { return };
                 let for_ms = since.elapsed().as_millis() as u64;
                 let late = !known.left[self.rank] && known.failed.is_some_and(|failed| failed.elapsed() > last_look);
