@@ -10,6 +10,7 @@ use crate::{
     observer::Observer,
     optimizer::{Optimizer, Update, clip_scale, global_norm},
     setup::{Setup, model_error},
+    watchdog::Watchdog,
 };
 use candle_core::{Device, Tensor};
 use ringspan::{
@@ -72,6 +73,7 @@ impl<'a> Rank<'a> {
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
+        let mut watchdog = Watchdog::new(config.spike_factor, config.spike_steps);
         while step < config.lr.steps {
             if self.agree_to_stop(stop)? {
                 interrupted = true;
@@ -97,6 +99,10 @@ impl<'a> Rank<'a> {
                 host.observer.stepped(&metrics);
                 Ok(())
             })?;
+            if let Err(spike) = watchdog.look(step, loss) {
+                self.save(host, step, tokens, &feed)?;
+                return Err(spike);
+            }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
             if due(config.eval_every) || step == config.lr.steps {
                 evaluation = self.look_at_held_out(step, host)?;

@@ -4,6 +4,7 @@ use crate::{
     checkpoint::{Checkpoints, write_file},
     config::TrainConfig,
     error::{Error, Result},
+    events::EventFile,
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     rank::{Host, Rank},
@@ -54,11 +55,11 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         unsaved.save(&config.token_cache)?;
     }
     let metrics_path = config.out.join("metrics.jsonl");
-    let host = Mutex::new(Host {
-        observer,
-        metrics: MetricsFile::open(&metrics_path, setup.first_step)?,
-        checkpoints: Checkpoints::new(&config.out, config.keep),
-    });
+    let mut metrics = MetricsFile::open(&metrics_path, setup.first_step)?;
+    if let Some(folder) = &config.tensorboard {
+        metrics = metrics.with_events(EventFile::create(folder, setup.first_step)?);
+    }
+    let host = Mutex::new(Host { observer, metrics, checkpoints: Checkpoints::new(&config.out, config.keep) });
     let options = Options { deadline: config.deadline, ..Options::default() };
     let ends = threads::run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
     let Some(end) = ends.into_iter().next() else {
