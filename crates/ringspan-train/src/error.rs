@@ -67,6 +67,24 @@ pub enum Error {
         /// Its learning rate.
         lr: f64,
     },
+    /// The loss stayed far above its mean.
+    #[error(
+        "the loss was above {factor} times its mean {mean:.4} in {steps} steps in a row, at step {step} it is {loss:.4}; the \
+         run as it is now is saved, and older checkpoints stay: look at the data of these steps, lower --lr, or raise \
+         --spike-factor, and go on with --resume"
+    )]
+    Spike {
+        /// The last of the steps.
+        step: u64,
+        /// Its loss.
+        loss: f64,
+        /// Steps in a row above the limit.
+        steps: u64,
+        /// The limit, as a multiple of the mean.
+        factor: f64,
+        /// The mean of the losses before.
+        mean: f64,
+    },
     /// The core library failed: meshes, layouts, communication.
     #[error(transparent)]
     Core(#[from] ringspan::Error),

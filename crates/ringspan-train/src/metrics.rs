@@ -3,6 +3,7 @@
 use crate::{
     checkpoint::write_file,
     error::{Error, Result},
+    events::EventFile,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -49,6 +50,7 @@ pub struct EvaluationMetrics {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
+    events: Option<EventFile>,
 }
 
 #[derive(Deserialize)]
@@ -74,7 +76,13 @@ impl MetricsFile {
             .collect();
         write_file(path, kept.as_bytes())?;
         let file = OpenOptions::new().append(true).open(path).map_err(Error::io("write", path))?;
-        Ok(Self { path: path.into(), file })
+        Ok(Self { path: path.into(), file, events: None })
+    }
+
+    /// The same, with every number of a line also in an event file.
+    #[must_use]
+    pub fn with_events(self, events: EventFile) -> Self {
+        Self { events: Some(events), ..self }
     }
 
     /// Adds a line. It is handed to the system at once: what a person follows with `tail -f` is the present.
@@ -82,9 +90,15 @@ impl MetricsFile {
     /// # Errors
     /// [`Error::Io`].
     pub fn append(&mut self, line: &impl Serialize) -> Result<()> {
-        let mut text = serde_json::to_string(line).map_err(|e| Error::io("write", &self.path)(e.into()))?;
+        let failed = |e: serde_json::Error| Error::io("write", &self.path)(e.into());
+        let mut text = serde_json::to_string(line).map_err(failed)?;
         text.push('\n');
-        self.file.write_all(text.as_bytes()).map_err(Error::io("write", &self.path))
+        self.file.write_all(text.as_bytes()).map_err(Error::io("write", &self.path))?;
+        let Some(events) = &mut self.events else { return Ok(()) };
+        let values: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).map_err(failed)?;
+        let step = values.get("step").and_then(serde_json::Value::as_u64).unwrap_or(0);
+        let numbers = values.iter().filter(|(name, _)| *name != "step");
+        events.append(step, numbers.filter_map(|(name, value)| Some((name.as_str(), value.as_f64()?))))
     }
 }
 
@@ -94,6 +108,24 @@ mod tests {
 
     fn step(step: u64) -> StepMetrics {
         StepMetrics { step, loss: 0.1 + 0.2, lr: 1e-3, grad_norm: 1.0, tokens: 8, tokens_per_second: 4.0, seconds: 2.0 }
+    }
+
+    #[test]
+    fn every_number_of_a_line_is_an_event() {
+        let folder = tempfile::tempdir().unwrap();
+        let events = EventFile::create(&folder.path().join("events"), 0).unwrap();
+        let mut file = MetricsFile::open(&folder.path().join("metrics.jsonl"), 0).unwrap().with_events(events);
+        file.append(&step(7)).unwrap();
+        let entry = fs::read_dir(folder.path().join("events")).unwrap().next().unwrap().unwrap();
+        let bytes = fs::read(entry.path()).unwrap();
+        let holds = |name: &str, number: f32| {
+            let value = [&[name.len() as u8], name.as_bytes(), &[2 << 3 | 5], &number.to_le_bytes()].concat();
+            bytes.windows(value.len()).any(|window| window == value)
+        };
+        for (name, number) in [("loss", 0.3), ("lr", 1e-3), ("grad_norm", 1.0), ("tokens", 8.0), ("seconds", 2.0)] {
+            assert!(holds(name, number), "{name}");
+        }
+        assert!(!holds("step", 7.0));
     }
 
     #[test]

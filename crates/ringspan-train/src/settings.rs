@@ -154,6 +154,15 @@ pub struct Settings {
     /// Most held-out tokens of a look [default: 131072]
     #[arg(long, value_name = "N", help_heading = "Saving and looking")]
     pub eval_tokens: Option<usize>,
+    /// Folder for event files that TensorBoard reads [default: none are written]
+    #[arg(long, value_name = "DIR", help_heading = "Saving and looking")]
+    pub tensorboard: Option<PathBuf>,
+    /// Stop, with a checkpoint, when the loss stays above K times its running mean [default: never]
+    #[arg(long, value_name = "K", help_heading = "Saving and looking")]
+    pub spike_factor: Option<f64>,
+    /// Steps in a row above the limit of --spike-factor before a run is stopped [default: 10]
+    #[arg(long, value_name = "N", help_heading = "Saving and looking")]
+    pub spike_steps: Option<u64>,
     /// Tokens of the sample shown at the end; 0 for none [default: 200, fewer for large models]
     #[arg(long, value_name = "N", help_heading = "Saving and looking")]
     pub sample_tokens: Option<usize>,

@@ -297,9 +297,9 @@ pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
     if let Some(template) = &settings.chat_template {
         settings.chat_template = Some(absolute(template)?);
     }
-    if let Some(folder) = &settings.token_cache {
+    for folder in [&mut settings.token_cache, &mut settings.tensorboard].into_iter().flatten() {
         // It may not be there yet.
-        settings.token_cache = Some(std::path::absolute(folder).map_err(Error::io("read", folder))?);
+        *folder = std::path::absolute(&*folder).map_err(Error::io("read", &*folder))?;
     }
     match &config.source {
         Source::Text(path) => settings.data = Some(absolute(path)?),

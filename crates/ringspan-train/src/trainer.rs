@@ -4,6 +4,7 @@ use crate::{
     checkpoint::{Identity, write_file},
     config::TrainConfig,
     error::{Error, Result},
+    events::EventFile,
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     rank::{Host, Rank},
@@ -75,7 +76,11 @@ pub fn train_on(
         if let Some(unsaved) = &setup.unsaved {
             unsaved.save(&config.token_cache)?;
         }
-        metrics = Some(MetricsFile::open(&metrics_path, setup.first_step)?);
+        let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
+        if let Some(folder) = &config.tensorboard {
+            file = file.with_events(EventFile::create(folder, setup.first_step)?);
+        }
+        metrics = Some(file);
     }
     let host = Mutex::new(Host { observer, metrics });
     let options = Options { deadline: config.deadline, ..Options::default() };

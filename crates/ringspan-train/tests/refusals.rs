@@ -82,3 +82,32 @@ fn a_loss_that_is_no_number_stops_the_run_and_says_what_to_do() {
     let message = train(&config, &AtomicBool::new(false), &mut Memory::default()).unwrap_err().to_string();
     assert!(message.contains("--lr") && message.contains("step 2"), "{message}");
 }
+
+#[test]
+fn a_loss_that_stays_high_stops_every_rank_with_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let settings = Settings {
+        model: Some(tiny_model(root)),
+        data: Some(text(root)),
+        out: Some(root.join("out")),
+        tensorboard: Some(root.join("events")),
+        sequence_length: Some(64),
+        ring: Some(2),
+        optimizer: Some("sgd".into()),
+        // Learns nothing, so that losses go up and down with the text.
+        lr: Some(1e-9),
+        spike_factor: Some(1.0001),
+        spike_steps: Some(1),
+        steps: Some(60),
+        ..Settings::default()
+    };
+    let config = TrainConfig::resolve(settings).unwrap();
+    let mut memory = Memory::default();
+    let message = train(&config, &AtomicBool::new(false), &mut memory).unwrap_err().to_string();
+    let last = memory.steps.last().unwrap().step;
+    assert!(message.contains("above 1.0001 times its mean") && message.contains(&format!("step {last}")), "{message}");
+    assert!((11..60).contains(&last), "{message}");
+    assert!(root.join(format!("out/checkpoints/step-{last:06}/state.json")).exists());
+    assert_eq!(fs::read_dir(root.join("events")).unwrap().count(), 1);
+}

@@ -20,7 +20,7 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 21] = [
+const CHANGEABLE: [&str; 24] = [
     "steps",
     "lr",
     "weight-decay",
@@ -42,6 +42,9 @@ const CHANGEABLE: [&str; 21] = [
     "eval-tokens",
     "sample-tokens",
     "token-cache",
+    "tensorboard",
+    "spike-factor",
+    "spike-steps",
 ];
 
 /// Where tokens come from.
@@ -144,6 +147,12 @@ pub struct TrainConfig {
     pub eval_tokens: usize,
     /// Most tokens of the sample at the end.
     pub sample_tokens: usize,
+    /// Folder for event files.
+    pub tensorboard: Option<PathBuf>,
+    /// Above this many times its running mean a loss is a spike.
+    pub spike_factor: Option<f64>,
+    /// Spikes in a row that stop a run.
+    pub spike_steps: u64,
 }
 
 impl TrainConfig {
@@ -297,6 +306,15 @@ impl TrainConfig {
         let grad_clip = s.grad_clip.unwrap_or(1.0);
         within("grad-clip", grad_clip, 0.0, f64::MAX)?;
 
+        match (s.spike_factor, s.spike_steps) {
+            (Some(factor), _) if !(factor > 1.0 && factor.is_finite()) => {
+                return Err(Error::Settings(format!("--spike-factor is {factor}, but must be above 1 and finite")));
+            }
+            (None, Some(_)) => return no_effect("spike-steps", "without --spike-factor, which says what a spike is"),
+            (_, Some(0)) => return Err(Error::Settings("--spike-steps is 0, but must be at least 1".into())),
+            _ => {}
+        }
+
         let deadline = s.deadline.unwrap_or(600.0);
         let deadline = Duration::try_from_secs_f64(deadline).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
             Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
@@ -337,6 +355,9 @@ impl TrainConfig {
             eval_every: every(s.eval_every, 0),
             eval_tokens: positive("eval-tokens", s.eval_tokens.unwrap_or(1 << 17))?,
             sample_tokens: s.sample_tokens.unwrap_or(200),
+            tensorboard: s.tensorboard.clone(),
+            spike_factor: s.spike_factor,
+            spike_steps: s.spike_steps.unwrap_or(10),
             settings,
         })
     }

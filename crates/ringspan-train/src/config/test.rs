@@ -55,6 +55,7 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\ntoken-cache = 'c'", &["--token-cache has no effect"]);
     refused("tokens = 't'\nchat-template = 'c'", &["--chat-template has no effect"]);
     refused("packing = 'balanced'", &["--packing balanced has no effect", "--batch-size 1 x --grad-accumulation 1"]);
+    refused("spike-steps = 3", &["--spike-steps has no effect without --spike-factor"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
     refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
     refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);
@@ -77,6 +78,9 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("beta2 = 1.0", &["--beta2 is 1"]);
     refused("lr = nan", &["--lr is NaN"]);
     refused("lr = -1.0", &["--lr is -1"]);
+    refused("spike-factor = 1.0", &["--spike-factor is 1", "above 1"]);
+    refused("spike-factor = nan", &["--spike-factor is NaN"]);
+    refused("spike-factor = 2.0\nspike-steps = 0", &["--spike-steps is 0"]);
     refused("eps = inf", &["--eps is inf"]);
     refused("deadline = 0.0", &["--deadline is 0"]);
     for key in ["ring", "ulysses", "dp-replicate", "steps", "threads", "grad-accumulation", "keep", "batch-size"] {

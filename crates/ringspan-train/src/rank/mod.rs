@@ -14,6 +14,7 @@ use crate::{
     optimizer::Optimizer,
     setup::Setup,
     shards::Shards,
+    watchdog::Watchdog,
 };
 use ringspan::{
     Group, Kernel, Mesh,
@@ -85,6 +86,7 @@ impl<'a> Rank<'a> {
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
+        let mut watchdog = Watchdog::new(config.spike_factor, config.spike_steps);
         while step < config.lr.steps {
             let agreed = self.agree(stop)?;
             if agreed.saved {
@@ -114,6 +116,11 @@ impl<'a> Rank<'a> {
                 host.observer.stepped(&metrics);
                 Ok(())
             })?;
+            if let Err(spike) = watchdog.look(step, loss) {
+                self.start_saving(host, step, tokens, &feed)?;
+                self.finish_saving(host)?;
+                return Err(spike);
+            }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
             if due(config.eval_every) || step == config.lr.steps {
                 evaluation = self.look_at_held_out(step, host)?;
