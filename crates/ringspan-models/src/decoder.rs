@@ -7,6 +7,9 @@ use crate::error::{Error, Result};
 use crate::rope::inverse_frequencies;
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::Attend;
+use ringspan_candle::activation::Activation;
+use ringspan_candle::gated_mlp::gated_mlp;
+use ringspan_candle::linear::linear;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::swiglu;
@@ -70,10 +73,18 @@ impl Decoder {
         let h = self.normed(weights, &part("input_layernorm"), x)?;
         let x = (x + self.attention(weights, index, &h, attend)?)?;
         let h = self.normed(weights, &part("post_attention_layernorm"), &x)?;
-        let gate = self.linear(weights, &part("mlp.gate_proj"), &h, self.config.mlp_bias())?;
-        let up = self.linear(weights, &part("mlp.up_proj"), &h, self.config.mlp_bias())?;
-        let down = self.linear(weights, &part("mlp.down_proj"), &swiglu(&gate, &up)?, self.config.mlp_bias())?;
-        Ok((x + down)?)
+        Ok((x + self.feed_forward(weights, &part("mlp"), &h)?)?)
+    }
+
+    /// The gated layer of `name`: h `[T, C]` to `[T, C]`.
+    fn feed_forward(&self, weights: &Weights, name: &str, h: &Tensor) -> Result<Tensor> {
+        let part = |which: &str| format!("{name}.{which}_proj");
+        if !self.config.mlp_bias() {
+            let weight = |which: &str| self.get(weights, &format!("{}.weight", part(which)));
+            return Ok(gated_mlp(h, weight("gate")?, weight("up")?, weight("down")?, Activation::Silu)?);
+        }
+        let (gate, up) = (self.linear(weights, &part("gate"), h, true)?, self.linear(weights, &part("up"), h, true)?);
+        self.linear(weights, &part("down"), &swiglu(&gate, &up)?, true)
     }
 
     fn attention(&self, weights: &Weights, index: usize, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
@@ -194,11 +205,8 @@ impl Decoder {
 
     /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]`.
     fn linear(&self, weights: &Weights, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
-        let out = x.matmul(&self.get(weights, &format!("{name}.weight"))?.t()?)?;
-        if bias {
-            return Ok(out.broadcast_add(self.get(weights, &format!("{name}.bias"))?)?);
-        }
-        Ok(out)
+        let bias = if bias { Some(self.get(weights, &format!("{name}.bias"))?) } else { None };
+        Ok(linear(x, self.get(weights, &format!("{name}.weight"))?, bias)?)
     }
 
     /// A parameter by name.

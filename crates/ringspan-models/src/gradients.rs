@@ -1,7 +1,8 @@
-//! Gradients layer by layer, with recomputation: memory for one layer's graph, and each layer's input.
+//! Gradients layer by layer, with recomputation: memory for one layer's graph, and what [`Recompute`] keeps of each.
 
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
+use crate::recompute::{Graph, Keeper, Recompute};
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
 
@@ -9,7 +10,7 @@ use ringspan_candle::{Attend, loss};
 ///
 /// `on_gradient` gets every parameter's gradient once, as soon as it is known, in an order that depends on the model
 /// only: head (unless tied), last norm, layers from the last to the first, embedding. A rank without tokens takes part
-/// in every attention, forward and backward, and yields zeros.
+/// in every attention, forward and backward, and yields zeros. All ranks must recompute alike.
 ///
 /// # Errors
 /// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradient` returns.
@@ -19,16 +20,30 @@ pub fn loss_and_gradients(
     tokens: &[u32],
     targets: &[u32],
     scale: f32,
+    recompute: Recompute,
     attend: &dyn Attend,
     on_gradient: &mut dyn FnMut(&str, Tensor) -> Result<()>,
 ) -> Result<f64> {
     let layers = decoder.config().num_hidden_layers;
     let variable = |name: &str| -> Result<Var> { Ok(Var::from_tensor(decoder.get(weights, name)?)?) };
-    let mut inputs = Vec::with_capacity(layers);
+    let keeper = Keeper::new(attend);
+    let attend = if recompute == Recompute::Full { attend } else { &keeper };
+    let parameters = |index: usize| -> Result<Vec<(String, Var)>> {
+        decoder.layer_names(index).into_iter().map(|name| variable(&name).map(|var| (name, var))).collect()
+    };
+    let graph =
+        |index: usize, x: &Tensor| Graph::new(x, parameters(index)?, |local, x| decoder.layer(local, index, x, attend));
+    let mut kept = Vec::with_capacity(layers);
     let mut x = decoder.embed(weights, tokens)?;
     for index in 0..layers {
-        let next = decoder.layer(weights, index, &x, attend)?;
-        inputs.push(std::mem::replace(&mut x, next));
+        if recompute == Recompute::Nothing && !tokens.is_empty() {
+            let layer = graph(index, &x)?;
+            x = layer.output();
+            kept.push(Layer::Graph(layer));
+        } else {
+            let next = decoder.layer(weights, index, &x, attend)?;
+            kept.push(Layer::Input(std::mem::replace(&mut x, next)));
+        }
     }
 
     let hidden = decoder.norm(weights, &x)?;
@@ -39,10 +54,11 @@ pub fn loss_and_gradients(
     }
     let name = decoder.norm_name().to_owned();
     let norm = variable(&name)?;
-    let (mut dx, d_norm) = differentiate(&x, &loss.d_hidden, &[(name, norm)], |local, x| decoder.norm(local, x))?;
+    let last = Graph::new(&x, vec![(name, norm)], |local, x| decoder.norm(local, x))?;
+    let (mut dx, d_norm) = last.backward(&loss.d_hidden)?;
     deliver(d_norm, on_gradient)?;
 
-    for (index, x) in inputs.iter().enumerate().rev() {
+    for (index, layer) in kept.into_iter().enumerate().rev() {
         if tokens.is_empty() {
             take_part(decoder, index, attend)?;
             for name in decoder.layer_names(index) {
@@ -50,10 +66,11 @@ pub fn loss_and_gradients(
             }
             continue;
         }
-        let parameter = |name: String| variable(&name).map(|var| (name, var));
-        let parameters = decoder.layer_names(index).into_iter().map(parameter).collect::<Result<Vec<_>>>()?;
-        let (d_input, gradients) =
-            differentiate(x, &dx, &parameters, |local, x| decoder.layer(local, index, x, attend))?;
+        let layer = match layer {
+            Layer::Graph(graph) => graph,
+            Layer::Input(x) => graph(index, &x)?,
+        };
+        let (d_input, gradients) = layer.backward(&dx)?;
         dx = d_input;
         deliver(gradients, on_gradient)?;
     }
@@ -67,30 +84,11 @@ pub fn loss_and_gradients(
     Ok(loss.nll_sum)
 }
 
-/// Gradients of `sum(dy * f(parameters, x))`: of x, and of each parameter by name.
-fn differentiate(
-    x: &Tensor,
-    dy: &Tensor,
-    parameters: &[(String, Var)],
-    f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
-) -> Result<(Tensor, Vec<(String, Tensor)>)> {
-    let zeros = |var: &Var| var.as_tensor().zeros_like();
-    if x.dim(0)? == 0 {
-        let none = parameters.iter().map(|(name, var)| Ok((name.clone(), zeros(var)?)));
-        return Ok((x.clone(), none.collect::<Result<_>>()?));
-    }
-    let input = Var::from_tensor(x)?;
-    let local: Weights = parameters.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
-    // Candle's backward starts from ones, so the incoming gradient enters as a factor.
-    let y = f(&local, input.as_tensor())?;
-    let mut store = (y * dy.detach())?.sum_all()?.backward()?;
-    let mut gradient = |var: &Var| match store.remove(var.as_tensor()) {
-        Some(gradient) => Ok(gradient.detach()),
-        None => zeros(var),
-    };
-    let dx = gradient(&input)?;
-    let gradients = parameters.iter().map(|(name, var)| Ok((name.clone(), gradient(var)?)));
-    Ok((dx, gradients.collect::<Result<_>>()?))
+/// What a layer's forward pass leaves for its backward.
+enum Layer {
+    /// The input `[T, C]`.
+    Input(Tensor),
+    Graph(Graph),
 }
 
 fn deliver(gradients: Vec<(String, Tensor)>, to: &mut dyn FnMut(&str, Tensor) -> Result<()>) -> Result<()> {

@@ -10,8 +10,10 @@ mod error;
 pub mod folder;
 pub mod gradients;
 mod init;
+mod recompute;
 mod rope;
 
 pub use config::Config;
 pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
+pub use recompute::Recompute;

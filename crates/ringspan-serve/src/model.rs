@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use ringspan::Kernel;
 use ringspan::attention::Group;
 use ringspan::comm::threads;
-use ringspan_candle::Attend;
+use ringspan_candle::{Attend, pool};
 use ringspan_models::{Decoder, Weights};
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +77,7 @@ pub struct Mesh {
     pub ring: usize,
     /// Ulysses size U.
     pub ulysses: usize,
-    /// Threads of each rank's kernel.
+    /// Threads of each rank.
     pub threads: usize,
     /// How long a rank waits for another.
     pub deadline: Duration,
@@ -97,6 +97,9 @@ impl Mesh {
         let Self { ring, ulysses, threads, deadline } = *self;
         let options = threads::Options { deadline, ..Default::default() };
         let ranks = ring.saturating_mul(ulysses);
-        threads::run(ranks, options, |comm| work(Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?)))
+        threads::run(ranks, options, |comm| {
+            let group = Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?);
+            pool::run(threads, || work(group))?
+        })
     }
 }

@@ -3,6 +3,7 @@
 //! Every rank holds the same parameters and the same reduced gradients, so every rank takes the same step, bit for bit.
 
 use crate::error::{Error, Result};
+use ringspan_candle::pool;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 
@@ -161,12 +162,18 @@ impl Optimizer {
                 let root = (1.0 - beta2.powf(count)).sqrt() as f32;
                 let shrink = if decays { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
                 let (mix, keep, add, eps) = ((1.0 - beta1) as f32, beta2 as f32, (1.0 - beta2) as f32, eps as f32);
-                for (((p, g), m), v) in p.iter_mut().zip(g).zip(&mut m).zip(&mut v) {
-                    let g = g * scale;
-                    *m += mix * (g - *m);
-                    *v = *v * keep + add * g * g;
-                    *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
-                }
+                let part = pool::part(p.len(), 1);
+                let slices = p.chunks_mut(part).zip(g.chunks(part)).zip(m.chunks_mut(part)).zip(v.chunks_mut(part));
+                pool::map(slices.collect(), |(((p, g), m), v): Slices<'_>| {
+                    pool::vectorized(|| {
+                        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                            let g = g * scale;
+                            *m += mix * (g - *m);
+                            *v = *v * keep + add * g * g;
+                            *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
+                        }
+                    });
+                });
                 self.state.insert(format!("exp_avg.{name}"), m);
                 self.state.insert(format!("exp_avg_sq.{name}"), v);
             }
@@ -192,6 +199,9 @@ impl Optimizer {
     }
 }
 
+/// Some elements of parameter, gradient, mean and mean square.
+type Slices<'a> = (((&'a mut [f32], &'a [f32]), &'a mut [f32]), &'a mut [f32]);
+
 fn kinds(method: &Method) -> &'static [&'static str] {
     match method {
         Method::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
@@ -206,7 +216,25 @@ fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Vec<f32> {
 
 /// The L2 norm of all gradients together, summed in f64 in the order given.
 pub fn global_norm<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64 {
-    gradients.into_iter().map(|g| g.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()).sum::<f64>().sqrt()
+    gradients.into_iter().map(squares).sum::<f64>().sqrt()
+}
+
+/// The sum of the squares, in f64. Blocks of one size, whatever the threads: all ranks get the same bits.
+fn squares(gradient: &[f32]) -> f64 {
+    const BLOCK: usize = 1 << 16;
+    const LANES: usize = 8;
+    let of_block = |block: &[f32]| {
+        pool::vectorized(|| {
+            let mut sums = [0.0f64; LANES];
+            let chunks = block.chunks_exact(LANES);
+            let rest: f64 = chunks.remainder().iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            for chunk in chunks {
+                sums.iter_mut().zip(chunk).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+            }
+            sums.iter().sum::<f64>() + rest
+        })
+    };
+    pool::map(gradient.chunks(BLOCK).collect(), of_block).into_iter().sum()
 }
 
 /// The factor that brings gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where they fit.

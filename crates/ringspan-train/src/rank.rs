@@ -142,6 +142,7 @@ impl<'a> Rank<'a> {
                 &local.tokens,
                 &local.targets,
                 scale,
+                self.config.recompute,
                 &local.context,
                 &mut |name, gradient| {
                     let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;

@@ -12,6 +12,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use ringspan::comm::threads::{self, Options};
+use ringspan_candle::pool;
 use ringspan_models::folder;
 use std::{
     path::PathBuf,
@@ -57,7 +58,9 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
         checkpoints: Checkpoints::new(&config.out, config.keep),
     });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let ends = threads::run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
+    let ends = threads::run(config.ranks(), options, |world| {
+        pool::run(config.threads, || Rank::new(config, &setup, world)?.train(stop, &host))?
+    })?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };

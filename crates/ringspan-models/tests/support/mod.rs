@@ -6,7 +6,7 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Strategy};
 use ringspan_candle::{Attend, Context, loss};
-use ringspan_models::{Decoder, Error, Weights, folder, gradients};
+use ringspan_models::{Decoder, Error, Recompute, Weights, folder, gradients};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -163,18 +163,25 @@ fn local(
         x = decoder.layer(weights, index, &x, attend)?;
     }
     let logits = loss::logits(&decoder.norm(weights, &x)?, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
-    let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
-    let scale = 1.0 / valid as f32;
-    let nll =
-        gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, attend, &mut |name, gradient| {
+    let differentiate = |recompute: Recompute| {
+        let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
+        let scale = 1.0 / valid as f32;
+        let mut keep = |name: &str, gradient: Tensor| {
             assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[name].dims()), "{name}");
             order.push(name.to_owned());
-            assert!(
-                gradients.insert(name.to_owned(), gradient.flatten_all()?.to_vec1()?).is_none(),
-                "{name} came twice"
-            );
+            let values = gradient.flatten_all()?.to_vec1::<f32>()?;
+            assert!(gradients.insert(name.to_owned(), values).is_none(), "{name} came twice");
             Ok(())
-        })?;
+        };
+        let nll =
+            gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, recompute, attend, &mut keep)?;
+        Ok::<_, Error>((nll, gradients, order))
+    };
+    let one = differentiate(Recompute::default())?;
+    for recompute in [Recompute::Full, Recompute::Nothing] {
+        assert!(differentiate(recompute)? == one, "recompute {recompute} gives other gradients");
+    }
+    let (nll, gradients, order) = one;
     Ok((Answer { logits, loss: nll / valid as f64, gradients }, order))
 }
 

@@ -7,6 +7,7 @@ use crate::{
     settings::{Settings, TrainArgs},
 };
 use ringspan::{LayoutKind, Strategy};
+use ringspan_models::Recompute;
 use std::{
     path::{Path, PathBuf},
     time::Duration,
@@ -16,7 +17,7 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 18] = [
+const CHANGEABLE: [&str; 19] = [
     "steps",
     "lr",
     "weight-decay",
@@ -29,6 +30,7 @@ const CHANGEABLE: [&str; 18] = [
     "strategy",
     "layout",
     "threads",
+    "recompute",
     "deadline",
     "save-every",
     "keep",
@@ -73,8 +75,10 @@ pub struct TrainConfig {
     pub strategy: Strategy,
     /// Who holds which tokens.
     pub layout: LayoutKind,
-    /// Threads of a rank's kernel.
+    /// Threads of a rank.
     pub threads: usize,
+    /// What is computed again for the backward pass.
+    pub recompute: Recompute,
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// Optimiser.
@@ -237,6 +241,7 @@ impl TrainConfig {
             strategy,
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores / ranks).max(1)))?,
+            recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
             deadline,
             method,
             lr: LrSchedule { peak, warmup, steps, decay },
