@@ -10,6 +10,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::rope::Rope;
 use ringspan::{Mask, Score};
+use ringspan_candle::activation::Activation;
 use serde_json::Value;
 
 /// The models there are.
@@ -39,13 +40,6 @@ pub(crate) struct Architecture {
     pub(crate) layers: Vec<Layer>,
     /// The sparse feed-forward parts.
     pub(crate) sparse: Option<Sparse>,
-}
-
-/// The gate's activation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Activation {
-    SwiGlu,
-    GeGlu,
 }
 
 /// In what a layer differs from others.
@@ -98,7 +92,7 @@ impl Architecture {
             post_norms: false,
             norm_offset: 0.0,
             embedding_scale: 1.0,
-            activation: Activation::SwiGlu,
+            activation: Activation::Silu,
             score: Score::new(1.0 / (config.head_dim() as f32).sqrt()),
             ropes: vec![Rope::new(config, config.rope(), 10_000.0)?],
             layers: vec![Layer { window: None, rope: 0, sparse: false }; config.num_hidden_layers],

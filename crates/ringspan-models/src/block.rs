@@ -4,13 +4,17 @@
 
 mod sparse;
 
-use crate::architecture::{Activation, Sparse};
+use crate::architecture::Sparse;
 use crate::config::Config;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
+use crate::lora::Lora;
 use candle_core::Tensor;
 use ringspan_candle::Attend;
+use ringspan_candle::activation::Activation;
+use ringspan_candle::gated_mlp::gated_mlp;
 use ringspan_candle::geglu::geglu;
+use ringspan_candle::linear::linear;
 use ringspan_candle::rope::rope;
 use ringspan_candle::swiglu::swiglu;
 
@@ -80,11 +84,16 @@ impl Block<'_> {
     /// The gated feed-forward part of all tokens.
     fn dense(&self, h: &Tensor) -> Result<Tensor> {
         let model = &self.decoder.model;
+        let adapted = |lora: &Lora| ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().any(|n| lora.is_beside(n));
+        if !model.mlp_bias && !self.decoder.lora().is_some_and(adapted) {
+            let [gate, up, down] = ["gate", "up", "down"].map(|name| self.get(&format!("mlp.{name}_proj.weight")));
+            return Ok(gated_mlp(h, gate?, up?, down?, model.activation)?);
+        }
         let gate = self.linear("mlp.gate_proj", h, model.mlp_bias)?;
         let up = self.linear("mlp.up_proj", h, model.mlp_bias)?;
         let hidden = match model.activation {
-            Activation::SwiGlu => swiglu(&gate, &up)?,
-            Activation::GeGlu => geglu(&gate, &up)?,
+            Activation::Silu => swiglu(&gate, &up)?,
+            Activation::GeluTanh => geglu(&gate, &up)?,
         };
         self.linear("mlp.down_proj", &hidden, model.mlp_bias)
     }
@@ -95,10 +104,8 @@ impl Block<'_> {
 
     /// `x weight^T + bias`, and the adapter's part: x `[T, in]`, weight `[out, in]`, bias `[out]`.
     fn linear(&self, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
-        let mut out = x.matmul(&self.get(&format!("{name}.weight"))?.t()?)?;
-        if bias {
-            out = out.broadcast_add(self.get(&format!("{name}.bias"))?)?;
-        }
+        let bias = if bias { Some(self.get(&format!("{name}.bias"))?) } else { None };
+        let mut out = linear(x, self.get(&format!("{name}.weight"))?, bias)?;
         if let Some(lora) = self.decoder.lora.as_ref().filter(|lora| lora.is_beside(name)) {
             let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
             out = (out + lora.apply(x, self.get(&a)?, self.get(&b)?)?)?;

@@ -20,6 +20,7 @@ mod init;
 mod lora;
 mod origin;
 mod parameters;
+mod recompute;
 mod rope;
 mod shapes;
 
@@ -31,3 +32,4 @@ pub use extension::{Beyond, RopeScaling};
 pub use lora::{Lora, TARGETS};
 pub use origin::Origin;
 pub use parameters::{Parameters, Unit};
+pub use recompute::Recompute;

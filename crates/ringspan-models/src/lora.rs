@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use ringspan_candle::linear::linear;
 
 /// The linear layers that adapters can stand beside.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
@@ -89,8 +90,8 @@ impl Lora {
     /// The adapter's part of a layer: x `[T, in]` to `[T, out]`.
     pub(crate) fn apply(&self, x: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         // The scale goes to the narrow matrix.
-        let narrow = (x.matmul(&a.t()?)? * self.scale())?;
-        Ok(narrow.matmul(&b.t()?)?)
+        let narrow = (linear(x, a, None)? * self.scale())?;
+        Ok(linear(&narrow, b, None)?)
     }
 
     /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
 use ringspan_candle::{Attend, Experts};
-use ringspan_models::{Decoder, Error, Unit, Weights, gradients};
+use ringspan_models::{Decoder, Error, Recompute, Unit, Weights, gradients};
 use support::load;
 
 /// Attention that looks at nothing.
@@ -46,7 +46,9 @@ fn gradients_of(
     positions: usize,
 ) -> Result<f64, Error> {
     let attend = Values((0..positions).collect());
-    gradients::loss_and_gradients(decoder, weights, tokens, targets, 1.0, &attend, &mut |_, _| Ok(()))
+    gradients::loss_and_gradients(decoder, weights, tokens, targets, 1.0, Recompute::default(), &attend, &mut |_, _| {
+        Ok(())
+    })
 }
 
 fn contains(error: Error, words: &[&str]) {
@@ -91,10 +93,19 @@ fn a_missing_parameter_is_named_with_its_shape() {
 fn what_the_callback_returns_ends_the_pass() {
     let (decoder, weights, ..) = load("llama");
     let mut calls = 0;
-    let error = gradients::loss_and_gradients(&decoder, &weights, &[1], &[2], 1.0, &Values(vec![0]), &mut |unit, _| {
-        calls += 1;
-        if unit == Unit::Layer(1) { Err(Error::Config("enough".into())) } else { Ok(()) }
-    });
+    let error = gradients::loss_and_gradients(
+        &decoder,
+        &weights,
+        &[1],
+        &[2],
+        1.0,
+        Recompute::Full,
+        &Values(vec![0]),
+        &mut |unit, _| {
+            calls += 1;
+            if unit == Unit::Layer(1) { Err(Error::Config("enough".into())) } else { Ok(()) }
+        },
+    );
     contains(error.expect_err("the callback's"), &["enough"]);
     assert_eq!(calls, 2, "the head, and the last layer");
 }

@@ -6,7 +6,7 @@ use ringspan::Kernel;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads;
-use ringspan_candle::Attend;
+use ringspan_candle::{Attend, pool};
 use ringspan_models::{Decoder, Weights};
 use std::sync::Arc;
 use std::time::Duration;
@@ -78,7 +78,7 @@ pub struct Mesh {
     pub ring: usize,
     /// Ulysses size U.
     pub ulysses: usize,
-    /// Threads of each rank's kernel.
+    /// Threads of each rank.
     pub threads: usize,
     /// How long a rank waits for another.
     pub deadline: Duration,
@@ -100,6 +100,9 @@ impl Mesh {
         let Self { ring, ulysses, threads, deadline, .. } = *self;
         let options = threads::Options { deadline, ..Default::default() };
         let ranks = ring.saturating_mul(ulysses);
-        self.ranks.run(ranks, options, |comm| work(Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?)))
+        self.ranks.run(ranks, options, |comm| {
+            let group = Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?);
+            pool::run(threads, || work(group))?
+        })
     }
 }

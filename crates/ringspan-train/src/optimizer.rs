@@ -4,6 +4,7 @@
 //! they take the same step, bit for bit.
 
 use crate::error::{Error, Result};
+use ringspan_candle::pool;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr, sync::Arc};
 
@@ -168,13 +169,20 @@ impl Optimizer {
                 let root = (1.0 - beta2.powf(count)).sqrt() as f32;
                 let shrink = if decays { (1.0 - lr * weight_decay) as f32 } else { 1.0 };
                 let (mix, keep, add, eps) = ((1.0 - beta1) as f32, beta2 as f32, (1.0 - beta2) as f32, eps as f32);
-                let state = Arc::make_mut(&mut m).iter_mut().zip(Arc::make_mut(&mut v));
-                for ((p, g), (m, v)) in p.iter_mut().zip(g).zip(state) {
-                    let g = g * scale;
-                    *m += mix * (g - *m);
-                    *v = *v * keep + add * g * g;
-                    *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
-                }
+                let (m_now, v_now) = (Arc::make_mut(&mut m), Arc::make_mut(&mut v));
+                let part = pool::part(p.len(), 1);
+                let slices =
+                    p.chunks_mut(part).zip(g.chunks(part)).zip(m_now.chunks_mut(part)).zip(v_now.chunks_mut(part));
+                pool::map(slices.collect(), |(((p, g), m), v): Slices<'_>| {
+                    pool::vectorized(|| {
+                        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+                            let g = g * scale;
+                            *m += mix * (g - *m);
+                            *v = *v * keep + add * g * g;
+                            *p = *p * shrink - step_size * (*m / (v.sqrt() / root + eps));
+                        }
+                    });
+                });
                 self.state.insert(format!("exp_avg.{name}"), m);
                 self.state.insert(format!("exp_avg_sq.{name}"), v);
             }
@@ -200,6 +208,9 @@ impl Optimizer {
     }
 }
 
+/// Some elements of parameter, gradient, mean and mean square.
+type Slices<'a> = (((&'a mut [f32], &'a [f32]), &'a mut [f32]), &'a mut [f32]);
+
 /// State tensors of a parameter.
 pub(crate) fn kinds(method: &Method) -> &'static [&'static str] {
     match method {
@@ -216,7 +227,25 @@ fn take(state: &mut State, kind: &str, name: &str, size: usize) -> Arc<Vec<f32>>
 
 /// The sum of squares of all gradients together, in f64 in the order given: the square of their L2 norm.
 pub fn sum_of_squares<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64 {
-    gradients.into_iter().map(|g| g.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()).sum::<f64>()
+    gradients.into_iter().map(squares).sum()
+}
+
+/// The sum of the squares, in f64. Blocks of one size, whatever the threads: all ranks get the same bits.
+fn squares(gradient: &[f32]) -> f64 {
+    const BLOCK: usize = 1 << 16;
+    const LANES: usize = 8;
+    let of_block = |block: &[f32]| {
+        pool::vectorized(|| {
+            let mut sums = [0.0f64; LANES];
+            let chunks = block.chunks_exact(LANES);
+            let rest: f64 = chunks.remainder().iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+            for chunk in chunks {
+                sums.iter_mut().zip(chunk).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+            }
+            sums.iter().sum::<f64>() + rest
+        })
+    };
+    pool::map(gradient.chunks(BLOCK).collect(), of_block).into_iter().sum()
 }
 
 /// The factor that brings gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where they fit.

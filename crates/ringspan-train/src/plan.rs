@@ -11,7 +11,8 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Schedule, Strategy};
-use ringspan_models::{Config, Unit};
+use ringspan_candle::gated_mlp;
+use ringspan_models::{Config, Recompute, Unit};
 use std::fmt;
 
 /// Rings up to this size are drawn step by step; larger drawings hide the rest of the plan.
@@ -181,12 +182,14 @@ struct Shape {
     kv_heads: u64,
     dim: u64,
     feed_forward: u64,
+    feed_forward_bias: bool,
     vocabulary: u64,
     state: u64,
     ranks: u64,
     ring: u64,
     ulysses: usize,
     strategy: Strategy,
+    recompute: Recompute,
 }
 
 impl Shape {
@@ -217,17 +220,19 @@ impl Shape {
             kv_heads: model.num_key_value_heads() as u64,
             dim: model.head_dim() as u64,
             feed_forward: model.intermediate_size as u64,
+            feed_forward_bias: setup.shapes.keys().any(|name| name.ends_with("down_proj.bias")),
             vocabulary: model.vocab_size as u64,
             state: Optimizer::state_bytes(&config.method, trained) as u64,
             ranks: config.ranks() as u64,
             ring: config.ring as u64,
             ulysses: config.ulysses,
             strategy: config.strategy,
+            recompute: config.recompute,
         }
     }
 
-    /// Of the rank with most tokens. The layers' inputs stay; of one layer at a time everything else is there, with its
-    /// gradient; attention adds the blocks of keys, values and their gradients that are under way.
+    /// Of the rank with most tokens. What the backward needs of each layer stays; of one layer at a time everything is
+    /// there, with its gradient, the feed-forward layer in tiles; attention adds the blocks of keys, values and their gradients that are under way.
     fn memory(&self, layout: &Layout, shares: &[HeadShare]) -> Vec<(&'static str, u64)> {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let place = tokens * self.ulysses as u64;
@@ -239,21 +244,29 @@ impl Shape {
             // At most: halo fetches parts of them.
             Strategy::AllGather | Strategy::Halo => self.ring - 1,
         };
-        let layer = 6 * self.hidden + 3 * self.heads * self.dim + 4 * self.kv_heads * self.dim + 3 * self.feed_forward;
+        let layer = 7 * self.hidden + 3 * (self.heads + self.kv_heads) * self.dim;
+        let kept = match self.recompute {
+            Recompute::Full => self.hidden,
+            Recompute::KeepAttention => self.hidden + self.heads * (self.dim + 1),
+            Recompute::Nothing => layer + self.heads,
+        };
+        // The fused feed-forward layer knows no biases.
+        let wide_tokens = if self.feed_forward_bias { 2 * tokens } else { tokens.min(gated_mlp::TILE as u64) };
         let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
         vec![
             ("parameters", (4 * self.parameters).div_ceil(self.sharers)),
             ("gradients", (4 * self.trained).div_ceil(self.sharers)),
             ("optimiser state", self.state.div_ceil(self.sharers)),
             ("a layer or the head, whole, with gradients", 4 * 4 * self.largest),
-            ("inputs of the layers", tokens * self.hidden * 4 * (self.layers + 1)),
-            ("one layer, with gradients", 2 * tokens * layer * 4),
+            ("weights kept of all layers", if self.recompute == Recompute::Nothing { 4 * self.parameters } else { 0 }),
+            ("kept of the layers", tokens * 4 * (kept * self.layers + self.hidden)),
+            ("one layer, with gradients", (2 * tokens * layer + 3 * wide_tokens * self.feed_forward) * 4),
             ("blocks of other ranks", 2 * blocks * block),
-            ("logits of a chunk", 2 * logits),
+            ("logits of a chunk", logits),
         ]
     }
 
-    /// Of the rank that sends most. Activation recomputation runs the attention forward twice.
+    /// Of the rank that sends most.
     fn traffic(
         &self,
         layout: &Layout,
@@ -262,6 +275,7 @@ impl Shape {
     ) -> Result<Vec<(&'static str, u64)>> {
         let times = micro_batches as u64;
         let (mut forward, mut backward) = (0, 0);
+        let forward_times = if self.recompute == Recompute::Full { 2 } else { 1 };
         for rank in 0..layout.ranks() {
             let of = |pass| -> Result<u64> {
                 let all = schedules.iter().map(|s| Ok(s.layers * s.schedule.bytes_sent(pass, rank, &self.sizes())?));
@@ -271,7 +285,7 @@ impl Shape {
             backward = backward.max(of(Pass::Backward)?);
         }
         Ok(vec![
-            ("attention forward", 2 * forward * times),
+            ("attention forward", forward_times * forward * times),
             ("attention backward", backward * times),
             ("parameters", 4 * self.gathered * times * (self.sharers - 1) / self.sharers),
             ("gradients", self.gradients(times)),

@@ -17,7 +17,7 @@ use ringspan::{
         threads::{self, Options},
     },
 };
-use ringspan_candle::{context::Context, loss};
+use ringspan_candle::{context::Context, loss, pool};
 use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sampl
     let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let grown = threads::run(1, options, |world: Arc<dyn Communicator>| {
+    let one = |world: Arc<dyn Communicator>| {
         let group = Arc::new(Group::new(world, (1, 1), Kernel::new(config.threads))?);
         let mut random = ChaCha8Rng::seed_from_u64(config.seed);
         let mut tokens = tokens.clone();
@@ -74,7 +74,8 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sampl
             tokens.push(next);
         }
         Result::Ok(tokens)
-    })?;
+    };
+    let grown = threads::run(1, options, |world| pool::run(config.threads, || one(world))?)?;
     tokens = grown.into_iter().next().unwrap_or(tokens);
     Ok(Some(Sample {
         prompt: tokenizer.decode(&tokens[..prompt])?,

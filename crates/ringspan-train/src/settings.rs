@@ -95,9 +95,13 @@ pub struct Settings {
     /// [default: per-document-zigzag]
     #[arg(long, help_heading = "Mesh")]
     pub layout: Option<String>,
-    /// Threads of a rank's attention kernel [default: cores / ranks]
+    /// Threads of a rank [default: cores / ranks]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     pub threads: Option<usize>,
+    /// What is computed again for the backward pass, to save memory: full, keep-attention, nothing
+    /// [default: keep-attention]
+    #[arg(long, help_heading = "Mesh")]
+    pub recompute: Option<String>,
     /// Seconds a rank waits for another before it gives up [default: 600]
     #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
     pub deadline: Option<f64>,

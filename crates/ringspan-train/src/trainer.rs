@@ -15,6 +15,7 @@ use crate::{
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads::Options;
+use ringspan_candle::pool;
 use std::{
     path::PathBuf,
     sync::{Mutex, atomic::AtomicBool},
@@ -84,7 +85,9 @@ pub fn train_on(
     }
     let host = Mutex::new(Host { observer, metrics });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let ends = ranks.run(config.ranks(), options, |world| Rank::new(config, &setup, world)?.train(stop, &host))?;
+    let ends = ranks.run(config.ranks(), options, |world| {
+        pool::run(config.threads, || Rank::new(config, &setup, world)?.train(stop, &host))?
+    })?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };

@@ -1,10 +1,11 @@
 //! The text of Gemma 3 (Gemma Team, 2025): norms on both sides of each block, and local layers between global ones.
 
-use super::{Activation, Architecture, Layer, sliding, window};
+use super::{Architecture, Layer, sliding, window};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::rope::{Parameters, Rope};
 use ringspan::Score;
+use ringspan_candle::activation::Activation;
 use serde_json::{Value, json};
 
 const GLOBAL: usize = 0;
@@ -59,7 +60,7 @@ pub(super) fn architecture(config: &Config) -> Result<Architecture> {
         post_norms: true,
         norm_offset: 1.0,
         embedding_scale: f64::from((config.hidden_size as f64).sqrt() as f32),
-        activation: Activation::GeGlu,
+        activation: Activation::GeluTanh,
         score: Score::new(1.0 / scalar.sqrt() as f32),
         ropes: vec![global, local],
         layers: slides.into_iter().map(layer).collect(),

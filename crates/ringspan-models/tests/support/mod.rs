@@ -8,7 +8,7 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::{Attend, Context, Experts, loss};
-use ringspan_models::{Balanced, Decoder, Error, Unit, Weights, folder, gradients};
+use ringspan_models::{Balanced, Decoder, Error, Recompute, Unit, Weights, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -225,18 +225,31 @@ fn local(
         x = decoder.layer(weights, index, &x, attend)?;
     }
     let logits = loss::logits(&decoder.norm(weights, &x)?, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
-    let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
-    let scale = 1.0 / valid as f32;
-    let nll = gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, attend, &mut |unit, of_unit| {
-        order.push(unit);
-        let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name).filter(|name| decoder.trains(name));
-        assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
-        for (name, gradient) in of_unit {
-            assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[&name].dims()), "{name}");
-            gradients.insert(name, gradient.flatten_all()?.to_vec1()?);
+    let differentiate = |recompute: Recompute| {
+        let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
+        let scale = 1.0 / valid as f32;
+        let mut keep = |unit, of_unit: gradients::Gradients| {
+            order.push(unit);
+            let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name).filter(|name| decoder.trains(name));
+            assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
+            for (name, gradient) in of_unit {
+                assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[&name].dims()), "{name}");
+                gradients.insert(name, gradient.flatten_all()?.to_vec1::<f32>()?);
+            }
+            Ok(())
+        };
+        let nll =
+            gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, recompute, attend, &mut keep)?;
+        Ok::<_, Error>((nll, gradients, order))
+    };
+    let one = differentiate(Recompute::default())?;
+    // Routers that are kept even serve one pass.
+    if decoder.config().router_aux_loss().is_none() {
+        for recompute in [Recompute::Full, Recompute::Nothing] {
+            assert!(differentiate(recompute)? == one, "recompute {recompute} gives other gradients");
         }
-        Ok(())
-    })?;
+    }
+    let (nll, gradients, order) = one;
     Ok((Answer { logits, loss: nll / valid as f64, gradients }, order))
 }
 

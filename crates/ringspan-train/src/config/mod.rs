@@ -9,7 +9,7 @@ use crate::{
 };
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
-use ringspan_models::{Lora, RopeScaling, TARGETS, adapter};
+use ringspan_models::{Lora, Recompute, RopeScaling, TARGETS, adapter};
 use std::{
     path::{Path, PathBuf},
     str::FromStr,
@@ -20,7 +20,7 @@ use std::{
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 24] = [
+const CHANGEABLE: [&str; 25] = [
     "steps",
     "lr",
     "weight-decay",
@@ -35,6 +35,7 @@ const CHANGEABLE: [&str; 24] = [
     "strategy",
     "layout",
     "threads",
+    "recompute",
     "deadline",
     "save-every",
     "keep",
@@ -121,10 +122,12 @@ pub struct TrainConfig {
     pub strategy: Strategy,
     /// Who holds which tokens.
     pub layout: LayoutKind,
-    /// Threads of a rank's kernel.
+    /// Threads of a rank.
     pub threads: usize,
     /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
+    /// What is computed again for the backward pass.
+    pub recompute: Recompute,
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// Optimiser.
@@ -344,6 +347,7 @@ impl TrainConfig {
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
             local_ranks: None,
+            recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
             deadline,
             method,
             lr: LrSchedule { peak, warmup, steps, decay },

@@ -48,6 +48,7 @@ impl Rank<'_> {
                 &local.tokens,
                 &local.targets,
                 scale,
+                self.config.recompute,
                 &local.context,
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )

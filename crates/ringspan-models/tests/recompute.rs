@@ -1,0 +1,79 @@
+//! Attention that is kept runs forward once, on ranks with tokens and without.
+
+mod support;
+
+use candle_core::{Result, Tensor};
+use ringspan::attention::Group;
+use ringspan::comm::threads::{self, Options};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Strategy};
+use ringspan_candle::attention::Kept;
+use ringspan_candle::{Attend, Context};
+use ringspan_models::{Recompute, gradients};
+use std::cell::Cell;
+use std::sync::Arc;
+use support::load;
+
+/// Counts the calls that compute attention forward.
+struct Counting {
+    context: Context,
+    computed: Cell<usize>,
+}
+
+impl Attend for Counting {
+    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
+        self.computed.set(self.computed.get() + 1);
+        self.context.attention(layer, q, k, v, mask, scale)
+    }
+
+    fn attention_keeping(
+        &self,
+        kept: &mut Option<Kept>,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        scale: f32,
+    ) -> Result<Tensor> {
+        self.computed.set(self.computed.get() + usize::from(kept.is_none()));
+        self.context.attention_keeping(kept, layer, q, k, v, mask, scale)
+    }
+
+    fn positions(&self) -> &[usize] {
+        self.context.positions()
+    }
+}
+
+#[test]
+fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
+    let (decoder, weights, batch, _) = load("llama");
+    let layers = decoder.config().num_hidden_layers;
+    // Of three ranks in a contiguous layout of two tokens, the last has none.
+    let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 2), 3).expect("ranks"));
+    for (recompute, wanted) in
+        [(Recompute::Full, 2 * layers), (Recompute::KeepAttention, layers), (Recompute::Nothing, layers)]
+    {
+        let counts = threads::run(3, Options::default(), |comm| {
+            let rank = comm.rank();
+            let group = Arc::new(Group::new(comm, (3, 1), Kernel::new(1))?);
+            let shard = |all: &[u32]| layout.shard(rank, all, 1);
+            let (tokens, targets) = (shard(&batch.tokens[..2])?, shard(&batch.targets()[..2])?);
+            let run = || {
+                let context = Context::new(group, layout.clone(), Strategy::Ring)?;
+                let attend = Counting { context, computed: Cell::new(0) };
+                let mut drop = |_: &str, _| Ok(());
+                gradients::loss_and_gradients(
+                    &decoder, &weights, &tokens, &targets, 1.0, recompute, &attend, &mut drop,
+                )?;
+                Ok::<_, ringspan_models::Error>((tokens.len(), attend.computed.get()))
+            };
+            run().map_err(|error| ringspan::Error::Layout(error.to_string()))
+        })
+        .expect("runs");
+        assert_eq!(counts.iter().map(|(tokens, _)| tokens).sum::<usize>(), 2);
+        assert!(counts.iter().any(|(tokens, _)| *tokens == 0), "a rank without tokens takes part");
+        for (tokens, computed) in counts {
+            assert_eq!(computed, wanted, "recompute {recompute}, {tokens} tokens");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+"""A training step of Ringspan and of Hugging Face's model in PyTorch, in turn, in one run.
+
+    pip install -r tools/requirements-bench.txt
+    python tools/bench_training.py --lengths 4096 --threads 2
+
+Both start from the same weights (a small Llama, random) and train on the same tokens in f32 with AdamW; before anything is
+timed, their losses of the first two steps are compared. Machines drift, so the sides take turns in every round; what
+counts is the ratio, round by round: tokens a second of Ringspan through those of PyTorch. Memory is the most that each
+process ever held, with its libraries.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import tempfile
+
+from bench_peers import HERE, Worker, bound, machine
+
+LR = 1e-4
+# Relative distance of the losses: more is another computation.
+TOLERANCE = 1e-4
+
+
+def model(folder: pathlib.Path, length: int) -> pathlib.Path:
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=32_000,
+        max_position_embeddings=max(length, 4096),
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(7)
+    path = folder / "model"
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def ours(arguments: argparse.Namespace, path: pathlib.Path, length: int, steps: int) -> dict:
+    command = ["cargo", "bench", "-q", "-p", "ringspan-train", "--bench", "step", "--", "json", f"S={length}"]
+    command += [f"model={path}", f"steps={steps}", f"ranks={arguments.ranks}", f"recompute={arguments.recompute}"]
+    command += [f"threads={max(arguments.threads // arguments.ranks, 1)}"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, preexec_fn=bound(arguments.threads))
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def measure(arguments: argparse.Namespace, length: int, checkpointing: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = model(pathlib.Path(name), length)
+        # The tokens that the bench makes for itself.
+        tokens = [(7919 * i + 13) % 32_000 for i in range(length)]
+        job = dict(model=str(path), tokens=tokens, threads=arguments.threads, recompute=checkpointing, lr=LR)
+        worker = Worker("torch_train.py", job, arguments.threads)
+        try:
+            if reason := worker.about.get("missing"):
+                raise SystemExit(f"PyTorch is missing: {reason}")
+            first = ours(arguments, path, length, 2)
+            theirs = [worker.about["loss"], worker.round()["loss"]]
+            difference = max(abs(a / b - 1) for a, b in zip(first["losses"], theirs))
+            if not difference <= TOLERANCE:
+                raise SystemExit(f"S={length}: losses {first['losses']} and {theirs} differ by {difference:.1e}")
+            ratios, speeds, memory = [], ([], []), None
+            for _ in range(arguments.rounds):
+                mine = ours(arguments, path, length, 3)
+                other = worker.round()
+                seconds = statistics.median(mine["seconds"])
+                speeds[0].append(length / seconds)
+                speeds[1].append(length / other["seconds"])
+                ratios.append(other["seconds"] / seconds)
+                memory = mine["resident_bytes"] / other["peak_bytes"]
+        finally:
+            worker.close()
+    how = "checkpointed" if checkpointing else "all kept"
+    mine, other = (statistics.median(speed) for speed in speeds)
+    print(
+        f"S={length} {arguments.ranks} ranks, recompute {arguments.recompute}: {mine:.0f} tokens/s; PyTorch "
+        f"{worker.about['version']}, transformers {worker.about['transformers']}, {how}: {other:.0f}; ratio "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), memory {memory:.2f}, "
+        f"losses differ by {difference:.0e}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[4096])
+    parser.add_argument("--threads", type=int, default=2, help="cores of each side")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of Ringspan that share the cores")
+    parser.add_argument("--recompute", default="keep-attention", help="full, keep-attention, nothing")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.threads % arguments.ranks:
+        parser.error(f"{arguments.threads} cores do not divide among {arguments.ranks} ranks")
+    subprocess.run(["cargo", "bench", "-p", "ringspan-train", "--bench", "step", "--no-run"], check=True, cwd=HERE.parent)
+    print(machine())
+    for length in arguments.lengths:
+        for checkpointing in (False, True):
+            measure(arguments, length, checkpointing)
+
+
+if __name__ == "__main__":
+    main()
