@@ -1,7 +1,7 @@
 //! Gradients layer by layer, with recomputation: memory for one layer's graph, and each layer's input.
 
 use crate::decoder::{Decoder, Weights};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use ringspan_candle::{Attend, loss};
@@ -13,7 +13,8 @@ use ringspan_candle::{Attend, loss};
 /// in every attention, forward and backward, and yields zeros.
 ///
 /// # Errors
-/// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradient` returns.
+/// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
+/// other ranks, and what `on_gradient` returns.
 pub fn loss_and_gradients(
     decoder: &Decoder,
     weights: &Weights,
@@ -23,6 +24,11 @@ pub fn loss_and_gradients(
     attend: &dyn Attend,
     on_gradient: &mut dyn FnMut(&str, Tensor) -> Result<()>,
 ) -> Result<f64> {
+    if let Some(coefficient) = decoder.config().router_aux_loss().filter(|_| decoder.experts() > 0)
+        && attend.experts().pressures(0).is_empty()
+    {
+        return Err(Error::Unbalanced { coefficient });
+    }
     let layers = decoder.config().num_hidden_layers;
     let variable = |name: &str| -> Result<Var> { Ok(Var::from_tensor(decoder.get(weights, name)?)?) };
     let mut inputs = Vec::with_capacity(layers);
