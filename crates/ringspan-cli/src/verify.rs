@@ -11,7 +11,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
 use ringspan_candle::Context as Attention;
 use ringspan_candle::loss::{self, IGNORE};
-use ringspan_models::{Config, Decoder, gradients};
+use ringspan_models::{Config, Decoder, Recompute, gradients};
 use ringspan_serve::{Mesh, Model};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -180,15 +180,23 @@ fn pass_on_rank(
     // The valid targets of all ranks, so that the gradients of the ranks simply add up.
     let scale = 1.0 / batch.valid.max(1) as f32;
     let mut summed = BTreeMap::new();
-    let nll =
-        gradients::loss_and_gradients(decoder, weights, &tokens, &targets, scale, &attention, &mut |_, gradients| {
+    let nll = gradients::loss_and_gradients(
+        decoder,
+        weights,
+        &tokens,
+        &targets,
+        scale,
+        Recompute::default(),
+        &attention,
+        &mut |_, gradients| {
             for (name, gradient) in gradients {
                 let mut gradient: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
                 group.cp().all_reduce(&mut gradient).map_err(candle_core::Error::wrap)?;
                 summed.insert(name, gradient);
             }
             Ok(())
-        })?;
+        },
+    )?;
     let mut sum = 0.0;
     for part in group.cp().all_gather(Buffer::U64(vec![nll.to_bits()]))? {
         match &*part {

@@ -70,6 +70,15 @@ pub enum Error {
         /// What there is.
         shape: Vec<usize>,
     },
+    /// The model is to be trained with a loss that nobody computes.
+    #[error(
+        "config.json asks for a loss on the load of experts (output_router_logits, router_aux_loss_coef {coefficient}), \
+         but the experts are not balanced; set output_router_logits to false to train without"
+    )]
+    Unbalanced {
+        /// The loss's factor.
+        coefficient: f64,
+    },
     /// A token is outside the vocabulary.
     #[error("token {token} is outside the vocabulary of {vocabulary}")]
     Token {

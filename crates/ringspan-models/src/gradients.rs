@@ -1,7 +1,7 @@
 //! Gradients layer by layer, with recomputation: memory for one layer's graph, and what [`Recompute`] keeps of each.
 
 use crate::decoder::{Decoder, Weights};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::parameters::{Parameters, Unit};
 use crate::recompute::{Graph, Keeper, Recompute};
 use candle_core::{Device, Tensor};
@@ -16,7 +16,8 @@ use std::collections::BTreeMap;
 /// part in every attention, forward and backward, and yields zeros. All ranks must recompute alike.
 ///
 /// # Errors
-/// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradients` returns.
+/// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
+/// other ranks, and what `on_gradients` returns.
 pub fn loss_and_gradients(
     decoder: &Decoder,
     parameters: &dyn Parameters,
@@ -27,6 +28,11 @@ pub fn loss_and_gradients(
     attend: &dyn Attend,
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
+    if let Some(coefficient) = decoder.config().router_aux_loss().filter(|_| decoder.experts() > 0)
+        && attend.experts().pressures(0).is_empty()
+    {
+        return Err(Error::Unbalanced { coefficient });
+    }
     let layers = decoder.config().num_hidden_layers;
     let keeper = Keeper::new(attend);
     let attend = if recompute == Recompute::Full { attend } else { &keeper };

@@ -5,9 +5,9 @@ mod support;
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Strategy};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::attention::Kept;
-use ringspan_candle::{Attend, Context};
+use ringspan_candle::{Attend, Context, Experts};
 use ringspan_models::{Recompute, gradients};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -20,9 +20,17 @@ struct Counting {
 }
 
 impl Attend for Counting {
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, scale: f32) -> Result<Tensor> {
+    fn attention(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
         self.computed.set(self.computed.get() + 1);
-        self.context.attention(layer, q, k, v, mask, scale)
+        self.context.attention(layer, q, k, v, mask, score)
     }
 
     fn attention_keeping(
@@ -33,14 +41,22 @@ impl Attend for Counting {
         k: &Tensor,
         v: &Tensor,
         mask: &Mask,
-        scale: f32,
+        score: &Score,
     ) -> Result<Tensor> {
         self.computed.set(self.computed.get() + usize::from(kept.is_none()));
-        self.context.attention_keeping(kept, layer, q, k, v, mask, scale)
+        self.context.attention_keeping(kept, layer, q, k, v, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
         self.context.positions()
+    }
+
+    fn length(&self) -> usize {
+        self.context.length()
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        self.context.experts()
     }
 }
 
@@ -61,7 +77,7 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
             let run = || {
                 let context = Context::new(group, layout.clone(), Strategy::Ring)?;
                 let attend = Counting { context, computed: Cell::new(0) };
-                let mut drop = |_: &str, _| Ok(());
+                let mut drop = |_, _| Ok(());
                 gradients::loss_and_gradients(
                     &decoder, &weights, &tokens, &targets, 1.0, recompute, &attend, &mut drop,
                 )?;

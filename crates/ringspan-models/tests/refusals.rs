@@ -109,3 +109,13 @@ fn what_the_callback_returns_ends_the_pass() {
     contains(error.expect_err("the callback's"), &["enough"]);
     assert_eq!(calls, 2, "the head, and the last layer");
 }
+
+/// A loss that config.json asks for is not left out in silence.
+#[test]
+fn experts_that_are_to_be_balanced_need_somebody_who_does_it() {
+    let (decoder, weights, ..) = load("qwen3_moe_balanced");
+    let words = ["output_router_logits", "0.5", "false"];
+    contains(gradients_of(&decoder, &weights, &[1], &[2], 1).expect_err("not balanced"), &words);
+    let (decoder, weights, ..) = load("qwen3_moe");
+    assert!(gradients_of(&decoder, &weights, &[1], &[2], 1).is_ok());
+}

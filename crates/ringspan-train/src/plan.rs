@@ -219,7 +219,7 @@ impl Shape {
             heads: model.num_attention_heads as u64,
             kv_heads: model.num_key_value_heads() as u64,
             dim: model.head_dim() as u64,
-            feed_forward: model.intermediate_size as u64,
+            feed_forward: model.feed_forward_width() as u64,
             feed_forward_bias: setup.shapes.keys().any(|name| name.ends_with("down_proj.bias")),
             vocabulary: model.vocab_size as u64,
             state: Optimizer::state_bytes(&config.method, trained) as u64,
