@@ -54,7 +54,7 @@ pub fn loss_and_gradients(
     for index in 0..layers {
         let layer = parameters.unit(decoder, Unit::Layer(index))?;
         parameters.prefetch(after(layers, Some(index)))?;
-        if recompute == Recompute::Nothing && !tokens.is_empty() {
+        if recompute == Recompute::Nothing {
             let layer = graph(index, layer, &x)?;
             x = layer.output();
             kept.push(Layer::Graph(layer));
