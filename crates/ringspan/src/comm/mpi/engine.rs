@@ -43,6 +43,8 @@ pub(super) struct Engine {
     rounds: HashMap<(GroupId, u64), Round>,
     /// Ranks that send nothing more; all they sent is here.
     finished: Vec<bool>,
+    /// Whether MPI has ended, or is about to: then nothing may call it.
+    closed: bool,
 }
 
 impl Engine {
@@ -50,15 +52,25 @@ impl Engine {
         let incoming = (0..wire.size).map(|_| VecDeque::new()).collect();
         let finished = vec![false; wire.size];
         let (outgoing, mailboxes, rounds) = (BTreeMap::new(), HashMap::new(), HashMap::new());
-        Self { wire, outgoing, next: 0, incoming, mailboxes, rounds, finished }
+        Self { wire, outgoing, next: 0, incoming, mailboxes, rounds, finished, closed: false }
     }
 
     pub(super) fn wire(&self) -> &Wire {
         &self.wire
     }
 
+    /// From now on every call fails: a communicator may outlive its world.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.closed { Err("the world has ended".into()) } else { Ok(()) }
+    }
+
     /// Starts sending, and returns the number under which [`has_left`](Self::has_left) knows the message.
     pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
+        self.check_open()?;
         let number = self.next;
         self.next += 1;
         if to == self.wire.rank {
@@ -97,6 +109,7 @@ impl Engine {
 
     /// Moves everything along. Returns whether anything is between two processes, so that it is worth to come back soon.
     pub(super) fn progress(&mut self) -> Result<bool> {
+        self.check_open()?;
         while let Some((from, header)) = self.wire.header()? {
             let header = Header::decode(&header).ok_or_else(|| format!("rank {from} sent a damaged header"))?;
             let mut data = header.kind.zeros(header.len);

@@ -14,6 +14,9 @@
 //! world.end(result.is_ok())?;
 //! # Ok::<_, Error>(())
 //! ```
+//!
+//! When a process dies, `mpirun` ends the others, first by SIGTERM: a program that handles it has a second left in which it
+//! hears who died, and can say so.
 
 mod codec;
 mod engine;
@@ -67,6 +70,7 @@ pub struct World {
     ranks: Arc<[usize]>,
     local: usize,
     options: Options,
+    ran: AtomicBool,
 }
 
 impl World {
@@ -91,7 +95,14 @@ impl World {
         let watch = Watch::start(&place, &options).map_err(|error| refused(rank, error.to_string()))?;
         drop(started);
         let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));
-        Ok(Self { universe, world, ranks: (0..size).collect(), local: place.local, options })
+        Ok(Self {
+            universe,
+            world,
+            ranks: (0..size).collect(),
+            local: place.local,
+            options,
+            ran: AtomicBool::new(false),
+        })
     }
 
     /// This process's rank.
@@ -115,11 +126,11 @@ impl World {
         Arc::new(move |deadline| world.set_deadline(deadline))
     }
 
-    /// Runs this process's rank, on a thread `rank-N`. An error or a panic is told to all other ranks, whose next call
+    /// Runs this process's rank, once, on a thread `rank-N`. An error or a panic is told to all other ranks, whose next call
     /// fails.
     ///
     /// # Errors
-    /// That of `rank_main`.
+    /// That of `rank_main`; a second call.
     pub fn run<T, E, F>(&self, rank_main: F) -> std::result::Result<T, E>
     where
         F: FnOnce(Arc<dyn Communicator>) -> std::result::Result<T, E> + Send,
@@ -127,6 +138,10 @@ impl World {
         E: From<Error> + Display + Send,
     {
         let rank = self.rank();
+        if self.ran.swap(true, Ordering::SeqCst) {
+            let problem = "a world runs once: its collectives are numbered from there on".to_owned();
+            return Err(Error::Communicator { rank, operation: "run".into(), problem }.into());
+        }
         let group = Arc::new(Group::world(self.world.clone(), self.ranks.clone(), rank));
         let result = thread::scope(|scope| {
             let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.options.stack_bytes);
@@ -160,15 +175,21 @@ impl World {
         let finished = if good { self.world.finish() } else { Ok(()) };
         if good && finished.is_ok() {
             self.world.watch.bye();
+            self.world.close();
             let _guard = Guard::new("end")?;
             drop(ManuallyDrop::into_inner(self.universe));
             return Ok(());
+        }
+        if !good {
+            // Unless `run` has told more.
+            self.world.fail(self.rank(), "it ended with an error".into());
         }
         if let Err(error) = &finished {
             // Said here: after the wait below nobody may be left to hear it.
             watch::say(error);
         }
         self.world.watch.leave();
+        self.world.close();
         if self.rank() == 0 {
             // A process that is stopped ends too.
             self.world.abort();

@@ -63,6 +63,11 @@ impl World {
         })
     }
 
+    /// Lets no call reach MPI any more.
+    pub(super) fn close(&self) {
+        self.engine().close();
+    }
+
     /// Ends all processes.
     pub(super) fn abort(&self) {
         self.engine().wire().abort();
