@@ -14,6 +14,7 @@ use ringspan_candle::{Attend, loss};
 ///
 /// # Errors
 /// Tokens or targets outside the vocabulary, failures of other ranks, and what `on_gradient` returns.
+#[expect(clippy::too_many_arguments, reason = "what a pass reads, how it computes, and who gets the gradients")]
 pub fn loss_and_gradients(
     decoder: &Decoder,
     weights: &Weights,
