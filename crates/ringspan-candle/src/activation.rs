@@ -13,7 +13,7 @@ pub enum Activation {
 }
 
 /// sqrt(8 / pi)
-const SLOPE: f32 = 1.595_769_1;
+const SLOPE: f32 = 2.0 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2;
 const CUBE: f32 = 0.044_715;
 
 impl Activation {

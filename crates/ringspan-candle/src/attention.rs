@@ -37,7 +37,7 @@ pub struct Kept {
 /// computed again, so no rank may find it empty if one does not. The inputs must be those of the call that filled it.
 ///
 /// # Errors
-/// As for [`attention`].
+/// As for [`attention()`].
 pub fn attention_keeping(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
