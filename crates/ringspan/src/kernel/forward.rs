@@ -322,32 +322,52 @@ impl Forward<'_> {
                     }
                 }
                 let (values, p) = (values.as_ptr(), p.as_ptr());
-                acc = if careful {
-                    multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc)
+                if careful {
+                    acc = multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc);
                 } else {
+                    // In the order of the keys, as above: who sees nothing bad keeps its bits.
+                    for (v, span) in spans.iter().enumerate() {
+                        let before = span.start..span.end.min(common.start);
+                        multiply_one::<S, R, N>(simd, &before, values, p, lanes, v, &mut acc);
+                    }
                     let (first, depth) = (common.start / S::PAIR, common.len() / S::PAIR);
-                    multiply::<S, R, N>(simd, depth, values.add(first * R), 1, R, p.add(first * lanes), lanes, acc)
-                };
+                    acc =
+                        multiply::<S, R, N>(simd, depth, values.add(first * R), 1, R, p.add(first * lanes), lanes, acc);
+                    for (v, span) in spans.iter().enumerate() {
+                        let behind = span.start.max(common.end)..span.end;
+                        multiply_one::<S, R, N>(simd, &behind, values, p, lanes, v, &mut acc);
+                    }
+                }
                 for (i, acc) in acc.iter().enumerate() {
                     for (v, x) in acc.iter().enumerate() {
                         simd.store(out.add(i * lanes + v * S::LANES), *x);
                     }
                 }
-                if careful || common == whole {
-                    continue;
-                }
-                for (v, span) in spans.iter().enumerate() {
-                    for rest in [span.start..span.end.min(common.start), span.start.max(common.end)..span.end] {
-                        let (first, depth) = (rest.start / S::PAIR, rest.len() / S::PAIR);
-                        let (a, b) = (values.add(first * R), p.add(first * lanes + v * S::LANES));
-                        let out = out.add(v * S::LANES);
-                        let mut one = [[simd.splat(0.0)]; R];
-                        one.iter_mut().enumerate().for_each(|(i, one)| one[0] = simd.load(out.add(i * lanes)));
-                        one = multiply::<S, R, 1>(simd, depth, a, 1, R, b, lanes, one);
-                        one.iter().enumerate().for_each(|(i, one)| simd.store(out.add(i * lanes), one[0]));
-                    }
-                }
             }
         }
     }
+}
+
+/// Adds the products of some keys to vector `v` alone.
+///
+/// # Safety
+/// `values` is `[keys][R]` and `p` `[keys][lanes]`, both perhaps of pairs, with all keys of the range.
+#[inline(always)]
+unsafe fn multiply_one<S: Simd, const R: usize, const N: usize>(
+    simd: S,
+    keys: &Range<usize>,
+    values: *const f32,
+    p: *const f32,
+    lanes: usize,
+    v: usize,
+    acc: &mut [[S::V; N]; R],
+) {
+    let (first, depth) = (keys.start / S::PAIR, keys.len() / S::PAIR);
+    let mut one = [[simd.splat(0.0)]; R];
+    one.iter_mut().zip(&*acc).for_each(|(one, acc)| one[0] = acc[v]);
+    // SAFETY: the caller's promise.
+    one = unsafe {
+        multiply::<S, R, 1>(simd, depth, values.add(first * R), 1, R, p.add(first * lanes + v * S::LANES), lanes, one)
+    };
+    acc.iter_mut().zip(one).for_each(|(acc, one)| acc[v] = one[0]);
 }
