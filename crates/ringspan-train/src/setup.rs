@@ -146,7 +146,7 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
 
 /// What `--model` names.
 enum Given {
-    Folder(Folder),
+    Folder(Box<Folder>),
     /// Of a GGUF file, or with an adapter merged in.
     Weights(Weights),
     Nothing,
@@ -161,7 +161,7 @@ fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given
     let origin = Origin::at(path).map_err(model_error)?;
     let mut json = origin.config_json().map_err(model_error)?;
     let given = match origin {
-        Origin::Folder(path) => Given::Folder(folder::open(&path).map_err(model_error)?),
+        Origin::Folder(path) => Given::Folder(Box::new(folder::open(&path).map_err(model_error)?)),
         _ if config.lora.is_some() => {
             return Err(Error::Settings(format!(
                 "--lora-rank trains adapters beside a model's folder, and {} is none: make one of it by training without \

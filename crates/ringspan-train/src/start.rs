@@ -29,7 +29,7 @@ enum Model {
     /// It is here as a whole, and so many ranks have not taken their pieces.
     Whole(Weights, usize),
     /// It is still on disk.
-    Folder(Folder),
+    Folder(Box<Folder>),
     Taken,
 }
 
@@ -40,7 +40,7 @@ impl Start {
     }
 
     /// From a folder, of which each rank reads what it needs.
-    pub(crate) fn folder(folder: Folder, seed: u64) -> Self {
+    pub(crate) fn folder(folder: Box<Folder>, seed: u64) -> Self {
         Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None }
     }
 
