@@ -1,4 +1,5 @@
 use super::*;
+use std::path::Path;
 
 fn settings(toml: &str) -> Settings {
     toml::from_str(toml).unwrap()
