@@ -100,20 +100,22 @@ fn losses(out: PathBuf) -> Vec<String> {
 fn a_training_on_processes_gives_what_it_gives_on_threads_bit_for_bit() {
     let corpus = corpus(TEXT);
     let folder = corpus.path();
-    let meshes: [(usize, &[&str]); 3] = [
-        (2, &["--ring", "2"]),
-        (4, &["--ring", "2", "--ulysses", "2", "--grad-accumulation", "2"]),
-        (8, &["--dp-replicate", "2", "--ring", "2", "--ulysses", "2", "--layout", "zigzag"]),
+    // Ranks, how many of them share a copy of the parameters, and the mesh.
+    let meshes: [(usize, usize, &[&str]); 3] = [
+        (2, 2, &["--ring", "2"]),
+        (4, 4, &["--dp-shard", "2", "--ring", "2", "--grad-accumulation", "2"]),
+        (8, 4, &["--dp-replicate", "2", "--ring", "2", "--ulysses", "2", "--layout", "zigzag"]),
     ];
-    for (ranks, mesh) in meshes {
+    for (ranks, sharers, mesh) in meshes {
         let (one, many) = (format!("threads-{ranks}"), format!("processes-{ranks}"));
         threads(folder, &training(&one, mesh));
         let run = mpirun(&[(ranks, folder, training(&many, mesh))]);
         assert!(run.good, "{:#?}", run.stderr);
         let of_threads = losses(folder.join(&one));
         assert!(of_threads.len() == 5 && of_threads == losses(folder.join(&many)), "{ranks} ranks: {of_threads:#?}");
-        for file in ["model.safetensors", "checkpoints/step-000004/optimizer.safetensors"] {
-            let [one, many] = [&one, &many].map(|out| std::fs::read(folder.join(out).join(file)).expect("a file"));
+        let shards = (1..=sharers).map(|n| format!("checkpoints/step-000004/shard-{n:05}-of-{sharers:05}.safetensors"));
+        for file in shards.chain(["model.safetensors".into()]) {
+            let [one, many] = [&one, &many].map(|out| std::fs::read(folder.join(out).join(&file)).expect("a file"));
             assert!(one == many, "{file} of {ranks} ranks differs");
         }
         assert!(run.stderr[0].contains(&format!("rank 0 of {ranks} processes, by Open MPI")), "{}", run.stderr[0]);
