@@ -242,6 +242,13 @@ impl TrainConfig {
             ),
             None => None,
         };
+        if rope_scaling.is_some() && lora.is_some() && s.lora_merge != Some(true) {
+            return Err(Error::Settings(
+                "--rope-scaling beside --lora-rank needs --lora-merge: the folder of an adapter cannot say how its model \
+                 is stretched, so whoever reads it would not stretch it"
+                    .into(),
+            ));
+        }
         let another = s.ulysses.is_some() || s.dp_replicate.is_some() || s.dp_shard.is_some();
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;

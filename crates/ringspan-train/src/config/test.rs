@@ -72,6 +72,9 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     );
     refused("dp-shard = 2\nsharding = 'none'", &["--sharding none", "--dp-shard 2", "--dp-replicate 2"]);
     refused("lora-rank = 4", &["--lora-rank", "--model"]);
+    refused("model = 'm'\nlora-rank = 4\nrope-scaling = 'yarn:2'", &["--rope-scaling", "--lora-merge"]);
+    refused("model = 'm'\nrope-scaling = 'yarn'", &["--rope-scaling", "yarn:4"]);
+    refused("rope-scaling = 'yarn:2'", &["--rope-scaling has no effect", "--model"]);
     refused("model = 'm'\nlora-rank = 0", &["rank is 0"]);
     refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, wk'", &["'wk'", "q_proj, k_proj"]);
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
