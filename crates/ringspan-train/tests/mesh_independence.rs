@@ -237,3 +237,31 @@ fn balanced_packing_learns_from_the_same_tokens_on_every_mesh() {
     assert_ne!(in_order.losses()[0], one.losses()[0]);
     assert_eq!(in_order.steps[2].tokens, one.steps[2].tokens);
 }
+
+/// A rotary base that depends on the length of the text: the length is the batch's, not that of a rank's part of it.
+#[test]
+fn a_dynamic_rotary_base_is_the_same_on_every_mesh() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let path = tiny_model(root);
+    // Rows whose longest documents differ.
+    let line = |i: usize| serde_json::json!({ "text": "abcdefg ".repeat(1 + i * 5 % 11) }).to_string();
+    std::fs::write(root.join("text.jsonl"), (0..120).map(line).collect::<Vec<_>>().join("\n")).unwrap();
+    let mut json = common::tiny_config();
+    json["max_position_embeddings"] = 16.into();
+    json["rope_scaling"] = serde_json::json!({ "rope_type": "dynamic", "factor": 4.0 });
+    std::fs::write(path.join("config.json"), json.to_string()).unwrap();
+    let (_, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
+    for [copies, parts, ring, micro_batches] in [[2, 1, 1, 1], [1, 8, 1, 1], [2, 2, 2, 1], [1, 1, 2, 4]] {
+        let name = format!("copies {copies}, parts {parts}, ring {ring}, micro-batches {micro_batches}");
+        let (_, memory) = run(Settings {
+            dp_replicate: Some(copies),
+            dp_shard: Some(parts),
+            ring: Some(ring),
+            grad_accumulation: Some(micro_batches),
+            batch_size: Some(8 / micro_batches),
+            ..settings(root, &name)
+        });
+        same(&name, &memory, &one);
+    }
+}

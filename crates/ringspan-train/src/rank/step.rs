@@ -95,7 +95,10 @@ impl Rank<'_> {
         let rank = self.group.rank();
         let tokens = layout.shard(rank, &part.tokens, 1)?;
         let targets = layout.shard(rank, &part.targets, 1)?;
-        let context = Context::new(self.group.clone(), Arc::new(layout), self.config.strategy)?;
+        // What a rotary base may depend on must not depend on how rows are dealt: the length of the rows, not of a part's
+        // longest document.
+        let context =
+            Context::new(self.group.clone(), Arc::new(layout), self.config.strategy)?.growing_to(batch.length);
         Ok(Part { tokens, targets, context })
     }
 
