@@ -113,8 +113,8 @@ impl Tensors {
         for (name, info) in header_of {
             let Info { dtype, data_offsets: (from, to) } =
                 serde_json::from_value(info).map_err(|e| damaged(&format!("`{name}`: {e}")))?;
-            let at = 8 + header + from;
-            if dtype != "F32" || from > to || (to - from) % 4 != 0 || 8 + header + to > size {
+            let at = 8 + header;
+            if dtype != "F32" || from > to || (to - from) % 4 != 0 || to > size - at {
                 return Err(damaged(&format!("`{name}` is {dtype} in bytes {from} to {to} of a file of {size}")));
             }
             let start = starts.get(&name).and_then(|start| start.parse::<usize>().ok());
@@ -122,7 +122,8 @@ impl Tensors {
             let (Some(start), Some(end)) = (start, end) else {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
-            self.places.entry(name).or_default().push(Place { elements: start..end, file: self.files.len(), at });
+            let place = Place { elements: start..end, file: self.files.len(), at: at + from };
+            self.places.entry(name).or_default().push(place);
         }
         self.files.push((path, Mutex::new(file)));
         Ok(())

@@ -183,6 +183,14 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
         let message = newest(&checkpoints).unwrap_err().to_string();
         assert!(message.contains("shard-00001") && message.contains("damaged"), "{from}: {message}");
     }
+    // An end beyond what any file can have, in a header that is whole; the file keeps its size.
+    let (length, rest) = whole.split_at(8);
+    let header = &rest[..u64::from_le_bytes(length.try_into().unwrap()) as usize];
+    let header = String::from_utf8_lossy(header).replacen(",12]", &format!(",{}]", u64::MAX - 3), 1);
+    let grown = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 99]].concat();
+    fs::write(&shard, &grown[..whole.len()]).unwrap();
+    let message = newest(&checkpoints).unwrap_err().to_string();
+    assert!(message.contains("bytes 0 to 18446744073709551612"), "{message}");
     fs::write(&shard, [&u64::MAX.to_le_bytes(), &whole[8..]].concat()).unwrap();
     assert!(newest(&checkpoints).unwrap_err().to_string().contains("damaged"));
     fs::write(&shard, whole).unwrap();
