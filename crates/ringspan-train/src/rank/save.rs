@@ -9,7 +9,11 @@ use crate::{
 use std::{
     sync::Mutex,
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
+
+/// Between two looks at whether a checkpoint is written, where nothing else is left to do.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// A checkpoint that is being written.
 pub(super) struct Saving {
@@ -66,6 +70,19 @@ impl Rank<'_> {
     pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
         let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
         if let Some(writer) = writer {
+            let began = Instant::now();
+            while !writer.is_finished() {
+                if began.elapsed() > self.config.deadline {
+                    return Err(Error::Settings(format!(
+                        "rank {} has not written its part of the checkpoint of step {} after {:?}: the disk does not answer; \
+                         --deadline is how long a rank waits",
+                        self.world.rank(),
+                        progress.step,
+                        self.config.deadline
+                    )));
+                }
+                thread::sleep(LOOK);
+            }
             let stopped = |_| Error::Settings("the thread that writes checkpoints panicked".into());
             writer.join().map_err(stopped)??;
         }
