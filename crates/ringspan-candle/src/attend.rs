@@ -2,6 +2,7 @@
 
 use crate::attention::Kept;
 use crate::experts::Experts;
+use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
@@ -46,4 +47,8 @@ pub trait Attend {
     /// Who computes the experts of sparse layers. Who wraps another hands on its experts, and [`Local`](crate::experts::Local) is the answer of
     /// who knows no other: all are computed here.
     fn experts(&self) -> &dyn Experts;
+
+    /// The ranks that share the width of layers. Who wraps another hands on its own, and
+    /// [`WHOLE`](crate::tensor_parallel::WHOLE) is the answer of who shares with nobody.
+    fn tensor_parallel(&self) -> &TensorParallel;
 }

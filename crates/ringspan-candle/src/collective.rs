@@ -17,8 +17,32 @@ pub fn all_gather(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
         Buffer::U64(count) if count.len() == 1 => Ok(count[0] as usize),
         _ => bail!("all_gather: another rank sent something else than a count of rows"),
     });
-    let op = AllGather { comm: comm.clone(), counts: counts.collect::<Result<_>>()? };
-    x.contiguous()?.apply_op1(op)
+    all_gather_of(comm, x, counts.collect::<Result<_>>()?)
+}
+
+/// As [`all_gather`], where all ranks know how many rows each has.
+///
+/// # Errors
+/// Other rows than `counts` says, failures of other ranks.
+pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
+    let (rank, rows) = (comm.rank(), x.dim(0)?);
+    if counts.len() != comm.size() || counts[rank] != rows {
+        bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
+    }
+    x.contiguous()?.apply_op1(AllGather { comm: comm.clone(), counts })
+}
+
+/// The rows of the sum over the ranks that are this rank's: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r gets
+/// `counts[r]`. Backward is an all-gather.
+///
+/// # Errors
+/// Counts that do not add up, failures of other ranks.
+pub fn reduce_scatter(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
+    let rows = x.dim(0)?;
+    if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
+        bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
+    }
+    x.contiguous()?.apply_op1(ReduceScatter { comm: comm.clone(), counts })
 }
 
 /// Sum over the ranks, the same on each. Backward sums the gradients over the ranks.
@@ -65,6 +89,30 @@ impl CustomOp1 for AllGather {
         let sum = gradient.contiguous()?.flatten_all()?.to_vec1()?;
         let own = self.comm.reduce_scatter(sum, &counts).map_err(candle_core::Error::wrap)?;
         Tensor::from_vec(own, x.shape(), x.device()).map(Some)
+    }
+}
+
+struct ReduceScatter {
+    comm: Arc<dyn Communicator>,
+    counts: Vec<usize>,
+}
+
+impl CustomOp1 for ReduceScatter {
+    fn name(&self) -> &'static str {
+        "reduce-scatter"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let width: usize = layout.dims()[1..].iter().product();
+        let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
+        let own = self.comm.reduce_scatter(values(storage, layout)?, &counts).map_err(candle_core::Error::wrap)?;
+        Ok((CpuStorage::F32(own), with_rows(layout.shape(), self.counts[self.comm.rank()])))
+    }
+
+    fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let own = gradient.contiguous()?.flatten_all()?.to_vec1()?;
+        let parts = self.comm.all_gather(Buffer::F32(own)).map_err(candle_core::Error::wrap)?;
+        Tensor::from_vec(joined(&parts)?, x.shape(), x.device()).map(Some)
     }
 }
 

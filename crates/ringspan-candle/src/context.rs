@@ -3,6 +3,7 @@
 use crate::attend::Attend;
 use crate::attention::{Kept, attention, attention_keeping};
 use crate::experts::{Experts, Local};
+use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::{Layout, Mask, Schedule, Score, Strategy};
@@ -17,6 +18,7 @@ pub struct Context {
     positions: Vec<usize>,
     length: usize,
     experts: Arc<dyn Experts + Send + Sync>,
+    tensor_parallel: TensorParallel,
     /// Layers share masks, and planning costs time, so schedules are kept.
     schedules: Mutex<HashMap<Mask, Arc<Schedule>>>,
 }
@@ -33,12 +35,18 @@ impl Context {
         let positions = layout.positions(group.rank());
         let spans = layout.documents().iter().flat_map(|document| &document.spans);
         let length = spans.map(|span| span.end).max().unwrap_or(0);
-        Ok(Self { group, layout, strategy, positions, length, experts: Arc::new(Local), schedules: Mutex::default() })
+        let (experts, tensor_parallel) = (Arc::new(Local), TensorParallel::default());
+        Ok(Self { group, layout, strategy, positions, length, experts, tensor_parallel, schedules: Mutex::default() })
     }
 
     /// The experts of sparse layers are computed by `experts`, not all by this rank.
     pub fn with_experts(self, experts: Arc<dyn Experts + Send + Sync>) -> Self {
         Self { experts, ..self }
+    }
+
+    /// The width of layers is shared with the ranks of `tensor_parallel`, which have the same tokens.
+    pub fn with_tensor_parallel(self, tensor_parallel: TensorParallel) -> Self {
+        Self { tensor_parallel, ..self }
     }
 
     /// Sequences will grow to `length` tokens: rotary embeddings that depend on the length are made for it.
@@ -109,5 +117,9 @@ impl Attend for Context {
 
     fn experts(&self) -> &dyn Experts {
         &*self.experts
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &self.tensor_parallel
     }
 }

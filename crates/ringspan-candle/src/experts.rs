@@ -19,10 +19,13 @@ pub struct Expert {
     pub down: Tensor,
 }
 
+/// A choice that is not computed here.
+pub const NOWHERE: u32 = u32::MAX;
+
 /// Where a router sends T tokens.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The experts of each token `[T, K]`.
+    /// The experts of each token `[T, K]`; [`NOWHERE`] for a choice that another rank computes.
     pub chosen: Vec<u32>,
     /// Their weights `[T, K]`, differentiable.
     pub weights: Tensor,
@@ -109,14 +112,13 @@ pub fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Exp
     if rows != tokens || routing.chosen.len() != tokens * top {
         bail!("{} choices and weights {:?} do not fit {tokens} tokens", routing.chosen.len(), routing.weights.shape());
     }
-    if tokens == 0 {
-        return Ok(x.clone());
-    }
     let (x, weights) = (x.contiguous()?, routing.weights.contiguous()?);
     let (inputs, factors) = (x.detach(), weights.detach().flatten_all()?.to_vec1::<f32>()?);
     let mut slots: HashMap<u32, Vec<u32>> = HashMap::new();
     for (slot, &chosen) in routing.chosen.iter().enumerate() {
-        slots.entry(chosen).or_default().push(slot as u32);
+        if chosen != NOWHERE {
+            slots.entry(chosen).or_default().push(slot as u32);
+        }
     }
     let mut order: Vec<u32> = slots.keys().copied().collect();
     order.sort_unstable();
@@ -136,7 +138,8 @@ pub fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Exp
         part.add(&factors, &mut out)?;
         parts.push(part);
     }
-    let links = Tensor::cat(&links, 0)?;
+    // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
+    let links = if links.is_empty() { Tensor::zeros(1, DType::F32, x.device())? } else { Tensor::cat(&links, 0)? };
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
     x.apply_op3(&weights, &links, op)
 }

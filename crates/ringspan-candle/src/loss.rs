@@ -5,7 +5,9 @@ use crate::linear::linear;
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::values;
+use crate::tensor_parallel::TensorParallel;
 use candle_core::{Device, Result, Tensor, bail};
+use std::ops::Range;
 
 /// Target of a token that has none: padding, and the last token of a document.
 pub const IGNORE: u32 = u32::MAX;
@@ -18,7 +20,7 @@ const CHUNK: usize = 512;
 pub struct HeadLoss {
     /// Sum over tokens with a target of -ln p(target).
     pub nll_sum: f64,
-    /// Gradient `[T, C]` of `scale * nll_sum`.
+    /// Gradient `[T, C]` of `scale * nll_sum`; where ranks share the vocabulary, this rank's part of a sum over them.
     pub d_hidden: Tensor,
     /// Gradient `[V, C]` of `scale * nll_sum`.
     pub d_head: Tensor,
@@ -29,25 +31,30 @@ pub struct HeadLoss {
 /// hidden `[T, C]`, head `[V, C]`, f32; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
 /// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them.
 ///
+/// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
+/// three numbers a token, and no logits.
+///
 /// # Errors
-/// Shapes that do not fit, targets outside the vocabulary.
-pub fn head_loss(hidden: &Tensor, head: &Tensor, targets: &[u32], scale: f32) -> Result<HeadLoss> {
-    let (tokens, width) = check(hidden, head, targets)?;
+/// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
+pub fn head_loss(
+    hidden: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    scale: f32,
+    shared: &TensorParallel,
+) -> Result<HeadLoss> {
+    let vocabulary = Vocabulary::new(head, shared)?;
+    let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
     let mut nll_sum = 0.0;
     let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], vec![0.0; head.elem_count()]);
     of_chunks(&hidden, &head, targets, |chunk, logits| {
-        let part = pool::part(chunk.targets.len(), chunk.vocabulary);
-        let parts = logits.chunks_mut(part * chunk.vocabulary).zip(chunk.targets.chunks(part)).collect();
-        let sums = pool::map(parts, |(logits, targets): (&mut [f32], &[u32])| {
-            let rows = logits.chunks_exact_mut(chunk.vocabulary).zip(targets);
-            rows.map(|(row, &target)| pool::vectorized(|| differentiate(row, target, scale))).sum::<f64>()
-        });
-        nll_sum += sums.into_iter().sum::<f64>();
+        nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
         let rows = chunk.first * width..(chunk.first + chunk.targets.len()) * width;
         product(gradient, chunk.head, &mut d_hidden[rows], Into::Fresh);
         product(gradient.t(), chunk.hidden, &mut d_head, Into::Sum);
+        Ok(())
     })?;
     Ok(HeadLoss {
         nll_sum,
@@ -60,20 +67,15 @@ pub fn head_loss(hidden: &Tensor, head: &Tensor, targets: &[u32], scale: f32) ->
 ///
 /// # Errors
 /// As for [`head_loss`].
-pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-    check(hidden, head, targets)?;
+pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &TensorParallel) -> Result<Vec<f32>> {
+    let vocabulary = Vocabulary::new(head, shared)?;
+    check(hidden, head, targets, &vocabulary)?;
     let mut out = Vec::with_capacity(targets.len());
     of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, |chunk, logits| {
-        let rows: Vec<(&mut [f32], u32)> =
-            logits.chunks_exact_mut(chunk.vocabulary).zip(chunk.targets.iter().copied()).collect();
-        out.extend(pool::map(rows, |(row, target)| match target {
-            IGNORE => 0.0,
-            target => {
-                let of_target = f64::from(row[target as usize]);
-                let (max, sum) = pool::vectorized(|| exponentials(row));
-                (of_target - f64::from(max) - sum.ln()) as f32
-            }
-        }));
+        let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
+        let log_prob = |(total, target): (&Sums, &u32)| if *target == IGNORE { 0.0 } else { -total.nll() as f32 };
+        out.extend(totals.iter().zip(chunk.targets).map(log_prob));
+        Ok(())
     })?;
     Ok(out)
 }
@@ -95,8 +97,136 @@ struct Chunk<'a> {
     head: Matrix<'a>,
 }
 
+/// Rows of logits and their targets.
+type Rows<'a> = (&'a mut [f32], &'a [u32]);
+
+impl<'a> Chunk<'a> {
+    /// The logits and targets of the chunk, in parts for the threads.
+    fn rows<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
+        let part = pool::part(self.targets.len(), self.vocabulary);
+        logits.chunks_mut(part * self.vocabulary).zip(self.targets.chunks(part)).collect()
+    }
+
+    /// Turns logits into exponentials, row by row.
+    fn sums(&self, logits: &mut [f32], vocabulary: &Vocabulary) -> Vec<Sums> {
+        let sums: Vec<Vec<Sums>> = pool::map(self.rows(logits), |(logits, targets)| {
+            let of = |row: &mut [f32], target: u32| pool::vectorized(|| row_sums(row, vocabulary.place(target)));
+            logits.chunks_exact_mut(self.vocabulary).zip(targets).map(|(row, target)| of(row, *target)).collect()
+        });
+        sums.concat()
+    }
+
+    /// Turns the logits of each token into `scale` times the gradient of its negative log-likelihood; returns the sum of
+    /// these.
+    fn differentiate(&self, logits: &mut [f32], vocabulary: &Vocabulary, scale: f32) -> Result<f64> {
+        if vocabulary.shared.is_whole() {
+            // Row by row, while each is in the cache.
+            let of_rows = pool::map(self.rows(logits), |(logits, targets)| {
+                let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
+                let one = |row: &mut [f32], target: u32| {
+                    let place = vocabulary.place(target);
+                    let sums = row_sums(row, place);
+                    gradient(row, target, place, scale, &sums, &sums);
+                    if target == IGNORE { 0.0 } else { sums.nll() }
+                };
+                rows.map(|(row, target)| pool::vectorized(|| one(row, *target))).sum::<f64>()
+            });
+            return Ok(of_rows.into_iter().sum());
+        }
+        let sums = self.sums(logits, vocabulary);
+        let totals = vocabulary.totals(&sums)?;
+        let part = pool::part(self.targets.len(), self.vocabulary);
+        let of_rows = sums.chunks(part).zip(totals.chunks(part));
+        pool::map(self.rows(logits).into_iter().zip(of_rows).collect(), |((logits, targets), (sums, totals))| {
+            let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
+            for ((row, target), (sums, totals)) in rows.zip(sums.iter().zip(totals)) {
+                let place = vocabulary.place(*target);
+                pool::vectorized(|| gradient(row, *target, place, scale, sums, totals));
+            }
+        });
+        let nll = |(total, target): (&Sums, &u32)| if *target == IGNORE { 0.0 } else { total.nll() };
+        Ok(totals.iter().zip(self.targets).map(nll).sum())
+    }
+}
+
+/// The vocabulary, of which this rank may know a part only.
+struct Vocabulary<'a> {
+    whole: usize,
+    /// The tokens whose logits are computed here.
+    known: Range<usize>,
+    shared: &'a TensorParallel,
+}
+
+impl<'a> Vocabulary<'a> {
+    fn new(head: &Tensor, shared: &'a TensorParallel) -> Result<Self> {
+        let own = head.dim(0)?;
+        if shared.is_whole() {
+            return Ok(Self { whole: own, known: 0..own, shared });
+        }
+        let rows = shared.exchange(&[own as f64])?;
+        let whole = rows.concat().iter().map(|rows| *rows as usize).sum();
+        match shared.part(whole) {
+            known if known.len() == own => Ok(Self { whole, known, shared }),
+            known => {
+                bail!("loss: this rank's part of a vocabulary of {whole} is {known:?}, but its head has {own} rows")
+            }
+        }
+    }
+
+    /// Where the logit of a target is in this rank's row.
+    fn place(&self, target: u32) -> Option<usize> {
+        (target as usize).checked_sub(self.known.start).filter(|place| *place < self.known.len())
+    }
+
+    /// The sums of rows over the vocabulary, from those of this rank's part of it.
+    fn totals(&self, own: &[Sums]) -> Result<Vec<Sums>> {
+        if self.shared.is_whole() {
+            return Ok(own.to_vec());
+        }
+        let numbers: Vec<f64> = own.iter().flat_map(|sums| [f64::from(sums.max), sums.sum, sums.of_target]).collect();
+        let mut totals = vec![Sums::NONE; own.len()];
+        for of_rank in self.shared.exchange(&numbers)? {
+            for (total, numbers) in totals.iter_mut().zip(of_rank.chunks_exact(3)) {
+                total.add(&Sums { max: numbers[0] as f32, sum: numbers[1], of_target: numbers[2] });
+            }
+        }
+        Ok(totals)
+    }
+}
+
+/// What the softmax of a row needs to know of it.
+#[derive(Debug, Clone, Copy)]
+struct Sums {
+    max: f32,
+    /// Of exponentials relative to the maximum.
+    sum: f64,
+    /// The target's logit; 0 where it is not in the row.
+    of_target: f64,
+}
+
+impl Sums {
+    const NONE: Self = Self { max: f32::NEG_INFINITY, sum: 0.0, of_target: 0.0 };
+
+    fn nll(&self) -> f64 {
+        f64::from(self.max) + self.sum.ln() - self.of_target
+    }
+
+    /// Takes in another part of the vocabulary.
+    fn add(&mut self, other: &Self) {
+        // f32::max would lose a NaN.
+        let max = if other.max > self.max || other.max.is_nan() { other.max } else { self.max };
+        let relative = |part: &Self| if part.sum == 0.0 { 0.0 } else { part.sum * f64::from(part.max - max).exp() };
+        *self = Self { max, sum: relative(self) + relative(other), of_target: self.of_target + other.of_target };
+    }
+}
+
 /// Calls `work` with the logits `[.., V]` of each chunk of tokens, in one buffer that it may write over.
-fn of_chunks(hidden: &Tensor, head: &Tensor, targets: &[u32], mut work: impl FnMut(&Chunk, &mut [f32])) -> Result<()> {
+fn of_chunks(
+    hidden: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
+) -> Result<()> {
     let ((tokens, width), vocabulary) = (hidden.dims2()?, head.dim(0)?);
     values(hidden, |hidden| {
         values(head, |head| {
@@ -107,26 +237,33 @@ fn of_chunks(hidden: &Tensor, head: &Tensor, targets: &[u32], mut work: impl FnM
                 let hidden = hidden.rows(first..first + targets.len());
                 let logits = &mut logits[..targets.len() * vocabulary];
                 product(hidden, head.t(), logits, Into::Fresh);
-                work(&Chunk { first, targets, vocabulary, hidden, head }, logits);
+                work(&Chunk { first, targets, vocabulary, hidden, head }, logits)?;
             }
             Ok(())
         })
     })
 }
 
-/// Turns the logits of a token into `scale` times the gradient of its negative log-likelihood, which it returns.
+/// Turns a row of logits into exponentials.
 #[inline(always)]
-fn differentiate(row: &mut [f32], target: u32, scale: f32) -> f64 {
-    if target == IGNORE {
-        row.fill(0.0);
-        return 0.0;
-    }
-    let of_target = f64::from(row[target as usize]);
+fn row_sums(row: &mut [f32], target: Option<usize>) -> Sums {
+    let of_target = target.map_or(0.0, |target| f64::from(row[target]));
     let (max, sum) = exponentials(row);
-    let factor = (f64::from(scale) / sum) as f32;
+    Sums { max, sum, of_target }
+}
+
+/// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of `target`, which is at
+/// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary.
+#[inline(always)]
+fn gradient(row: &mut [f32], target: u32, place: Option<usize>, scale: f32, sums: &Sums, totals: &Sums) {
+    if target == IGNORE {
+        return row.fill(0.0);
+    }
+    let factor = (f64::from(scale) / totals.sum * f64::from(sums.max - totals.max).exp()) as f32;
     row.iter_mut().for_each(|x| *x *= factor);
-    row[target as usize] -= scale;
-    f64::from(max) + sum.ln() - of_target
+    if let Some(place) = place {
+        row[place] -= scale;
+    }
 }
 
 /// Turns a row into exponentials relative to its maximum; returns the maximum, and their sum.
@@ -156,13 +293,13 @@ fn exponentials(row: &mut [f32]) -> (f32, f64) {
     (max, sum)
 }
 
-fn check(hidden: &Tensor, head: &Tensor, targets: &[u32]) -> Result<(usize, usize)> {
-    let ((tokens, width), (vocabulary, head_width)) = (hidden.dims2()?, head.dims2()?);
-    if width != head_width || tokens != targets.len() || vocabulary == 0 {
+fn check(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
+    let ((tokens, width), (rows, head_width)) = (hidden.dims2()?, head.dims2()?);
+    if width != head_width || tokens != targets.len() || rows == 0 {
         bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.shape(), targets.len());
     }
-    match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary) {
-        Some(target) => bail!("loss: target {target} is outside the vocabulary of {vocabulary}"),
+    match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary.whole) {
+        Some(target) => bail!("loss: target {target} is outside the vocabulary of {}", vocabulary.whole),
         None => Ok((tokens, width)),
     }
 }

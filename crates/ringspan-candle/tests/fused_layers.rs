@@ -7,6 +7,7 @@ use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
+use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{cotangent, gated_mlp, pool};
 
 /// Numbers between -1 and 1 without a pattern, so that sums of them do not cancel.
@@ -116,11 +117,11 @@ fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<(
     let gradients = (&nll * f64::from(scale))?.backward()?;
 
     let (hidden, head) = (hidden.to_dtype(DType::F32)?, head.to_dtype(DType::F32)?);
-    let got = loss::head_loss(&hidden, &head, &targets, scale)?;
+    let got = loss::head_loss(&hidden, &head, &targets, scale, &WHOLE)?;
     assert!((got.nll_sum / nll.to_scalar::<f64>()? - 1.0).abs() < 1e-6);
     assert!(relative_l2(&got.d_hidden, gradients.get(&h).expect("tracked"))? < 1e-6);
     assert!(relative_l2(&got.d_head, gradients.get(&w).expect("tracked"))? < 1e-6);
-    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, &head, &targets)?, (tokens, 1), &Device::Cpu)?;
+    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, &head, &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
     assert!(relative_l2(&loss::logits(&hidden, &head)?, &logits)? < 1e-6);
     Ok(())
@@ -130,10 +131,11 @@ fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<(
 fn no_tokens_cost_nothing_and_bad_targets_are_named() -> Result<()> {
     let (none, head) =
         (Tensor::zeros((0, 4), DType::F32, &Device::Cpu)?, Tensor::ones((9, 4), DType::F32, &Device::Cpu)?);
-    let loss = loss::head_loss(&none, &head, &[], 1.0)?;
+    let loss = loss::head_loss(&none, &head, &[], 1.0, &WHOLE)?;
     assert_eq!((loss.nll_sum, loss.d_hidden.dims()), (0.0, &[0, 4][..]));
     let one = Tensor::ones((1, 4), DType::F32, &Device::Cpu)?;
-    let error = loss::head_loss(&one, &head, &[9], 1.0).err().map(|error| error.to_string()).unwrap_or_default();
+    let error =
+        loss::head_loss(&one, &head, &[9], 1.0, &WHOLE).err().map(|error| error.to_string()).unwrap_or_default();
     assert!(error.contains("target 9") && error.contains("vocabulary of 9"), "{error}");
     Ok(())
 }

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{TILE, gated_mlp};
+use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{cotangent, loss};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -60,7 +61,7 @@ fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_ins
     let vocabulary = 4096;
     let head_loss = |tokens: usize| {
         let (x, head) = (ones((tokens, hidden))?, ones((vocabulary, hidden))?);
-        Ok::<_, candle_core::Error>(peak_of(|| loss::head_loss(&x, &head, &vec![1; tokens], 1.0).map(drop)))
+        Ok::<_, candle_core::Error>(peak_of(|| loss::head_loss(&x, &head, &vec![1; tokens], 1.0, &WHOLE).map(drop)))
     };
     let (few, many) = (head_loss(1024)?, head_loss(3072)?);
     let row = (many - few) as f64 / (2048 * 4) as f64;

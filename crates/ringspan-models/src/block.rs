@@ -5,7 +5,6 @@
 mod sparse;
 
 use crate::architecture::Sparse;
-use crate::config::Config;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
 use crate::lora::Lora;
@@ -15,6 +14,7 @@ use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::gated_mlp;
 use ringspan_candle::geglu::geglu;
 use ringspan_candle::linear::linear;
+use ringspan_candle::residual::residual;
 use ringspan_candle::rope::rope;
 use ringspan_candle::swiglu::swiglu;
 
@@ -26,26 +26,26 @@ pub(crate) struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// x `[T, C]` to `[T, C]`, with at least one token.
+    /// x `[T, C]` to `[T, C]`, with at least one token; where ranks share layers, this rank's rows of them.
     pub(crate) fn forward(&self, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let model = &self.decoder.model;
-        let mut attended = self.attention(&self.normed("input_layernorm", x)?, attend)?;
+        let mut attended = self.attention(&self.gathered("input_layernorm", x, attend)?, attend)?;
         let mut before = "post_attention_layernorm";
         if model.post_norms {
             // Gemma gives this name to the norm behind attention, Llama to the one before the feed-forward part.
             attended = self.normed(before, &attended)?;
             before = "pre_feedforward_layernorm";
         }
-        let x = (x + attended)?;
-        let h = self.normed(before, &x)?;
+        let x = residual(x, &attended)?;
         let mut fed = match self.is_sparse() {
-            Some(sparse) => self.sparse(sparse, &h, attend)?,
-            None => self.dense(&h)?,
+            // Tokens find their experts row by row.
+            Some(sparse) => self.sparse(sparse, &self.normed(before, &x)?, attend)?,
+            None => self.dense(&self.gathered(before, &x, attend)?, attend)?,
         };
         if model.post_norms {
             fed = self.normed("post_feedforward_layernorm", &fed)?;
         }
-        Ok((x + fed)?)
+        Ok(residual(&x, &fed)?)
     }
 
     /// What is left to do for a rank without tokens behind attention: x `[0, C]` to `[0, C]`.
@@ -62,15 +62,14 @@ impl Block<'_> {
     }
 
     fn attention(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        let (config, model) = (self.decoder.config(), &self.decoder.model);
-        let Config { num_attention_heads: heads, .. } = *config;
-        let (tokens, kv_heads, dim) = (h.dim(0)?, config.num_key_value_heads(), config.head_dim());
-        let project = |name: &str, heads: usize| -> Result<Tensor> {
+        let model = &self.decoder.model;
+        let (tokens, dim) = (h.dim(0)?, self.decoder.config().head_dim());
+        // As many heads as the weights at hand have.
+        let project = |name: &str| -> Result<Tensor> {
             let flat = self.linear(&format!("self_attn.{name}"), h, model.qkv_bias)?;
-            Ok(flat.reshape((tokens, heads, dim))?)
+            Ok(flat.reshape((tokens, flat.dim(1)? / dim, dim))?)
         };
-        let (mut q, mut k) = (project("q_proj", heads)?, project("k_proj", kv_heads)?);
-        let v = project("v_proj", kv_heads)?;
+        let (mut q, mut k, v) = (project("q_proj")?, project("k_proj")?, project("v_proj")?);
         if model.qk_norm {
             q = self.normed("self_attn.q_norm", &q)?;
             k = self.normed("self_attn.k_norm", &k)?;
@@ -78,16 +77,16 @@ impl Block<'_> {
         let rotation = model.ropes[model.layers[self.index].rope].rotation(attend.positions(), attend.length());
         let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
         let out = attend.attention(self.index, &q, &k, &v, &model.mask(self.index), &model.score)?;
-        self.linear("self_attn.o_proj", &out.reshape((tokens, heads * dim))?, model.output_bias)
+        self.summed("self_attn.o_proj", &out.flatten_from(1)?, model.output_bias, attend)
     }
 
     /// The gated feed-forward part of all tokens.
-    fn dense(&self, h: &Tensor) -> Result<Tensor> {
+    fn dense(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let model = &self.decoder.model;
         let adapted = |lora: &Lora| ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().any(|n| lora.is_beside(n));
         if !model.mlp_bias && !self.decoder.lora().is_some_and(adapted) {
             let [gate, up, down] = ["gate", "up", "down"].map(|name| self.get(&format!("mlp.{name}_proj.weight")));
-            return Ok(gated_mlp(h, gate?, up?, down?, model.activation)?);
+            return Ok(attend.tensor_parallel().reduce(&gated_mlp(h, gate?, up?, down?, model.activation)?)?);
         }
         let gate = self.linear("mlp.gate_proj", h, model.mlp_bias)?;
         let up = self.linear("mlp.up_proj", h, model.mlp_bias)?;
@@ -95,7 +94,21 @@ impl Block<'_> {
             Activation::Silu => swiglu(&gate, &up)?,
             Activation::GeluTanh => geglu(&gate, &up)?,
         };
-        self.linear("mlp.down_proj", &hidden, model.mlp_bias)
+        self.summed("mlp.down_proj", &hidden, model.mlp_bias, attend)
+    }
+
+    /// x normed, with the rows of all ranks that share this layer.
+    fn gathered(&self, norm: &str, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        Ok(attend.tensor_parallel().gather(&self.normed(norm, x)?, attend.positions().len())?)
+    }
+
+    /// The linear layer behind which the parts of all ranks are summed, and rows dealt again.
+    fn summed(&self, name: &str, x: &Tensor, bias: bool, attend: &dyn Attend) -> Result<Tensor> {
+        if attend.tensor_parallel().is_whole() {
+            return self.linear(name, x, bias);
+        }
+        let sum = attend.tensor_parallel().reduce(&self.linear(name, x, false)?)?;
+        Ok(if bias { sum.broadcast_add(self.get(&format!("{name}.bias"))?)? } else { sum })
     }
 
     fn normed(&self, name: &str, x: &Tensor) -> Result<Tensor> {

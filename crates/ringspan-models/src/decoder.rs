@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::lora::Lora;
 use crate::parameters::{Parameters, Unit};
 use candle_core::{DType, Device, Tensor, Var};
-use ringspan_candle::Attend;
 use ringspan_candle::norm::rms_norm;
+use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
 
 /// Parameters by Hugging Face's names, f32.
@@ -46,11 +46,11 @@ impl Decoder {
         self.model.sparse.map_or(0, |sparse| sparse.experts)
     }
 
-    /// Embeddings `[T, C]` of tokens.
+    /// Embeddings `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
     ///
     /// # Errors
     /// Tokens outside the vocabulary.
-    pub fn embed(&self, weights: &Weights, tokens: &[u32]) -> Result<Tensor> {
+    pub fn embed(&self, weights: &Weights, tokens: &[u32], shared: &TensorParallel) -> Result<Tensor> {
         let vocabulary = self.config.vocab_size;
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(Error::Token { token, vocabulary });
@@ -58,8 +58,22 @@ impl Decoder {
         if tokens.is_empty() {
             return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, &Device::Cpu)?);
         }
-        let rows = self.get(weights, EMBEDDING)?.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
-        self.embedding_scaled(rows)
+        let embedding = self.get(weights, EMBEDDING)?;
+        if shared.is_whole() {
+            return self.embedding_scaled(embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?);
+        }
+        // Each rank knows part of the vocabulary, and has zeros for other tokens.
+        let (width, known) = (self.config.hidden_size, shared.part(vocabulary));
+        let embedding: Vec<f32> = embedding.flatten_all()?.to_vec1()?;
+        let mut rows = vec![0.0f32; tokens.len() * width];
+        for (row, token) in rows.chunks_exact_mut(width).zip(tokens) {
+            if known.contains(&(*token as usize)) {
+                let at = (*token as usize - known.start) * width;
+                row.copy_from_slice(&embedding[at..at + width]);
+            }
+        }
+        let rows = Tensor::from_vec(rows, (tokens.len(), width), &Device::Cpu)?;
+        self.embedding_scaled(shared.reduce(&rows)?)
     }
 
     /// Rows of the embedding `[T, C]` as the first layer gets them, and gradients of these as the embedding gets them.
@@ -70,12 +84,12 @@ impl Decoder {
         }
     }
 
-    /// Layer `index`: x `[T, C]` to `[T, C]`.
+    /// Layer `index`: x `[T, C]` to `[T, C]`; where ranks share layers, this rank's rows of them.
     ///
     /// # Errors
     /// Missing weights, failures of attention.
     pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        if x.dim(0)? == 0 {
+        if attend.positions().is_empty() {
             // No token here, but others may wait for this part of attention, and of the experts.
             self.take_part(weights, index, attend)?;
             return Ok(x.clone());
@@ -92,7 +106,12 @@ impl Decoder {
         let empty = |heads: usize| -> Result<Tensor> {
             Ok(Var::zeros((0, heads, self.config.head_dim()), DType::F32, &Device::Cpu)?.into_inner())
         };
-        let (heads, kv_heads) = (self.config.num_attention_heads, self.config.num_key_value_heads());
+        // As many as the weights at hand have, so that all ranks of an attention agree.
+        let heads = |name: &str| -> Result<usize> {
+            let weight = self.get(weights, &format!("model.layers.{index}.self_attn.{name}.weight"))?;
+            Ok(weight.dim(0)? / self.config.head_dim())
+        };
+        let (heads, kv_heads) = (heads("q_proj")?, heads("k_proj")?);
         let (q, k, v) = (empty(heads)?, empty(kv_heads)?, empty(kv_heads)?);
         let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
         let out = out.reshape((0, self.config.hidden_size))?;
@@ -104,13 +123,10 @@ impl Decoder {
     /// # Errors
     /// Missing weights.
     pub fn norm(&self, weights: &Weights, x: &Tensor) -> Result<Tensor> {
-        if x.dim(0)? == 0 {
-            return Ok(x.clone());
-        }
         self.normed(weights, NORM, x)
     }
 
-    /// The output head `[V, C]`: the embedding, if they are tied.
+    /// The output head `[V, C]`: the embedding, if they are tied. Of a rank that shares layers, its part of the vocabulary.
     ///
     /// # Errors
     /// Missing weights.
@@ -147,6 +163,9 @@ impl Decoder {
 
     /// x normed over its last dimension, times the parameter `name`.
     pub(crate) fn normed(&self, weights: &Weights, name: &str, x: &Tensor) -> Result<Tensor> {
+        if x.dim(0)? == 0 {
+            return Ok(x.clone());
+        }
         let weight = self.get(weights, name)?;
         let eps = self.config.rms_norm_eps;
         match self.model.norm_offset {

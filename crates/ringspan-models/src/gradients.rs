@@ -15,6 +15,10 @@ use std::collections::BTreeMap;
 /// order that depends on the model only: head, layers from the last to the first, embedding. A rank without tokens takes
 /// part in every attention, forward and backward, and yields zeros. All ranks must recompute alike.
 ///
+/// Where ranks share layers ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of all
+/// of them, `parameters` gives this rank's portions, the log-likelihood is the same on each, and the gradient of what
+/// several hold is the sum of theirs.
+///
 /// # Errors
 /// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
 /// other ranks, and what `on_gradients` returns.
@@ -35,6 +39,7 @@ pub fn loss_and_gradients(
         return Err(Error::Unbalanced { coefficient });
     }
     let layers = decoder.config().num_hidden_layers;
+    let shared = attend.tensor_parallel();
     let keeper = Keeper::new(attend);
     let attend = if recompute == Recompute::Full { attend } else { &keeper };
     let trains = |name: &str| decoder.trains(name);
@@ -50,7 +55,7 @@ pub fn loss_and_gradients(
         let embedding = parameters.unit(decoder, Unit::Embedding)?;
         parameters.prefetch(after(layers, None))?;
         let shape = decoder.get(&embedding, decoder.embedding_name())?.dims().to_vec();
-        (decoder.embed(&embedding, tokens)?, shape)
+        (decoder.embed(&embedding, tokens, shared)?, shape)
     };
     for index in 0..layers {
         let layer = parameters.unit(decoder, Unit::Layer(index))?;
@@ -68,11 +73,12 @@ pub fn loss_and_gradients(
 
     let head = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let hidden = decoder.norm(&head, &x)?;
-    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale)?;
+    let hidden = shared.gather(&decoder.norm(&head, &x)?, tokens.len())?;
+    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale, shared)?;
+    let d_hidden = shared.reduce(&loss.d_hidden)?;
     let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(&x, norm, trains, |local, x| decoder.norm(local, x))?;
-    let (mut dx, mut gradients) = last.backward(&loss.d_hidden)?;
+    let (mut dx, mut gradients) = last.backward(&d_hidden)?;
     let mut d_head = Some(loss.d_head).filter(|_| trains(decoder.head_name()));
     if !decoder.config().tie_word_embeddings {
         gradients.extend(d_head.take().map(|d_head| (decoder.head_name().to_owned(), d_head)));
@@ -97,7 +103,8 @@ pub fn loss_and_gradients(
 
     let mut gradients = Gradients::new();
     if trains(decoder.embedding_name()) {
-        let mut gradient = scatter(&decoder.embedding_scaled(dx)?, tokens, &embedding_shape)?;
+        let dx = shared.gather(&decoder.embedding_scaled(dx)?, tokens.len())?;
+        let mut gradient = scatter(&dx, tokens, shared.part(decoder.config().vocab_size).start, &embedding_shape)?;
         if let Some(d_head) = d_head {
             gradient = (gradient + d_head)?;
         }
@@ -128,14 +135,16 @@ enum Layer {
     Graph(Graph),
 }
 
-/// Rows of `dx` `[T, C]` added up by token: `[V, C]`.
-fn scatter(dx: &Tensor, tokens: &[u32], shape: &[usize]) -> Result<Tensor> {
+/// Rows of `dx` `[T, C]` added up by token, of those that the embedding knows from the token `first` on: `[V, C]`.
+fn scatter(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
     let width = shape.last().copied().unwrap_or(0);
     let mut sums = vec![0.0f32; shape.iter().product()];
     let rows: Vec<f32> = dx.flatten_all()?.to_vec1()?;
     for (row, &token) in rows.chunks_exact(width.max(1)).zip(tokens) {
-        let at = token as usize * width;
-        sums[at..at + width].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        let at = (token as usize).checked_sub(first).map(|row| row * width);
+        if let Some(sum) = at.and_then(|at| sums.get_mut(at..at + width)) {
+            sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        }
     }
     Ok(Tensor::from_vec(sums, shape, &Device::Cpu)?)
 }

@@ -6,7 +6,7 @@ use crate::gradients::Gradients;
 use candle_core::{Tensor, Var};
 use ringspan::{Mask, Score};
 use ringspan_candle::attention::Kept;
-use ringspan_candle::{Attend, Experts, cotangent};
+use ringspan_candle::{Attend, Experts, TensorParallel, cotangent};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::{fmt, str::FromStr};
@@ -91,6 +91,10 @@ impl Attend for Keeper<'_> {
 
     fn experts(&self) -> &dyn Experts {
         self.attend.experts()
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        self.attend.tensor_parallel()
     }
 }
 

@@ -4,6 +4,7 @@ use crate::architecture::Sparse;
 use crate::config::Config;
 use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM};
 use crate::parameters::Unit;
+use crate::portion::{Along, Cut};
 use std::collections::BTreeMap;
 
 impl Decoder {
@@ -15,13 +16,19 @@ impl Decoder {
 
     /// The parameters of a unit with their shapes.
     pub fn unit_shapes(&self, unit: Unit) -> Vec<(String, Vec<usize>)> {
+        self.unit_cuts(unit).into_iter().map(|(name, shape, _)| (name, shape)).collect()
+    }
+
+    /// The parameters of a unit with their shapes, and how ranks cut them.
+    pub(crate) fn unit_cuts(&self, unit: Unit) -> Vec<(String, Vec<usize>, Cut)> {
         let Config { vocab_size, hidden_size, tie_word_embeddings, .. } = *self.config();
-        let norm = (NORM.to_owned(), vec![hidden_size]);
+        let norm = (NORM.to_owned(), vec![hidden_size], Cut::Whole);
+        let words = |name: &str| (name.to_owned(), vec![vocab_size, hidden_size], Cut::Rows(Along::Vocabulary));
         match unit {
-            Unit::Embedding => vec![(EMBEDDING.to_owned(), vec![vocab_size, hidden_size])],
-            Unit::Layer(index) => self.layer_shapes(index),
+            Unit::Embedding => vec![words(EMBEDDING)],
+            Unit::Layer(index) => self.layer_cuts(index),
             Unit::Head if tie_word_embeddings => vec![norm],
-            Unit::Head => vec![norm, (HEAD.to_owned(), vec![vocab_size, hidden_size])],
+            Unit::Head => vec![norm, words(HEAD)],
         }
     }
 
@@ -30,50 +37,58 @@ impl Decoder {
         self.units().flat_map(|unit| self.unit_shapes(unit)).collect()
     }
 
-    fn layer_shapes(&self, index: usize) -> Vec<(String, Vec<usize>)> {
+    fn layer_cuts(&self, index: usize) -> Vec<(String, Vec<usize>, Cut)> {
         let Config { hidden_size: hidden, intermediate_size: wide, num_attention_heads, .. } = *self.config();
         let model = &self.model;
         let dim = self.config().head_dim();
         let (q, kv) = (num_attention_heads * dim, self.config().num_key_value_heads() * dim);
-        let mut shapes = Vec::new();
-        let mut add = |name: &str, shape: Vec<usize>| shapes.push((format!("model.layers.{index}.{name}"), shape));
-        add("input_layernorm.weight", vec![hidden]);
-        add("post_attention_layernorm.weight", vec![hidden]);
+        let mut parameters = Vec::new();
+        let mut add = |name: &str, shape: Vec<usize>, cut: Cut| {
+            parameters.push((format!("model.layers.{index}.{name}"), shape, cut));
+        };
+        add("input_layernorm.weight", vec![hidden], Cut::Whole);
+        add("post_attention_layernorm.weight", vec![hidden], Cut::Whole);
         if model.post_norms {
-            add("pre_feedforward_layernorm.weight", vec![hidden]);
-            add("post_feedforward_layernorm.weight", vec![hidden]);
+            add("pre_feedforward_layernorm.weight", vec![hidden], Cut::Whole);
+            add("post_feedforward_layernorm.weight", vec![hidden], Cut::Whole);
         }
         let mut linear = vec![
-            ("self_attn.q_proj".to_owned(), q, hidden, model.qkv_bias),
-            ("self_attn.k_proj".to_owned(), kv, hidden, model.qkv_bias),
-            ("self_attn.v_proj".to_owned(), kv, hidden, model.qkv_bias),
-            ("self_attn.o_proj".to_owned(), hidden, q, model.output_bias),
+            ("self_attn.q_proj".to_owned(), q, hidden, model.qkv_bias, Cut::Rows(Along::Queries)),
+            ("self_attn.k_proj".to_owned(), kv, hidden, model.qkv_bias, Cut::Rows(Along::KeyValues)),
+            ("self_attn.v_proj".to_owned(), kv, hidden, model.qkv_bias, Cut::Rows(Along::KeyValues)),
+            ("self_attn.o_proj".to_owned(), hidden, q, model.output_bias, Cut::Columns(Along::Queries)),
         ];
-        let mut gated = |prefix: &str, wide: usize, bias: bool| {
-            linear.push((format!("{prefix}.gate_proj"), wide, hidden, bias));
-            linear.push((format!("{prefix}.up_proj"), wide, hidden, bias));
-            linear.push((format!("{prefix}.down_proj"), hidden, wide, bias));
+        let mut gated = |prefix: &str, wide: usize, bias: bool, along: Along| {
+            linear.push((format!("{prefix}.gate_proj"), wide, hidden, bias, Cut::Rows(along)));
+            linear.push((format!("{prefix}.up_proj"), wide, hidden, bias, Cut::Rows(along)));
+            linear.push((format!("{prefix}.down_proj"), hidden, wide, bias, Cut::Columns(along)));
         };
         match model.sparse.filter(|_| model.layers[index].sparse) {
             Some(Sparse { experts, wide, .. }) => {
-                (0..experts).for_each(|expert| gated(&format!("mlp.experts.{expert}"), wide, false));
-                linear.push(("mlp.gate".into(), experts, hidden, false));
+                let mut one = |expert| gated(&format!("mlp.experts.{expert}"), wide, false, Along::Expert(expert));
+                (0..experts).for_each(&mut one);
+                linear.push(("mlp.gate".into(), experts, hidden, false, Cut::Whole));
             }
-            None => gated("mlp", wide, model.mlp_bias),
+            None => gated("mlp", wide, model.mlp_bias, Along::Width),
         }
-        for (name, to, from, bias) in linear {
-            add(&format!("{name}.weight"), vec![to, from]);
+        for (name, to, from, bias, cut) in linear {
+            // What is cut by rows has a bias that is, too; sums of columns get theirs whole, once.
+            let of_sum = if matches!(cut, Cut::Columns(_)) { Cut::Whole } else { cut };
+            add(&format!("{name}.weight"), vec![to, from], cut);
             if bias {
-                add(&format!("{name}.bias"), vec![to]);
+                add(&format!("{name}.bias"), vec![to], of_sum);
             }
             if let Some(lora) = self.lora().filter(|lora| lora.is_beside(&name)) {
-                lora.shapes(&name, to, from).into_iter().for_each(|(name, shape)| add(&name, shape));
+                let [(a, a_shape), (b, b_shape)] = lora.shapes(&name, to, from);
+                let of_input = if matches!(cut, Cut::Columns(_)) { cut } else { Cut::Whole };
+                add(&a, a_shape, of_input);
+                add(&b, b_shape, of_sum);
             }
         }
         if model.qk_norm {
-            add("self_attn.q_norm.weight", vec![dim]);
-            add("self_attn.k_norm.weight", vec![dim]);
+            add("self_attn.q_norm.weight", vec![dim], Cut::Whole);
+            add("self_attn.k_norm.weight", vec![dim], Cut::Whole);
         }
-        shapes
+        parameters
     }
 }

@@ -7,7 +7,7 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::attention::Kept;
-use ringspan_candle::{Attend, Context, Experts};
+use ringspan_candle::{Attend, Context, Experts, TensorParallel};
 use ringspan_models::{Recompute, gradients};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -57,6 +57,10 @@ impl Attend for Counting {
 
     fn experts(&self) -> &dyn Experts {
         self.context.experts()
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        self.context.tensor_parallel()
     }
 }
 

@@ -5,7 +5,8 @@ mod support;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
-use ringspan_candle::{Attend, Experts};
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::{Attend, Experts, TensorParallel};
 use ringspan_models::{Decoder, Error, Recompute, Unit, Weights, gradients};
 use support::load;
 
@@ -35,6 +36,10 @@ impl Attend for Values {
 
     fn experts(&self) -> &dyn Experts {
         &Local
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &WHOLE
     }
 }
 

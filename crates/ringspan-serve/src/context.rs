@@ -6,7 +6,8 @@ use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
 use ringspan::kernel::{Data, Score, View};
 use ringspan::{Mask, Run};
 use ringspan_candle::experts::Local;
-use ringspan_candle::{Attend, Context, Experts};
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::{Attend, Context, Experts, TensorParallel};
 use std::cell::RefCell;
 
 /// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
@@ -47,6 +48,10 @@ impl Attend for Prefill<'_> {
 
     fn experts(&self) -> &dyn Experts {
         self.context.experts()
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        self.context.tensor_parallel()
     }
 }
 
@@ -111,6 +116,10 @@ impl Attend for Decode<'_> {
 
     fn experts(&self) -> &dyn Experts {
         &Local
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &WHOLE
     }
 }
 

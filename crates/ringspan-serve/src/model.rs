@@ -54,7 +54,7 @@ impl Model {
     /// # Errors
     /// Tokens the model does not know, failures of other ranks.
     pub fn hidden(&self, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
-        let mut hidden = self.decoder.embed(&self.weights, tokens)?;
+        let mut hidden = self.decoder.embed(&self.weights, tokens, attend.tensor_parallel())?;
         for layer in 0..self.layers() {
             hidden = self.decoder.layer(&self.weights, layer, &hidden, attend)?;
         }

@@ -5,6 +5,7 @@ use crate::model::{Mesh, Model};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Context, loss};
 use std::sync::Arc;
 
@@ -90,7 +91,7 @@ fn score_on_rank(
     let hidden = model.hidden(&tokens, &context)?;
     let hidden = model.decoder().norm(model.weights(), &hidden)?;
     let head = model.decoder().head(model.weights())?;
-    let log_probs = loss::log_probs(&hidden, &head, &targets)?;
+    let log_probs = loss::log_probs(&hidden, &head, &targets, &WHOLE)?;
     let logits = if logits { Some(loss::logits(&hidden, &head)?.flatten_all()?.to_vec1()?) } else { None };
     Ok((log_probs, logits))
 }

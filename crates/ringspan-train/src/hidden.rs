@@ -4,7 +4,8 @@ use candle_core::Tensor;
 use ringspan_candle::Attend;
 use ringspan_models::{Decoder, Parameters, Unit};
 
-/// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm.
+/// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm; where ranks share layers, its
+/// rows of them.
 ///
 /// # Errors
 /// Failures of the model or of other ranks.
@@ -16,7 +17,7 @@ pub fn hidden(
 ) -> ringspan_models::Result<Tensor> {
     let layers = decoder.config().num_hidden_layers;
     let of = |unit| parameters.unit(decoder, unit);
-    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens)?;
+    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend.tensor_parallel())?;
     for index in 0..layers {
         let layer = of(Unit::Layer(index))?;
         parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { Unit::Head })?;

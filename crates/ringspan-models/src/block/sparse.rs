@@ -12,6 +12,9 @@ use ringspan_candle::{Attend, Expert, Experts, Load, Routing};
 impl Block<'_> {
     /// h `[T, C]` to `[T, C]`.
     pub(super) fn sparse(&self, sparse: Sparse, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        if h.dim(0)? == 0 {
+            return self.no_tokens(sparse, h, attend);
+        }
         let experts = attend.experts();
         let mut probabilities = softmax(&self.linear("mlp.gate", h, false)?)?;
         for pressure in experts.pressures(self.index) {

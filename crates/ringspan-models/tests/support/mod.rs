@@ -3,12 +3,12 @@
 
 use candle_core::{D, DType, Device, Tensor};
 use ringspan::attention::Group;
-use ringspan::comm::Communicator;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
-use ringspan_candle::{Attend, Context, Experts, loss};
-use ringspan_models::{Balanced, Decoder, Error, Recompute, Unit, Weights, folder, gradients};
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::{Attend, Context, ExpertParallel, Experts, TensorParallel, loss};
+use ringspan_models::{Balanced, Decoder, Error, Parameters, Place, Recompute, Unit, Weights, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -114,6 +114,10 @@ impl Attend for Dense<'_> {
     fn experts(&self) -> &dyn Experts {
         &*self.experts
     }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &WHOLE
+    }
 }
 
 /// On one device, without ranks; also the units in the order their gradients came.
@@ -138,34 +142,60 @@ fn balanced(
     Some(Arc::new(Balanced::new(inner, coefficient, sum)))
 }
 
+/// How a model is spread over ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Spread {
+    pub(crate) ring: usize,
+    pub(crate) ulysses: usize,
+    pub(crate) tp: usize,
+    pub(crate) ep: usize,
+    pub(crate) moe_tp: usize,
+}
+
+impl Default for Spread {
+    fn default() -> Self {
+        Self { ring: 1, ulysses: 1, tp: 1, ep: 1, moe_tp: 1 }
+    }
+}
+
+impl Spread {
+    fn ranks(&self) -> usize {
+        self.ring * self.ulysses * self.tp
+    }
+
+    fn place(&self, rank: usize) -> Place {
+        let Self { tp, ep, moe_tp, .. } = *self;
+        Place { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) }
+    }
+}
+
 /// On `ring x ulysses` ranks, put together: gradients are the sums over the ranks.
 pub(crate) fn on_mesh(
     decoder: &Decoder,
     weights: &Weights,
     batch: &Batch,
     kind: LayoutKind,
-    mesh: (usize, usize),
+    (ring, ulysses): (usize, usize),
 ) -> Answer {
-    on_mesh_with(decoder, weights, batch, kind, mesh, &|_| Arc::new(Local))
+    on_ranks(decoder, weights, batch, kind, Spread { ring, ulysses, ..Spread::default() })
 }
 
 /// Experts, as a context takes them.
 pub(crate) type Shared = Arc<dyn Experts + Send + Sync>;
 
-/// As [`on_mesh`], with the experts that `experts` makes of a rank's communicator.
-pub(crate) fn on_mesh_with(
+/// As [`on_mesh`], where ranks may share layers and experts.
+pub(crate) fn on_ranks(
     decoder: &Decoder,
     weights: &Weights,
     batch: &Batch,
     kind: LayoutKind,
-    (ring, ulysses): (usize, usize),
-    experts: &(dyn Fn(&Arc<dyn Communicator>) -> Shared + Sync),
+    spread: Spread,
 ) -> Answer {
+    let Spread { ring, ulysses, tp, ep, moe_tp } = spread;
     let documents = Documents::batch(batch.rows, batch.len);
     let layout = Arc::new(Layout::new(kind, &documents, ring * ulysses).expect("ranks"));
-    let vocabulary = decoder.config().vocab_size;
     let answer = Mutex::new(Answer {
-        logits: vec![0.0; batch.tokens.len() * vocabulary],
+        logits: vec![0.0; batch.tokens.len() * decoder.config().vocab_size],
         loss: 0.0,
         gradients: weights
             .iter()
@@ -173,35 +203,44 @@ pub(crate) fn on_mesh_with(
             .map(|(name, weight)| (name.clone(), vec![0.0; weight.elem_count()]))
             .collect(),
     });
-    let orders = threads::run(ring * ulysses, Options::default(), |comm| {
+    let orders = threads::run(spread.ranks(), Options::default(), |comm| {
         let rank = comm.rank();
         let run = || -> Result<Vec<Unit>, Error> {
-            let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
-            let mut context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let split = |color: usize| comm.split(color, rank).map_err(candle_core::Error::wrap);
+            let (cp, tensor) = (split(rank % tp)?, TensorParallel::new(split(rank / tp)?));
+            // The ranks of an expert group: moe_tp fastest, then ep.
+            let (width, whole) = (split(rank / moe_tp)?, split(rank / (ep * moe_tp) * moe_tp + rank % moe_tp)?);
+            let group = Group::new(cp, (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
+            let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let inner: Shared = match ep * moe_tp {
+                1 => Arc::new(Local),
+                _ => Arc::new(ExpertParallel::new(decoder.experts(), whole, width)?),
+            };
             let all = comm.clone();
-            let experts = experts(&comm);
-            let balanced = balanced(decoder, experts.clone(), move |sums| {
+            let balanced = balanced(decoder, inner.clone(), move |sums| {
                 // Counts of this size are exact in f32, and probabilities as good as the comparison needs.
                 let mut narrow: Vec<f32> = sums.iter().map(|x| *x as f32).collect();
                 all.all_reduce(&mut narrow).map_err(candle_core::Error::wrap)?;
                 sums.iter_mut().zip(narrow).for_each(|(sum, x)| *sum = f64::from(x));
                 Ok(())
             });
-            context = context.with_experts(balanced.clone().map_or(experts, |balanced| balanced));
-            let shard = |all: &[u32]| layout.shard(rank, all, 1).map_err(candle_core::Error::wrap);
+            let experts = balanced.clone().map_or(inner, |balanced| balanced);
+            let context = context.with_experts(experts).with_tensor_parallel(tensor);
+            let place = spread.place(rank);
+            let own_weights = decoder.portion_of(weights, place)?;
+            let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
-            let (own, order) = local(decoder, weights, &tokens, &targets, batch.valid(), &context)?;
+            let (own, order) = local(decoder, &own_weights, &tokens, &targets, batch.valid(), &context)?;
             let mut answer = answer.lock().expect("no panics");
-            layout.unshard(rank, &own.logits, vocabulary, &mut answer.logits).map_err(candle_core::Error::wrap)?;
-            answer.loss += own.loss;
+            add_logits(decoder, &layout, (rank / tp, &context), &own.logits, &mut answer.logits);
+            if rank % tp == 0 {
+                // It is the same on all ranks that share layers.
+                answer.loss += own.loss;
+            }
             if rank == 0 {
                 answer.loss += balanced.map_or(0.0, |balanced| balanced.loss().expect("a pass is done"));
             }
-            assert_eq!(own.gradients.len(), answer.gradients.len(), "every parameter has a gradient");
-            for (name, values) in own.gradients {
-                let sums = answer.gradients.get_mut(&name).expect("a known name");
-                sums.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
-            }
+            add_gradients(decoder, place, own.gradients, &mut answer.gradients)?;
             Ok(order)
         };
         run().map_err(|error| ringspan::Error::Layout(error.to_string()))
@@ -209,6 +248,40 @@ pub(crate) fn on_mesh_with(
     .expect("runs");
     assert!(orders.iter().all(|order| *order == orders[0]), "ranks deliver in one order, or their sums would mix");
     answer.into_inner().expect("no panics")
+}
+
+/// Adds the logits `[T, V of rank]` of a rank to those of all, `[B * S, V]`.
+fn add_logits(decoder: &Decoder, layout: &Layout, (rank, of): (usize, &Context), own: &[f32], all: &mut [f32]) {
+    let (vocabulary, known) = (decoder.config().vocab_size, of.tensor_parallel().part(decoder.config().vocab_size));
+    let mut wide = vec![0.0; own.len() / known.len() * vocabulary];
+    for (row, own) in wide.chunks_exact_mut(vocabulary).zip(own.chunks_exact(known.len())) {
+        row[known.clone()].copy_from_slice(own);
+    }
+    let mut of_rank = vec![0.0; all.len()];
+    layout.unshard(rank, &wide, vocabulary, &mut of_rank).expect("its tokens");
+    all.iter_mut().zip(of_rank).for_each(|(sum, x)| *sum += x);
+}
+
+/// Adds what a rank has to the gradients of the whole parameters.
+fn add_gradients(
+    decoder: &Decoder,
+    place: Place,
+    mut own: BTreeMap<String, Vec<f32>>,
+    sums: &mut BTreeMap<String, Vec<f32>>,
+) -> Result<(), Error> {
+    for unit in decoder.units() {
+        for portion in decoder.portions(unit, place)?.iter().filter(|portion| decoder.trains(&portion.name)) {
+            let (values, width) =
+                (own.remove(&portion.name).expect("every parameter has a gradient"), portion.columns.len());
+            let sum = sums.get_mut(&portion.name).expect("a known name");
+            for (row, values) in portion.rows.clone().zip(values.chunks_exact(width)) {
+                let at = row * portion.width() + portion.columns.start;
+                sum[at..at + width].iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+            }
+        }
+    }
+    assert!(own.is_empty(), "gradients of nothing: {:?}", own.keys());
+    Ok(())
 }
 
 /// Of the tokens at hand, with the loss a mean of `valid` targets.
@@ -220,17 +293,21 @@ fn local(
     valid: usize,
     attend: &dyn Attend,
 ) -> Result<(Answer, Vec<Unit>), Error> {
-    let mut x = decoder.embed(weights, tokens)?;
+    let shared = attend.tensor_parallel();
+    let mut x = decoder.embed(weights, tokens, shared)?;
     for index in 0..decoder.config().num_hidden_layers {
         x = decoder.layer(weights, index, &x, attend)?;
     }
-    let logits = loss::logits(&decoder.norm(weights, &x)?, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
+    let hidden = shared.gather(&decoder.norm(weights, &x)?, tokens.len())?;
+    let logits = loss::logits(&hidden, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
     let differentiate = |recompute: Recompute| {
         let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
         let scale = 1.0 / valid as f32;
         let mut keep = |unit, of_unit: gradients::Gradients| {
             order.push(unit);
-            let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name).filter(|name| decoder.trains(name));
+            let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
+            // Other ranks may have some of the experts.
+            let names = names.filter(|name| decoder.trains(name) && weights.contains_key(name));
             assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
             for (name, gradient) in of_unit {
                 assert_eq!((gradient.dtype(), gradient.dims()), (DType::F32, weights[&name].dims()), "{name}");
@@ -238,8 +315,8 @@ fn local(
             }
             Ok(())
         };
-        let nll =
-            gradients::loss_and_gradients(decoder, weights, tokens, targets, scale, recompute, attend, &mut keep)?;
+        let own = Own(weights);
+        let nll = gradients::loss_and_gradients(decoder, &own, tokens, targets, scale, recompute, attend, &mut keep)?;
         Ok::<_, Error>((nll, gradients, order))
     };
     let one = differentiate(Recompute::default())?;
@@ -251,6 +328,20 @@ fn local(
     }
     let (nll, gradients, order) = one;
     Ok((Answer { logits, loss: nll / valid as f64, gradients }, order))
+}
+
+/// The weights of a rank, which may lack experts.
+struct Own<'a>(&'a Weights);
+
+impl Parameters for Own<'_> {
+    fn prefetch(&self, _: Unit) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights, Error> {
+        let of = |(name, _): (String, _)| self.0.get(&name).map(|tensor| (name, tensor.clone()));
+        Ok(decoder.unit_shapes(unit).into_iter().filter_map(of).collect())
+    }
 }
 
 /// ‖a - b‖ / ‖b‖; 0 of zeros that are equal: an expert that nobody chose has no gradient.

@@ -13,6 +13,7 @@ use ringspan_candle::gated_mlp::gated_mlp;
 use ringspan_candle::linear::linear;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, Context, cotangent, loss, pool};
 use ringspan_models::{Config, Recompute};
 use ringspan_train::{Method, Optimizer, Update};
@@ -104,7 +105,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<(&'static str, f64)>> {
 
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
     let targets: Vec<u32> = (0..tokens).map(|token| (token % vocabulary) as u32).collect();
-    let loss = seconds_of(|| Ok(loss::head_loss(&x, &head, &targets, 1.0).map(drop)?))?;
+    let loss = seconds_of(|| Ok(loss::head_loss(&x, &head, &targets, 1.0, &WHOLE).map(drop)?))?;
 
     let method = Method::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let mut optimizer = Optimizer::new(method);

@@ -1,0 +1,168 @@
+//! Experts spread over ranks (Lepikhin et al., 2020, arXiv:2006.16668): tokens travel to the ranks that hold their experts,
+//! and come back.
+//!
+//! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to.
+
+use crate::collective::{all_gather, all_to_all, reduce_scatter};
+use crate::experts::{Expert, Experts, NOWHERE, Routing, mixed};
+use crate::slices::{cpu, values};
+use crate::tensor_parallel::part;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use ringspan::comm::{Buffer, Communicator};
+use std::sync::Arc;
+
+/// Experts of which each rank holds some, whole or with its part of their width.
+///
+/// All ranks of both groups call [`Experts::mix`] together, each with tokens of its own, or none. A token is sent once to
+/// each rank that has experts of it, however many these are.
+pub struct ExpertParallel {
+    experts: usize,
+    /// The ranks among which whole experts are dealt, neighbours in number to the same one.
+    ep: Arc<dyn Communicator>,
+    /// The ranks that hold the same experts, each its part of their width.
+    width: Arc<dyn Communicator>,
+}
+
+impl ExpertParallel {
+    /// Deals `experts` E to the ranks of `ep`, and the width of each to the ranks of `width`. The groups are used for
+    /// nothing else.
+    ///
+    /// # Errors
+    /// Fewer experts than ranks.
+    pub fn new(experts: usize, ep: Arc<dyn Communicator>, width: Arc<dyn Communicator>) -> Result<Self> {
+        match ep.size() {
+            ranks if ranks > experts => bail!("{ranks} ranks cannot share {experts} experts"),
+            _ => Ok(Self { experts, ep, width }),
+        }
+    }
+
+    /// As [`Experts::mix`], of the tokens of all ranks that share the width of experts.
+    fn exchanged(&self, x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
+        let ranks = self.ep.size();
+        if ranks == 1 {
+            return mixed(x, routing, expert);
+        }
+        let (tokens, top) = routing.weights.dims2()?;
+        let holds = |rank: usize| part(self.experts, rank, ranks);
+        let (mut rows, mut send, mut chosen) = (Vec::new(), Vec::new(), Vec::new());
+        for rank in 0..ranks {
+            let (holds, before, mut of_rank) = (holds(rank), rows.len(), Vec::new());
+            for (token, choices) in routing.chosen.chunks_exact(top.max(1)).enumerate() {
+                let here = |expert: &u32| if holds.contains(&(*expert as usize)) { *expert } else { NOWHERE };
+                if choices.iter().any(|expert| here(expert) != NOWHERE) {
+                    rows.push(token as u32);
+                    of_rank.extend(choices.iter().map(|expert| u64::from(here(expert))));
+                }
+            }
+            send.push(rows.len() - before);
+            chosen.push(Buffer::U64(of_rank));
+        }
+        let arrived = self.ep.all_to_all(chosen).map_err(candle_core::Error::wrap)?;
+        let (mut receive, mut chosen, own) = (Vec::new(), Vec::new(), holds(self.ep.rank()));
+        for (rank, buffer) in arrived.iter().enumerate() {
+            let Buffer::U64(choices) = &**buffer else {
+                bail!("rank {rank} sent something else than its tokens' experts")
+            };
+            let is_here = |choice: &u64| *choice == u64::from(NOWHERE) || own.contains(&(*choice as usize));
+            if choices.len() % top.max(1) != 0 || !choices.iter().all(is_here) {
+                bail!("rank {rank} sent choices {choices:?} to the rank with experts {own:?}");
+            }
+            receive.push(choices.len() / top.max(1));
+            chosen.extend(choices.iter().map(|choice| *choice as u32));
+        }
+
+        let picked = |of: &Tensor| all_to_all(&self.ep, &picked(of, rows.clone())?, &send, &receive);
+        let (here, weights) = (picked(x)?, picked(&routing.weights)?);
+        let out = mixed(&here, &Routing { chosen, weights }, expert)?;
+        put_back(&all_to_all(&self.ep, &out, &receive, &send)?, rows, tokens)
+    }
+}
+
+impl Experts for ExpertParallel {
+    fn mix(
+        &self,
+        _layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        if self.width.size() == 1 {
+            return self.exchanged(x, routing, expert);
+        }
+        let own = Buffer::U64(routing.chosen.iter().map(|expert| u64::from(*expert)).collect());
+        let top = routing.weights.dim(1)?;
+        let (mut chosen, mut counts) = (Vec::new(), Vec::new());
+        for (rank, buffer) in self.width.all_gather(own).map_err(candle_core::Error::wrap)?.iter().enumerate() {
+            let Buffer::U64(choices) = &**buffer else {
+                bail!("rank {rank} sent something else than its tokens' experts")
+            };
+            counts.push(choices.len() / top.max(1));
+            chosen.extend(choices.iter().map(|choice| *choice as u32));
+        }
+        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)? };
+        let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert)?;
+        reduce_scatter(&self.width, &partial, counts)
+    }
+}
+
+/// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
+fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
+    let of = x.dim(0)?;
+    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: false })
+}
+
+/// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
+fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
+    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: true })
+}
+
+/// Numbers of rows, and how many rows there are.
+struct Rows {
+    rows: Vec<u32>,
+    of: usize,
+}
+
+impl Rows {
+    fn pick(&self, from: &[f32], width: usize) -> Vec<f32> {
+        let mut out = Vec::with_capacity(self.rows.len() * width);
+        self.rows.iter().for_each(|row| out.extend_from_slice(&from[*row as usize * width..][..width]));
+        out
+    }
+
+    fn add(&self, from: &[f32], width: usize) -> Vec<f32> {
+        let mut out = vec![0.0f32; self.of * width];
+        for (row, from) in self.rows.iter().zip(from.chunks_exact(width.max(1))) {
+            out[*row as usize * width..][..width].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+        }
+        out
+    }
+}
+
+/// Picks rows, or, the other way, puts them back; each is the backward of the other.
+struct Pick {
+    rows: Rows,
+    back: bool,
+}
+
+impl CustomOp1 for Pick {
+    fn name(&self) -> &'static str {
+        "pick-rows"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (x, width) = (cpu(storage, layout)?, layout.dims()[1]);
+        let (out, rows) = match self.back {
+            false => (self.rows.pick(x, width), self.rows.rows.len()),
+            true => (self.rows.add(x, width), self.rows.of),
+        };
+        Ok((CpuStorage::F32(out), Shape::from((rows, width))))
+    }
+
+    fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let width = x.dim(1)?;
+        let dx = values(&gradient.contiguous()?, |d| {
+            Ok(if self.back { self.rows.pick(d, width) } else { self.rows.add(d, width) })
+        })?;
+        Tensor::from_vec(dx, x.shape(), x.device()).map(Some)
+    }
+}
