@@ -101,13 +101,15 @@ fn a_training_on_processes_gives_what_it_gives_on_threads_bit_for_bit() {
     let corpus = corpus(TEXT);
     let folder = corpus.path();
     // Ranks, how many of them share a copy of the parameters, and the mesh.
-    let meshes: [(usize, usize, &[&str]); 3] = [
+    let meshes: [(usize, usize, &[&str]); 4] = [
         (2, 2, &["--ring", "2"]),
+        (4, 4, &["--ring", "2", "--tp", "2"]),
         (4, 4, &["--dp-shard", "2", "--ring", "2", "--grad-accumulation", "2"]),
         (8, 4, &["--dp-replicate", "2", "--ring", "2", "--ulysses", "2", "--layout", "zigzag"]),
     ];
     for (ranks, sharers, mesh) in meshes {
-        let (one, many) = (format!("threads-{ranks}"), format!("processes-{ranks}"));
+        let name = mesh.concat();
+        let (one, many) = (format!("threads-{ranks}{name}"), format!("processes-{ranks}{name}"));
         threads(folder, &training(&one, mesh));
         let run = mpirun(&[(ranks, folder, training(&many, mesh))]);
         assert!(run.good, "{:#?}", run.stderr);
@@ -127,11 +129,11 @@ fn a_training_on_processes_gives_what_it_gives_on_threads_bit_for_bit() {
     }
     // A run goes on wherever its ranks are.
     let resumed = |out: &'static str| vec!["train", "--resume", out, "--steps", "6", "--threads", "1"];
-    threads(folder, &resumed("threads-2"));
-    let run = mpirun(&[(2, folder, resumed("processes-2"))]);
+    threads(folder, &resumed("threads-2--ring2"));
+    let run = mpirun(&[(2, folder, resumed("processes-2--ring2"))]);
     assert!(run.good, "{:#?}", run.stderr);
-    let of_threads = losses(folder.join("threads-2"));
-    assert!(of_threads.len() == 8 && of_threads == losses(folder.join("processes-2")), "{of_threads:#?}");
+    let of_threads = losses(folder.join("threads-2--ring2"));
+    assert!(of_threads.len() == 8 && of_threads == losses(folder.join("processes-2--ring2")), "{of_threads:#?}");
 }
 
 #[test]

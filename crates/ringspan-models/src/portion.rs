@@ -201,6 +201,25 @@ impl Decoder {
         })
     }
 
+    /// What the rank at `place` is one of the holders of, in an order that is the same for all places.
+    ///
+    /// # Errors
+    /// As [`Self::portions`].
+    pub fn holdings(&self, place: Place) -> Result<Vec<Holders>> {
+        let heads = Heads::new(self.config(), place.tp)?;
+        let mut all = vec![Holders::All];
+        for along in [Along::Width, Along::KeyValues, Along::Expert(self.first_expert(place))] {
+            let sparse = !matches!(along, Along::Expert(_)) || self.experts() > 0;
+            let holders = sparse.then(|| self.cut(along, 0, place, &heads)).flatten();
+            all.extend(holders.map(|(_, holders)| holders).filter(|holders| !all.contains(holders)));
+        }
+        Ok(all)
+    }
+
+    fn first_expert(&self, place: Place) -> usize {
+        part(self.experts(), place.ep.0, place.ep.1).start
+    }
+
     /// Refuses more ranks than the model can be cut for: of a tensor-parallel group, sharing experts, and sharing the
     /// width of an expert.
     ///

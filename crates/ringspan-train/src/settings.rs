@@ -84,8 +84,17 @@ pub struct Settings {
     /// Ranks with a part of the sequences of a batch each, that share one copy of the model [default: 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     pub dp_shard: Option<usize>,
-    /// What of parameters, gradients and optimiser state is cut across the dp-shard x ring x ulysses ranks that share a
-    /// copy: full (all of it), none (each rank holds a copy) [default: full]
+    /// Ranks that share the width of every layer, and of the vocabulary [default: 1]
+    #[arg(long, value_name = "T", help_heading = "Mesh")]
+    pub tp: Option<usize>,
+    /// Ranks that share the experts of a sparse model, each with whole ones of its own [default: 1]
+    #[arg(long, value_name = "E", help_heading = "Mesh")]
+    pub ep: Option<usize>,
+    /// Copies of the experts; ranks / (ep x moe-dp) share the width of each [default: ranks / (ep x tp)]
+    #[arg(long, value_name = "M", help_heading = "Mesh")]
+    pub moe_dp: Option<usize>,
+    /// What of parameters, gradients and optimiser state is cut across the dp-shard x ring x ulysses x tp ranks that share
+    /// a copy: full (all of it), none (each rank holds a copy) [default: full]
     #[arg(long, help_heading = "Mesh")]
     pub sharding: Option<String>,
     /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q [default: ring]

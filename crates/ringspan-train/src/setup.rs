@@ -10,6 +10,7 @@ use crate::{
     default_model,
     error::{Error, Result},
     feed::Feed,
+    mesh::RunMesh,
     observer::grouped,
     plan::Plan,
     start::Start,
@@ -26,6 +27,7 @@ pub(crate) struct Setup {
     /// `config.json` as it is saved with the model.
     pub(crate) config_json: serde_json::Value,
     pub(crate) decoder: Decoder,
+    pub(crate) mesh: RunMesh,
     pub(crate) shapes: BTreeMap<String, Vec<usize>>,
     /// The parameters before the first step.
     pub(crate) start: Start,
@@ -61,7 +63,6 @@ impl Setup {
     /// Reads and checks; writes nothing.
     pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
         let (model_config, config_json, given) = given_model(config)?;
-        check_mesh(config, &model_config)?;
         let vocabulary = model_config.vocab_size;
         let mut decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
         // Those of this process.
@@ -75,6 +76,7 @@ impl Setup {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
         let start = start.with_lora(config.lora.as_ref());
+        let mesh = RunMesh::new(config, &decoder)?;
         let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
         let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
         let model = Identity {
@@ -100,6 +102,7 @@ impl Setup {
             plan: Plan::default(),
             config_json,
             decoder,
+            mesh,
             start,
             tokenizer,
             held_out,
@@ -176,18 +179,6 @@ fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given
     }
     let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
     Ok((parsed, json, given))
-}
-
-fn check_mesh(config: &TrainConfig, model: &Config) -> Result<()> {
-    if config.ulysses > model.num_attention_heads {
-        return Err(ringspan::Error::UlyssesHeads {
-            ulysses: config.ulysses,
-            heads: model.num_attention_heads,
-            ranks: config.ring * config.ulysses,
-        }
-        .into());
-    }
-    Ok(())
 }
 
 fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer>> {

@@ -64,29 +64,26 @@ impl Start {
 
     /// The values of a piece.
     pub(crate) fn read(&self, decoder: &Decoder, piece: &Piece<'_>) -> Result<Vec<f32>> {
-        let part = piece.of_parameter.clone();
-        if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(piece.name)) {
-            return checkpoint.tensors.read(piece.name, part);
+        let (name, shape) = (&piece.portion.name, &piece.portion.whole);
+        if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(name)) {
+            return checkpoint.tensors.read(name, &piece.region());
         }
-        if let Some(lora) = self.lora.as_ref().filter(|_| decoder.trains(piece.name)) {
-            return Ok(lora.init(piece.name, piece.shape, self.seed)[part].to_vec());
+        if let Some(lora) = self.lora.as_ref().filter(|_| decoder.trains(name)) {
+            return Ok(piece.pick(0, &lora.init(name, shape, self.seed)));
         }
-        let missing = || Error::Model(format!("the model has no parameter `{}` {:?}", piece.name, piece.shape));
-        match &*self.model.lock().unwrap_or_else(PoisonError::into_inner) {
+        let missing = || Error::Model(format!("the model has no parameter `{name}` {shape:?}"));
+        // Whole rows, of which the piece may want some columns only.
+        let rows = piece.of_rows();
+        let (first, count) = (rows.start, rows.len());
+        let values = match &*self.model.lock().unwrap_or_else(PoisonError::into_inner) {
             Model::Whole(weights, _) => {
-                let tensor = weights.get(piece.name).filter(|tensor| tensor.dims() == piece.shape);
-                Ok(tensor.ok_or_else(missing)?.flatten_all()?.narrow(0, part.start, part.len())?.to_vec1()?)
+                let tensor = weights.get(name).filter(|tensor| tensor.dims() == shape);
+                tensor.ok_or_else(missing)?.narrow(0, first, count)?
             }
-            Model::Folder(folder) => {
-                // Whole rows, of which the piece may want the middle only.
-                let width = piece.shape[1..].iter().product::<usize>().max(1);
-                let rows = part.start / width..part.end.div_ceil(width);
-                let first = rows.start * width;
-                let values = folder.read(piece.name, rows).map_err(model_error)?.flatten_all()?;
-                Ok(values.narrow(0, part.start - first, part.len())?.to_vec1()?)
-            }
-            Model::Taken => Err(missing()),
-        }
+            Model::Folder(folder) => folder.read(name, rows).map_err(model_error)?,
+            Model::Taken => return Err(missing()),
+        };
+        Ok(piece.pick(first, &values.flatten_all()?.to_vec1::<f32>()?))
     }
 
     /// A number that differs where the model does, by the first and the last row of each parameter: ranks on other machines
@@ -120,12 +117,16 @@ impl Start {
         let mut state = State::new();
         for piece in shards.pieces() {
             for kind in kinds(&method) {
-                let name = format!("{kind}.{}", piece.name);
-                let values = checkpoint.tensors.read(&name, piece.of_parameter.clone())?;
+                let name = format!("{kind}.{}", piece.portion.name);
+                let values = checkpoint.tensors.read(&name, &piece.region())?;
                 state.insert(name, Arc::new(values));
             }
         }
-        Optimizer::resume(method, state, shards.pieces().map(|piece| (piece.name, piece.of_shard.len())))
+        Optimizer::resume(
+            method,
+            state,
+            shards.pieces().map(|piece| (piece.portion.name.as_str(), piece.of_shard.len())),
+        )
     }
 
     /// A rank has taken its pieces.

@@ -7,6 +7,7 @@ use ringspan::{
     Group, Kernel, Layout, Strategy,
     comm::threads::{self, Options},
 };
+use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{context::Context, loss};
 use ringspan_models::{Config, Decoder};
 use ringspan_train::data::{Batch, IGNORE, Packer, Store};
@@ -37,7 +38,7 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
         let targets = layout.shard(rank, &batch.targets, 1)?;
         let hidden = ringspan_train::hidden(&decoder, &weights, &tokens, &context).unwrap();
         let hidden = decoder.norm(&weights, &hidden).unwrap();
-        Ok::<_, ringspan_train::Error>(loss::log_probs(&hidden, &decoder.head(&weights).unwrap(), &targets)?)
+        Ok::<_, ringspan_train::Error>(loss::log_probs(&hidden, &decoder.head(&weights).unwrap(), &targets, &WHOLE)?)
     })
     .unwrap();
     let mut global = vec![0.0; batch.tokens.len()];

@@ -45,20 +45,22 @@ fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
     tiny_model(root);
     text(root);
     let before = std::fs::read(root.join("tiny/model.safetensors")).unwrap();
-    let mesh = |dp_replicate, dp_shard, ring, ulysses| Settings {
+    let mesh = |dp_replicate, dp_shard, ring, ulysses, tp| Settings {
         dp_replicate: Some(dp_replicate),
         dp_shard: Some(dp_shard),
         ring: Some(ring),
         ulysses: Some(ulysses),
+        tp: Some(tp),
         ..Settings::default()
     };
-    let (one, expected) = run(mesh(1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     let wanted = adapter::load(&one.out).unwrap();
     assert_eq!(wanted.weights.len(), 2 * 7 * 2);
     assert!(!one.out.join("config.json").exists(), "adapters alone are saved");
-    for (n, settings_of) in [mesh(1, 2, 2, 1), mesh(2, 1, 1, 2), mesh(1, 1, 3, 1), mesh(1, 4, 1, 1)].iter().enumerate()
-    {
+    let meshes =
+        [mesh(1, 2, 2, 1, 1), mesh(2, 1, 1, 2, 1), mesh(1, 1, 3, 1, 1), mesh(1, 4, 1, 1, 1), mesh(1, 2, 1, 1, 4)];
+    for (n, settings_of) in meshes.iter().enumerate() {
         let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
         for (a, b) in memory.steps.iter().zip(&expected.steps) {
             assert!(

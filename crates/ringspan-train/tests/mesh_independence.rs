@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Memory, conversations, run, text, tiny_model};
-use ringspan_models::{Config, Decoder, Weights, folder};
+use ringspan_models::{Weights, folder};
 use ringspan_train::{
     Settings, Tokenizer,
     data::{Batch, Corpus, Encoder, IGNORE, Packer, Position, Template, read},
@@ -13,19 +13,47 @@ use std::path::Path;
 /// Most ranks of a mesh that is tried.
 const RANKS: usize = 8;
 
-/// Copies of the model, parts of a copy's data, ring, Ulysses: all meshes of at most RANKS ranks.
-fn meshes() -> Vec<[usize; 4]> {
-    let sizes = |rest: usize| 1..=RANKS / rest;
+/// The axes of a mesh.
+#[derive(Debug, Clone, Copy)]
+struct Axes {
+    copies: usize,
+    parts: usize,
+    ring: usize,
+    ulysses: usize,
+    tp: usize,
+}
+
+impl Axes {
+    fn ranks(&self) -> usize {
+        self.copies * self.parts * self.ring * self.ulysses * self.tp
+    }
+
+    fn over(&self, settings: Settings) -> Settings {
+        Settings {
+            dp_replicate: Some(self.copies),
+            dp_shard: Some(self.parts),
+            ring: Some(self.ring),
+            ulysses: Some(self.ulysses),
+            tp: Some(self.tp),
+            ..settings
+        }
+    }
+}
+
+/// All meshes of at most RANKS ranks.
+fn meshes() -> Vec<Axes> {
     let mut meshes = Vec::new();
-    for copies in sizes(1) {
-        for parts in sizes(copies) {
-            for ring in sizes(copies * parts) {
-                meshes.extend(sizes(copies * parts * ring).map(|ulysses| [copies, parts, ring, ulysses]));
+    let numbers = (1..=RANKS).flat_map(|copies| (1..=RANKS / copies).map(move |parts| (copies, parts)));
+    for (copies, parts) in numbers {
+        for ring in 1..=RANKS / (copies * parts) {
+            for ulysses in 1..=RANKS / (copies * parts * ring) {
+                let most = RANKS / (copies * parts * ring * ulysses);
+                meshes.extend((1..=most).map(|tp| Axes { copies, parts, ring, ulysses, tp }));
             }
         }
     }
-    // Ulysses takes at most as many ranks as there are heads.
-    meshes.retain(|mesh| mesh[3] <= 4);
+    // Ulysses takes at most as many ranks as there are heads, which tensor parallel ranks share.
+    meshes.retain(|mesh| mesh.ulysses <= 4 / mesh.tp);
     meshes
 }
 
@@ -90,22 +118,48 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
         .into();
     assert!(moved > 1e-4, "training must move the weights for this comparison to mean something: {moved}");
     for mesh in meshes() {
-        let [copies, parts, ring, ulysses] = mesh;
-        let shardings = if parts == 1 && copies * ring * ulysses < 5 { vec!["full", "none"] } else { vec!["full"] };
+        let shardings = if mesh.parts == 1 && mesh.ranks() < 5 { vec!["full", "none"] } else { vec!["full"] };
         for sharding in shardings {
-            let name = format!("copies {copies}, parts {parts}, ring {ring}, ulysses {ulysses}, sharding {sharding}");
-            let (outcome, memory) = run(Settings {
-                dp_replicate: Some(copies),
-                dp_shard: Some(parts),
-                ring: Some(ring),
-                ulysses: Some(ulysses),
-                sharding: Some(sharding.into()),
-                ..settings(root, &name)
-            });
+            let name = format!("{mesh:?}, sharding {sharding}");
+            let settings = Settings { sharding: Some(sharding.into()), ..settings(root, &name) };
+            let (outcome, memory) = run(mesh.over(settings));
             same(&name, &memory, &one);
             same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
         }
     }
+}
+
+/// Experts dealt, cut by their width, copied, with loads kept even over all ranks.
+#[test]
+fn a_sparse_model_learns_the_same_on_every_mesh_of_its_experts() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let path = tiny_model(root);
+    text(root);
+    common::sparse(&path);
+    let (outcome, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
+    let (_, weights) = folder::load(&outcome.out).unwrap();
+    let mut tried = 0;
+    for mesh in meshes().into_iter().filter(|mesh| mesh.ulysses == 1) {
+        for (ep, moe_dp) in [(None, None), (Some(2), None), (Some(3), Some(1)), (Some(4), None), (Some(1), Some(1))] {
+            let of_copy = mesh.ranks() / mesh.copies;
+            let moe_tp = match (ep, moe_dp) {
+                (None, _) => mesh.tp,
+                (Some(ep), Some(moe_dp)) if mesh.ranks() % (ep * moe_dp) == 0 => mesh.ranks() / (ep * moe_dp),
+                (Some(ep), None) if mesh.ranks() % (ep * mesh.tp) == 0 => mesh.tp,
+                _ => continue,
+            };
+            if of_copy % (ep.unwrap_or(1) * moe_tp) != 0 {
+                continue;
+            }
+            let name = format!("{mesh:?}, ep {ep:?}, moe_dp {moe_dp:?}");
+            let (outcome, memory) = run(Settings { ep, moe_dp, ..mesh.over(settings(root, &name)) });
+            same(&name, &memory, &one);
+            same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
+            tried += 1;
+        }
+    }
+    assert!(tried > 50, "{tried}");
 }
 
 #[test]
@@ -141,37 +195,6 @@ fn micro_batches_add_up_to_one_batch() {
 }
 
 /// A mixture of experts whose routers are pressed towards an even load, counted over all ranks.
-#[test]
-fn a_mixture_of_experts_trains_alike_on_every_mesh() {
-    let folder_ = tempfile::tempdir().unwrap();
-    let root = folder_.path();
-    let path = tiny_model(root);
-    text(root);
-    let mut json = common::tiny_config();
-    let experts = serde_json::json!({
-        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "norm_topk_prob": true, "output_router_logits": true, "router_aux_loss_coef": 0.5, "mlp_only_layers": [],
-        "decoder_sparse_step": 1, "tie_word_embeddings": false,
-    });
-    json.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
-    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
-    folder::save(&path, &json, &decoder.init(5).unwrap()).unwrap();
-    let (outcome, one) = run(Settings { ring: Some(1), ..settings(root, "one") });
-    let (_, weights) = folder::load(&outcome.out).unwrap();
-    for [copies, parts, ring, ulysses] in [[1, 1, 2, 1], [1, 2, 2, 1], [2, 1, 1, 2], [1, 1, 5, 1], [1, 4, 1, 1]] {
-        let name = format!("copies {copies}, parts {parts}, ring {ring}, ulysses {ulysses}");
-        let (outcome, memory) = run(Settings {
-            dp_replicate: Some(copies),
-            dp_shard: Some(parts),
-            ring: Some(ring),
-            ulysses: Some(ulysses),
-            ..settings(root, &name)
-        });
-        same(&name, &memory, &one);
-        same_weights(&name, &folder::load(&outcome.out).unwrap().1, &weights);
-    }
-}
-
 #[test]
 fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     let folder_ = tempfile::tempdir().unwrap();

@@ -85,15 +85,50 @@ fn any_mesh_goes_on_from_the_checkpoint_of_any_other() {
     let root = folder.path();
     tiny_model(root);
     text(root);
-    let mesh = |dp_replicate, dp_shard, ring, ulysses| Settings {
+    let mesh = |dp_replicate, dp_shard, ring, ulysses, tp| Settings {
         dp_replicate: Some(dp_replicate),
         dp_shard: Some(dp_shard),
         ring: Some(ring),
         ulysses: Some(ulysses),
+        tp: Some(tp),
+        sharding: Some("full".into()),
         ..Settings::default()
     };
-    let meshes = [mesh(1, 1, 1, 1), mesh(1, 2, 2, 1), mesh(1, 1, 4, 1), mesh(2, 1, 1, 3), mesh(1, 1, 2, 2)];
-    for (from, saved) in meshes[..3].iter().enumerate() {
+    let whole = Settings { sharding: Some("none".into()), ..mesh(1, 1, 2, 1, 2) };
+    let meshes = [
+        mesh(1, 1, 1, 1, 1),
+        mesh(1, 2, 2, 1, 1),
+        mesh(1, 1, 2, 1, 2),
+        whole,
+        mesh(1, 1, 4, 1, 1),
+        mesh(2, 1, 1, 3, 1),
+        mesh(1, 1, 1, 1, 4),
+    ];
+    each_goes_on_from_each(root, &meshes, 4);
+}
+
+#[test]
+fn any_mesh_of_experts_goes_on_from_the_checkpoint_of_any_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    common::sparse(&tiny_model(root));
+    text(root);
+    let mesh = |dp_shard, tp, ep, moe_dp| Settings {
+        ring: Some(2),
+        dp_shard: Some(dp_shard),
+        tp: Some(tp),
+        ep: Some(ep),
+        moe_dp: Some(moe_dp),
+        ..Settings::default()
+    };
+    let meshes = [mesh(2, 2, 2, 2), mesh(1, 1, 1, 2), mesh(1, 1, 2, 1), mesh(1, 2, 1, 1)];
+    each_goes_on_from_each(root, &meshes, meshes.len());
+}
+
+/// Runs of the first meshes, gone on with on all of them.
+#[track_caller]
+fn each_goes_on_from_each(root: &Path, meshes: &[Settings], first: usize) {
+    for (from, saved) in meshes[..first].iter().enumerate() {
         let settings = settings(root, &format!("from-{from}"));
         let (whole, memory) = run(saved.over(&settings).unwrap());
         fs::remove_dir_all(whole.out.join("checkpoints/step-000008")).unwrap();

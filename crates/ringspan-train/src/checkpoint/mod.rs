@@ -4,7 +4,7 @@ mod storage;
 mod tensors;
 
 pub use storage::{Disk, Sink, Storage};
-pub use tensors::{Numbers, Slice, Tensors};
+pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
 
 use crate::{
     data::Position,
@@ -18,8 +18,10 @@ use std::{
 };
 use storage::sync_folder;
 
-/// The version of the folder's format that this code writes and reads.
-const FORMAT: u32 = 2;
+/// The version of the folder's format that this code writes.
+const FORMAT: u32 = 3;
+/// The versions that it reads: 2 knows no slices of columns.
+const READABLE: std::ops::RangeInclusive<u64> = 2..=3;
 const STATE: &str = "state.json";
 
 /// What a checkpoint belongs to: in words for people, as a number for the comparison.
@@ -253,8 +255,11 @@ fn read_state(folder: &Path) -> Result<State> {
     let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
     // Before the fields: another format may have others.
     match value.get("format").and_then(serde_json::Value::as_u64) {
-        Some(format) if format == u64::from(FORMAT) => {}
-        Some(format) => return Err(damaged(format!("has format {format}; this version reads format {FORMAT}"))),
+        Some(format) if READABLE.contains(&format) => {}
+        Some(format) => {
+            let (first, last) = (READABLE.start(), READABLE.end());
+            return Err(damaged(format!("has format {format}; this version reads formats {first} to {last}")));
+        }
         None => return Err(damaged("damaged: no format number".into())),
     }
     serde_json::from_value(value).map_err(|e| damaged(format!("damaged: {e}")))

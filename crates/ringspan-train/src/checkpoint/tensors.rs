@@ -1,7 +1,7 @@
 //! Slices of f32 tensors in safetensors files: written by many ranks, read by any number of others.
 //!
-//! A file is a safetensors file of one-dimensional tensors. Each is a slice of a tensor seen as a row of numbers, and the
-//! file's metadata says for each name where in that row it begins.
+//! A file is a safetensors file of one-dimensional tensors. Each is a slice of a tensor, or of some of its columns, seen as
+//! a row of numbers, and the file's metadata says for each name where in that row it begins, and of which columns.
 
 use super::storage::Storage;
 use crate::error::{Error, Result};
@@ -23,16 +23,117 @@ pub type Numbers = Arc<dyn AsRef<[f32]> + Send + Sync>;
 pub struct Slice {
     /// The tensor.
     pub name: String,
-    /// Where the slice begins in the tensor.
+    /// Its columns that the slice is of; none for all.
+    pub columns: Option<Columns>,
+    /// Where the slice begins in these columns, row by row.
     pub start: usize,
     /// Its numbers.
     pub values: Numbers,
 }
 
+/// Columns of a matrix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Columns {
+    /// Which.
+    pub range: Range<usize>,
+    /// Of how many.
+    pub of: usize,
+}
+
+/// Elements of a tensor: a stretch of it, or of some of its columns, row by row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Region {
+    /// None for all.
+    pub columns: Option<Columns>,
+    /// Elements of these columns.
+    pub elements: Range<usize>,
+}
+
+impl Region {
+    /// A stretch of a tensor.
+    pub fn stretch(elements: Range<usize>) -> Self {
+        Self { columns: None, elements }
+    }
+
+    /// What is common with another region of the same tensor, stretch by stretch: where it begins in this region, where in
+    /// the other, and how long it is.
+    fn common(&self, other: &Self) -> Vec<(usize, usize, usize)> {
+        let (a, b) = (&self.elements, &other.elements);
+        let of = self.columns.as_ref().or(other.columns.as_ref()).map(|columns| columns.of);
+        let (Some(of), false) = (of, self.columns == other.columns) else {
+            let (start, end) = (a.start.max(b.start), a.end.min(b.end));
+            return if start < end { vec![(start - a.start, start - b.start, end - start)] } else { Vec::new() };
+        };
+        let whole = Columns { range: 0..of, of };
+        let (in_a, in_b) = (self.columns.as_ref().unwrap_or(&whole), other.columns.as_ref().unwrap_or(&whole));
+        let (rows_a, rows_b) = (in_a.rows(a), in_b.rows(b));
+        let row = |row: usize| {
+            let (from_a, from_b) = (in_a.of_row(row, a), in_b.of_row(row, b));
+            let (start, end) = (from_a.start.max(from_b.start), from_a.end.min(from_b.end));
+            let place = |columns: &Columns, elements: &Range<usize>| {
+                row * columns.range.len() + start - columns.range.start - elements.start
+            };
+            (start < end).then(|| (place(in_a, a), place(in_b, b), end - start))
+        };
+        (rows_a.start.max(rows_b.start)..rows_a.end.min(rows_b.end)).filter_map(row).collect()
+    }
+
+    /// One past the last element, counted in the whole tensor.
+    fn end(&self) -> usize {
+        match &self.columns {
+            Some(columns) if !self.elements.is_empty() => {
+                let (last, wide) = (self.elements.end - 1, columns.range.len().max(1));
+                (last / wide).saturating_mul(columns.of).saturating_add(columns.range.start + last % wide + 1)
+            }
+            _ => self.elements.end,
+        }
+    }
+
+    /// As a file's metadata says it.
+    fn words(columns: Option<&Columns>, start: usize) -> String {
+        match columns {
+            Some(Columns { range, of }) => format!("{start} in columns {}..{} of {of}", range.start, range.end),
+            None => start.to_string(),
+        }
+    }
+
+    /// A region of so many elements, from what a file's metadata says.
+    fn parse(words: &str, len: usize) -> Option<Self> {
+        let (start, columns) = match words.split_once(" in columns ") {
+            Some((start, columns)) => {
+                let (range, of) = columns.split_once(" of ")?;
+                let (from, to) = range.split_once("..")?;
+                let (from, to, of) = (from.parse().ok()?, to.parse().ok()?, of.parse().ok()?);
+                let within = from < to && to <= of;
+                (start, Some(within.then_some(Columns { range: from..to, of })?))
+            }
+            None => (words, None),
+        };
+        let start: usize = start.parse().ok()?;
+        Some(Self { columns, elements: start..start.checked_add(len)? })
+    }
+}
+
+impl Columns {
+    /// The rows that elements of these columns lie in.
+    fn rows(&self, elements: &Range<usize>) -> Range<usize> {
+        let wide = self.range.len().max(1);
+        elements.start / wide..elements.end.div_ceil(wide)
+    }
+
+    /// The columns of a row that lie among elements of these columns.
+    fn of_row(&self, row: usize, elements: &Range<usize>) -> Range<usize> {
+        let wide = self.range.len();
+        let column = |element: usize| self.range.start + element.saturating_sub(row * wide).min(wide);
+        column(elements.start)..column(elements.end)
+    }
+}
+
 /// Writes slices to a file, one at a time: saving needs no second copy of a model.
 pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Result<()> {
     let mut header = serde_json::Map::new();
-    let starts: BTreeMap<&str, String> = slices.iter().map(|slice| (&*slice.name, slice.start.to_string())).collect();
+    let begins = |slice: &'_ Slice| Region::words(slice.columns.as_ref(), slice.start);
+    let starts: BTreeMap<&str, String> = slices.iter().map(|slice| (&*slice.name, begins(slice))).collect();
     header.insert("__metadata__".into(), serde_json::json!(starts));
     let mut end = 0;
     for Slice { name, values, .. } in slices {
@@ -59,13 +160,12 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
 #[derive(Debug)]
 pub struct Tensors {
     files: Vec<(PathBuf, Mutex<File>)>,
-    /// By tensor, rising by the first element.
     places: BTreeMap<String, Vec<Place>>,
 }
 
 #[derive(Debug)]
 struct Place {
-    elements: Range<usize>,
+    region: Region,
     file: usize,
     /// Byte in the file.
     at: u64,
@@ -84,9 +184,6 @@ impl Tensors {
         let mut tensors = Self { files: Vec::new(), places: BTreeMap::new() };
         for path in paths {
             tensors.add(path)?;
-        }
-        for places in tensors.places.values_mut() {
-            places.sort_by_key(|place| place.elements.start);
         }
         Ok(tensors)
     }
@@ -117,12 +214,11 @@ impl Tensors {
             if dtype != "F32" || from > to || (to - from) % 4 != 0 || to > size - at {
                 return Err(damaged(&format!("`{name}` is {dtype} in bytes {from} to {to} of a file of {size}")));
             }
-            let start = starts.get(&name).and_then(|start| start.parse::<usize>().ok());
-            let end = start.and_then(|start| start.checked_add(((to - from) / 4) as usize));
-            let (Some(start), Some(end)) = (start, end) else {
+            let len = ((to - from) / 4) as usize;
+            let Some(region) = starts.get(&name).and_then(|words| Region::parse(words, len)) else {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
-            let place = Place { elements: start..end, file: self.files.len(), at: at + from };
+            let place = Place { region, file: self.files.len(), at: at + from };
             self.places.entry(name).or_default().push(place);
         }
         self.files.push((path, Mutex::new(file)));
@@ -136,34 +232,91 @@ impl Tensors {
 
     /// Elements of a tensor, if there is a slice of it.
     pub fn len(&self, name: &str) -> Option<usize> {
-        self.places.get(name)?.last().map(|place| place.elements.end)
+        self.places.get(name)?.iter().map(|place| place.region.end()).max()
     }
 
     /// Some elements of a tensor.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] if the slices do not hold them all.
-    pub fn read(&self, name: &str, elements: Range<usize>) -> Result<Vec<f32>> {
-        let mut values = Vec::with_capacity(elements.len());
+    pub fn read(&self, name: &str, region: &Region) -> Result<Vec<f32>> {
+        let mut values = vec![0.0f32; region.elements.len()];
+        let mut found = vec![false; values.len()];
         for place in self.places.get(name).into_iter().flatten() {
-            let next = elements.start + values.len();
-            let common = next.max(place.elements.start)..elements.end.min(place.elements.end);
-            if common.start != next || common.is_empty() {
-                continue;
-            }
+            let common = region.common(&place.region);
+            let (Some((_, first, _)), Some((_, last, len))) = (common.first(), common.last()) else { continue };
             let (path, file) = &self.files[place.file];
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut bytes = vec![0; 4 * common.len()];
-            file.seek(SeekFrom::Start(place.at + 4 * (common.start - place.elements.start) as u64))
+            // In one go, with what lies between.
+            let mut bytes = vec![0; 4 * (last + len - first)];
+            file.seek(SeekFrom::Start(place.at + 4 * *first as u64))
                 .and_then(|_| file.read_exact(&mut bytes))
                 .map_err(Error::io("read", path))?;
-            values.extend(bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>));
+            for (to, from, len) in &common {
+                let bytes = bytes[4 * (from - first)..][..4 * len].chunks_exact(4);
+                values[*to..to + len].iter_mut().zip(bytes).for_each(|(x, b)| *x = bytemuck::pod_read_unaligned(b));
+                found[*to..to + len].fill(true);
+            }
         }
-        if values.len() == elements.len() {
-            return Ok(values);
-        }
-        let problem = format!("element {} of `{name}` is in none of its files", elements.start + values.len());
+        let Some(missing) = found.iter().position(|found| !found) else { return Ok(values) };
+        let element = region.elements.start + missing;
+        let words = Region::words(region.columns.as_ref(), element);
+        let problem = format!("element {words} of `{name}` is in none of its files");
         let path = self.files.first().and_then(|(path, _)| path.parent()).unwrap_or(Path::new("")).to_path_buf();
         Err(Error::Checkpoint { path, problem })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The elements of a region in the whole tensor, in its order.
+    fn elements(region: &Region, width: usize) -> Vec<usize> {
+        let columns = region.columns.clone().unwrap_or(Columns { range: 0..width, of: width });
+        let wide = columns.range.len();
+        region.elements.clone().map(|at| at / wide * width + columns.range.start + at % wide).collect()
+    }
+
+    fn region(width: usize, rows: usize) -> impl Strategy<Value = Region> {
+        (0..width, 1..=width, any::<bool>(), 0..=width * rows, 0..=width * rows).prop_map(
+            move |(from, len, all, a, b)| {
+                let columns = (!all).then(|| Columns { range: from..(from + len).min(width), of: width });
+                let most = columns.as_ref().map_or(width, |columns| columns.range.len()) * rows;
+                let (a, b) = (a.min(most), b.min(most));
+                Region { columns, elements: a.min(b)..a.max(b) }
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn regions_have_in_common_what_their_elements_have(
+            (width, a, b) in (1usize..7, 1usize..6)
+                .prop_flat_map(|(width, rows)| (Just(width), region(width, rows), region(width, rows)))
+        ) {
+            let (of_a, of_b) = (elements(&a, width), elements(&b, width));
+            let mut got = vec![None; of_a.len()];
+            for (to, from, len) in a.common(&b) {
+                for i in 0..len {
+                    prop_assert!(got[to + i].replace(of_b[from + i]).is_none());
+                }
+            }
+            for (element, got) in of_a.iter().zip(got) {
+                prop_assert_eq!(got, of_b.contains(element).then_some(*element));
+            }
+            prop_assert_eq!(a.end(), of_a.last().map_or(a.elements.end, |last| last + 1));
+            let words = Region::words(a.columns.as_ref(), a.elements.start);
+            prop_assert_eq!(Region::parse(&words, a.elements.len()), Some(a));
+        }
+    }
+
+    #[test]
+    fn columns_that_cannot_be_are_refused() {
+        for words in ["", "x", "1 in columns 3..3 of 8", "1 in columns 3..9 of 8", "1 in columns 3 of 8", "-1"] {
+            assert_eq!(Region::parse(words, 4), None, "{words}");
+        }
+        assert_eq!(Region::parse(&usize::MAX.to_string(), 4), None);
     }
 }

@@ -53,6 +53,7 @@ const RANKS: usize = 2;
 fn slices(step: u64, rank: usize) -> Vec<Slice> {
     let slice = |name: &str, len: usize| Slice {
         name: name.into(),
+        columns: None,
         start: rank * len,
         values: Arc::new(values(step, rank * len..(rank + 1) * len)),
     };
@@ -73,7 +74,7 @@ fn save(checkpoints: &Checkpoints, step: u64) -> Result<PathBuf> {
 
 fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<f32>)> {
     let tensors = &checkpoint.tensors;
-    let read = |name: &str| tensors.read(name, 0..tensors.len(name).unwrap()).unwrap();
+    let read = |name: &str| tensors.read(name, &Region::stretch(0..tensors.len(name).unwrap())).unwrap();
     tensors.names().map(|name| (name.to_owned(), read(name))).collect()
 }
 
@@ -103,12 +104,12 @@ fn any_elements_are_read_whatever_files_they_lie_in() {
     let tensors = newest(&checkpoints).unwrap().tensors;
     for start in 0..=6 {
         for end in start..=6 {
-            assert_eq!(tensors.read("a.weight", start..end).unwrap(), values(5, start..end));
+            assert_eq!(tensors.read("a.weight", &Region::stretch(start..end)).unwrap(), values(5, start..end));
         }
     }
-    let message = tensors.read("a.weight", 4..7).unwrap_err().to_string();
+    let message = tensors.read("a.weight", &Region::stretch(4..7)).unwrap_err().to_string();
     assert!(message.contains("element 6 of `a.weight`"), "{message}");
-    assert!(tensors.read("b.weight", 0..1).unwrap_err().to_string().contains("`b.weight`"));
+    assert!(tensors.read("b.weight", &Region::stretch(0..1)).unwrap_err().to_string().contains("`b.weight`"));
 }
 
 #[test]
@@ -195,9 +196,9 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
     assert!(newest(&checkpoints).unwrap_err().to_string().contains("damaged"));
     fs::write(&shard, whole).unwrap();
     let text = fs::read_to_string(path.join(STATE)).unwrap();
-    fs::write(path.join(STATE), text.replace("\"format\": 2", "\"format\": 3")).unwrap();
+    fs::write(path.join(STATE), text.replace("\"format\": 3", "\"format\": 4")).unwrap();
     let message = newest(&checkpoints).unwrap_err().to_string();
-    assert!(message.contains("format 3") && message.contains("reads format 2"), "{message}");
+    assert!(message.contains("format 4") && message.contains("reads formats 2 to 3"), "{message}");
     fs::remove_file(path.join(STATE)).unwrap();
     assert!(newest(&checkpoints).unwrap_err().to_string().contains(STATE));
 }

@@ -19,7 +19,7 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 25] = [
+const CHANGEABLE: [&str; 28] = [
     "steps",
     "lr",
     "weight-decay",
@@ -30,6 +30,9 @@ const CHANGEABLE: [&str; 25] = [
     "ulysses",
     "dp-replicate",
     "dp-shard",
+    "tp",
+    "ep",
+    "moe-dp",
     "sharding",
     "strategy",
     "layout",
@@ -115,6 +118,12 @@ pub struct TrainConfig {
     pub dp_replicate: usize,
     /// Parts of a copy's sequences.
     pub dp_shard: usize,
+    /// Ranks that share the width of layers.
+    pub tp: usize,
+    /// Ranks that share the experts, each with whole ones of its own; none where nothing is said.
+    pub ep: Option<usize>,
+    /// Copies of the experts; none where nothing is said.
+    pub moe_dp: Option<usize>,
     /// Whether the ranks of a copy share its parameters.
     pub sharding: Sharding,
     /// How keys and values travel.
@@ -249,11 +258,16 @@ impl TrainConfig {
                     .into(),
             ));
         }
-        let another = s.ulysses.is_some() || s.dp_replicate.is_some() || s.dp_shard.is_some();
+        let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp, s.ep];
+        let another = axes.iter().any(Option::is_some);
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
         let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
         let dp_shard = positive("dp-shard", s.dp_shard.unwrap_or(1))?;
+        let tp = positive("tp", s.tp.unwrap_or(1))?;
+        for (flag, size) in [("ep", s.ep), ("moe-dp", s.moe_dp)] {
+            positive(flag, size.unwrap_or(1))?;
+        }
         let data_ranks = dp_replicate.saturating_mul(dp_shard);
         let sharding = s.sharding.as_deref().unwrap_or("full").parse()?;
         if sharding == Sharding::None && dp_shard > 1 {
@@ -328,7 +342,7 @@ impl TrainConfig {
         let deadline = Duration::try_from_secs_f64(deadline).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
             Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
         })?;
-        let ranks = ring.saturating_mul(ulysses).saturating_mul(data_ranks);
+        let ranks = ring.saturating_mul(ulysses).saturating_mul(tp).saturating_mul(data_ranks);
         let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
         let out = s.out.clone().unwrap_or_else(|| "ringspan-out".into());
         Ok(Self {
@@ -348,6 +362,9 @@ impl TrainConfig {
             ulysses,
             dp_replicate,
             dp_shard,
+            tp,
+            ep: s.ep,
+            moe_dp: s.moe_dp,
             sharding,
             strategy,
             layout,
@@ -383,16 +400,7 @@ impl TrainConfig {
     /// Ranks in all.
     #[must_use]
     pub fn ranks(&self) -> usize {
-        self.data_ranks() * self.ring * self.ulysses
-    }
-
-    /// Ranks that share a copy of the parameters.
-    #[must_use]
-    pub fn sharers(&self) -> usize {
-        match self.sharding {
-            Sharding::Full => self.dp_shard * self.ring * self.ulysses,
-            Sharding::None => 1,
-        }
+        self.data_ranks() * self.ring * self.ulysses * self.tp
     }
 
     /// Parts of a batch: groups of ranks that share its sequences.

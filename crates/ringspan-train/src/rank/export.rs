@@ -2,7 +2,7 @@
 
 use super::Rank;
 use crate::{error::Result, setup::model_error};
-use ringspan_models::{Parameters, Weights, adapter, folder::Writer};
+use ringspan_models::{Weights, adapter, folder::Writer};
 
 /// Bytes of data from which the model is cut into several files, as Hugging Face does.
 const FILE: u64 = 5_000_000_000;
@@ -22,7 +22,7 @@ impl Rank<'_> {
         }
         let mut adapters = Weights::new();
         for unit in decoder.units() {
-            let mut weights = self.shards.unit(decoder, unit).map_err(model_error)?;
+            let mut weights = self.shards.whole(decoder, unit)?;
             if !writes {
                 continue;
             }

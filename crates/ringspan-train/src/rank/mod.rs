@@ -1,6 +1,7 @@
 //! One rank's training loop. Every rank runs the same steps over the same batches and takes its own part of each.
 
 mod export;
+mod groups;
 mod save;
 mod step;
 
@@ -16,10 +17,8 @@ use crate::{
     shards::Shards,
     watchdog::Watchdog,
 };
-use ringspan::{
-    Group, Kernel, Mesh,
-    comm::{Buffer, Communicator},
-};
+use groups::Groups;
+use ringspan::comm::{Buffer, Communicator};
 use save::Saving;
 use std::{
     sync::{
@@ -48,13 +47,10 @@ pub(crate) struct Rank<'a> {
     config: &'a TrainConfig,
     setup: &'a Setup,
     world: Arc<dyn Communicator>,
-    /// The ranks that share this rank's sequences.
-    group: Arc<Group>,
-    /// Which part of a batch's rows these ranks take.
-    part: usize,
+    groups: Groups,
     shards: Shards,
-    /// The ranks that hold the same shards.
-    copies: Arc<dyn Communicator>,
+    /// The ranks that write checkpoints.
+    writers: Vec<usize>,
     optimizer: Optimizer,
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.
@@ -63,20 +59,14 @@ pub(crate) struct Rank<'a> {
 
 impl<'a> Rank<'a> {
     pub(crate) fn new(config: &'a TrainConfig, setup: &'a Setup, world: Arc<dyn Communicator>) -> Result<Self> {
-        let mesh = mesh(config)?;
-        let rank = world.rank();
-        let (copy, of_copy) = (mesh.coordinate(rank, "dp_replicate"), mesh.coordinate(rank, "dp_shard"));
-        let part = copy * config.dp_shard + of_copy;
-        let cp = world.split(part, rank)?;
-        let group = Arc::new(Group::new(cp, (config.ring, config.ulysses), Kernel::new(config.threads))?);
-        let sharers = config.sharers();
-        // Ranks of a copy are neighbours: dp_replicate is the outermost axis.
-        let (owners, copies) = (world.split(rank / sharers, rank)?, world.split(rank % sharers, rank)?);
-        let shards = Shards::new(&setup.decoder, owners, |piece| setup.start.read(&setup.decoder, piece))?;
+        let (decoder, mesh) = (&setup.decoder, &setup.mesh);
+        let groups = Groups::new(config, mesh, decoder.experts(), &world)?;
+        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), |piece| setup.start.read(decoder, piece))?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);
-        Ok(Self { config, setup, world, group, part, shards, copies, optimizer, checkpoints, saving: None })
+        let writers = writers(&*world, shards.kept().next().is_some())?;
+        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving: None })
     }
 
     /// Trains to the last step, or until rank 0 sees `stop`.
@@ -168,9 +158,9 @@ struct Agreement {
     saved: bool,
 }
 
-/// The mesh of a run, outermost axis first.
-pub(crate) fn mesh(config: &TrainConfig) -> Result<Mesh> {
-    let TrainConfig { dp_replicate, dp_shard, ring, ulysses, .. } = *config;
-    let axes = [("dp_replicate", dp_replicate), ("dp_shard", dp_shard), ("ring", ring), ("ulysses", ulysses)];
-    Ok(Mesh::new(&axes)?)
+/// The ranks that are the first to hold something.
+fn writers(world: &dyn Communicator, own: bool) -> Result<Vec<usize>> {
+    let all = world.all_gather(Buffer::U64(vec![own.into()]))?;
+    let holds = |(rank, flag): (usize, &Arc<Buffer>)| (**flag == Buffer::U64(vec![1])).then_some(rank);
+    Ok(all.iter().enumerate().filter_map(holds).collect())
 }

@@ -2,7 +2,7 @@
 
 use super::{Host, Rank};
 use crate::{
-    checkpoint::{Part, Progress, Slice},
+    checkpoint::{Part, Progress},
     error::{Error, Result},
     feed::Feed,
 };
@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(1);
 /// A checkpoint that is being written.
 pub(super) struct Saving {
     progress: Progress,
-    /// On ranks that write: those of the first copy.
+    /// On ranks that write.
     writer: Option<JoinHandle<Result<()>>>,
     /// On rank 0: the folder, which is removed unless it is committed.
     part: Option<Part>,
@@ -40,26 +40,23 @@ impl Rank<'_> {
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
         let progress = Progress::new(step, feed.position(), self.config.seed, tokens, model, data);
-        let writer = if self.copies.rank() == 0 { Some(self.writer(step)?) } else { None };
+        let own = self.writers.iter().position(|rank| *rank == self.world.rank());
+        let writer = own.map(|own| self.writer(step, own)).transpose()?;
         self.saving = Some(Saving { progress, writer, part });
         Ok(())
     }
 
     /// A thread that writes this rank's parameters and optimiser state as they are now. They are shared with it: a step
     /// that comes before it has finished works on copies.
-    fn writer(&self, step: u64) -> Result<JoinHandle<Result<()>>> {
+    fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
-        for piece in self.shards.pieces() {
-            slices.extend(self.optimizer.state_of(piece.name).map(|(name, values)| Slice {
-                name: name.into(),
-                start: piece.of_parameter.start,
-                values: values.clone(),
-            }));
+        for piece in self.shards.kept() {
+            let state = self.optimizer.state_of(&piece.portion.name);
+            slices.extend(state.map(|(name, values)| piece.slice(name.clone(), values.clone())));
         }
-        let (checkpoints, group) = (self.checkpoints.clone(), self.shards.group());
-        let (rank, ranks) = (group.rank(), group.size());
+        let (checkpoints, ranks) = (self.checkpoints.clone(), self.writers.len());
         let name = format!("rank-{}-saving", self.world.rank());
-        let write = move || checkpoints.write(step, rank, ranks, &slices);
+        let write = move || checkpoints.write(step, own, ranks, &slices);
         thread::Builder::new()
             .name(name)
             .spawn(write)
@@ -88,7 +85,7 @@ impl Rank<'_> {
         }
         self.world.barrier()?;
         let Some(part) = part else { return Ok(()) };
-        let path = self.checkpoints.commit(part, &progress, self.shards.group().size())?;
+        let path = self.checkpoints.commit(part, &progress, self.writers.len())?;
         self.on_host(host, |host| {
             host.observer.saved(progress.step, &path);
             Ok(())

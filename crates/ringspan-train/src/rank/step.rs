@@ -1,6 +1,6 @@
 //! One step of the optimiser, and looks at the held-out text.
 
-use super::{Host, Rank};
+use super::{Groups, Host, Rank};
 use crate::{
     data::Batch,
     error::{Error, Result},
@@ -14,7 +14,7 @@ use ringspan::{
     Layout,
     comm::{Buffer, Communicator},
 };
-use ringspan_candle::{context::Context, experts::Local, loss};
+use ringspan_candle::{context::Context, loss};
 use ringspan_models::{Balanced, gradients};
 use std::sync::{Arc, Mutex};
 
@@ -55,9 +55,10 @@ impl Rank<'_> {
             .map_err(model_error)?;
             of_routers += balanced.and_then(|balanced| balanced.loss()).unwrap_or(0.0);
         }
-        let summed = summed.finish(&*self.copies)?;
-        let loss = sum(&*self.world, nll)? / valid.max(1) as f64 + of_routers;
-        let norm = sum(&**self.shards.group(), sum_of_squares(summed.values().map(Vec::as_slice)))?.sqrt();
+        let summed = summed.finish()?;
+        let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
+        let squares = self.shards.sum_of_squares(&summed, |shard| sum_of_squares([shard]));
+        let norm = sum(&**self.shards.copy(), squares)?.sqrt();
         let lr = self.config.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: step + 1, loss, lr });
@@ -66,8 +67,8 @@ impl Rank<'_> {
         let optimizer = &mut self.optimizer;
         self.shards.update(&summed, |piece, values, gradient| {
             // Biases and norms are vectors: pulling them to 0 regularises nothing.
-            let decays = piece.shape.len() > 1;
-            optimizer.update(piece.name, Update { step, lr, scale: clip, decays }, values, gradient)
+            let decays = piece.portion.whole.len() > 1;
+            optimizer.update(&piece.portion.name, Update { step, lr, scale: clip, decays }, values, gradient)
         })?;
         Ok((loss, norm))
     }
@@ -86,19 +87,22 @@ impl Rank<'_> {
             }
             Ok(())
         };
-        Some(Arc::new(Balanced::new(Arc::new(Local), coefficient, sum_over_ranks)))
+        Some(Arc::new(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks)))
     }
 
     fn local(&self, batch: &Batch) -> Result<Part> {
-        let part = batch.part(self.part, self.config.data_ranks());
-        let layout = Layout::new(self.config.layout, &part.documents()?, self.group.size())?;
-        let rank = self.group.rank();
+        let Groups { cp, part, tensor, experts, .. } = &self.groups;
+        let part = batch.part(*part, self.config.data_ranks());
+        let layout = Layout::new(self.config.layout, &part.documents()?, cp.size())?;
+        let rank = cp.rank();
         let tokens = layout.shard(rank, &part.tokens, 1)?;
         let targets = layout.shard(rank, &part.targets, 1)?;
         // What a rotary base may depend on must not depend on how rows are dealt: the length of the rows, not of a part's
         // longest document.
-        let context =
-            Context::new(self.group.clone(), Arc::new(layout), self.config.strategy)?.growing_to(batch.length);
+        let context = Context::new(cp.clone(), Arc::new(layout), self.config.strategy)?
+            .growing_to(batch.length)
+            .with_tensor_parallel(tensor.clone())
+            .with_experts(experts.clone());
         Ok(Part { tokens, targets, context })
     }
 
@@ -113,14 +117,16 @@ impl Rank<'_> {
             let local = self.local(&batch)?;
             let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
             let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
-            let last = decoder.norm(&head, &last).map_err(model_error)?;
-            let log_probs = loss::log_probs(&last, &decoder.head(&head).map_err(model_error)?, &local.targets)?;
+            let shared = &self.groups.tensor;
+            let last = shared.gather(&decoder.norm(&head, &last).map_err(model_error)?, local.tokens.len())?;
+            let head = decoder.head(&head).map_err(model_error)?;
+            let log_probs = loss::log_probs(&last, &head, &local.targets, shared)?;
             nll -= log_probs.iter().map(|&x| f64::from(x)).sum::<f64>();
         }
         if targets == 0 {
             return Ok(None);
         }
-        let held_out_loss = sum(&*self.world, nll)? / targets as f64;
+        let held_out_loss = sum(&*self.groups.losses, nll)? / targets as f64;
         let metrics = EvaluationMetrics {
             step,
             held_out_loss,

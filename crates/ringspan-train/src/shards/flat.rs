@@ -1,45 +1,107 @@
-//! The parameters of a unit laid end to end, and cut into one shard a rank.
+//! Portions of a unit's parameters laid end to end, and cut into one shard a rank.
 
-use crate::error::{Error, Result};
+use crate::{
+    checkpoint::{Columns, Numbers, Region, Slice},
+    error::{Error, Result},
+};
 use candle_core::{Device, Tensor};
-use ringspan_models::{Weights, gradients::Gradients};
+use ringspan_models::{Portion, Weights, gradients::Gradients};
 use std::ops::Range;
 
-/// A unit's parameters as one row of numbers. Shards are the same size to within one number: nothing has to divide.
+/// Portions of a unit's parameters as one row of numbers. Shards are the same size to within one number: nothing has to
+/// divide.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Flat {
-    /// Name, shape, and place in the row.
-    parameters: Vec<(String, Vec<usize>, Range<usize>)>,
+    /// Each with its place in the row.
+    portions: Vec<(Portion, Range<usize>)>,
     len: usize,
     ranks: usize,
 }
 
-/// The part of a parameter that lies in a shard.
+/// The part of a portion that lies in a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) shape: &'a [usize],
-    /// Elements of the parameter.
-    pub(crate) of_parameter: Range<usize>,
+    pub(crate) portion: &'a Portion,
+    /// Elements of the portion.
+    pub(crate) of_portion: Range<usize>,
     /// The same elements of the shard.
     pub(crate) of_shard: Range<usize>,
 }
 
+impl Piece<'_> {
+    /// The same elements of the whole parameter.
+    pub(crate) fn region(&self) -> Region {
+        let Portion { rows, columns, .. } = self.portion;
+        let before = rows.start * columns.len();
+        let elements = before + self.of_portion.start..before + self.of_portion.end;
+        match self.portion.width() {
+            width if width == columns.len() => Region { columns: None, elements },
+            width => Region { columns: Some(Columns { range: columns.clone(), of: width }), elements },
+        }
+    }
+
+    /// Row by row, which of its elements lie together, and where the first of them is in the whole parameter.
+    fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
+        let Portion { rows, columns, .. } = self.portion;
+        let (wide, width) = (columns.len().max(1), self.portion.width());
+        let of = self.of_portion.clone();
+        (of.start / wide..of.end.div_ceil(wide)).map(move |row| {
+            let (from, to) = (of.start.max(row * wide), of.end.min((row + 1) * wide));
+            (from - of.start..to - of.start, (rows.start + row) * width + columns.start + from - row * wide)
+        })
+    }
+
+    /// Copies its values to their places in the whole parameter.
+    pub(crate) fn put(&self, values: &[f32], whole: &mut [f32]) {
+        for (own, at) in self.rows() {
+            whole[at..at + own.len()].copy_from_slice(&values[own]);
+        }
+    }
+
+    /// Its values, from the rows of the whole parameter from `first` on.
+    pub(crate) fn pick(&self, first: usize, rows: &[f32]) -> Vec<f32> {
+        let mut values = Vec::with_capacity(self.of_portion.len());
+        for (own, at) in self.rows() {
+            let at = at - first * self.portion.width();
+            values.extend_from_slice(&rows[at..at + own.len()]);
+        }
+        values
+    }
+
+    /// The rows of the whole parameter that it has elements of.
+    pub(crate) fn of_rows(&self) -> Range<usize> {
+        let wide = self.portion.columns.len().max(1);
+        let first = self.portion.rows.start;
+        first + self.of_portion.start / wide..first + self.of_portion.end.div_ceil(wide)
+    }
+
+    /// Its values under a name, for a checkpoint.
+    pub(crate) fn slice(&self, name: String, values: Numbers) -> Slice {
+        let Region { columns, elements } = self.region();
+        Slice { name, columns, start: elements.start, values }
+    }
+}
+
 impl Flat {
-    pub(crate) fn new(shapes: Vec<(String, Vec<usize>)>, ranks: usize) -> Self {
+    pub(crate) fn new(portions: Vec<Portion>, ranks: usize) -> Self {
         let mut len = 0;
-        let place = |(name, shape): (String, Vec<usize>)| {
+        let place = |portion: Portion| {
             let start = len;
-            len += shape.iter().product::<usize>();
-            (name, shape, start..len)
+            len += portion.len();
+            (portion, start..len)
         };
-        let parameters = shapes.into_iter().map(place).collect();
-        Self { parameters, len, ranks }
+        let portions = portions.into_iter().map(place).collect();
+        Self { portions, len, ranks }
     }
 
     /// Whether there is nothing to share.
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Numbers in the row.
+    pub(crate) fn len(&self) -> usize {
+        self.len
     }
 
     /// Where the shard of a rank lies in the row.
@@ -50,20 +112,20 @@ impl Flat {
 
     /// What the shard of a rank holds, in its order.
     pub(crate) fn pieces(&self, rank: usize) -> impl Iterator<Item = Piece<'_>> {
-        self.parameters.iter().filter_map(move |(name, shape, place)| {
-            let (of_parameter, of_shard) = self.common(place, rank)?;
-            Some(Piece { name, shape, of_parameter, of_shard })
+        self.portions.iter().filter_map(move |(portion, place)| {
+            let (of_portion, of_shard) = self.common(place, rank)?;
+            Some(Piece { portion, of_portion, of_shard })
         })
     }
 
-    /// What a parameter has in the shard of a rank: counted in the parameter, and in the shard.
+    /// What a portion has in the shard of a rank: counted in the portion, and in the shard.
     fn common(&self, place: &Range<usize>, rank: usize) -> Option<(Range<usize>, Range<usize>)> {
         let shard = self.shard(rank);
         let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The parameters, from the shards of all ranks.
+    /// The portions, from the shards of all ranks.
     pub(crate) fn whole(&self, shards: &[&[f32]]) -> Result<Weights> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
@@ -71,47 +133,54 @@ impl Flat {
                 return Err(Error::Model(format!("rank {rank} sent {} numbers of a shard of {expected}", shard.len())));
             }
         }
-        let tensor = |(name, shape, place): &(String, Vec<usize>, Range<usize>)| {
+        let tensor = |(portion, place): &(Portion, Range<usize>)| {
             let mut values = Vec::with_capacity(place.len());
             for (rank, shard) in shards.iter().enumerate() {
                 if let Some((_, of_shard)) = self.common(place, rank) {
                     values.extend_from_slice(&shard[of_shard]);
                 }
             }
-            Ok((name.clone(), Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?))
+            Ok((portion.name.clone(), Tensor::from_vec(values, portion.shape(), &Device::Cpu)?))
         };
-        self.parameters.iter().map(tensor).collect()
+        self.portions.iter().map(tensor).collect()
     }
 
-    /// The shards of the unit's gradients, one for each rank.
-    pub(crate) fn cut(&self, mut gradients: Gradients) -> Result<Vec<Vec<f32>>> {
+    /// Takes the gradients of its portions: their shards, one for each rank.
+    pub(crate) fn cut(&self, gradients: &mut Gradients) -> Result<Vec<Vec<f32>>> {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
-        for (name, shape, place) in &self.parameters {
+        for (portion, place) in &self.portions {
+            let (name, shape) = (&portion.name, portion.shape());
             let gradient = gradients
                 .remove(name)
                 .filter(|gradient| gradient.dims() == shape)
                 .ok_or_else(|| Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")))?;
             let values: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
             for (rank, shard) in shards.iter_mut().enumerate() {
-                if let Some((of_parameter, _)) = self.common(place, rank) {
-                    shard.extend_from_slice(&values[of_parameter]);
+                if let Some((of_portion, _)) = self.common(place, rank) {
+                    shard.extend_from_slice(&values[of_portion]);
                 }
             }
         }
-        match gradients.keys().next() {
-            Some(name) => Err(Error::Model(format!("a gradient came for `{name}`, which is no parameter of its unit"))),
-            None => Ok(shards),
-        }
+        Ok(shards)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ringspan_models::Holders;
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
         vec![("a".into(), vec![2, 3]), ("b".into(), vec![1]), ("c".into(), vec![4, 2])]
+    }
+
+    fn flat(ranks: usize) -> Flat {
+        let portion = |(name, whole): (String, Vec<usize>)| {
+            let (rows, columns) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
+            Portion { name, whole, rows, columns, holders: Holders::All }
+        };
+        Flat::new(shapes().into_iter().map(portion).collect(), ranks)
     }
 
     fn gradients() -> Gradients {
@@ -127,8 +196,8 @@ mod tests {
     #[test]
     fn what_is_cut_is_whole_again_on_any_number_of_ranks() {
         for ranks in 1..40 {
-            let flat = Flat::new(shapes(), ranks);
-            let shards = flat.cut(gradients()).expect("all gradients");
+            let flat = flat(ranks);
+            let shards = flat.cut(&mut gradients()).expect("all gradients");
             let sizes: Vec<usize> = shards.iter().map(Vec::len).collect();
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
@@ -138,22 +207,19 @@ mod tests {
                 assert_eq!((tensor.dims(), values(&tensor)), (gradients()[&name].dims(), values(&gradients()[&name])));
             }
             let pieces: Vec<_> = (0..ranks).flat_map(|rank| flat.pieces(rank)).collect();
-            assert_eq!(pieces.iter().map(|piece| piece.of_parameter.len()).sum::<usize>(), 15);
-            assert!(pieces.iter().all(|piece| piece.of_parameter.len() == piece.of_shard.len()));
+            assert_eq!(pieces.iter().map(|piece| piece.of_portion.len()).sum::<usize>(), 15);
+            assert!(pieces.iter().all(|piece| piece.of_portion.len() == piece.of_shard.len()));
         }
     }
 
     #[test]
     fn shards_and_gradients_that_do_not_fit_are_refused() {
-        let flat = Flat::new(shapes(), 2);
+        let flat = flat(2);
         assert!(
             flat.whole(&[&[0.0; 7], &[0.0; 7]]).expect_err("short").to_string().contains("7 numbers of a shard of 8")
         );
-        let mut more = gradients();
-        more.insert("d".into(), more["b"].clone());
-        assert!(flat.cut(more).expect_err("unknown").to_string().contains("`d`"));
         let mut less = gradients();
         less.remove("b");
-        assert!(flat.cut(less).expect_err("missing").to_string().contains("`b`"));
+        assert!(flat.cut(&mut less).expect_err("missing").to_string().contains("`b`"));
     }
 }

@@ -1,70 +1,78 @@
 //! Gradients, summed over the ranks while the next unit is computed, of which each rank keeps its shard.
 
-use super::{Shards, exchange::UnderWay, numbers};
+use super::{Shards, Sums, exchange::UnderWay, numbers};
 use crate::error::{Error, Result};
-use ringspan::comm::{Buffer, Communicator};
+use ringspan::comm::Buffer;
 use ringspan_models::{Unit, gradients::Gradients};
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 /// The sums so far of a step's gradients, this rank's shards of them.
 pub(crate) struct GradientShards<'a> {
     shards: &'a Shards,
-    sums: BTreeMap<Unit, Vec<f32>>,
-    under_way: Option<(Unit, UnderWay)>,
+    sums: Sums,
+    under_way: Option<(Unit, Vec<UnderWay>)>,
 }
 
 impl<'a> GradientShards<'a> {
     pub(crate) fn new(shards: &'a Shards) -> Self {
-        Self { shards, sums: BTreeMap::new(), under_way: None }
+        Self { shards, sums: Sums::new(), under_way: None }
     }
 
     /// Takes this rank's gradients of a unit. They are on their way when this returns.
-    pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
+    pub(crate) fn add(&mut self, unit: Unit, mut gradients: Gradients) -> Result<()> {
         // One unit at a time: what is under way takes as much memory as the unit itself.
         self.settle()?;
-        let flat = &self.shards.held(unit)?.trained.flat;
-        if flat.is_empty() {
-            return Ok(());
+        let mut under_way = Vec::new();
+        for shard in self.shards.held(unit)?.iter().filter(|shard| shard.trained) {
+            let mut parts: Vec<Option<Vec<f32>>> = shard.flat.cut(&mut gradients)?.into_iter().map(Some).collect();
+            let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
+            under_way.push(self.shards.families[shard.family].exchange.start(part)?);
         }
-        let mut parts: Vec<Option<Vec<f32>>> = flat.cut(gradients)?.into_iter().map(Some).collect();
-        let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
-        self.under_way = Some((unit, self.shards.exchange.start(part)?));
+        if let Some(name) = gradients.keys().next() {
+            return Err(Error::Model(format!("a gradient came for `{name}`, which is no parameter of its unit")));
+        }
+        self.under_way = Some((unit, under_way));
         Ok(())
     }
 
     /// Adds what is under way to the sums, in rank order: the same bits whoever comes first.
     fn settle(&mut self) -> Result<()> {
         let Some((unit, under_way)) = self.under_way.take() else { return Ok(()) };
-        let mut sum: Option<Vec<f32>> = None;
-        for (rank, part) in under_way.finish()?.into_iter().enumerate() {
-            match &mut sum {
-                None => sum = Some(Arc::try_unwrap(part).map_or_else(|part| numbers(&part).to_vec(), into_numbers)),
-                Some(sum) if sum.len() == part.len() => add(sum, numbers(&part)),
-                Some(sum) => {
-                    return Err(Error::Model(format!(
-                        "rank {rank} sent {} gradients of a shard of {}",
-                        part.len(),
-                        sum.len()
-                    )));
-                }
-            }
-        }
-        let sum = sum.unwrap_or_default();
+        let sums = under_way.into_iter().map(sum).collect::<Result<Vec<_>>>()?;
         match self.sums.get_mut(&unit) {
-            Some(before) => add(before, &sum),
-            None => drop(self.sums.insert(unit, sum)),
+            Some(before) => before.iter_mut().zip(&sums).for_each(|(before, sum)| add(before, sum)),
+            None => drop(self.sums.insert(unit, sums)),
         }
         Ok(())
     }
 
-    /// The sums over all micro-batches and over `copies`: the ranks that hold the same shard of other copies.
-    pub(crate) fn finish(mut self, copies: &dyn Communicator) -> Result<BTreeMap<Unit, Vec<f32>>> {
+    /// The sums over all micro-batches and over the ranks that keep the same shards.
+    pub(crate) fn finish(mut self) -> Result<Sums> {
         self.settle()?;
-        for sum in self.sums.values_mut() {
-            copies.all_reduce(sum)?;
+        for (unit, sums) in &mut self.sums {
+            let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);
+            for (shard, sum) in trained.zip(sums) {
+                self.shards.families[shard.family].copies.all_reduce(sum)?;
+            }
         }
         Ok(self.sums)
     }
+}
+
+/// The sum of what all ranks sent.
+fn sum(under_way: UnderWay) -> Result<Vec<f32>> {
+    let mut sum: Option<Vec<f32>> = None;
+    for (rank, part) in under_way.finish()?.into_iter().enumerate() {
+        match &mut sum {
+            None => sum = Some(Arc::try_unwrap(part).map_or_else(|part| numbers(&part).to_vec(), into_numbers)),
+            Some(sum) if sum.len() == part.len() => add(sum, numbers(&part)),
+            Some(sum) => {
+                let (got, expected) = (part.len(), sum.len());
+                return Err(Error::Model(format!("rank {rank} sent {got} gradients of a shard of {expected}")));
+            }
+        }
+    }
+    Ok(sum.unwrap_or_default())
 }
 
 fn add(to: &mut [f32], from: &[f32]) {

@@ -3,138 +3,190 @@
 //!
 //! A unit's parameters are gathered while the unit before is computed, and let go after it; its gradients are summed
 //! over the ranks, each rank keeping its shard, while the next unit is computed. With a single rank everything is here
-//! and nothing moves.
+//! and nothing moves. Where ranks share layers or experts, each has its portions of a unit, and shares them with the other
+//! holders only.
 
 mod exchange;
 mod flat;
 mod gradients;
+mod sharing;
+mod whole;
 
-pub(crate) use flat::{Flat, Piece};
+pub(crate) use flat::Piece;
 pub(crate) use gradients::GradientShards;
+pub(crate) use sharing::Sharing;
 
 use crate::{
     checkpoint::Slice,
     error::{Error, Result},
 };
 use exchange::{Exchange, UnderWay};
+use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_models::{Decoder, Parameters, Unit, Weights};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 
 /// This rank's shard of every unit.
 pub(crate) struct Shards {
-    exchange: Exchange,
-    units: BTreeMap<Unit, Held>,
+    sharing: Sharing,
+    /// The ranks of this rank's copy of the model.
+    copy: Arc<dyn Communicator>,
+    families: Vec<Family>,
+    units: BTreeMap<Unit, Vec<Shard>>,
     /// The unit that is on its way here.
     ahead: RefCell<Option<(Unit, Gathering)>>,
 }
 
-/// Shards of a unit: of the parameters that are trained, and of those that stay as they are.
-struct Held {
-    trained: Shard,
-    frozen: Shard,
+/// The ranks that hold what this one holds as one of a family.
+struct Family {
+    /// Those that keep a shard each.
+    exchange: Exchange,
+    /// Those that keep the same shard.
+    copies: Arc<dyn Communicator>,
 }
 
+/// A shard of a family's portions of a unit: of those that are trained, or of those that stay as they are.
 struct Shard {
+    family: usize,
+    trained: bool,
     flat: Flat,
     values: Arc<Buffer>,
 }
 
-/// The shards of all ranks of a unit, under way.
-struct Gathering {
-    trained: Option<UnderWay>,
-    frozen: Option<UnderWay>,
-}
+/// The shards of all holders of a unit's portions, under way; in the order of the unit's shards.
+type Gathering = Vec<UnderWay>;
 
 impl Shards {
-    /// The shards of this rank of `group`; `read` gives the values of a piece. The group is used for nothing else.
+    /// The shards of this rank of `world`, which is copies of `sharing`, one behind the other; `read` gives the values of a
+    /// piece.
     pub(crate) fn new(
         decoder: &Decoder,
-        group: Arc<dyn Communicator>,
+        world: &dyn Communicator,
+        sharing: Sharing,
         mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
     ) -> Result<Self> {
-        let (rank, ranks) = (group.rank(), group.size());
-        let mut shard = |shapes| {
-            let flat = Flat::new(shapes, ranks);
-            let mut values = Vec::with_capacity(flat.shard(rank).len());
-            for piece in flat.pieces(rank) {
-                values.extend(read(&piece)?);
-            }
-            Ok::<_, Error>(Shard { flat, values: Arc::new(Buffer::F32(values)) })
+        let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
+        let family = |family| {
+            let first = sharing.holders(rank, family).first().copied().unwrap_or(rank);
+            let (owners, copies) = match sharing.is_cut() {
+                true => (world.split(copy * sharing.ranks() + first, rank)?, world.split(rank, copy)?),
+                false => (world.split(world.rank(), 0)?, world.split(first, world.rank())?),
+            };
+            Ok::<_, Error>(Family { exchange: Exchange::new(owners), copies })
         };
+        let families = (0..sharing.families()).map(family).collect::<Result<_>>()?;
         let mut units = BTreeMap::new();
         for unit in decoder.units() {
-            let (trained, frozen) = decoder.unit_shapes(unit).into_iter().partition(|(name, _)| decoder.trains(name));
-            units.insert(unit, Held { trained: shard(trained)?, frozen: shard(frozen)? });
+            let mut shards = Vec::new();
+            for trained in [true, false] {
+                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.into_iter().enumerate() {
+                    let mut values = Vec::with_capacity(flat.shard(sharing.shard(rank, family).0).len());
+                    for piece in flat.pieces(sharing.shard(rank, family).0) {
+                        values.extend(read(&piece)?);
+                    }
+                    if !flat.is_empty() {
+                        shards.push(Shard { family, trained, flat, values: Arc::new(Buffer::F32(values)) });
+                    }
+                }
+            }
+            units.insert(unit, shards);
         }
-        Ok(Self { exchange: Exchange::new(group), units, ahead: RefCell::default() })
+        let copy = world.split(copy, rank)?;
+        Ok(Self { sharing, copy, families, units, ahead: RefCell::default() })
     }
 
     /// The ranks that hold one copy of the parameters together.
-    pub(crate) fn group(&self) -> &Arc<dyn Communicator> {
-        self.exchange.group()
+    pub(crate) fn copy(&self) -> &Arc<dyn Communicator> {
+        &self.copy
     }
 
-    /// This rank's pieces of what is trained, with the number of their elements.
+    /// Whether this rank's shards of what is trained are in no other rank's checkpoint file.
+    pub(crate) fn keeps(&self, family: usize) -> bool {
+        self.families[family].copies.rank() == 0
+    }
+
+    /// Of each piece of what is trained that this rank is the first to hold.
+    pub(crate) fn kept(&self) -> impl Iterator<Item = Piece<'_>> {
+        self.trained().filter(|shard| self.keeps(shard.family)).flat_map(|shard| self.pieces_of(shard))
+    }
+
+    /// This rank's pieces of what is trained.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
-        let rank = self.group().rank();
-        self.units.values().flat_map(move |held| held.trained.flat.pieces(rank))
+        self.trained().flat_map(|shard| self.pieces_of(shard))
     }
 
-    /// This rank's pieces of what is trained, to be written while training goes on.
+    fn trained(&self) -> impl Iterator<Item = &Shard> {
+        self.units.values().flatten().filter(|shard| shard.trained)
+    }
+
+    fn pieces_of<'a>(&self, shard: &'a Shard) -> impl Iterator<Item = Piece<'a>> + use<'a> {
+        shard.flat.pieces(self.families[shard.family].exchange.group().rank())
+    }
+
+    /// The pieces that this rank is the first to hold, to be written while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
-        let rank = self.group().rank();
-        let of_unit = |Held { trained, .. }: &Held| {
-            let slice = |piece: Piece<'_>| Slice {
-                name: piece.name.to_owned(),
-                start: piece.of_parameter.start,
-                values: Arc::new(Stretch { shard: trained.values.clone(), range: piece.of_shard }),
+        let mut slices = Vec::new();
+        for shard in self.trained().filter(|shard| self.keeps(shard.family)) {
+            for piece in self.pieces_of(shard) {
+                let values = Stretch { shard: shard.values.clone(), range: piece.of_shard.clone() };
+                slices.push(piece.slice(piece.portion.name.clone(), Arc::new(values)));
+            }
+        }
+        slices
+    }
+
+    /// The sum over the copy's ranks of the squares of a step's gradients, each element counted once.
+    pub(crate) fn sum_of_squares(&self, gradients: &Sums, of: impl Fn(&[f32]) -> f64) -> f64 {
+        let of_unit = |(unit, shards): (&Unit, &Vec<Shard>)| -> f64 {
+            let sums = gradients.get(unit).into_iter().flatten();
+            let trained = shards.iter().filter(|shard| shard.trained);
+            let once = |shard: &Shard, sum: &[f32]| match self.sharing.is_cut() {
+                true => of(sum),
+                false => of(sum) / self.sharing.holders(self.copy.rank(), shard.family).len() as f64,
             };
-            trained.flat.pieces(rank).map(slice).collect::<Vec<_>>()
+            trained.zip(sums).map(|(shard, sum)| once(shard, sum)).sum()
         };
-        self.units.values().flat_map(of_unit).collect()
+        self.units.iter().map(of_unit).sum()
     }
 
     /// Calls `update` with each of this rank's pieces of what is trained, its values, and its gradient.
     pub(crate) fn update(
         &mut self,
-        gradients: &BTreeMap<Unit, Vec<f32>>,
+        gradients: &Sums,
         mut update: impl FnMut(&Piece<'_>, &mut [f32], &[f32]) -> Result<()>,
     ) -> Result<()> {
-        let rank = self.group().rank();
-        for (unit, Held { trained: Shard { flat, values }, .. }) in &mut self.units {
-            if flat.is_empty() {
-                continue;
-            }
-            let gradient = gradients.get(unit).ok_or_else(|| Error::Model(format!("no gradient came for {unit:?}")))?;
-            // Another rank may hold this buffer still, or a checkpoint be written from it: they keep the old values.
-            let Buffer::F32(values) = Arc::make_mut(values) else { continue };
-            for piece in flat.pieces(rank) {
-                update(&piece, &mut values[piece.of_shard.clone()], &gradient[piece.of_shard.clone()])?;
+        for (unit, shards) in &mut self.units {
+            let missing = || Error::Model(format!("no gradient came for {unit:?}"));
+            let mut of_unit = gradients.get(unit).into_iter().flatten();
+            for shard in shards.iter_mut().filter(|shard| shard.trained) {
+                let gradient = of_unit.next().ok_or_else(missing)?;
+                // Another rank may hold this buffer still, or a checkpoint be written from it: they keep the old values.
+                let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
+                for piece in shard.flat.pieces(self.families[shard.family].exchange.group().rank()) {
+                    update(&piece, &mut values[piece.of_shard.clone()], &gradient[piece.of_shard.clone()])?;
+                }
             }
         }
         Ok(())
     }
 
-    fn held(&self, unit: Unit) -> Result<&Held> {
-        self.units.get(&unit).ok_or_else(|| Error::Model(format!("the model has no {unit:?}")))
+    fn held(&self, unit: Unit) -> Result<&[Shard]> {
+        let held = self.units.get(&unit).map(Vec::as_slice);
+        held.ok_or_else(|| Error::Model(format!("the model has no {unit:?}")))
     }
 
     fn gather(&self, unit: Unit) -> Result<Gathering> {
-        let Held { trained, frozen } = self.held(unit)?;
-        let start = |Shard { flat, values }: &Shard| {
-            (!flat.is_empty()).then(|| self.exchange.start(|_| values.clone())).transpose()
+        let start = |Shard { family, values, .. }: &Shard| {
+            let exchange = &self.families[*family].exchange;
+            exchange.start(|_| values.clone())
         };
-        Ok(Gathering { trained: start(trained)?, frozen: start(frozen)? })
+        self.held(unit)?.iter().map(start).collect()
     }
-}
 
-impl Gathering {
-    /// The parameters of the unit, when all shards are here.
-    fn finish(self, held: &Held) -> Result<Weights> {
+    /// The portions of the unit, when all shards are here.
+    fn finish(&self, unit: Unit, gathering: Gathering) -> Result<Weights> {
         let mut weights = Weights::new();
-        for (under_way, shard) in [(self.trained, &held.trained), (self.frozen, &held.frozen)] {
-            let Some(under_way) = under_way else { continue };
+        for (under_way, shard) in gathering.into_iter().zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             weights.extend(shard.flat.whole(&shards.iter().map(|shard| numbers(shard)).collect::<Vec<_>>())?);
         }
@@ -142,10 +194,13 @@ impl Gathering {
     }
 }
 
+/// This rank's shards of the sums of gradients, in the order of each unit's trained shards.
+pub(crate) type Sums = BTreeMap<Unit, Vec<Vec<f32>>>;
+
 impl Parameters for Shards {
     fn prefetch(&self, unit: Unit) -> ringspan_models::Result<()> {
         let mut ahead = self.ahead.borrow_mut();
-        if ahead.is_none() && self.group().size() > 1 {
+        if ahead.is_none() && self.copy.size() > 1 {
             *ahead = Some((unit, self.gather(unit).map_err(candle_core::Error::wrap)?));
         }
         Ok(())
@@ -157,12 +212,12 @@ impl Parameters for Shards {
                 Some((ahead, gathering)) if ahead == unit => gathering,
                 // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
                 Some((other, gathering)) => {
-                    gathering.finish(self.held(other)?)?;
+                    self.finish(other, gathering)?;
                     self.gather(unit)?
                 }
                 None => self.gather(unit)?,
             };
-            gathering.finish(self.held(unit)?)
+            self.finish(unit, gathering)
         };
         Ok(whole().map_err(candle_core::Error::wrap)?)
     }

@@ -1,18 +1,18 @@
 //! What a run is about to do, in numbers, before it does it.
 
+mod shape;
+
 use crate::{
-    config::TrainConfig,
+    config::{Sharding, TrainConfig},
     data::Batch,
     error::{Error, Result},
     observer::grouped,
-    optimizer::{Method, Optimizer},
-    rank::mesh,
+    optimizer::Method,
     setup::Setup,
 };
-use ringspan::schedule::{HeadShare, Pass, Sizes};
-use ringspan::{Layout, Schedule, Strategy};
-use ringspan_candle::gated_mlp;
-use ringspan_models::{Config, Recompute, Unit};
+use ringspan::{Layout, Schedule};
+use ringspan_models::{Config, Place};
+use shape::Shape;
 use std::fmt;
 
 /// Rings up to this size are drawn step by step; larger drawings hide the rest of the plan.
@@ -71,14 +71,20 @@ impl Plan {
             },
             ..Self::default()
         };
-        let TrainConfig { dp_replicate, dp_shard, ring, ulysses, .. } = *config;
-        let axes = format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses}");
+        let TrainConfig { dp_replicate, dp_shard, ring, ulysses, tp, .. } = *config;
+        let axes =
+            format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses} x tp {tp}");
         let threads = if config.threads == 1 { "1 thread".into() } else { format!("{} threads", config.threads) };
         let place = match config.local_ranks {
             None => "ranks in this process".into(),
             Some(local) => format!("processes, {local} of them on this machine"),
         };
         plan.mesh = format!("{axes} = {} {place}, {threads} each", config.ranks());
+        let Place { ep: (_, ep), moe_tp: (_, moe_tp), .. } = setup.mesh.place(0);
+        if ep * moe_tp > 1 {
+            let copies = config.ranks() / (ep * moe_tp);
+            plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
+        }
         plan.optimizer = optimizer_words(config);
         plan.warning = model.beyond(config.sequence_length).map(|beyond| beyond.to_string()).unwrap_or_default();
         if let Some(lora) = &config.lora {
@@ -94,7 +100,8 @@ impl Plan {
         for replica in 0..config.data_ranks() {
             let part = batch.part(replica, config.data_ranks());
             let layout = Layout::new(config.layout, &part.documents()?, cp)?;
-            plan.tokens_per_rank.extend((0..cp).map(|rank| layout.tokens(rank)));
+            let of_rank = |rank| layout.tokens(rank);
+            plan.tokens_per_rank.extend((0..cp).flat_map(|rank| std::iter::repeat_n(of_rank(rank), config.tp)));
             if replica == 0 {
                 let schedules = layer_schedules(config, model, &layout)?;
                 first = Some((layout, schedules));
@@ -110,19 +117,13 @@ impl Plan {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
         }
-        let shares = HeadShare::all(
-            model.num_attention_heads,
-            model.num_key_value_heads(),
-            (config.ring, config.ulysses).into(),
-        )?;
-        plan.sharding = match config.sharers() {
-            1 => String::new(),
-            n => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
+        plan.sharding = match (config.sharding, setup.mesh.sharing.ranks()) {
+            (Sharding::None, _) | (_, 1) => String::new(),
+            (_, n) => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
         };
-        let shape = Shape::new(config, setup, model);
-        plan.memory = shape.memory(&layout, &shares);
+        let shape = Shape::new(config, setup, model)?;
+        plan.memory = shape.memory(&layout)?;
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
-        debug_assert_eq!(mesh(config)?.world(), config.ranks());
         Ok(plan)
     }
 
@@ -165,146 +166,6 @@ fn optimizer_words(config: &TrainConfig) -> String {
     format!("{method}, lr {} {} after {} steps of warm-up, {clip}", config.lr.peak, config.lr.decay, config.lr.warmup)
 }
 
-/// The sizes that memory and traffic follow from.
-struct Shape {
-    parameters: u64,
-    /// Parameters that are trained.
-    trained: u64,
-    /// Parameters of the largest unit.
-    largest: u64,
-    /// Parameters that a micro-batch gathers, counted as often as it does.
-    gathered: u64,
-    /// Ranks that share a copy of the parameters.
-    sharers: u64,
-    layers: u64,
-    hidden: u64,
-    heads: u64,
-    kv_heads: u64,
-    dim: u64,
-    feed_forward: u64,
-    feed_forward_bias: bool,
-    vocabulary: u64,
-    state: u64,
-    ranks: u64,
-    ring: u64,
-    ulysses: usize,
-    strategy: Strategy,
-    recompute: Recompute,
-}
-
-impl Shape {
-    fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Self {
-        let parameters: usize = setup.shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
-        let decoder = &setup.decoder;
-        let size = |unit| -> usize {
-            decoder.unit_shapes(unit).iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
-        };
-        let again = |unit| match unit {
-            Unit::Layer(_) => 2,
-            Unit::Embedding if model.tie_word_embeddings => 2,
-            Unit::Embedding | Unit::Head => 1,
-        };
-        let of_name = |(name, shape): (&String, &Vec<usize>)| -> usize {
-            if decoder.trains(name) { shape.iter().product() } else { 0 }
-        };
-        let trained: usize = setup.shapes.iter().map(of_name).sum();
-        Self {
-            parameters: parameters as u64,
-            trained: trained as u64,
-            largest: decoder.units().map(size).max().unwrap_or(0) as u64,
-            gathered: decoder.units().map(|unit| again(unit) * size(unit)).sum::<usize>() as u64,
-            sharers: config.sharers() as u64,
-            layers: model.num_hidden_layers as u64,
-            hidden: model.hidden_size as u64,
-            heads: model.num_attention_heads as u64,
-            kv_heads: model.num_key_value_heads() as u64,
-            dim: model.head_dim() as u64,
-            feed_forward: model.feed_forward_width() as u64,
-            feed_forward_bias: setup.shapes.keys().any(|name| name.ends_with("down_proj.bias")),
-            vocabulary: model.vocab_size as u64,
-            state: Optimizer::state_bytes(&config.method, trained) as u64,
-            ranks: config.ranks() as u64,
-            ring: config.ring as u64,
-            ulysses: config.ulysses,
-            strategy: config.strategy,
-            recompute: config.recompute,
-        }
-    }
-
-    /// Of the rank with most tokens. What the backward needs of each layer stays; of one layer at a time everything is
-    /// there, with its gradient, the feed-forward layer in tiles; attention adds the blocks of keys, values and their gradients that are under way.
-    fn memory(&self, layout: &Layout, shares: &[HeadShare]) -> Vec<(&'static str, u64)> {
-        let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
-        let place = tokens * self.ulysses as u64;
-        let kv = shares.iter().map(|s| s.kv.len()).max().unwrap_or(0) as u64;
-        let block = place * 2 * kv * self.dim * 4;
-        let blocks = match self.strategy {
-            Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
-            Strategy::BidirectionalRing => 4.min(self.ring - 1),
-            // At most: halo fetches parts of them.
-            Strategy::AllGather | Strategy::Halo => self.ring - 1,
-        };
-        let layer = 7 * self.hidden + 3 * (self.heads + self.kv_heads) * self.dim;
-        let kept = match self.recompute {
-            Recompute::Full => self.hidden,
-            Recompute::KeepAttention => self.hidden + self.heads * (self.dim + 1),
-            Recompute::Nothing => layer + self.heads,
-        };
-        // The fused feed-forward layer knows no biases.
-        let wide_tokens = if self.feed_forward_bias { 2 * tokens } else { tokens.min(gated_mlp::TILE as u64) };
-        let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
-        vec![
-            ("parameters", (4 * self.parameters).div_ceil(self.sharers)),
-            ("gradients", (4 * self.trained).div_ceil(self.sharers)),
-            ("optimiser state", self.state.div_ceil(self.sharers)),
-            ("a layer or the head, whole, with gradients", 4 * 4 * self.largest),
-            ("weights kept of all layers", if self.recompute == Recompute::Nothing { 4 * self.parameters } else { 0 }),
-            ("kept of the layers", tokens * 4 * (kept * self.layers + self.hidden)),
-            ("one layer, with gradients", (2 * tokens * layer + 3 * wide_tokens * self.feed_forward) * 4),
-            ("blocks of other ranks", 2 * blocks * block),
-            ("logits of a chunk", logits),
-        ]
-    }
-
-    /// Of the rank that sends most.
-    fn traffic(
-        &self,
-        layout: &Layout,
-        schedules: &[LayerSchedule],
-        micro_batches: usize,
-    ) -> Result<Vec<(&'static str, u64)>> {
-        let times = micro_batches as u64;
-        let (mut forward, mut backward) = (0, 0);
-        let forward_times = if self.recompute == Recompute::Full { 2 } else { 1 };
-        for rank in 0..layout.ranks() {
-            let of = |pass| -> Result<u64> {
-                let all = schedules.iter().map(|s| Ok(s.layers * s.schedule.bytes_sent(pass, rank, &self.sizes())?));
-                all.sum()
-            };
-            forward = forward.max(of(Pass::Forward)?);
-            backward = backward.max(of(Pass::Backward)?);
-        }
-        Ok(vec![
-            ("attention forward", forward_times * forward * times),
-            ("attention backward", backward * times),
-            ("parameters", 4 * self.gathered * times * (self.sharers - 1) / self.sharers),
-            ("gradients", self.gradients(times)),
-        ])
-    }
-
-    fn sizes(&self) -> Sizes {
-        let [heads, kv_heads, dim] = [self.heads, self.kv_heads, self.dim].map(|size| size as usize);
-        Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
-    }
-
-    /// Cut over the ranks that share a copy in every micro-batch, and summed over the copies in the end.
-    fn gradients(&self, micro_batches: u64) -> u64 {
-        let (sharers, copies) = (self.sharers, self.ranks / self.sharers);
-        let cut = 4 * self.trained * (sharers - 1) / sharers;
-        micro_batches * cut + 8 * self.trained / sharers * (copies - 1) / copies
-    }
-}
-
 /// The schedule of the layers that share a mask.
 struct LayerSchedule {
     schedule: Schedule,
@@ -323,9 +184,6 @@ fn layer_schedules(config: &TrainConfig, model: &Config, layout: &Layout) -> Res
     }
     Ok(all)
 }
-
-/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of this size.
-const LOSS_CHUNK: u64 = 512;
 
 /// 1536 as "1.5 KiB".
 pub(crate) fn bytes(n: u64) -> String {

@@ -1,0 +1,84 @@
+//! The ranks of a run: which axes they stand on, and what each of them holds.
+
+use crate::{
+    config::{Sharding, TrainConfig},
+    error::{Error, Result},
+    setup::model_error,
+    shards::Sharing,
+};
+use ringspan::mesh::{Experts, Grid, Topology, Training};
+use ringspan_models::{Decoder, Heads, Place};
+
+/// The mesh of a run, with the model on it.
+pub(crate) struct RunMesh {
+    pub(crate) topology: Topology,
+    /// Ranks that hold a copy of the model together: neighbours.
+    pub(crate) sharing: Sharing,
+    places: Vec<Place>,
+}
+
+impl RunMesh {
+    /// The mesh that a configuration asks for, if the model can be cut so.
+    pub(crate) fn new(config: &TrainConfig, decoder: &Decoder) -> Result<Self> {
+        let training = training(config, decoder.experts() > 0)?;
+        let topology = training.topology()?;
+        let of_copy = config.dp_shard * config.ring * config.ulysses * config.tp;
+        let (ep, moe_tp) = match training.experts {
+            Some(Experts { ep, moe_dp }) => (ep, topology.world() / (ep * moe_dp)),
+            None => (1, 1),
+        };
+        if !of_copy.is_multiple_of(ep * moe_tp) {
+            return Err(Error::Settings(format!(
+                "ep {ep} x moe_tp {moe_tp} ranks share the experts, which does not divide the {of_copy} ranks of a copy of the \
+                 model (dp_shard {} x ring {} x ulysses {} x tp {}): choose --ep and --moe-dp so that it does",
+                config.dp_shard, config.ring, config.ulysses, config.tp
+            )));
+        }
+        decoder.check_shares(config.tp, ep, moe_tp).map_err(model_error)?;
+        let place = |rank| {
+            let coordinates = topology.coordinates(rank);
+            let at = |name| coordinates.iter().find(|(axis, _)| *axis == name).map_or(0, |(_, at)| *at);
+            Place { tp: (at("tp"), config.tp), ep: (at("moe_ep"), ep), moe_tp: (at("moe_tp"), moe_tp) }
+        };
+        let places: Vec<Place> = (0..of_copy).map(place).collect();
+        for place in &places {
+            let heads = Heads::new(decoder.config(), place.tp).map_err(model_error)?.queries.len();
+            if config.ulysses > heads {
+                let (ulysses, ranks) = (config.ulysses, config.ring * config.ulysses);
+                return Err(ringspan::Error::UlyssesHeads { ulysses, heads, ranks }.into());
+            }
+        }
+        let sharing = Sharing::new(decoder, places.clone(), config.sharding == Sharding::Full)?;
+        Ok(Self { topology, sharing, places })
+    }
+
+    /// Where a rank stands among those that share layers.
+    pub(crate) fn place(&self, rank: usize) -> Place {
+        self.places[rank % self.places.len()]
+    }
+
+    /// All places of a copy's ranks, in rank order.
+    pub(crate) fn places(&self) -> &[Place] {
+        &self.places
+    }
+}
+
+/// The axes of a run. Where nothing is said of the experts, their width is cut as that of other layers.
+fn training(config: &TrainConfig, sparse: bool) -> Result<Training> {
+    let TrainConfig { dp_replicate, dp_shard, ring, ulysses, tp, ep, moe_dp, .. } = *config;
+    let ranks = config.ranks();
+    let experts = match (ep, moe_dp) {
+        (None, None) if sparse && tp > 1 => Some(Experts { ep: 1, moe_dp: ranks / tp }),
+        (None, None) => None,
+        (ep, Some(moe_dp)) => Some(Experts { ep: ep.unwrap_or(1), moe_dp }),
+        (Some(ep), None) if ranks.is_multiple_of(ep.saturating_mul(tp).max(1)) => {
+            Some(Experts { ep, moe_dp: ranks / (ep * tp).max(1) })
+        }
+        (Some(ep), None) => {
+            return Err(Error::Settings(format!(
+                "--ep {ep} x --tp {tp} does not divide the {ranks} ranks of the mesh; with --moe-dp M, moe_tp is what is left"
+            )));
+        }
+    };
+    Ok(Training { pp: 1, dp_replicate, dp_shard, cp: Grid::new(ring, ulysses), tp, experts })
+}

@@ -1,0 +1,132 @@
+//! Which rank of a copy of the model holds what: arithmetic that every rank does for all.
+
+use super::flat::Flat;
+use crate::{error::Result, setup::model_error};
+use ringspan_models::{Decoder, Holders, Place, Unit};
+
+/// The ranks of a copy, and what each is one of the holders of.
+///
+/// Portions of parameters with the same holders are a *family*. Those who hold a portion share it: each keeps a shard of
+/// it, and the gradient of the whole portion is the sum of theirs.
+#[derive(Debug, Clone)]
+pub(crate) struct Sharing {
+    places: Vec<Place>,
+    /// By rank, then by family.
+    holders: Vec<Vec<Holders>>,
+    /// Whether holders keep a shard each; else each keeps all.
+    cut: bool,
+}
+
+impl Sharing {
+    /// Ranks of a copy at these places.
+    pub(crate) fn new(decoder: &Decoder, places: Vec<Place>, cut: bool) -> Result<Self> {
+        let holders = places.iter().map(|place| decoder.holdings(*place).map_err(model_error));
+        let holders = holders.collect::<Result<_>>()?;
+        Ok(Self { places, holders, cut })
+    }
+
+    /// Ranks of a copy.
+    pub(crate) fn ranks(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Families: each rank has as many.
+    pub(crate) fn families(&self) -> usize {
+        self.holders.first().map_or(0, Vec::len)
+    }
+
+    /// Whether holders keep a shard each.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.cut
+    }
+
+    /// The ranks that hold what `rank` holds as one of a family, rising.
+    pub(crate) fn holders(&self, rank: usize, family: usize) -> Vec<usize> {
+        let own = self.holders[rank][family];
+        (0..self.ranks()).filter(|other| self.holders[*other][family] == own).collect()
+    }
+
+    /// Which shard of a family a rank keeps, and of how many.
+    pub(crate) fn shard(&self, rank: usize, family: usize) -> (usize, usize) {
+        let holders = self.holders(rank, family);
+        match self.cut {
+            true => (holders.iter().position(|holder| *holder == rank).unwrap_or(0), holders.len()),
+            false => (0, 1),
+        }
+    }
+
+    /// A unit's rows of numbers that a rank has a shard of, by family; only parameters that are trained, or only others.
+    pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
+        let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
+        let flat = |family| {
+            let own = self.holders[rank][family];
+            let of_family = |p: &&_| {
+                let p: &ringspan_models::Portion = p;
+                p.holders == own && decoder.trains(&p.name) == trained
+            };
+            Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, family).1)
+        };
+        Ok((0..self.families()).map(flat).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decoder() -> Decoder {
+        let config = serde_json::json!({
+            "model_type": "qwen3_moe", "vocab_size": 31, "hidden_size": 12, "intermediate_size": 10,
+            "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": true, "decoder_sparse_step": 2,
+            "rope_theta": 1e4, "tie_word_embeddings": false, "hidden_act": "silu",
+        });
+        Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
+    }
+
+    /// Every element is kept by exactly one rank of a copy where shards are cut, and by all its holders where not.
+    #[test]
+    fn the_shards_of_all_ranks_are_the_model() {
+        let decoder = decoder();
+        for (ranks, tp, ep, moe_tp, cut) in [
+            (1, 1, 1, 1, true),
+            (6, 3, 1, 1, true),
+            (8, 4, 2, 2, true),
+            (8, 4, 2, 4, true),
+            (4, 2, 4, 1, true),
+            (4, 2, 2, 1, false),
+        ] {
+            let place = |rank: usize| Place {
+                tp: (rank % tp, tp),
+                ep: (rank / moe_tp % ep, ep),
+                moe_tp: (rank % moe_tp, moe_tp),
+            };
+            let sharing = Sharing::new(&decoder, (0..ranks).map(place).collect(), cut).expect("possible");
+            for unit in decoder.units() {
+                for (name, shape) in decoder.unit_shapes(unit) {
+                    let width = shape.get(1).copied().unwrap_or(1);
+                    let mut kept = vec![0; shape.iter().product()];
+                    for rank in 0..ranks {
+                        for (family, flat) in
+                            sharing.flats(&decoder, unit, rank, true).expect("possible").iter().enumerate()
+                        {
+                            for piece in flat.pieces(sharing.shard(rank, family).0) {
+                                let portion = piece.portion;
+                                if portion.name != name {
+                                    continue;
+                                }
+                                let times = if cut { 1.0 } else { 1.0 / sharing.holders(rank, family).len() as f64 };
+                                for at in piece.of_portion.clone() {
+                                    let (row, column) = (at / portion.columns.len(), at % portion.columns.len());
+                                    let at = (portion.rows.start + row) * width + portion.columns.start + column;
+                                    kept[at] += (times * 840.0).round() as usize;
+                                }
+                            }
+                        }
+                    }
+                    assert!(kept.iter().all(|times| *times == 840), "{name} on {ranks} ranks, tp {tp}, ep {ep}");
+                }
+            }
+        }
+    }
+}

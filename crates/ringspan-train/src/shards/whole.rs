@@ -1,0 +1,61 @@
+//! Whole parameters, put together from the pieces of all ranks of a copy: for what is saved, and for comparisons.
+
+use super::{Shard, Shards, Sums, numbers};
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor};
+use ringspan::comm::Buffer;
+use ringspan_models::{Decoder, Unit, Weights};
+use std::collections::BTreeMap;
+
+impl Shards {
+    /// The parameters of a unit, whole. All ranks of the copy call this.
+    pub(crate) fn whole(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
+        let own: Vec<&[f32]> = self.held(unit)?.iter().map(|shard| numbers(&shard.values)).collect();
+        self.together(decoder, unit, &own, |_| true)
+    }
+
+    /// The gradients of a unit's trained parameters, whole. All ranks of the copy call this.
+    pub(crate) fn whole_gradients(&self, decoder: &Decoder, unit: Unit, sums: &Sums) -> Result<Weights> {
+        let own: Vec<&[f32]> = sums.get(&unit).into_iter().flatten().map(Vec::as_slice).collect();
+        self.together(decoder, unit, &own, |trained| trained)
+    }
+
+    /// Whole parameters from shards of those that are asked for, by whether they are trained.
+    fn together(&self, decoder: &Decoder, unit: Unit, own: &[&[f32]], asked: impl Fn(bool) -> bool) -> Result<Weights> {
+        let sharing = &self.sharing;
+        let gives = |rank: usize, family: usize| sharing.is_cut() || sharing.holders(rank, family)[0] == rank;
+        let kept = |shard: &&Shard| asked(shard.trained);
+        let mut sent = Vec::new();
+        for (shard, values) in self.held(unit)?.iter().filter(kept).zip(own) {
+            if gives(self.copy.rank(), shard.family) {
+                sent.extend_from_slice(values);
+            }
+        }
+        let all = self.copy.all_gather(Buffer::F32(sent))?;
+
+        let mut values: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
+        for (rank, buffer) in all.iter().enumerate() {
+            let mut rest = numbers(buffer);
+            for trained in [true, false].into_iter().filter(|trained| asked(*trained)) {
+                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (index, _) = sharing.shard(rank, family);
+                    let len = if gives(rank, family) { flat.shard(index).len() } else { continue };
+                    let Some((shard, later)) = rest.split_at_checked(len) else {
+                        return Err(Error::Model(format!("rank {rank} sent {} numbers of {unit:?}", buffer.len())));
+                    };
+                    rest = later;
+                    for piece in flat.pieces(index) {
+                        let portion = piece.portion;
+                        let size = portion.whole.iter().product();
+                        let (_, whole) = values
+                            .entry(portion.name.clone())
+                            .or_insert_with(|| (portion.whole.clone(), vec![0.0; size]));
+                        piece.put(&shard[piece.of_shard.clone()], whole);
+                    }
+                }
+            }
+        }
+        let tensor = |(name, (shape, values))| Ok((name, Tensor::from_vec(values, shape, &Device::Cpu)?));
+        values.into_iter().map(tensor).collect()
+    }
+}
