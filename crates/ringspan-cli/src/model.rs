@@ -29,26 +29,17 @@ pub(crate) struct ModelArgs {
 impl ModelArgs {
     /// Loads the model, if its heads fit the mesh.
     pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
-        load_for(&self.path, self.rope_scaling.as_ref(), mesh)
+        let origin = Origin::at(&self.path).context("--model")?;
+        let json = origin.config_json()?;
+        let (mut config, weights) = origin.load()?;
+        if let Some(scaling) = &self.rope_scaling {
+            config = serde_json::from_value(scaling.apply(&json)?)?;
+        }
+        let heads = config.num_attention_heads;
+        ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
+        let decoder = Decoder::new(config)?;
+        Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))
     }
-}
-
-/// Loads the model at `path`, if its heads fit the mesh.
-pub(crate) fn load(path: &Path, mesh: &Mesh) -> Result<Model> {
-    load_for(path, None, mesh)
-}
-
-fn load_for(path: &Path, scaling: Option<&RopeScaling>, mesh: &Mesh) -> Result<Model> {
-    let origin = Origin::at(path).context("--model")?;
-    let json = origin.config_json()?;
-    let (mut config, weights) = origin.load()?;
-    if let Some(scaling) = scaling {
-        config = serde_json::from_value(scaling.apply(&json)?)?;
-    }
-    let heads = config.num_attention_heads;
-    ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
-    let decoder = Decoder::new(config)?;
-    Model::new(decoder, weights).with_context(|| format!("the model in {}", path.display()))
 }
 
 /// Tells a person whose texts pass the positions that a model is made for.

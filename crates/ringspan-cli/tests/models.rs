@@ -205,9 +205,19 @@ fn score_refuses_tokens_that_do_not_fit_and_leaves_the_old_result() {
 #[test]
 fn verify_passes_on_every_mesh() {
     let bench = bench();
-    for flags in ["--tiny --ring 3", "--tiny --ring 2 --ulysses 2 --layout striped:3", "--model model --ulysses 4"] {
+    for flags in [
+        "--tiny --ring 3",
+        "--tiny --ring 2 --ulysses 2 --layout striped:3",
+        "--model model --ulysses 4",
+        "--tiny --dp-replicate 2 --dp-shard 2 --tp 2",
+        "--tiny --ring 2 --tp 4 --sharding none --recompute full",
+        "--tiny --ring 2 --tp 2 --ep 2",
+        "--tiny --dp-shard 2 --ring 2 --ep 4 --strategy halo",
+    ] {
         let (said, _) = succeed(&bench, "verify", &format!("{flags} --sequence-length 61"));
-        assert!(said.contains("PASS") && said.contains("logits") && said.contains("d model.embed_tokens"), "{said}");
+        for quantity in ["loss", "logits", "d model.embed_tokens", "updated model.embed_tokens", "PASS"] {
+            assert!(said.contains(quantity), "{flags}: {said}");
+        }
         assert!(!said.contains("FAIL"), "{said}");
     }
     assert!(message(&run(&bench, "verify", "--tiny --ulysses 9")).contains("ulysses 9"));

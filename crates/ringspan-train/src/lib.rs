@@ -36,6 +36,7 @@ mod shards;
 mod start;
 mod tokenizer;
 mod trainer;
+mod trial;
 mod watchdog;
 
 pub use config::{Sharding, Source, TrainConfig};
@@ -51,3 +52,4 @@ pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
 pub use tokenizer::Tokenizer;
 pub use trainer::{Outcome, train, train_on};
+pub use trial::{Trial, trial};

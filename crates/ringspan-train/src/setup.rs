@@ -65,55 +65,23 @@ impl Setup {
         let (model_config, config_json, given) = given_model(config)?;
         let vocabulary = model_config.vocab_size;
         let mut decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
-        // Those of this process.
-        let ranks = if config.local_ranks.is_some() { 1 } else { config.ranks() };
         let start = match given {
             Given::Folder(folder) => Start::folder(folder, config.seed),
-            Given::Weights(weights) => Start::weights(weights, ranks, config.seed),
-            Given::Nothing => Start::weights(default_model::weights(&decoder, config.seed)?, ranks, config.seed),
+            Given::Weights(weights) => Start::weights(weights, ranks_here(config), config.seed),
+            Given::Nothing => {
+                Start::weights(default_model::weights(&decoder, config.seed)?, ranks_here(config), config.seed)
+            }
         };
         if let Some(lora) = &config.lora {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
         let start = start.with_lora(config.lora.as_ref());
+        // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
-        let shapes: BTreeMap<String, Vec<usize>> = decoder.shapes().into_iter().collect();
-        let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
-        let model = Identity {
-            summary: format!(
-                "{}: {} layers, hidden {}, {} heads over {}, vocabulary {vocabulary}, {} parameters",
-                model_config.model_type,
-                model_config.num_hidden_layers,
-                model_config.hidden_size,
-                model_config.num_attention_heads,
-                model_config.num_key_value_heads(),
-                grouped(parameters as u64)
-            ),
-            fingerprint: fingerprint(
-                shapes
-                    .iter()
-                    .flat_map(|(name, shape)| name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64))),
-            ),
-        };
-
         let tokenizer = tokenizer(config, vocabulary)?;
-        let Data { mut feed, held_out, identity: data, unsaved } = open_data(config, tokenizer.as_ref(), vocabulary)?;
-        let mut setup = Self {
-            plan: Plan::default(),
-            config_json,
-            decoder,
-            mesh,
-            start,
-            tokenizer,
-            held_out,
-            first_step: 0,
-            tokens: 0,
-            model,
-            data,
-            feed: feed.clone(),
-            shapes,
-            unsaved,
-        };
+        let data = open_data(config, tokenizer.as_ref(), vocabulary)?;
+        let mut feed = data.feed.clone();
+        let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
             if saved.progress.step >= config.lr.steps {
@@ -137,9 +105,74 @@ impl Setup {
         Ok(setup)
     }
 
+    /// A model that is here, and one batch.
+    pub(crate) fn of_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
+        let mesh = RunMesh::new(config, &decoder)?;
+        let start = Start::weights(weights, ranks_here(config), config.seed);
+        let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
+        let data = Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None };
+        Ok(Self::of(serde_json::Value::Null, decoder, mesh, start, None, data))
+    }
+
+    /// Without a plan, at the first step.
+    fn of(
+        config_json: serde_json::Value,
+        decoder: Decoder,
+        mesh: RunMesh,
+        start: Start,
+        tokenizer: Option<Tokenizer>,
+        data: Data,
+    ) -> Self {
+        let shapes = decoder.shapes();
+        let model = identity(decoder.config(), &shapes);
+        let Data { feed, held_out, identity: data, unsaved } = data;
+        Self {
+            plan: Plan::default(),
+            config_json,
+            decoder,
+            mesh,
+            start,
+            tokenizer,
+            held_out,
+            first_step: 0,
+            tokens: 0,
+            model,
+            data,
+            feed,
+            shapes,
+            unsaved,
+        }
+    }
+
     /// The batch whose shape the plan is made for: the first one of the run.
     pub(crate) fn first_batch(&self, accumulation: usize) -> Option<Batch> {
         self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens)
+    }
+}
+
+/// Ranks of this process.
+fn ranks_here(config: &TrainConfig) -> usize {
+    if config.local_ranks.is_some() { 1 } else { config.ranks() }
+}
+
+/// What a checkpoint of a model belongs to.
+fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
+    let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
+    let numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
+        name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64)).collect()
+    };
+    Identity {
+        summary: format!(
+            "{}: {} layers, hidden {}, {} heads over {}, vocabulary {}, {} parameters",
+            model.model_type,
+            model.num_hidden_layers,
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_key_value_heads(),
+            model.vocab_size,
+            grouped(parameters as u64)
+        ),
+        fingerprint: fingerprint(shapes.iter().flat_map(numbers)),
     }
 }
 

@@ -9,8 +9,6 @@ use std::sync::Arc;
 pub(super) struct Groups {
     /// The ranks that share this rank's sequences.
     pub(super) cp: Arc<Group>,
-    /// Which part of a batch's rows these ranks take.
-    pub(super) part: usize,
     /// The ranks that share the width of layers.
     pub(super) tensor: TensorParallel,
     /// Who computes the experts.
@@ -30,7 +28,6 @@ impl Groups {
             let (color, key) = mesh.topology.place(world.rank(), name)?;
             Ok(world.split(color, key)?)
         };
-        let (_, part) = mesh.topology.place(world.rank(), "dp")?;
         let cp = Group::new(split("cp")?, (config.ring, config.ulysses), Kernel::new(config.threads))?;
         let place = mesh.place(world.rank());
         let experts: Arc<dyn Experts + Send + Sync> = match place.ep.1 * place.moe_tp.1 {
@@ -38,6 +35,6 @@ impl Groups {
             _ => Arc::new(ExpertParallel::new(experts, split("moe_ep")?, split("moe_tp")?)?),
         };
         let (tensor, losses) = (TensorParallel::new(split("tp")?), split("dp_cp")?);
-        Ok(Self { cp: Arc::new(cp), part, tensor, experts, losses })
+        Ok(Self { cp: Arc::new(cp), tensor, experts, losses })
     }
 }

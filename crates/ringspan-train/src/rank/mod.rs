@@ -27,6 +27,7 @@ use std::{
     },
     time::Instant,
 };
+pub(crate) use step::Stepped;
 
 /// What only rank 0 does: files and people.
 pub(crate) struct Host<'a> {
@@ -67,6 +68,10 @@ impl<'a> Rank<'a> {
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
         Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving: None })
+    }
+
+    pub(crate) fn shards(&self) -> &Shards {
+        &self.shards
     }
 
     /// Trains to the last step, or until rank 0 sees `stop`.

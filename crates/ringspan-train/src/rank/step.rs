@@ -8,14 +8,15 @@ use crate::{
     metrics::EvaluationMetrics,
     optimizer::{Update, clip_scale, sum_of_squares},
     setup::model_error,
-    shards::GradientShards,
+    shards::{GradientShards, Sums},
 };
+use candle_core::Tensor;
 use ringspan::{
     Layout,
     comm::{Buffer, Communicator},
 };
-use ringspan_candle::{context::Context, loss};
-use ringspan_models::{Balanced, gradients};
+use ringspan_candle::{context::Context, loss, tensor_parallel};
+use ringspan_models::{Balanced, Place, gradients};
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
@@ -25,11 +26,24 @@ struct Part {
     context: Context,
 }
 
+/// What a step computes before it updates.
+pub(crate) struct Stepped {
+    pub(crate) loss: f64,
+    pub(crate) gradients: Sums,
+}
+
 impl Rank<'_> {
     /// One step of the optimiser over the micro-batches; the loss and the gradient norm, the same on every rank.
+    pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
+        let Stepped { loss, gradients } = self.gradients_of(batches)?;
+        let norm = self.update(step, loss, &gradients)?;
+        Ok((loss, norm))
+    }
+
+    /// The loss of the micro-batches, the same on every rank, and this rank's shards of its gradients.
     ///
     /// The loss is the mean per target, and where routers are kept even, that part of it, too.
-    pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
+    pub(crate) fn gradients_of(&self, batches: &[Batch]) -> Result<Stepped> {
         // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
         let scale = 1.0 / valid.max(1) as f32;
@@ -55,9 +69,14 @@ impl Rank<'_> {
             .map_err(model_error)?;
             of_routers += balanced.and_then(|balanced| balanced.loss()).unwrap_or(0.0);
         }
-        let summed = summed.finish()?;
+        let gradients = summed.finish()?;
         let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
-        let squares = self.shards.sum_of_squares(&summed, |shard| sum_of_squares([shard]));
+        Ok(Stepped { loss, gradients })
+    }
+
+    /// Updates this rank's shards; the norm of the gradients, the same on every rank.
+    pub(crate) fn update(&mut self, step: u64, loss: f64, gradients: &Sums) -> Result<f64> {
+        let squares = self.shards.sum_of_squares(gradients, |shard| sum_of_squares([shard]));
         let norm = sum(&**self.shards.copy(), squares)?.sqrt();
         let lr = self.config.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
@@ -65,12 +84,12 @@ impl Rank<'_> {
         }
         let clip = clip_scale(norm, self.config.grad_clip);
         let optimizer = &mut self.optimizer;
-        self.shards.update(&summed, |piece, values, gradient| {
+        self.shards.update(gradients, |piece, values, gradient| {
             // Biases and norms are vectors: pulling them to 0 regularises nothing.
             let decays = piece.portion.whole.len() > 1;
             optimizer.update(&piece.portion.name, Update { step, lr, scale: clip, decays }, values, gradient)
         })?;
-        Ok((loss, norm))
+        Ok(norm)
     }
 
     /// Experts whose load is kept even over all ranks, where the model asks for it; of one of so many micro-batches.
@@ -91,10 +110,9 @@ impl Rank<'_> {
     }
 
     fn local(&self, batch: &Batch) -> Result<Part> {
-        let Groups { cp, part, tensor, experts, .. } = &self.groups;
-        let part = batch.part(*part, self.config.data_ranks());
-        let layout = Layout::new(self.config.layout, &part.documents()?, cp.size())?;
-        let rank = cp.rank();
+        let Groups { cp, tensor, experts, .. } = &self.groups;
+        let (_, part) = self.part(batch, self.world.rank())?;
+        let (layout, rank) = (self.layout(&part)?, cp.rank());
         let tokens = layout.shard(rank, &part.tokens, 1)?;
         let targets = layout.shard(rank, &part.targets, 1)?;
         // What a rotary base may depend on must not depend on how rows are dealt: the length of the rows, not of a part's
@@ -106,21 +124,63 @@ impl Rank<'_> {
         Ok(Part { tokens, targets, context })
     }
 
+    /// Of this rank's tokens `[T, C]`, behind the last norm, with the output head.
+    fn last(&self, local: &Part) -> Result<(Tensor, Tensor)> {
+        let decoder = &self.setup.decoder;
+        let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
+        let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
+        let last = decoder.norm(&head, &last).map_err(model_error)?;
+        let last = self.groups.tensor.gather(&last, local.tokens.len())?;
+        Ok((last, decoder.head(&head).map_err(model_error)?))
+    }
+
+    /// The logits of a batch `[B * S, V]`, 0 in padding: of all ranks, on each.
+    pub(crate) fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
+        let local = self.local(batch)?;
+        let (last, head) = self.last(&local)?;
+        let own = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
+        let vocabulary = self.setup.decoder.config().vocab_size;
+        let mut logits = vec![0.0; batch.tokens.len() * vocabulary];
+        for (rank, of_rank) in self.world.all_gather(Buffer::F32(own))?.iter().enumerate() {
+            let Place { tp: (at, ranks), .. } = self.setup.mesh.place(rank);
+            let known = tensor_parallel::part(vocabulary, at, ranks);
+            let (index, part) = self.part(batch, rank)?;
+            let layout = self.layout(&part)?;
+            let mut wide = Vec::new();
+            for row in of_rank.f32()?.chunks_exact(known.len()) {
+                wide.extend(std::iter::repeat_n(0.0, known.start).chain(row.iter().copied()));
+                wide.extend(std::iter::repeat_n(0.0, vocabulary - known.end));
+            }
+            let mut of_part = vec![0.0; part.tokens.len() * vocabulary];
+            let (_, place) = self.setup.mesh.topology.place(rank, "cp")?;
+            layout.unshard(place, &wide, vocabulary, &mut of_part)?;
+            let first: usize = (0..index).map(|i| batch.part(i, self.config.data_ranks()).tokens.len()).sum();
+            let logits = &mut logits[first * vocabulary..][..of_part.len()];
+            logits.iter_mut().zip(of_part).for_each(|(sum, x)| *sum += x);
+        }
+        Ok(logits)
+    }
+
+    /// The part of a batch's rows that a rank takes, and which it is.
+    fn part(&self, batch: &Batch, rank: usize) -> Result<(usize, Batch)> {
+        let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
+        Ok((index, batch.part(index, self.config.data_ranks())))
+    }
+
+    fn layout(&self, part: &Batch) -> Result<Layout> {
+        Ok(Layout::new(self.config.layout, &part.documents()?, self.groups.cp.size())?)
+    }
+
     pub(super) fn look_at_held_out(&self, step: u64, host: &Mutex<Host<'_>>) -> Result<Option<EvaluationMetrics>> {
         let sequences = &self.setup.held_out;
         let Some(length) = sequences.iter().map(|s| s.tokens.len()).max() else { return Ok(None) };
-        let decoder = &self.setup.decoder;
         let (mut nll, mut targets) = (0.0, 0);
         for rows in sequences.chunks(self.config.batch_size) {
             let batch = Batch::new(rows, length);
             targets += batch.valid_targets();
             let local = self.local(&batch)?;
-            let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
-            let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
-            let shared = &self.groups.tensor;
-            let last = shared.gather(&decoder.norm(&head, &last).map_err(model_error)?, local.tokens.len())?;
-            let head = decoder.head(&head).map_err(model_error)?;
-            let log_probs = loss::log_probs(&last, &head, &local.targets, shared)?;
+            let (last, head) = self.last(&local)?;
+            let log_probs = loss::log_probs(&last, &head, &local.targets, &self.groups.tensor)?;
             nll -= log_probs.iter().map(|&x| f64::from(x)).sum::<f64>();
         }
         if targets == 0 {
