@@ -15,6 +15,7 @@ pub mod linear;
 pub mod loss;
 mod matmul;
 pub mod norm;
+pub mod peak;
 pub mod pool;
 pub mod residual;
 pub mod rope;

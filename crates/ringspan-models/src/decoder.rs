@@ -46,6 +46,11 @@ impl Decoder {
         self.model.sparse.map_or(0, |sparse| sparse.experts)
     }
 
+    /// Share of a sparse layer's experts that a token goes to; 1 without any.
+    pub fn experts_seen(&self) -> f64 {
+        self.model.sparse.map_or(1.0, |sparse| sparse.top as f64 / sparse.experts as f64)
+    }
+
     /// Embeddings `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
     ///
     /// # Errors

@@ -23,6 +23,7 @@ mod events;
 mod feed;
 mod hidden;
 mod lr_schedule;
+mod memory;
 mod mesh;
 mod metrics;
 mod observer;

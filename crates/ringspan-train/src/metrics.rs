@@ -28,6 +28,17 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Tokens of this step per second of this step.
     pub tokens_per_second: f64,
+    /// Operations of the model per second, as a share of what the ranks reach together in matrix products, measured when
+    /// training began. What is computed twice counts once.
+    pub peak_share: f64,
+    /// Share of the step in which the rank that waited most waited for others: transfers that nothing hid, and ranks that
+    /// were late.
+    pub waited: f64,
+    /// Visible pairs of the rank with most of them, over the mean of all ranks: 1 is even.
+    pub attention_imbalance: f64,
+    /// Most bytes that the process of rank 0 has had in memory, where the system tells.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_memory: Option<u64>,
     /// Seconds since this process began training.
     pub seconds: f64,
 }
@@ -107,7 +118,19 @@ mod tests {
     use super::*;
 
     fn step(step: u64) -> StepMetrics {
-        StepMetrics { step, loss: 0.1 + 0.2, lr: 1e-3, grad_norm: 1.0, tokens: 8, tokens_per_second: 4.0, seconds: 2.0 }
+        StepMetrics {
+            step,
+            loss: 0.1 + 0.2,
+            lr: 1e-3,
+            grad_norm: 1.0,
+            tokens: 8,
+            tokens_per_second: 4.0,
+            peak_share: 0.5,
+            waited: 0.1,
+            attention_imbalance: 1.0,
+            peak_memory: None,
+            seconds: 2.0,
+        }
     }
 
     #[test]

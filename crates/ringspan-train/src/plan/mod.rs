@@ -6,6 +6,7 @@ use crate::{
     config::{Sharding, TrainConfig},
     data::Batch,
     error::{Error, Result},
+    memory,
     observer::grouped,
     optimizer::Method,
     setup::Setup,
@@ -137,7 +138,7 @@ impl Plan {
     pub(crate) fn check_memory(&self, config: &TrainConfig) -> Result<()> {
         let here = config.local_ranks.unwrap_or(self.tokens_per_rank.len());
         let needed = self.rank_bytes() * here as u64;
-        match available_memory() {
+        match memory::available() {
             Some(free) if needed > free => Err(Error::Settings(format!(
                 "this needs about {} ({} ranks of up to {}), but only {} of memory is free: lower --sequence-length, \
                  --batch-size or the number of ranks on this machine\n{self}",
@@ -195,14 +196,6 @@ pub(crate) fn bytes(n: u64) -> String {
         unit += 1;
     }
     if unit == 0 { format!("{n} B") } else { format!("{value:.1} {}", UNITS[unit]) }
-}
-
-/// Free memory, where the system says so in the Linux way.
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kibibytes * 1024)
 }
 
 impl fmt::Display for Plan {

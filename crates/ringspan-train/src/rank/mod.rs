@@ -2,6 +2,7 @@
 
 mod export;
 mod groups;
+mod meter;
 mod save;
 mod step;
 
@@ -10,6 +11,7 @@ use crate::{
     config::TrainConfig,
     data::Batch,
     error::Result,
+    memory,
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
@@ -18,7 +20,8 @@ use crate::{
     watchdog::Watchdog,
 };
 use groups::Groups;
-use ringspan::comm::{Buffer, Communicator};
+use meter::{Meter, Use};
+use ringspan::comm::{Buffer, Communicator, timed::Timed};
 use save::Saving;
 use std::{
     sync::{
@@ -56,18 +59,22 @@ pub(crate) struct Rank<'a> {
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.
     saving: Option<Saving>,
+    meter: Meter,
 }
 
 impl<'a> Rank<'a> {
     pub(crate) fn new(config: &'a TrainConfig, setup: &'a Setup, world: Arc<dyn Communicator>) -> Result<Self> {
         let (decoder, mesh) = (&setup.decoder, &setup.mesh);
+        let timed = Arc::new(Timed::new(world));
+        let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), &world)?;
         let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), |piece| setup.start.read(decoder, piece))?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
-        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving: None })
+        let meter = Meter::new(setup, timed)?;
+        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving: None, meter })
     }
 
     pub(crate) fn shards(&self) -> &Shards {
@@ -91,18 +98,23 @@ impl<'a> Rank<'a> {
                 interrupted = true;
                 break;
             }
-            let started = Instant::now();
+            self.meter.start();
             let batches = feed.next_step(config.grad_accumulation);
             let (loss, grad_norm) = self.step(step, &batches)?;
             let now: u64 = batches.iter().map(Batch::real_tokens).sum();
             tokens += now;
+            let Use { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
             let metrics = StepMetrics {
                 step: step + 1,
                 loss,
                 lr: config.lr.at(step),
                 grad_norm,
                 tokens,
-                tokens_per_second: now as f64 / started.elapsed().as_secs_f64().max(1e-9),
+                tokens_per_second: now as f64 / seconds,
+                peak_share,
+                waited,
+                attention_imbalance: imbalance,
+                peak_memory: memory::peak(),
                 seconds: began.elapsed().as_secs_f64(),
             };
             step += 1;

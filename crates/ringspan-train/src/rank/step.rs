@@ -43,7 +43,7 @@ impl Rank<'_> {
     /// The loss of the micro-batches, the same on every rank, and this rank's shards of its gradients.
     ///
     /// The loss is the mean per target, and where routers are kept even, that part of it, too.
-    pub(crate) fn gradients_of(&self, batches: &[Batch]) -> Result<Stepped> {
+    pub(crate) fn gradients_of(&mut self, batches: &[Batch]) -> Result<Stepped> {
         // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
         let scale = 1.0 / valid.max(1) as f32;
@@ -52,6 +52,7 @@ impl Rank<'_> {
         let mut of_routers = 0.0;
         for batch in batches {
             let mut local = self.local(batch)?;
+            self.meter.add(self.setup, &local.context)?;
             let balanced = self.balanced(batches.len());
             if let Some(balanced) = &balanced {
                 local.context = local.context.with_experts(balanced.clone());

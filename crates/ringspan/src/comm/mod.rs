@@ -29,6 +29,7 @@ pub mod launch;
 pub mod mpi;
 pub mod ranks;
 pub mod threads;
+pub mod timed;
 
 use crate::error::{Error, Result};
 use std::sync::Arc;

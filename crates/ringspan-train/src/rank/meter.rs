@@ -1,0 +1,119 @@
+//! How well a step used the machine: operations against the peak, waits, the balance of attention, memory.
+
+use crate::{
+    error::Result,
+    setup::{Setup, model_error},
+};
+use ringspan::{
+    comm::{Buffer, Communicator, timed::Timed},
+    schedule::HeadShare,
+};
+use ringspan_candle::{context::Context, peak};
+use ringspan_models::Heads;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Counts a rank's steps.
+pub(super) struct Meter {
+    /// Where this rank's waits are counted.
+    timed: Arc<Timed>,
+    /// Operations a second that the ranks reach in products, all at once.
+    peak: f64,
+    /// Operations of a token outside attention, forward and backward.
+    of_token: f64,
+    /// Operations of a visible pair of one head, forward and backward.
+    of_pair: f64,
+    began: Instant,
+    waited: Duration,
+    /// Visible pairs times heads that this rank computes in the step.
+    pairs: f64,
+}
+
+/// What all ranks know of a step.
+pub(super) struct Use {
+    pub(super) seconds: f64,
+    pub(super) peak_share: f64,
+    pub(super) waited: f64,
+    pub(super) imbalance: f64,
+}
+
+impl Meter {
+    pub(super) fn new(setup: &Setup, timed: Arc<Timed>) -> Result<Self> {
+        // All at once, as they will compute.
+        timed.barrier()?;
+        let peak = all(&*timed, peak::flops())?.iter().sum();
+        let dim = setup.decoder.config().head_dim() as f64;
+        // Two products forward and five backward, of two operations an element each.
+        Ok(Self {
+            timed,
+            peak,
+            of_token: of_token(setup),
+            of_pair: 14.0 * dim,
+            began: Instant::now(),
+            waited: Duration::ZERO,
+            pairs: 0.0,
+        })
+    }
+
+    /// A step begins.
+    pub(super) fn start(&mut self) {
+        (self.began, self.waited, self.pairs) = (Instant::now(), self.timed.waited(), 0.0);
+    }
+
+    /// A micro-batch is computed with this.
+    pub(super) fn add(&mut self, setup: &Setup, context: &Context) -> Result<()> {
+        let (model, group) = (setup.decoder.config(), context.group());
+        let heads = Heads::new(model, setup.mesh.place(self.timed.rank()).tp).map_err(model_error)?;
+        let shares = HeadShare::all(heads.queries.len(), heads.key_values.len(), group.grid())?;
+        let (_, ulysses) = group.grid().place(group.rank());
+        let heads = shares.get(ulysses).map_or(0, |share| share.query.len()) as f64;
+        for layer in 0..model.num_hidden_layers {
+            self.pairs += heads * context.schedule(&model.mask(layer))?.pairs(group.rank()) as f64;
+        }
+        Ok(())
+    }
+
+    /// A step over so many tokens, of all ranks, is done.
+    pub(super) fn stop(&self, tokens: u64) -> Result<Use> {
+        let seconds = self.began.elapsed().as_secs_f64().max(1e-9);
+        let waited = (self.timed.waited() - self.waited).as_secs_f64();
+        let pairs = all(&*self.timed, self.pairs)?;
+        let most_waited = all(&*self.timed, waited)?.into_iter().fold(0.0, f64::max);
+        let (sum, most) = (pairs.iter().sum::<f64>(), pairs.iter().copied().fold(0.0, f64::max));
+        let operations = tokens as f64 * self.of_token + sum * self.of_pair;
+        Ok(Use {
+            seconds,
+            peak_share: operations / seconds / self.peak,
+            waited: (most_waited / seconds).min(1.0),
+            imbalance: if sum > 0.0 { most * pairs.len() as f64 / sum } else { 1.0 },
+        })
+    }
+}
+
+/// Operations of a token in products with parameters: two forward, two for the gradient of what comes in, and two for that
+/// of the parameters where these are trained. An embedding is looked up, and of experts a token sees some.
+fn of_token(setup: &Setup) -> f64 {
+    let (decoder, model) = (&setup.decoder, setup.decoder.config());
+    let of = |(name, shape): (&String, &Vec<usize>)| {
+        let looked_up = name == decoder.embedding_name() && !model.tie_word_embeddings;
+        if shape.len() < 2 || looked_up {
+            return 0.0;
+        }
+        let seen = if name.contains(".experts.") { decoder.experts_seen() } else { 1.0 };
+        let passes = if decoder.trains(name) { 6.0 } else { 4.0 };
+        passes * seen * shape.iter().product::<usize>() as f64
+    };
+    setup.shapes.iter().map(of).sum()
+}
+
+/// A number of each rank, in rank order.
+fn all(world: &dyn Communicator, own: f64) -> Result<Vec<f64>> {
+    let all = world.all_gather(Buffer::U64(vec![own.to_bits()]))?;
+    let number = |buffer: &Arc<Buffer>| match &**buffer {
+        Buffer::U64(bits) => bits.first().map_or(f64::NAN, |bits| f64::from_bits(*bits)),
+        _ => f64::NAN,
+    };
+    Ok(all.iter().map(number).collect())
+}
