@@ -23,8 +23,8 @@ pub struct Settings {
     /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
-    /// Text: a folder, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and `completion`
-    /// [default: the current folder]
+    /// Text: a folder of text, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and
+    /// `completion`, or a folder of such files [default: the current folder]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole

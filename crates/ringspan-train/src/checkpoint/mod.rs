@@ -122,6 +122,29 @@ impl Checkpoints {
         self.folder.join(format!(".step-{step:06}.part"))
     }
 
+    /// Where a checkpoint waits while another of its step takes its place.
+    fn replaced(&self, step: u64) -> PathBuf {
+        self.folder.join(format!(".step-{step:06}.replaced"))
+    }
+
+    /// Puts a checkpoint back that was to be replaced when the run was killed.
+    fn put_back(&self) -> Result<()> {
+        for name in self.entries()? {
+            let step = name.strip_prefix(".step-").and_then(|name| name.strip_suffix(".replaced")?.parse().ok());
+            let Some(step) = step else { continue };
+            let (before, path) = (self.replaced(step), self.folder.join(format!("step-{step:06}")));
+            match path.exists() {
+                true => remove_if_there(&before)?,
+                false => match fs::rename(&before, &path) {
+                    // Another process of the same run was first.
+                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                    renamed => renamed.map_err(Error::io("rename", &before))?,
+                },
+            }
+        }
+        Ok(())
+    }
+
     /// Makes the folder that ranks write the checkpoint of a step into. One rank does this, before any writes.
     ///
     /// # Errors
@@ -160,10 +183,14 @@ impl Checkpoints {
         sync_folder(&part.folder);
         let path = self.folder.join(format!("step-{:06}", part.step));
         // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
-        remove_if_there(&path)?;
+        let before = self.replaced(part.step);
+        if path.exists() {
+            fs::rename(&path, &before).map_err(Error::io("rename", &path))?;
+        }
         fs::rename(&part.folder, &path).map_err(Error::io("rename", &part.folder))?;
         part.committed = true;
         sync_folder(&self.folder);
+        remove_if_there(&before)?;
         self.prune()?;
         Ok(path)
     }
@@ -207,6 +234,7 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model or data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
+        self.put_back()?;
         let Some(&step) = self.steps()?.last() else {
             return Err(Error::Checkpoint {
                 path: self.folder.clone(),

@@ -97,6 +97,24 @@ fn the_newest_comes_back_bit_for_bit_and_old_ones_go() {
 }
 
 #[test]
+fn a_run_killed_while_it_replaces_a_checkpoint_has_one_of_the_two() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::new(folder.path(), 2);
+    let path = save(&checkpoints, 5).unwrap();
+    let before = contents(&newest(&checkpoints).unwrap());
+    // Between the two renames.
+    fs::rename(&path, checkpoints.replaced(5)).unwrap();
+    assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
+    // Behind the second.
+    fs::create_dir(checkpoints.replaced(5)).unwrap();
+    assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
+    assert!(!checkpoints.replaced(5).exists());
+    save(&checkpoints, 5).unwrap();
+    assert_eq!(checkpoints.steps().unwrap(), [5]);
+    assert!(!checkpoints.replaced(5).exists());
+}
+
+#[test]
 fn any_elements_are_read_whatever_files_they_lie_in() {
     let out = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::new(out.path(), 1);

@@ -44,7 +44,9 @@ pub struct Texts {
 /// Reads the documents at `path`: a folder of text files, a text file, a `.jsonl` file of objects with `text`, `messages`,
 /// or `prompt` and `completion`, or a `.parquet` file with such columns (feature `parquet`).
 ///
-/// In a folder, hidden files, what `.gitignore` names, model folders and everything below `exclude` are left out.
+/// In a folder, hidden files, what `.gitignore` names, model folders and everything below `exclude` are left out. A folder
+/// of `.jsonl` and `.parquet` files, with nothing beside them but what describes them, is one data set in parts, read in the
+/// order of their paths.
 ///
 /// # Errors
 /// [`Error::Data`] when there is no text or a line is malformed, [`Error::Io`] when the system refuses.
@@ -53,7 +55,7 @@ pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
     let mut texts = if about.is_dir() {
         folder(path, exclude)?
     } else {
-        Texts { documents: file(path)?, skipped: Skipped::default() }
+        Texts { documents: file(path, &name_of(path))?, skipped: Skipped::default() }
     };
     let silent = |d: &Text| !matches!(d.content, Content::Text(_)) && d.content.is_blank();
     let all = texts.documents.len();
@@ -85,10 +87,10 @@ impl Skipped {
     }
 }
 
-fn file(path: &Path) -> Result<Vec<Text>> {
+fn file(path: &Path, name: &str) -> Result<Vec<Text>> {
     let extension = path.extension().unwrap_or_default();
     if extension == "parquet" {
-        return parquet(path);
+        return parquet(path, name);
     }
     let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
     let text = String::from_utf8(bytes).map_err(|e| Error::Data {
@@ -96,18 +98,18 @@ fn file(path: &Path) -> Result<Vec<Text>> {
         problem: format!("not UTF-8 text: first bad byte at {}", e.utf8_error().valid_up_to()),
     })?;
     if extension == "jsonl" {
-        return lines(path, &text);
+        return lines(path, name, &text);
     }
-    Ok(vec![Text { name: name_of(path), content: Content::Text(text) }])
+    Ok(vec![Text { name: name.into(), content: Content::Text(text) }])
 }
 
 #[cfg(feature = "parquet")]
-fn parquet(path: &Path) -> Result<Vec<Text>> {
-    super::parquet::documents(path, &name_of(path))
+fn parquet(path: &Path, name: &str) -> Result<Vec<Text>> {
+    super::parquet::documents(path, name)
 }
 
 #[cfg(not(feature = "parquet"))]
-fn parquet(path: &Path) -> Result<Vec<Text>> {
+fn parquet(path: &Path, _: &str) -> Result<Vec<Text>> {
     let problem = "this build does not read Parquet: build with `--features parquet`, or convert it to .jsonl";
     Err(Error::Data { path: path.into(), problem: problem.into() })
 }
@@ -135,14 +137,26 @@ fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
             !is_model_folder(path) && !path.canonicalize().is_ok_and(|p| exclude.contains(&p))
         })
         .build();
-    let mut documents = Vec::new();
-    let mut skipped = Skipped::default();
+    let mut files = Vec::new();
     for entry in walk {
         let entry = entry.map_err(|e| Error::Data { path: root.into(), problem: e.to_string() })?;
-        if !entry.file_type().is_some_and(|t| t.is_file()) {
-            continue;
+        if entry.file_type().is_some_and(|t| t.is_file()) {
+            // One spelling on every system, since the split hashes the name.
+            let below = entry.path().strip_prefix(root).unwrap_or(entry.path());
+            let name = below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/");
+            files.push((name, entry.into_path()));
         }
-        let path = entry.path();
+    }
+    files.sort();
+    let mut documents = Vec::new();
+    let mut skipped = Skipped::default();
+    if is_data_set(&files) {
+        for (name, path) in files.iter().filter(|(_, path)| is_part(path)) {
+            documents.extend(file(path, name)?);
+        }
+        return Ok(Texts { documents, skipped });
+    }
+    for (name, path) in &files {
         if std::fs::metadata(path).map_err(Error::io("read", path))?.len() > LARGEST_FILE {
             skipped.large += 1;
             continue;
@@ -155,20 +169,27 @@ fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
         match String::from_utf8(bytes) {
             Err(_) => skipped.binary += 1,
             Ok(text) if text.trim().is_empty() => skipped.empty += 1,
-            Ok(text) => {
-                let below = path.strip_prefix(root).unwrap_or(path);
-                // One spelling on every system, since the split hashes the name.
-                let name = below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/");
-                documents.push(Text { name, content: Content::Text(text) });
-            }
+            Ok(text) => documents.push(Text { name: name.clone(), content: Content::Text(text) }),
         }
     }
-    documents.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(Texts { documents, skipped })
 }
 
-fn lines(path: &Path, content: &str) -> Result<Vec<Text>> {
-    let file = name_of(path);
+/// Whether a file is a part of a data set.
+fn is_part(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "jsonl" || extension == "parquet")
+}
+
+/// Whether there are parts of a data set, and nothing beside them but what describes them.
+fn is_data_set(files: &[(String, PathBuf)]) -> bool {
+    let describes = |path: &Path| match path.extension().and_then(|extension| extension.to_str()) {
+        Some(extension) => ["md", "json", "yaml", "yml"].contains(&extension),
+        None => true,
+    };
+    files.iter().any(|(_, path)| is_part(path)) && files.iter().all(|(_, path)| is_part(path) || describes(path))
+}
+
+fn lines(path: &Path, file: &str, content: &str) -> Result<Vec<Text>> {
     let mut documents = Vec::new();
     for (index, line) in content.lines().enumerate() {
         if line.trim().is_empty() {
@@ -193,6 +214,27 @@ mod tests {
         let path = root.join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(path, content).unwrap();
+    }
+
+    #[test]
+    fn a_folder_of_parts_is_one_data_set_and_a_folder_of_text_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        write(root, "README.md", b"# What this is");
+        write(root, "LICENSE", b"free");
+        write(root, "data/b.jsonl", b"{\"text\": \"third\"}\n");
+        write(root, "data/a.jsonl", b"{\"text\": \"first\"}\n\n{\"text\": \"second\"}\n");
+        let names = |texts: &Texts| texts.documents.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
+        let parts = read(root, &[]).unwrap();
+        assert_eq!(names(&parts), ["data/a.jsonl:1", "data/a.jsonl:3", "data/b.jsonl:1"]);
+        write(root, "data/b.jsonl", b"{\"text\": 3}\n");
+        let message = read(root, &[]).unwrap_err().to_string();
+        assert!(message.contains("b.jsonl") && message.contains("line 1"), "{message}");
+        write(root, "code.rs", b"fn main() {}");
+        assert_eq!(
+            names(&read(root, &[]).unwrap()),
+            ["LICENSE", "README.md", "code.rs", "data/a.jsonl", "data/b.jsonl"]
+        );
     }
 
     #[test]
