@@ -46,7 +46,17 @@ enum Command {
     Verify(verify::VerifyArgs),
 }
 
+/// Without this, mimalloc returns memory that was free for a while, and each step takes and clears the same pages anew: 8 % of
+/// a training step.
+fn keep_memory() {
+    /// `mi_option_purge_delay`, which the crate does not name.
+    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    // SAFETY: sets a number, and any number is one.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+}
+
 fn main() -> ExitCode {
+    keep_memory();
     let Cli { launch, command } = Cli::parse();
     launch::run(launch, |ranks| {
         interrupt::install()?;

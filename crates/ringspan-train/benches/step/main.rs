@@ -1,6 +1,6 @@
 //! A training step as `ringspan train` takes it: tokens a second, where the time goes, and the memory it needs.
 //!
-//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=attention]`. The model is a
+//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32]`. The model is a
 //! small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or `model=DIR`.
 //! `json` prints one line for a program, seconds of every step but the first. Seconds are the wall's and, because machines
 //! are shared, the processor's. Shares are of the processor's time: each part is timed by itself afterwards, on one rank's
@@ -22,7 +22,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[global_allocator]
 static ALLOCATOR: memory::Counting = memory::Counting;
 
-const ARGUMENTS: &str = "S=, ranks=, threads=, steps=, recompute=, model=, json";
+const ARGUMENTS: &str = "S=, ranks=, threads=, steps=, recompute=, activations=, model=, json";
 
 /// What the arguments say.
 pub(crate) struct Case {
@@ -31,6 +31,7 @@ pub(crate) struct Case {
     pub(crate) threads: usize,
     steps: u64,
     pub(crate) recompute: Option<String>,
+    activations: Option<String>,
     model: Option<PathBuf>,
     json: bool,
 }
@@ -40,8 +41,16 @@ impl Case {
         // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
         let quick = !std::env::args().any(|argument| argument == "--bench");
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut case =
-            Self { length: 4096, ranks: 1, threads: cores, steps: 4, recompute: None, model: None, json: false };
+        let mut case = Self {
+            length: 4096,
+            ranks: 1,
+            threads: cores,
+            steps: 4,
+            recompute: None,
+            activations: None,
+            model: None,
+            json: false,
+        };
         if quick {
             (case.length, case.steps) = (64, 2);
         }
@@ -52,6 +61,7 @@ impl Case {
                 Some(("threads", value)) => case.threads = value.parse()?,
                 Some(("steps", value)) => case.steps = value.parse()?,
                 Some(("recompute", value)) => case.recompute = Some(value.into()),
+                Some(("activations", value)) => case.activations = Some(value.into()),
                 Some(("model", value)) => case.model = Some(value.into()),
                 None if argument == "json" => case.json = true,
                 _ => return Err(format!("unknown argument {argument}; possible are {ARGUMENTS}").into()),
@@ -106,6 +116,7 @@ fn write_tokens(path: &Path, length: usize, vocabulary: usize) -> Result<()> {
 }
 
 fn main() -> Result<()> {
+    memory::keep();
     let case = Case::from_arguments()?;
     let folder_ = tempfile::tempdir()?;
     let model = match &case.model {
@@ -126,6 +137,7 @@ fn main() -> Result<()> {
         ring: Some(case.ranks),
         threads: Some(case.threads),
         recompute: case.recompute.clone(),
+        activations: case.activations.clone(),
         steps: Some(case.steps),
         lr: Some(1e-4),
         weight_decay: Some(0.1),

@@ -42,6 +42,14 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
+/// What is freed stays with the process, as in the command.
+pub(crate) fn keep() {
+    /// `mi_option_purge_delay`
+    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
+    // SAFETY: sets a number, and any number is one.
+    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+}
+
 /// Counts the peak anew from what is at hand.
 pub(crate) fn restart() {
     PEAK.store(NOW.load(Relaxed), Relaxed);
