@@ -1,6 +1,6 @@
 //! What a model needs to know about attention: how to call it, and where its tokens stand.
 
-use crate::attention::Kept;
+use crate::attention::Memory;
 use crate::experts::Experts;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -18,7 +18,7 @@ pub trait Attend {
     fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, score: &Score)
     -> Result<Tensor>;
 
-    /// The same for a layer that is computed twice: the first call fills `kept`, the second takes it and computes nothing
+    /// The same for a layer that is computed twice: the first call fills `memory`, the second empties it and computes nothing
     /// but the backward. Without this method attention is computed twice.
     ///
     /// # Errors
@@ -26,7 +26,7 @@ pub trait Attend {
     #[expect(clippy::too_many_arguments, reason = "those of attention, and one more")]
     fn attention_keeping(
         &self,
-        _kept: &mut Option<Kept>,
+        _memory: &mut Memory,
         layer: usize,
         q: &Tensor,
         k: &Tensor,

@@ -1,12 +1,12 @@
 //! Attention over a group of ranks as one candle operation with a backward.
 
-use crate::slices::values;
+use crate::kept::{self, Storage as Stored};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
 use ringspan::attention::{self, Forward, Group, Inputs};
 use ringspan::kernel::{Data, View};
 use ringspan::{Schedule, Score};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
 ///
@@ -23,17 +23,39 @@ pub fn attention(
     v: &Tensor,
     score: Score,
 ) -> Result<Tensor> {
-    attention_keeping(group, schedule, q, k, v, score, &mut None)
+    attention_keeping(group, schedule, q, k, v, score, &mut Memory::default())
 }
 
 /// What attention computed: output `[T, H, Dv]` and log-sum-exp `[H, T]`.
 #[derive(Debug, Clone)]
 pub struct Kept {
-    out: Tensor,
+    out: kept::Kept,
     lse: Arc<Mutex<Vec<f32>>>,
 }
 
-/// The same with a memory: what it computes is put into an empty `kept`; what it finds there is taken out and not
+/// Where attention looks for what it computed before, and leaves what it computes.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// How outputs are stored; log-sum-exps, one number a head, are never rounded.
+    storage: Stored,
+    kept: Option<Kept>,
+}
+
+impl Memory {
+    /// An empty one.
+    #[must_use]
+    pub fn new(storage: Stored) -> Self {
+        Self { storage, kept: None }
+    }
+
+    /// Whether attention would be computed, and kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.kept.is_none()
+    }
+}
+
+/// The same with a memory: what it computes is put into an empty `memory`; what it finds there is taken out and not
 /// computed again, so no rank may find it empty if one does not. The inputs must be those of the call that filled it.
 ///
 /// # Errors
@@ -45,19 +67,20 @@ pub fn attention_keeping(
     k: &Tensor,
     v: &Tensor,
     score: Score,
-    kept: &mut Option<Kept>,
+    memory: &mut Memory,
 ) -> Result<Tensor> {
     let readable = |tensor: &Tensor| match tensor.stride().last() {
         Some(1) => Ok(tensor.clone()),
         _ => tensor.contiguous(),
     };
-    let before = kept.take();
+    let before = memory.kept.take();
     let first = before.is_none();
     let (out, lse) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.lse));
-    let op = Attention { group: group.clone(), schedule: schedule.clone(), score, out, lse: lse.clone() };
+    let op =
+        Attention { group: group.clone(), schedule: schedule.clone(), score, out: Mutex::new(out), lse: lse.clone() };
     let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
     if first {
-        *kept = Some(Kept { out: out.detach(), lse });
+        memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, lse });
     }
     Ok(out)
 }
@@ -68,7 +91,7 @@ struct Attention {
     schedule: Arc<Schedule>,
     score: Score,
     /// Computed before.
-    out: Option<Tensor>,
+    out: Mutex<Option<kept::Kept>>,
     lse: Arc<Mutex<Vec<f32>>>,
 }
 
@@ -87,11 +110,9 @@ impl CustomOp3 for Attention {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (q, k, v) = (view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?);
-        if let Some(out) = &self.out {
-            if out.dims() != [q.tokens, q.heads, v.dim] {
-                bail!("attention kept {:?}, and is asked for {:?}", out.shape(), [q.tokens, q.heads, v.dim]);
-            }
-            return Ok((CpuStorage::F32(values(out, |out| Ok(out.to_vec()))?), out.shape().clone()));
+        if let Some(out) = self.out.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            let shape = [q.tokens, q.heads, v.dim];
+            return Ok((CpuStorage::F32(out.values(&shape)?), Shape::from(&shape[..])));
         }
         let Forward { out, lse, .. } =
             attention::forward(&self.group, &self.schedule, &Inputs::new(q, k, v, &self.score))

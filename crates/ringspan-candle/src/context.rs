@@ -1,7 +1,7 @@
 //! Attention for a model whose tokens are spread over a group of ranks.
 
 use crate::attend::Attend;
-use crate::attention::{Kept, attention, attention_keeping};
+use crate::attention::{Memory, attention, attention_keeping};
 use crate::experts::{Experts, Local};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -96,7 +96,7 @@ impl Attend for Context {
 
     fn attention_keeping(
         &self,
-        kept: &mut Option<Kept>,
+        memory: &mut Memory,
         _layer: usize,
         q: &Tensor,
         k: &Tensor,
@@ -104,7 +104,7 @@ impl Attend for Context {
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        attention_keeping(&self.group, &self.schedule(mask)?, q, k, v, score.clone(), kept)
+        attention_keeping(&self.group, &self.schedule(mask)?, q, k, v, score.clone(), memory)
     }
 
     fn positions(&self) -> &[usize] {

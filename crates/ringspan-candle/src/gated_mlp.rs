@@ -1,9 +1,15 @@
 //! A gated feed-forward layer as one operation with a backward, tile by tile over the tokens.
 //!
 //! Shape letters: T tokens, C hidden size, W intermediate size. No tensor of T x W ever exists: forward and backward
-//! hold those of a tile, and the backward computes the tile's gate and up again.
+//! hold those of a tile, and the backward computes the tile's gate and up again; unless the forward pass is told to keep
+//! them as [`Wide`].
+
+mod wide;
+
+pub use wide::Wide;
 
 use crate::activation::Activation;
+use crate::kept::{Kept, Storage};
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::{cpu, values};
@@ -19,6 +25,58 @@ pub const TILE: usize = 1024;
 /// # Errors
 /// Other types and shapes.
 pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activation: Activation) -> Result<Tensor> {
+    layer([x, gate, up, down], activation, Pass::Whole)
+}
+
+/// The same, and what its backward would compute again.
+///
+/// # Errors
+/// As for [`gated_mlp`].
+pub fn gated_mlp_keeping(
+    x: &Tensor,
+    weights: [&Tensor; 3],
+    activation: Activation,
+    storage: Storage,
+) -> Result<(Tensor, Wide)> {
+    let wide = Arc::new(Mutex::new(None));
+    let [gate, up, down] = weights;
+    let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
+    let kept = wide.lock().unwrap_or_else(PoisonError::into_inner).take();
+    Ok((out, kept.unwrap_or_else(|| Wide::new(0, storage))))
+}
+
+/// The same for a layer that was computed before, and is now only to be differentiated: its values are `known`, or zeros
+/// where nothing looks at them, and cost no product. `wide` is what the first time kept, if it did; x and weights must be
+/// those of then.
+///
+/// # Errors
+/// As for [`gated_mlp`]; something kept of other sizes.
+pub fn gated_mlp_again(
+    x: &Tensor,
+    weights: [&Tensor; 3],
+    activation: Activation,
+    wide: Option<Wide>,
+    known: Option<Kept>,
+) -> Result<Tensor> {
+    let [gate, up, down] = weights;
+    let size = x.dim(0)? * gate.dim(0)?;
+    if let Some(kept) = wide.as_ref().map(Wide::len).filter(|kept| *kept != size) {
+        bail!("a gated layer kept {kept} numbers of {size}");
+    }
+    let out = known.map_or_else(|| Ok(vec![0.0; x.elem_count()]), |known| known.values(x.dims()))?;
+    layer([x, gate, up, down], activation, Pass::Again(Mutex::new((out, wide))))
+}
+
+/// What a pass is for.
+enum Pass {
+    Whole,
+    Keep(Storage, Arc<Mutex<Option<Wide>>>),
+    /// With the result, and gate and up if they were kept.
+    Again(Mutex<(Vec<f32>, Option<Wide>)>),
+}
+
+fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Tensor> {
+    let [x, gate, up, down] = inputs;
     let ((_, hidden), (wide, gate_hidden)) = (x.dims2()?, gate.dims2()?);
     if gate_hidden != hidden || up.dims() != gate.dims() || down.dims() != [hidden, wide] {
         let shapes = [gate, up, down].map(|weight| weight.dims().to_vec());
@@ -27,14 +85,15 @@ pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activati
     let [x, gate, up, down] = [x, gate, up, down].map(Tensor::contiguous);
     let (x, gate, up, down) = (x?, gate?, up?, down?);
     let share = Arc::new(Mutex::new(None));
+    let trained = [&gate, &up, &down].map(Tensor::track_op);
     let inputs = x.apply_op3(&gate, &up, Inputs { share: share.clone() })?;
     // What the layer reads must not refer to the graph: the graph refers to the layer.
-    let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, share };
+    let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
     inputs.apply_op2(&down, op)
 }
 
 /// Gradients of x, gate and up, on their way from [`GatedMlp`] to [`Inputs`].
-type Share = Arc<Mutex<Option<[Tensor; 3]>>>;
+type Share = Arc<Mutex<Option<(Tensor, Option<Tensor>, Option<Tensor>)>>>;
 
 /// The first three of the layer's four inputs: candle gives an operation at most three. Its output is a mark without
 /// meaning, which ties them into the graph before [`GatedMlp`].
@@ -68,7 +127,7 @@ impl CustomOp3 for Inputs {
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         match self.share.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some([dx, d_gate, d_up]) => Ok((Some(dx), Some(d_gate), Some(d_up))),
+            Some((dx, d_gate, d_up)) => Ok((Some(dx), d_gate, d_up)),
             None => bail!("the backward of a gated layer ran twice"),
         }
     }
@@ -80,7 +139,10 @@ struct GatedMlp {
     gate: Tensor,
     up: Tensor,
     activation: Activation,
+    /// Of gate, up and down: who needs gradients.
+    trained: [bool; 3],
     share: Share,
+    pass: Pass,
 }
 
 /// Slices of what both passes read.
@@ -132,32 +194,46 @@ impl Layer<'_> {
         product(x, self.up.t(), up, Into::Fresh);
     }
 
-    fn forward(&self, activation: Activation) -> Vec<f32> {
+    /// With gate and up of all tokens, if they are to be kept.
+    fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<f32>, Option<Wide>) {
         let mut out = vec![0.0; self.tokens * self.hidden];
+        let mut kept = keep.map(|storage| Wide::new(self.tokens * self.wide, storage));
         let [mut gate, mut up] = self.buffers();
         for tile in self.tiles() {
             let size = tile.len() * self.wide;
             let (gate, up) = (&mut gate[..size], &mut up[..size]);
             self.gate_and_up(&tile, gate, up);
+            if let Some(kept) = &mut kept {
+                kept.write(tile.start * self.wide, gate, up);
+            }
             let part = pool::part(size, 1);
             let parts = gate.chunks_mut(part).zip(up.chunks(part)).collect();
             pool::map(parts, |(gate, up): (&mut [f32], &[f32])| activation.gate_in_place(gate, up));
             let out = &mut out[tile.start * self.hidden..tile.end * self.hidden];
             product(Matrix::new(gate, tile.len(), self.wide), self.down.t(), out, Into::Fresh);
         }
-        out
+        (out, kept)
     }
 
-    /// Gradients of x, gate, up, down for that of the output.
-    fn backward(&self, activation: Activation, d_out: Matrix) -> [Vec<f32>; 4] {
-        let weights = self.wide * self.hidden;
+    /// Gradients of x, and of those of gate, up, down that are trained, for that of the output.
+    fn backward(
+        &self,
+        activation: Activation,
+        trained: [bool; 3],
+        d_out: Matrix,
+        kept: Option<Wide>,
+    ) -> (Vec<f32>, [Option<Vec<f32>>; 3]) {
         let mut dx = vec![0.0; self.tokens * self.hidden];
-        let [mut d_gate, mut d_up, mut d_down] = std::array::from_fn(|_| vec![0.0; weights]);
+        let [mut d_gate, mut d_up, mut d_down] =
+            trained.map(|trained| trained.then(|| vec![0.0; self.wide * self.hidden]));
         let [mut gate, mut up, mut product_] = self.buffers();
         for tile in self.tiles() {
             let (rows, size) = (tile.len(), tile.len() * self.wide);
             let (gate, up, d) = (&mut gate[..size], &mut up[..size], &mut product_[..size]);
-            self.gate_and_up(&tile, gate, up);
+            match &kept {
+                Some(kept) => kept.read(tile.start * self.wide, gate, up),
+                None => self.gate_and_up(&tile, gate, up),
+            }
             let dy = d_out.rows(tile.clone());
             product(dy, self.down, d, Into::Fresh);
             // From gate, up and the product's gradient to theirs and the product, each where another was.
@@ -168,14 +244,16 @@ impl Layer<'_> {
             });
             let of = |values| Matrix::new(values, rows, self.wide);
             let x = self.x.rows(tile.clone());
-            product(dy.t(), of(d), &mut d_down, Into::Sum);
-            product(of(gate).t(), x, &mut d_gate, Into::Sum);
-            product(of(up).t(), x, &mut d_up, Into::Sum);
+            for (sum, left, right) in [(&mut d_down, dy, of(d)), (&mut d_gate, of(gate), x), (&mut d_up, of(up), x)] {
+                if let Some(sum) = sum {
+                    product(left.t(), right, sum, Into::Sum);
+                }
+            }
             let dx = &mut dx[tile.start * self.hidden..tile.end * self.hidden];
             product(of(gate), self.gate, dx, Into::Fresh);
             product(of(up), self.up, dx, Into::Sum);
         }
-        [dx, d_gate, d_up, d_down]
+        (dx, [d_gate, d_up, d_down])
     }
 }
 
@@ -185,7 +263,18 @@ impl CustomOp2 for GatedMlp {
     }
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, down: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let out = self.with_layer(cpu(down, at)?, |layer| Ok(layer.forward(self.activation)))?;
+        let keep = match &self.pass {
+            Pass::Whole => None,
+            Pass::Keep(storage, _) => Some(*storage),
+            Pass::Again(known) => {
+                let out = std::mem::take(&mut known.lock().unwrap_or_else(PoisonError::into_inner).0);
+                return Ok((CpuStorage::F32(out), self.x.shape().clone()));
+            }
+        };
+        let (out, kept) = self.with_layer(cpu(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
+        if let Pass::Keep(_, wide) = &self.pass {
+            *wide.lock().unwrap_or_else(PoisonError::into_inner) = kept;
+        }
         Ok((CpuStorage::F32(out), self.x.shape().clone()))
     }
 
@@ -198,15 +287,20 @@ impl CustomOp2 for GatedMlp {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let (tokens, hidden) = self.x.dims2()?;
         let d_out = d_out.contiguous()?;
-        let [dx, d_gate, d_up, d_down] = values(&d_out, |d_out| {
+        let kept = match &self.pass {
+            Pass::Again(known) => known.lock().unwrap_or_else(PoisonError::into_inner).1.take(),
+            Pass::Whole | Pass::Keep(..) => None,
+        };
+        let (dx, [d_gate, d_up, d_down]) = values(&d_out, |d_out| {
             values(down, |down| {
                 let d_out = Matrix::new(d_out, tokens, hidden);
-                self.with_layer(down, |layer| Ok(layer.backward(self.activation, d_out)))
+                self.with_layer(down, |layer| Ok(layer.backward(self.activation, self.trained, d_out, kept)))
             })
         })?;
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
-        let gradients = [tensor(dx, &self.x)?, tensor(d_gate, &self.gate)?, tensor(d_up, &self.up)?];
+        let weight = |values: Option<Vec<f32>>, like: &Tensor| values.map(|values| tensor(values, like)).transpose();
+        let gradients = (tensor(dx, &self.x)?, weight(d_gate, &self.gate)?, weight(d_up, &self.up)?);
         *self.share.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradients);
-        Ok((Some(mark.zeros_like()?), Some(tensor(d_down, down)?)))
+        Ok((Some(mark.zeros_like()?), weight(d_down, down)?))
     }
 }

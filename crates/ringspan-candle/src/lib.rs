@@ -11,6 +11,7 @@ pub mod expert_parallel;
 pub mod experts;
 pub mod gated_mlp;
 pub mod geglu;
+pub mod kept;
 pub mod linear;
 pub mod loss;
 mod matmul;

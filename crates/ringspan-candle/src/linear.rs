@@ -1,8 +1,10 @@
 //! A linear layer as one operation with a backward.
 
+use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
 use crate::slices::{cpu, cpu_matrix, matrix, rows, values};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use std::sync::{Mutex, PoisonError};
 
 /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32.
 ///
@@ -11,6 +13,24 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tenso
 /// # Errors
 /// Other types and shapes.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    layer(x, weight, bias, Linear::default())
+}
+
+/// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
+/// product. x and weights must be those of then.
+///
+/// # Errors
+/// As for [`linear`]; something known of another shape.
+pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
+    let shape = [x.dim(0)?, weight.dim(0)?];
+    let values = match known {
+        None => vec![0.0; shape[0] * shape[1]],
+        Some(known) => known.values(&shape)?,
+    };
+    layer(x, weight, bias, Linear { known: Mutex::new(Some(values)) })
+}
+
+fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Result<Tensor> {
     let ((_, width), (out, weight_width)) = (x.dims2()?, weight.dims2()?);
     if width != weight_width || bias.is_some_and(|bias| bias.dims() != [out]) {
         let bias = bias.map_or(String::new(), |bias| format!(" and bias {:?}", bias.shape()));
@@ -18,14 +38,22 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     }
     let (x, weight) = (rows(x)?, weight.contiguous()?);
     match bias {
-        None => x.apply_op2(&weight, Linear),
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, Linear),
+        None => x.apply_op2(&weight, op),
+        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, op),
     }
 }
 
-struct Linear;
+#[derive(Default)]
+struct Linear {
+    /// The result, if it was computed before.
+    known: Mutex<Option<Vec<f32>>>,
+}
 
 impl Linear {
+    fn known(&self) -> Option<Vec<f32>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
         let d_out = d_out.contiguous()?;
@@ -55,6 +83,9 @@ impl CustomOp2 for Linear {
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
+        if let Some(known) = self.known() {
+            return Ok((CpuStorage::F32(known), (tokens, outs).into()));
+        }
         let mut out = vec![0.0; tokens * outs];
         product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, outs, width).t(), &mut out, Into::Fresh);
         Ok((CpuStorage::F32(out), (tokens, outs).into()))
@@ -80,6 +111,9 @@ impl CustomOp3 for Linear {
         b_at: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let ((tokens, width), bias) = (x_at.shape().dims2()?, cpu(b, b_at)?);
+        if let Some(known) = self.known() {
+            return Ok((CpuStorage::F32(known), (tokens, bias.len()).into()));
+        }
         let mut out = bias.repeat(tokens);
         product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, bias.len(), width).t(), &mut out, Into::Sum);
         Ok((CpuStorage::F32(out), (tokens, bias.len()).into()))

@@ -8,6 +8,7 @@ use crate::architecture::Sparse;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
 use crate::lora::Lora;
+use crate::recompute::Keeper;
 use candle_core::Tensor;
 use ringspan_candle::Attend;
 use ringspan_candle::activation::Activation;
@@ -23,6 +24,8 @@ pub(crate) struct Block<'a> {
     pub(crate) decoder: &'a Decoder,
     pub(crate) weights: &'a Weights,
     pub(crate) index: usize,
+    /// Of a layer that is computed twice.
+    pub(crate) keeper: Option<&'a Keeper<'a>>,
 }
 
 impl Block<'_> {
@@ -74,7 +77,9 @@ impl Block<'_> {
             q = self.normed("self_attn.q_norm", &q)?;
             k = self.normed("self_attn.k_norm", &k)?;
         }
-        let rotation = model.ropes[model.layers[self.index].rope].rotation(attend.positions(), attend.length());
+        let place = model.layers[self.index].rope;
+        let make = || model.ropes[place].rotation(attend.positions(), attend.length());
+        let rotation = self.keeper.map_or_else(make, |keeper| keeper.rotation(place, make));
         let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
         let out = attend.attention(self.index, &q, &k, &v, &model.mask(self.index), &model.score)?;
         self.summed("self_attn.o_proj", &out.flatten_from(1)?, model.output_bias, attend)
@@ -86,7 +91,15 @@ impl Block<'_> {
         let adapted = |lora: &Lora| ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().any(|n| lora.is_beside(n));
         if !model.mlp_bias && !self.decoder.lora().is_some_and(adapted) {
             let [gate, up, down] = ["gate", "up", "down"].map(|name| self.get(&format!("mlp.{name}_proj.weight")));
-            return Ok(attend.tensor_parallel().reduce(&gated_mlp(h, gate?, up?, down?, model.activation)?)?);
+            let (gate, up, down) = (gate?, up?, down?);
+            let out = match self.keeper {
+                Some(keeper) => {
+                    let (name, weights) = (self.name("mlp"), [gate, up, down]);
+                    keeper.gated(&name, h, weights, model.activation, model.post_norms)?
+                }
+                None => gated_mlp(h, gate, up, down, model.activation)?,
+            };
+            return Ok(attend.tensor_parallel().reduce(&out)?);
         }
         let gate = self.linear("mlp.gate_proj", h, model.mlp_bias)?;
         let up = self.linear("mlp.up_proj", h, model.mlp_bias)?;
@@ -118,7 +131,13 @@ impl Block<'_> {
     /// `x weight^T + bias`, and the adapter's part: x `[T, in]`, weight `[out, in]`, bias `[out]`.
     fn linear(&self, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
         let bias = if bias { Some(self.get(&format!("{name}.bias"))?) } else { None };
-        let mut out = linear(x, self.get(&format!("{name}.weight"))?, bias)?;
+        let weight = self.get(&format!("{name}.weight"))?;
+        // What a layer ends with is only added to its input: no gradient needs its values, unless they are normed.
+        let seen = name != "mlp.down_proj" || self.decoder.model.post_norms;
+        let mut out = match self.keeper {
+            Some(keeper) => keeper.linear(&self.name(name), x, weight, bias, seen)?,
+            None => linear(x, weight, bias)?,
+        };
         if let Some(lora) = self.decoder.lora.as_ref().filter(|lora| lora.is_beside(name)) {
             let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
             out = (out + lora.apply(x, self.get(&a)?, self.get(&b)?)?)?;

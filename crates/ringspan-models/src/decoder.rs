@@ -8,6 +8,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lora::Lora;
 use crate::parameters::{Parameters, Unit};
+use crate::recompute::Keeper;
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::{Attend, TensorParallel};
@@ -49,6 +50,11 @@ impl Decoder {
     /// Share of a sparse layer's experts that a token goes to; 1 without any.
     pub fn experts_seen(&self) -> f64 {
         self.model.sparse.map_or(1.0, |sparse| sparse.top as f64 / sparse.experts as f64)
+    }
+
+    /// Whether the feed-forward part of layer `index` is made of experts.
+    pub(crate) fn is_sparse(&self, index: usize) -> bool {
+        self.model.sparse.is_some() && self.model.layers[index].sparse
     }
 
     /// Embeddings `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
@@ -94,12 +100,24 @@ impl Decoder {
     /// # Errors
     /// Missing weights, failures of attention.
     pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        self.layer_keeping(weights, index, x, attend, None)
+    }
+
+    /// The same for a layer that is computed twice.
+    pub(crate) fn layer_keeping(
+        &self,
+        weights: &Weights,
+        index: usize,
+        x: &Tensor,
+        attend: &dyn Attend,
+        keeper: Option<&Keeper>,
+    ) -> Result<Tensor> {
         if attend.positions().is_empty() {
             // No token here, but others may wait for this part of attention, and of the experts.
             self.take_part(weights, index, attend)?;
             return Ok(x.clone());
         }
-        Block { decoder: self, weights, index }.forward(x, attend)
+        Block { decoder: self, weights, index, keeper }.forward(x, attend)
     }
 
     /// What a rank without tokens does in layer `index`, `[0, C]`: attention, and then experts, whose input comes from
@@ -120,7 +138,7 @@ impl Decoder {
         let (q, k, v) = (empty(heads)?, empty(kv_heads)?, empty(kv_heads)?);
         let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
         let out = out.reshape((0, self.config.hidden_size))?;
-        Block { decoder: self, weights, index }.take_part(&out, attend)
+        Block { decoder: self, weights, index, keeper: None }.take_part(&out, attend)
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.

@@ -1,10 +1,11 @@
-//! Gradients layer by layer, with recomputation: memory for one layer's graph, and what [`Recompute`] keeps of each.
+//! Gradients layer by layer, with recomputation: memory for one layer's graph, and what [`Keep`] says of each.
 
 use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
 use crate::parameters::{Parameters, Unit};
-use crate::recompute::{Graph, Keeper, Recompute};
+use crate::recompute::{Graph, Keep, Keeper, Recompute, constant};
 use candle_core::{Device, Tensor};
+use ringspan_candle::kept::Kept;
 use ringspan_candle::{Attend, loss};
 use std::collections::BTreeMap;
 
@@ -13,7 +14,8 @@ use std::collections::BTreeMap;
 /// Units of `parameters` are asked for when they are needed, each announced while the one before is computed, and let go
 /// after it. `on_gradients` gets the gradients of each unit's trained parameters once, as soon as they are known, in an
 /// order that depends on the model only: head, layers from the last to the first, embedding. A rank without tokens takes
-/// part in every attention, forward and backward, and yields zeros. All ranks must recompute alike.
+/// part in every attention, forward and backward, and yields zeros. All ranks must keep and
+/// recompute alike.
 ///
 /// Where ranks share layers ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of all
 /// of them, `parameters` gives this rank's portions, the log-likelihood is the same on each, and the gradient of what
@@ -29,7 +31,7 @@ pub fn loss_and_gradients(
     tokens: &[u32],
     targets: &[u32],
     scale: f32,
-    recompute: Recompute,
+    keep: impl Into<Keep>,
     attend: &dyn Attend,
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
@@ -40,14 +42,17 @@ pub fn loss_and_gradients(
     }
     let layers = decoder.config().num_hidden_layers;
     let shared = attend.tensor_parallel();
-    let keeper = Keeper::new(attend);
-    let attend = if recompute == Recompute::Full { attend } else { &keeper };
+    let keep = keep.into();
+    let keeper = Keeper::new(attend, keep);
+    // A layer with experts would ask other ranks again for what is to be kept.
+    let whole = |index: usize| keep.recompute == Recompute::Nothing && decoder.is_sparse(index);
     let trains = |name: &str| decoder.trains(name);
     let graph = |index: usize, weights: Weights, x: &Tensor| {
         Graph::new(x, weights, trains, |local, x| match tokens.is_empty() {
-            false => decoder.layer(local, index, x, attend),
+            false if whole(index) => decoder.layer(local, index, x, attend),
+            false => decoder.layer_keeping(local, index, x, &keeper, Some(&keeper)),
             // What this rank does for others.
-            true => decoder.take_part(local, index, attend),
+            true => decoder.take_part(local, index, &keeper),
         })
     };
     let mut kept = Vec::with_capacity(layers);
@@ -55,25 +60,26 @@ pub fn loss_and_gradients(
         let embedding = parameters.unit(decoder, Unit::Embedding)?;
         parameters.prefetch(after(layers, None))?;
         let shape = decoder.get(&embedding, decoder.embedding_name())?.dims().to_vec();
-        (decoder.embed(&embedding, tokens, shared)?, shape)
+        (decoder.embed(&embedding, tokens, shared)?.detach(), shape)
     };
     for index in 0..layers {
         let layer = parameters.unit(decoder, Unit::Layer(index))?;
         parameters.prefetch(after(layers, Some(index)))?;
-        if recompute == Recompute::Nothing {
+        if whole(index) {
             let layer = graph(index, layer, &x)?;
             x = layer.output();
             kept.push(Layer::Graph(layer));
         } else {
-            let next = decoder.layer(&layer, index, &x, attend)?;
-            kept.push(Layer::Input(std::mem::replace(&mut x, next)));
+            let next = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
+            kept.push(Layer::Input(Kept::new(&x, keep.storage)?));
+            x = next;
         }
     }
     attend.experts().forward_ended(decoder.experts())?;
 
     let head = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let hidden = shared.gather(&decoder.norm(&head, &x)?, tokens.len())?;
+    let hidden = shared.gather(&decoder.norm(&head, &x)?.detach(), tokens.len())?;
     let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale, shared)?;
     let d_hidden = shared.reduce(&loss.d_hidden)?;
     let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
@@ -85,6 +91,7 @@ pub fn loss_and_gradients(
     }
     on_gradients(Unit::Head, gradients)?;
 
+    keeper.again();
     for (index, layer) in kept.into_iter().enumerate().rev() {
         let layer = match layer {
             Layer::Graph(graph) => graph,
@@ -93,7 +100,7 @@ pub fn loss_and_gradients(
                 if index > 0 {
                     parameters.prefetch(before(index))?;
                 }
-                graph(index, weights, &x)?
+                graph(index, weights, &x.tensor()?)?
             }
         };
         let (d_input, gradients) = layer.backward(&dx)?;
@@ -131,7 +138,7 @@ fn before(layers: usize) -> Unit {
 /// What a layer's forward pass leaves for its backward.
 enum Layer {
     /// The input `[T, C]`.
-    Input(Tensor),
+    Input(Kept),
     Graph(Graph),
 }
 

@@ -34,4 +34,4 @@ pub use lora::{Lora, TARGETS};
 pub use origin::Origin;
 pub use parameters::{Parameters, Unit};
 pub use portion::{Heads, Holders, Place, Portion};
-pub use recompute::Recompute;
+pub use recompute::{Keep, Recompute, constant};

@@ -5,15 +5,20 @@ use crate::error::Result;
 use crate::gradients::Gradients;
 use candle_core::{Tensor, Var};
 use ringspan::{Mask, Score};
-use ringspan_candle::attention::Kept;
+use ringspan_candle::activation::Activation;
+use ringspan_candle::attention::Memory;
+use ringspan_candle::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_keeping};
+use ringspan_candle::kept::{Kept, Storage};
+use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::rope::Rotation;
 use ringspan_candle::{Attend, Experts, TensorParallel, cotangent};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::{fmt, str::FromStr};
 
 /// What is computed again before a layer's backward. All give the same gradients, to the last bit.
 ///
-/// Kept for each token and layer, with C hidden size, H query heads of width Dv, G key-value heads, in f32:
+/// Kept for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value heads:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Recompute {
     /// The whole layer: C numbers are kept, its input.
@@ -21,9 +26,25 @@ pub enum Recompute {
     /// All but attention: C + H (Dv + 1) numbers. The longer the sequence, the more of a layer is attention.
     #[default]
     KeepAttention,
-    /// Nothing but what the fused layers compute again by themselves: about 7 C + 3 (H + G) Dv numbers, and another copy of
-    /// the layer's weights.
+    /// No product: 2 C + 2 (H + G) Dv + H + 2 I numbers. Norms, rotations and gates are computed again.
+    ///
+    /// A layer with experts is kept whole, with the fused operations' inputs and a copy of its weights.
     Nothing,
+}
+
+/// What is kept for the backward, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Keep {
+    /// What is not kept.
+    pub recompute: Recompute,
+    /// The type of what is kept; bf16 makes gradients approximate.
+    pub storage: Storage,
+}
+
+impl From<Recompute> for Keep {
+    fn from(recompute: Recompute) -> Self {
+        Self { recompute, ..Self::default() }
+    }
 }
 
 impl FromStr for Recompute {
@@ -53,17 +74,97 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// Attention that keeps what it computes in the forward pass of a layer, and gives it back when the layer is computed
-/// again.
+/// What the layers of a pass keep, each by its first computation for its second.
 pub(crate) struct Keeper<'a> {
     attend: &'a dyn Attend,
-    layers: RefCell<BTreeMap<usize, Option<Kept>>>,
+    keep: Keep,
+    /// Whether layers are computed for the second time.
+    again: Cell<bool>,
+    attentions: RefCell<BTreeMap<usize, Memory>>,
+    /// Results of products, by name.
+    products: RefCell<BTreeMap<String, Kept>>,
+    wide: RefCell<BTreeMap<String, Wide>>,
+    /// By the place of the model's rotary embedding: layers share them.
+    rotations: RefCell<BTreeMap<usize, Rotation>>,
 }
 
 impl<'a> Keeper<'a> {
     /// Keeps nothing yet.
-    pub(crate) fn new(attend: &'a dyn Attend) -> Self {
-        Self { attend, layers: RefCell::default() }
+    pub(crate) fn new(attend: &'a dyn Attend, keep: Keep) -> Self {
+        Self {
+            attend,
+            keep,
+            again: Cell::new(false),
+            attentions: RefCell::default(),
+            products: RefCell::default(),
+            wide: RefCell::default(),
+            rotations: RefCell::default(),
+        }
+    }
+
+    /// From here on, layers are computed for the second time, for their gradients only.
+    pub(crate) fn again(&self) {
+        self.again.set(true);
+    }
+
+    fn keeps_products(&self) -> bool {
+        self.keep.recompute == Recompute::Nothing
+    }
+
+    /// A linear layer, called `name`. `seen` says whether anything looks at its values when it is computed again.
+    pub(crate) fn linear(
+        &self,
+        name: &str,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        seen: bool,
+    ) -> Result<Tensor> {
+        if self.again.get() {
+            let known = self.products.borrow_mut().remove(name);
+            return Ok(match known.is_some() || !seen {
+                true => linear_again(x, weight, bias, known)?,
+                false => linear(x, weight, bias)?,
+            });
+        }
+        let out = linear(x, weight, bias)?;
+        if self.keeps_products() && seen {
+            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, self.keep.storage)?);
+        }
+        Ok(out)
+    }
+
+    /// A gated layer, called `name`; `seen` as for [`linear`](Self::linear).
+    pub(crate) fn gated(
+        &self,
+        name: &str,
+        x: &Tensor,
+        weights: [&Tensor; 3],
+        activation: Activation,
+        seen: bool,
+    ) -> Result<Tensor> {
+        let [gate, up, down] = weights;
+        if self.again.get() {
+            let (known, wide) = (self.products.borrow_mut().remove(name), self.wide.borrow_mut().remove(name));
+            return Ok(match known.is_some() || !seen {
+                true => gated_mlp_again(x, weights, activation, wide, known)?,
+                false => gated_mlp(x, gate, up, down, activation)?,
+            });
+        }
+        if !self.keeps_products() {
+            return Ok(gated_mlp(x, gate, up, down, activation)?);
+        }
+        let (out, wide) = gated_mlp_keeping(x, weights, activation, self.keep.storage)?;
+        self.wide.borrow_mut().insert(name.to_owned(), wide);
+        if seen {
+            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, self.keep.storage)?);
+        }
+        Ok(out)
+    }
+
+    /// The rotation at this place, made by `make` once.
+    pub(crate) fn rotation(&self, place: usize, make: impl FnOnce() -> Rotation) -> Rotation {
+        self.rotations.borrow_mut().entry(place).or_insert_with(make).clone()
     }
 }
 
@@ -77,8 +178,12 @@ impl Attend for Keeper<'_> {
         mask: &Mask,
         score: &Score,
     ) -> candle_core::Result<Tensor> {
-        let mut layers = self.layers.borrow_mut();
-        self.attend.attention_keeping(layers.entry(layer).or_default(), layer, q, k, v, mask, score)
+        if self.keep.recompute == Recompute::Full {
+            return self.attend.attention(layer, q, k, v, mask, score);
+        }
+        let mut layers = self.attentions.borrow_mut();
+        let memory = layers.entry(layer).or_insert_with(|| Memory::new(self.keep.storage));
+        self.attend.attention_keeping(memory, layer, q, k, v, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -98,6 +203,11 @@ impl Attend for Keeper<'_> {
     }
 }
 
+/// The same parameters, without a graph of what is computed from them: where they come from, they may be variables.
+pub fn constant(parameters: Weights) -> Weights {
+    parameters.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect()
+}
+
 /// A computed function of an input and parameters that can still be differentiated.
 pub(crate) struct Graph {
     input: Var,
@@ -115,10 +225,10 @@ impl Graph {
         f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
         let input = Var::from_tensor(x)?;
-        // One by one, so that no more than a parameter is there twice.
+        // A variable is taken as it is. Others are copied one by one, so that no more than a parameter is there twice.
         let variable = |(name, tensor): (String, Tensor)| match trains(&name) {
             true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
-            false => Ok((name, tensor)),
+            false => Ok((name, tensor.detach())),
         };
         let mut parameters: Weights = parameters.into_iter().map(variable).collect::<Result<_>>()?;
         let output = f(&parameters, input.as_tensor())?;

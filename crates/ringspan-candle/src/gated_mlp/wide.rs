@@ -1,0 +1,62 @@
+//! Gate and up of all tokens, which wait for the backward.
+
+use crate::kept::{Storage, copy, round, widen};
+use half::bf16;
+
+/// The two wide results of a gated layer, `[T, W]` each.
+#[derive(Debug, Clone)]
+pub struct Wide(Numbers);
+
+#[derive(Debug, Clone)]
+enum Numbers {
+    Whole([Vec<f32>; 2]),
+    Rounded([Vec<bf16>; 2]),
+}
+
+impl Wide {
+    /// Room for `size` numbers twice.
+    pub(super) fn new(size: usize, storage: Storage) -> Self {
+        Self(match storage {
+            Storage::F32 => Numbers::Whole([vec![0.0; size], vec![0.0; size]]),
+            Storage::Bf16 => Numbers::Rounded([vec![bf16::ZERO; size], vec![bf16::ZERO; size]]),
+        })
+    }
+
+    /// Numbers of each of the two.
+    pub(super) fn len(&self) -> usize {
+        match &self.0 {
+            Numbers::Whole([gate, _]) => gate.len(),
+            Numbers::Rounded([gate, _]) => gate.len(),
+        }
+    }
+
+    /// Keeps a tile whose numbers begin at `at`.
+    pub(super) fn write(&mut self, at: usize, gate: &[f32], up: &[f32]) {
+        let range = at..at + gate.len();
+        match &mut self.0 {
+            Numbers::Whole([g, u]) => {
+                copy(gate, &mut g[range.clone()]);
+                copy(up, &mut u[range]);
+            }
+            Numbers::Rounded([g, u]) => {
+                round(gate, &mut g[range.clone()]);
+                round(up, &mut u[range]);
+            }
+        }
+    }
+
+    /// A tile again.
+    pub(super) fn read(&self, at: usize, gate: &mut [f32], up: &mut [f32]) {
+        let range = at..at + gate.len();
+        match &self.0 {
+            Numbers::Whole([g, u]) => {
+                copy(&g[range.clone()], gate);
+                copy(&u[range], up);
+            }
+            Numbers::Rounded([g, u]) => {
+                widen(&g[range.clone()], gate);
+                widen(&u[range], up);
+            }
+        }
+    }
+}
