@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 use ringspan_candle::Attend;
-use ringspan_models::{Decoder, Parameters, Unit};
+use ringspan_models::{Decoder, Parameters, Unit, constant};
 
 /// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm; where ranks share layers, its
 /// rows of them.
@@ -16,7 +16,7 @@ pub fn hidden(
     attend: &dyn Attend,
 ) -> ringspan_models::Result<Tensor> {
     let layers = decoder.config().num_hidden_layers;
-    let of = |unit| parameters.unit(decoder, unit);
+    let of = |unit| parameters.unit(decoder, unit).map(constant);
     let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend.tensor_parallel())?;
     for index in 0..layers {
         let layer = of(Unit::Layer(index))?;

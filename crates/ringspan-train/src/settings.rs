@@ -111,6 +111,10 @@ pub struct Settings {
     /// [default: keep-attention]
     #[arg(long, help_heading = "Mesh")]
     pub recompute: Option<String>,
+    /// Type in which is stored what the backward pass needs of the forward pass: f32, or bf16, which takes half the memory
+    /// and makes gradients approximate [default: f32]
+    #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
+    pub activations: Option<String>,
     /// Seconds a rank waits for another before it gives up [default: 600]
     #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
     pub deadline: Option<f64>,

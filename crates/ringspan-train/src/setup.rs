@@ -16,8 +16,9 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
+use ringspan_candle::kept::Storage;
 use ringspan_models::{
-    Config, Decoder, Origin, Weights,
+    Config, Decoder, Origin, Recompute, Weights,
     folder::{self, Folder},
 };
 use std::{collections::BTreeMap, path::Path};
@@ -76,6 +77,13 @@ impl Setup {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
         let start = start.with_lora(config.lora.as_ref());
+        if decoder.experts() > 0 && config.recompute == Recompute::Nothing && config.activations != Storage::F32 {
+            return Err(Error::Settings(format!(
+                "--activations {} does nothing with --recompute nothing where layers have experts: they are kept whole, in \
+                 f32; possible with it are --recompute full, keep-attention",
+                config.activations
+            )));
+        }
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
         let tokenizer = tokenizer(config, vocabulary)?;

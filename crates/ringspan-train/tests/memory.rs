@@ -7,6 +7,7 @@ use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Observer, Settings, StepMetrics, Tokenizer, TrainConfig, train};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// The system's allocator, counted.
@@ -76,7 +77,7 @@ fn peak(root: &Path, layers: usize, change: Settings) -> usize {
         data: Some(root.join("text.jsonl")),
         out: Some(root.join("out")),
         sample_tokens: Some(0),
-        sequence_length: Some(32),
+        sequence_length: change.sequence_length.or(Some(32)),
         batch_size: Some(4),
         steps: Some(4),
         save_every: Some(0),
@@ -88,8 +89,12 @@ fn peak(root: &Path, layers: usize, change: Settings) -> usize {
     peak.0
 }
 
+/// One allocator counts for the process, so one test runs at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn ranks_share_parameters_gradients_and_optimiser_state() {
+    let _alone = ALONE.lock().unwrap();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
@@ -104,5 +109,40 @@ fn ranks_share_parameters_gradients_and_optimiser_state() {
         // What does not grow with the layers: whole layers, two of weights and two of gradients a rank, and the tokens.
         let whole = (few - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
         assert!(whole < if ranks == 1 { 7.0 } else { 5.0 }, "{ranks} ranks: {whole:.2} layers a rank");
+    }
+}
+
+#[test]
+fn activations_in_bf16_take_half_the_memory_on_every_mesh() {
+    let _alone = ALONE.lock().unwrap();
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let (few, many) = (4, 8);
+    for layers in [few, many] {
+        model(root, layers);
+    }
+    let (length, rows) = (256, 4);
+    // Hidden size, heads and head width, inner width of the model.
+    let (hidden, heads, dim, wide) = (128, 8, 32, 512);
+    for (recompute, numbers, (ring, ulysses)) in [
+        ("keep-attention", hidden + heads * dim, (1, 1)),
+        ("nothing", 2 * hidden + 4 * heads * dim + 2 * wide, (1, 1)),
+        ("nothing", 2 * hidden + 4 * heads * dim + 2 * wide, (2, 2)),
+    ] {
+        let of_layers = |activations: &str| {
+            let settings = Settings {
+                recompute: Some(recompute.into()),
+                activations: Some(activations.into()),
+                sequence_length: Some(length),
+                ring: Some(ring),
+                ulysses: Some(ulysses),
+                ..Settings::default()
+            };
+            let [few, many] = [few, many].map(|layers| peak(root, layers, settings.clone()) as f64);
+            many - few
+        };
+        let saved = (of_layers("f32") - of_layers("bf16")) / (2 * (many - few) * rows * length * numbers) as f64;
+        assert!((0.9..1.1).contains(&saved), "recompute {recompute}, ring {ring}, ulysses {ulysses}: {saved:.2}");
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Memory, text, tiny_model};
+use common::{Memory, sparse, text, tiny_model};
 use ringspan_train::{Settings, TrainConfig, train};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{
@@ -54,6 +54,14 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     refused(root, ready(Some(4), None), &["--ep 4 x --tp 1 does not divide the 6 ranks"]);
     refused(root, ready(Some(3), Some(1)), &["ep 3 x moe_tp 2", "the 3 ranks of a copy"]);
     refused(root, ready(Some(2), Some(4)), &["ep 2", "moe_dp 4", "6"]);
+    let experts = root.join("experts");
+    sparse(&experts);
+    let rounded = |recompute: &str| Settings {
+        activations: Some("bf16".into()),
+        recompute: Some(recompute.into()),
+        ..with(&experts, &data)
+    };
+    refused(root, rounded("nothing"), &["--activations bf16", "experts", "full, keep-attention"]);
     let tokens = tokens(root, &[1, 2, 999]);
     let ready = Settings { model: Some(model.clone()), tokens: Some(tokens), ..Settings::default() };
     refused(root, ready, &["[0, 2] is 999", "0 to 256"]);

@@ -12,6 +12,7 @@ use crate::{
 use checks::{lora, method, refuse_used_folder, within};
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
+use ringspan_candle::kept::Storage;
 use ringspan_models::{Lora, Recompute, RopeScaling};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
@@ -19,7 +20,7 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 28] = [
+const CHANGEABLE: [&str; 29] = [
     "steps",
     "lr",
     "weight-decay",
@@ -38,6 +39,7 @@ const CHANGEABLE: [&str; 28] = [
     "layout",
     "threads",
     "recompute",
+    "activations",
     "deadline",
     "save-every",
     "keep",
@@ -136,6 +138,8 @@ pub struct TrainConfig {
     pub local_ranks: Option<usize>,
     /// What is computed again for the backward pass.
     pub recompute: Recompute,
+    /// How what is not computed again is stored.
+    pub activations: Storage,
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// Optimiser.
@@ -371,6 +375,7 @@ impl TrainConfig {
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
             local_ranks: None,
             recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
+            activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
             deadline,
             method,
             lr: LrSchedule { peak, warmup, steps, decay },

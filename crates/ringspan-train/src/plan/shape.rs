@@ -9,7 +9,7 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
-use ringspan_candle::gated_mlp;
+use ringspan_candle::{gated_mlp, kept::Storage};
 use ringspan_models::{Config, Decoder, Heads, Place, Recompute, Unit};
 use std::collections::BTreeSet;
 
@@ -36,6 +36,9 @@ pub(super) struct Shape {
     tp: u64,
     strategy: Strategy,
     recompute: Recompute,
+    activations: Storage,
+    /// Whether layers have experts.
+    sparse: bool,
 }
 
 impl Shape {
@@ -63,6 +66,8 @@ impl Shape {
             tp: tp as u64,
             strategy: config.strategy,
             recompute: config.recompute,
+            activations: config.activations,
+            sparse: setup.decoder.experts() > 0,
         })
     }
 
@@ -94,11 +99,18 @@ impl Shape {
             _ => (5 * self.hidden, 4 * self.hidden + 3 * (heads + kv_heads) * self.dim),
         };
         let layer = rows * of_rows + tokens * of_tokens;
-        let kept = match self.recompute {
-            Recompute::Full => rows * self.hidden,
-            Recompute::KeepAttention => rows * self.hidden + tokens * heads * (self.dim + 1),
-            Recompute::Nothing => layer + tokens * heads,
+        let attended = heads * self.dim;
+        let (log_sums, numbers) = match self.recompute {
+            Recompute::Full => (0, rows * self.hidden),
+            Recompute::KeepAttention => (heads, rows * self.hidden + tokens * attended),
+            Recompute::Nothing if self.keeps_graphs() => (heads, layer),
+            Recompute::Nothing => {
+                let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden + 2 * self.feed_forward;
+                (heads, rows * self.hidden + tokens * of_token)
+            }
         };
+        let bytes = if self.keeps_graphs() { 4 } else { self.activations.bytes() as u64 };
+        let kept = (4 * tokens * log_sums + bytes * numbers) * self.layers + 4 * rows * self.hidden;
         // The fused feed-forward layer knows no biases.
         let wide_tokens = if self.feed_forward_bias { 2 * tokens } else { tokens.min(gated_mlp::TILE as u64) };
         let logits = tokens.min(LOSS_CHUNK) * self.vocabulary * 4;
@@ -108,8 +120,8 @@ impl Shape {
             ("gradients", 4 * trained),
             ("optimiser state", self.state),
             ("a layer or the head, whole, with gradients", 4 * 4 * largest),
-            ("weights kept of all layers", if self.recompute == Recompute::Nothing { 4 * whole } else { 0 }),
-            ("kept of the layers", 4 * (kept * self.layers + rows * self.hidden)),
+            ("weights kept of all layers", if self.keeps_graphs() { 4 * whole } else { 0 }),
+            ("kept of the layers", kept),
             ("one layer, with gradients", (2 * layer + 3 * wide_tokens * self.feed_forward) * 4),
             ("blocks of other ranks", 2 * blocks * block),
             ("logits of a chunk", logits),
@@ -153,8 +165,13 @@ impl Shape {
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let once = 4 * tokens * self.hidden * (self.tp - 1) / self.tp;
-        let passes = if self.recompute == Recompute::Nothing { 2 } else { 3 };
+        let passes = if self.keeps_graphs() { 2 } else { 3 };
         once * (self.layers * 4 * passes + 4)
+    }
+
+    /// Whether layers are kept with all that their operations read, as those with experts are.
+    fn keeps_graphs(&self) -> bool {
+        self.sparse && self.recompute == Recompute::Nothing
     }
 
     fn sizes(&self) -> Sizes {

@@ -16,7 +16,7 @@ use ringspan::{
     comm::{Buffer, Communicator},
 };
 use ringspan_candle::{context::Context, loss, tensor_parallel};
-use ringspan_models::{Balanced, Place, gradients};
+use ringspan_models::{Balanced, Keep, Place, gradients};
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
@@ -63,7 +63,7 @@ impl Rank<'_> {
                 &local.tokens,
                 &local.targets,
                 scale,
-                self.config.recompute,
+                Keep { recompute: self.config.recompute, storage: self.config.activations },
                 &local.context,
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )

@@ -4,7 +4,7 @@ use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
     error::{Error, Result},
 };
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Var};
 use ringspan_models::{Portion, Weights, gradients::Gradients};
 use std::ops::Range;
 
@@ -140,7 +140,8 @@ impl Flat {
                     values.extend_from_slice(&shard[of_shard]);
                 }
             }
-            Ok((portion.name.clone(), Tensor::from_vec(values, portion.shape(), &Device::Cpu)?))
+            // A variable, so that who differentiates in it need not copy it.
+            Ok((portion.name.clone(), Var::from_vec(values, portion.shape(), &Device::Cpu)?.into_inner()))
         };
         self.portions.iter().map(tensor).collect()
     }
@@ -169,6 +170,7 @@ impl Flat {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_core::Tensor;
     use ringspan_models::Holders;
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
