@@ -6,7 +6,7 @@
 //!
 //! `cargo bench --bench attention -- --table` prints the table alone. Words like `case=a`, `mask=causal`, `type=bf16` and
 //! `threads=1` choose rows of it, `rounds=9` how often each is timed; `score=softcap`, `alibi`, `buckets` or `dropout`
-//! adds that to the scores. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
+//! adds that to the scores. `--hook` times instead what calls between tiles cost, by which kernels drive transfers on. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::bf16;
@@ -15,7 +15,9 @@ use ringspan::kernel::{
 };
 use ringspan::mask::Band;
 use std::hint::black_box;
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// Width of the square product that stands for the speed of the machine.
 const PRODUCT: usize = 2048;
@@ -306,6 +308,34 @@ fn table() {
     }
 }
 
+/// What a hook between tiles costs that takes a microsecond, with and without it in turn.
+fn hook() {
+    const TAKES: Duration = Duration::from_micros(1);
+    println!("{:37} threads   calls a second   time with the hook / without", "case");
+    for case in cases() {
+        for threads in threads() {
+            let calls = Arc::new(AtomicU64::new(0));
+            let counted = calls.clone();
+            let hook = move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+                let began = Instant::now();
+                while began.elapsed() < TAKES {}
+            };
+            let (plain, hooked) = (Kernel::new(threads), Kernel::new(threads).with_progress(Arc::new(hook)));
+            let mut partial = Partial::new(case.s, case.h, case.d);
+            let (mut ratios, mut rates) = (Vec::new(), Vec::new());
+            for _ in 0..given("rounds").and_then(|rounds| rounds.parse().ok()).unwrap_or(ROUNDS) {
+                let without = speed(1.0, || case.forward(&plain, &mut partial));
+                let (before, began) = (calls.load(Ordering::Relaxed), Instant::now());
+                let with = speed(1.0, || case.forward(&hooked, &mut partial));
+                rates.push((calls.load(Ordering::Relaxed) - before) as f64 / began.elapsed().as_secs_f64());
+                ratios.push(without / with);
+            }
+            println!("{:37} {threads:7} {:16.0} {:30.4}", case.name, median(rates), median(ratios));
+        }
+    }
+}
+
 fn bench(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("attention");
     group.sample_size(10);
@@ -327,6 +357,9 @@ fn bench(criterion: &mut Criterion) {
 
 fn main() {
     let given = |name: &str| std::env::args().any(|argument| argument == name);
+    if given("--hook") {
+        return hook();
+    }
     // As a test (`cargo test --benches`) everything runs once, and the table would take minutes.
     if !given("--test") {
         table();

@@ -83,8 +83,9 @@ pub(super) trait Simd: Copy {
     fn sum(self, x: Self::V) -> f32;
 }
 
-/// Asks for the cache lines of some elements ahead of their use.
+/// Asks for the cache lines of some elements ahead of their use, where there is a way to.
 #[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
 pub(super) fn prefetch<T>(elements: &[T]) {
     #[cfg(target_arch = "x86_64")]
     for line in elements.chunks(64 / size_of::<T>()) {

@@ -1,0 +1,115 @@
+//! A rank's memory depends on its own tokens, not on how many ranks there are beside it.
+
+mod common;
+
+use common::tiny_model;
+use ringspan_models::{Config, Decoder, folder};
+use ringspan_train::{Observer, Settings, StepMetrics, TrainConfig, train};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The system's allocator, counted.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: everything is handed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Most bytes in use during the steps after the first.
+#[derive(Default)]
+struct Peak(usize);
+
+impl Observer for Peak {
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        if metrics.step == 1 {
+            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.0 = MOST.load(Ordering::Relaxed);
+    }
+}
+
+/// Tokens of a rank.
+const TOKENS: usize = 512;
+
+fn model(root: &Path, layers: usize) {
+    let path = tiny_model(root);
+    let mut json = common::tiny_config();
+    for (key, value) in
+        [("hidden_size", 64), ("intermediate_size", 128), ("num_hidden_layers", layers), ("head_dim", 16)]
+    {
+        json[key] = value.into();
+    }
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
+}
+
+/// Bytes of a rank with so many tokens.
+fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
+    let ranks = ring * ulysses;
+    let settings = Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join("out")),
+        sample_tokens: Some(0),
+        sequence_length: Some(tokens * ranks),
+        eval_tokens: Some(1),
+        ring: Some(ring),
+        ulysses: Some(ulysses),
+        layout: Some("zigzag".into()),
+        // A rank's share of the parameters would shrink.
+        sharding: Some("none".into()),
+        optimizer: Some("sgd".into()),
+        threads: Some(1),
+        steps: Some(3),
+        save_every: Some(0),
+        ..Settings::default()
+    };
+    let before = NOW.load(Ordering::Relaxed);
+    let mut peak = Peak::default();
+    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
+    std::fs::remove_dir_all(root.join("out")).unwrap();
+    (peak.0 - before) as f64 / ranks as f64
+}
+
+/// One test, since the allocator counts for the whole process.
+#[test]
+fn doubling_the_ranks_at_the_same_tokens_a_rank_keeps_its_memory() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let line = serde_json::json!({ "text": "abcdefg ".repeat(4000) }).to_string();
+    std::fs::write(root.join("text.jsonl"), [line.clone(), line].join("\n")).unwrap();
+    let mut each = Vec::new();
+    for layers in [4, 8] {
+        model(root, layers);
+        for (few, more) in [((2, 1), (4, 1)), ((4, 1), (8, 1)), ((2, 2), (4, 2))] {
+            let (before, after) = (peak(root, few, TOKENS), peak(root, more, TOKENS));
+            println!("{layers} layers: {before:.0} bytes a rank of ring x ulysses {few:?}, {after:.0} of {more:?}");
+            assert!((after / before - 1.0).abs() < 0.05, "{before:.0} bytes a rank of {few:?}, {after:.0} of {more:?}");
+        }
+        // Of one rank, since the peaks of several need not meet.
+        each.push(peak(root, (1, 1), 4 * TOKENS) - peak(root, (1, 1), 2 * TOKENS));
+    }
+    // The layer's input, attention's output and its log-sum-exp: C + H (D + 1) numbers.
+    let (of_token, expected) = ((each[1] - each[0]) / (4 * 2 * TOKENS) as f64, 4.0 * (64 + 4 * 17) as f64);
+    println!("{of_token:.0} bytes a token and layer, by the formula {expected:.0}");
+    assert!((of_token / expected - 1.0).abs() < 0.1, "{of_token:.0} bytes a token and layer, not {expected:.0}");
+}
