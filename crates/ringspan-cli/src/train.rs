@@ -46,6 +46,13 @@ fn report(outcome: &Outcome) {
     }
     println!("model                {out}");
     println!("metrics              {}", outcome.metrics.display());
+    if let Some(peak) = outcome.peak_memory {
+        let megabytes = |bytes: u64| format!("{:.0} MB", bytes as f64 / 1e6);
+        let (peak, predicted) = (megabytes(peak), megabytes(outcome.predicted_memory));
+        println!(
+            "memory               {peak} at most, with program and data; {predicted} were predicted for the ranks here"
+        );
+    }
     println!("go on with:");
     if outcome.tokenizer.is_some() {
         println!("  ringspan generate --model {out} --prompt 'The '");

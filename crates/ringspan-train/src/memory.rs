@@ -1,8 +1,19 @@
 //! Memory, where the system tells.
 
-/// Bytes that are free for use.
+/// Bytes that are free for use: of the machine, or of the container, if that has less.
 pub(crate) fn available() -> Option<u64> {
-    number("/proc/meminfo", "MemAvailable:")
+    let of_machine = number("/proc/meminfo", "MemAvailable:")?;
+    Some(of_container().map_or(of_machine, |bytes| bytes.min(of_machine)))
+}
+
+/// What a container's limit leaves, where it has one (cgroup v2).
+fn of_container() -> Option<u64> {
+    let number = |name| std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse::<u64>().ok();
+    let (limit, used): (u64, u64) = (number("memory.max")?, number("memory.current")?);
+    // What files are cached in is given back when it is wanted.
+    let statistics = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
+    let cached = statistics.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse::<u64>().ok());
+    Some(limit.saturating_sub(used.saturating_sub(cached.unwrap_or(0))))
 }
 
 /// Most bytes that this process has had in memory so far.

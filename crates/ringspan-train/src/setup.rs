@@ -109,7 +109,6 @@ impl Setup {
             setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
-        setup.plan.check_memory(config)?;
         Ok(setup)
     }
 

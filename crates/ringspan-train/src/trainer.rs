@@ -5,6 +5,7 @@ use crate::{
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
+    memory,
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     rank::{Host, Rank},
@@ -40,6 +41,10 @@ pub struct Outcome {
     pub sample: Option<Sample>,
     /// The model's tokenizer, where it has one.
     pub tokenizer: Option<Tokenizer>,
+    /// Bytes that were predicted for the ranks of this process.
+    pub predicted_memory: u64,
+    /// Most bytes that this process had in memory, where the system tells.
+    pub peak_memory: Option<u64>,
 }
 
 /// Trains. The ranks are threads of this process.
@@ -68,6 +73,7 @@ pub fn train_on(
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }
+    let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");
     let mut metrics = None;
@@ -108,6 +114,8 @@ pub fn train_on(
         evaluation: end.evaluation,
         sample: shown,
         tokenizer: setup.tokenizer,
+        predicted_memory,
+        peak_memory: memory::peak(),
     })
 }
 

@@ -1,16 +1,20 @@
 //! What a run is about to do, in numbers, before it does it.
 
+mod fit;
+mod held;
+mod memory;
 mod shape;
 
 use crate::{
     config::{Sharding, TrainConfig},
     data::Batch,
     error::{Error, Result},
-    memory,
+    memory as memory_of_machine,
     observer::grouped,
     optimizer::Method,
     setup::Setup,
 };
+use fit::Load;
 use ringspan::{Layout, Schedule};
 use ringspan_models::{Config, Place};
 use shape::Shape;
@@ -46,8 +50,12 @@ pub struct Plan {
     pub tokens_per_step: u64,
     /// Tokens of the first micro-batch on each rank.
     pub tokens_per_rank: Vec<usize>,
-    /// Predicted bytes of the fullest rank, by part.
+    /// Predicted bytes of the fullest rank, by part, at its fullest moment.
     pub memory: Vec<(&'static str, u64)>,
+    /// When that is, in words.
+    pub fullest: &'static str,
+    /// Bytes that each layer keeps of a token for its backward.
+    pub kept_per_token: u64,
     /// Predicted bytes that the busiest rank sends in a step, by purpose.
     pub traffic: Vec<(&'static str, u64)>,
     /// Steps in all.
@@ -123,8 +131,15 @@ impl Plan {
             (_, n) => format!("parameters, gradients and optimiser state cut over {n} ranks, gathered layer by layer"),
         };
         let shape = Shape::new(config, setup, model)?;
-        plan.memory = shape.memory(&layout)?;
+        let load = Load {
+            tokens: plan.tokens_per_rank.iter().copied().max().unwrap_or(0) as u64,
+            batch: batches.iter().map(|batch| batch.tokens.len() as u64).sum(),
+            ranks: config.local_ranks.unwrap_or(plan.tokens_per_rank.len()) as u64,
+        };
+        (plan.fullest, plan.memory) = shape.memory(load.tokens, load.batch)?;
+        plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
+        plan.check_memory(config, &shape, &load)?;
         Ok(plan)
     }
 
@@ -135,17 +150,16 @@ impl Plan {
     }
 
     /// Refuses a run that cannot fit into the memory that is free, where the system tells.
-    pub(crate) fn check_memory(&self, config: &TrainConfig) -> Result<()> {
-        let here = config.local_ranks.unwrap_or(self.tokens_per_rank.len());
-        let needed = self.rank_bytes() * here as u64;
-        match memory::available() {
+    fn check_memory(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<()> {
+        let needed = self.rank_bytes() * load.ranks;
+        match memory_of_machine::available() {
             Some(free) if needed > free => Err(Error::Settings(format!(
-                "this needs about {} ({} ranks of up to {}), but only {} of memory is free: lower --sequence-length, \
-                 --batch-size or the number of ranks on this machine\n{self}",
+                "this needs about {} ({} ranks of up to {}), but only {} of memory is free: {}\n{self}",
                 bytes(needed),
-                here,
+                load.ranks,
                 bytes(self.rank_bytes()),
-                bytes(free)
+                bytes(free),
+                fit::nearest(config, shape, load, free)?
             ))),
             _ => Ok(()),
         }
@@ -226,7 +240,9 @@ impl fmt::Display for Plan {
         let least = self.tokens_per_rank.iter().min().unwrap_or(&0);
         let each = if most == least { format!("{most} on each rank") } else { format!("{least} to {most} on a rank") };
         writeln!(f, "tokens     {} a step, {each} at a time", grouped(self.tokens_per_step))?;
-        writeln!(f, "memory     about {} a rank: {}", total(&self.memory), parts(&self.memory))?;
+        let (most, kept) = (total(&self.memory), grouped(self.kept_per_token));
+        writeln!(f, "memory     about {most} a rank, most {}: {}", self.fullest, parts(&self.memory))?;
+        writeln!(f, "           {kept} bytes a token and layer wait for the backward pass")?;
         if self.tokens_per_rank.len() > 1 {
             writeln!(f, "sent       about {} a step by a rank: {}", total(&self.traffic), parts(&self.traffic))?;
         }

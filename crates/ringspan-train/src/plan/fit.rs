@@ -1,0 +1,125 @@
+//! Whether a run fits into memory, and the nearest setting that does.
+
+use super::{bytes, shape::Shape};
+use crate::{
+    config::{Source, TrainConfig},
+    error::Result,
+    observer::grouped,
+};
+use ringspan_models::Recompute;
+
+/// Sequence lengths that are proposed are multiples of this.
+const STEP: u64 = 256;
+
+/// Tokens of the fullest rank and of the whole batch, and ranks that share a machine's memory.
+pub(super) struct Load {
+    pub(super) tokens: u64,
+    pub(super) batch: u64,
+    pub(super) ranks: u64,
+}
+
+/// A setting near that of `config` with which the ranks of a machine need no more than `free` bytes, in words.
+pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u64) -> Result<String> {
+    let needs = |shape: &Shape, tokens: u64, batch: u64| -> Result<u64> {
+        let (_, parts) = shape.memory(tokens, batch)?;
+        Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
+    };
+    let least = Shape { recompute: Recompute::Full, ..shape.clone() };
+    let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
+    let mut given = String::new();
+    if shape.recompute != Recompute::Full {
+        given = "--recompute full ".into();
+        let needed = needs(&least, load.tokens, load.batch)?;
+        if needed <= free {
+            return found(given.trim_end(), needed);
+        }
+    }
+    // With fewer tokens of each sequence, or with fewer sequences at a time.
+    let whole = config.sequence_length as u64;
+    let part = |of: u64, parts: u64, total: u64| (of as u128 * parts as u128 / total.max(1) as u128) as u64;
+    let at = |length: u64| needs(&least, part(load.tokens, length, whole), part(load.batch, length, whole));
+    let smallest = STEP.min(whole);
+    let by_parameters = format!(
+        "no shorter sequence would: parameters, gradients and optimiser state of the ranks here take {}; train adapters \
+         (--lora-rank), or share the model with more machines",
+        bytes(load.ranks * (4 * (shape.held.parameters + shape.held.trained) + shape.state))
+    );
+    if let Source::Tokens(_) = config.source {
+        let rows = 2..=64;
+        for parts in rows.filter(|parts| load.tokens / parts > 0) {
+            let needed = needs(&least, load.tokens / parts, load.batch)?;
+            if needed <= free {
+                return found(
+                    &format!("{given}--grad-accumulation {}", config.grad_accumulation as u64 * parts),
+                    needed,
+                );
+            }
+        }
+        return Ok(by_parameters);
+    }
+    if at(smallest)? > free {
+        return Ok(by_parameters);
+    }
+    // The longest in multiples of STEP: the memory grows with the length.
+    let (mut fits, mut fails) = (smallest / STEP, whole.div_ceil(STEP));
+    while fails - fits > 1 {
+        let middle = fits + (fails - fits) / 2;
+        match at(middle * STEP)? <= free {
+            true => fits = middle,
+            false => fails = middle,
+        }
+    }
+    let length = (fits * STEP).max(smallest);
+    found(&format!("{given}--sequence-length {}", grouped(length).replace(',', "")), at(length)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{data::Batch, settings::Settings, setup::Setup};
+    use ringspan_models::{Config, Decoder};
+
+    fn setting(settings: Settings, share: f64) -> String {
+        let config = serde_json::json!({
+            "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e4, "hidden_act": "silu",
+        });
+        let model: Config = serde_json::from_value(config).expect("a config");
+        let decoder = Decoder::new(model.clone()).expect("supported");
+        let weights = decoder.init(1).expect("fits");
+        let config = TrainConfig::resolve(settings).expect("possible");
+        let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], pieces: vec![] };
+        let setup = Setup::of_batch(&config, decoder, weights, batch).expect("possible");
+        let shape = Shape::new(&config, &setup, &model).expect("possible");
+        let load = Load { tokens: 1 << 15, batch: 1 << 16, ranks: 2 };
+        let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
+        let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        nearest(&config, &shape, &load, (needed as f64 * share) as u64).expect("possible")
+    }
+
+    #[test]
+    fn the_nearest_setting_costs_time_before_it_costs_length() {
+        let text = |recompute: &str| Settings {
+            sequence_length: Some(1 << 16),
+            ring: Some(2),
+            recompute: Some(recompute.into()),
+            ..Settings::default()
+        };
+        let found = setting(text("nothing"), 0.7);
+        assert!(found.contains("--recompute full") && !found.contains("--sequence-length"), "{found}");
+        let found = setting(text("nothing"), 0.1);
+        assert!(found.contains("--recompute full --sequence-length "), "{found}");
+        let length: u64 = found
+            .split("--sequence-length ")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next()?.parse().ok())
+            .expect("a length");
+        assert!(length.is_multiple_of(STEP) && length < 1 << 15, "{found}");
+        let found = setting(text("full"), 0.5);
+        assert!(found.contains("is --sequence-length 3"), "{found}");
+        let found = setting(text("full"), 0.001);
+        assert!(found.contains("--lora-rank"), "{found}");
+        let tokens = Settings { tokens: Some("tokens".into()), ring: Some(2), ..Settings::default() };
+        assert!(setting(tokens, 0.4).contains("--grad-accumulation "));
+    }
+}

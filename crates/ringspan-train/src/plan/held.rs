@@ -1,0 +1,101 @@
+//! The parameters of the rank that has most of them, in numbers.
+
+use crate::{error::Result, setup::Setup};
+use ringspan_models::{Config, Place, Unit};
+use std::collections::BTreeSet;
+
+/// Of a rank: a portion is what it computes with, a shard what it keeps.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Held {
+    /// Its shards.
+    pub(super) parameters: u64,
+    /// Its shards of what is trained: of all units, of a layer, of the head, of the embedding.
+    pub(super) trained: u64,
+    pub(super) layer_shard: u64,
+    pub(super) head_shard: u64,
+    pub(super) embedding_shard: u64,
+    /// Its portions: of all units, of the largest layer, of that what is trained, of the head, of the embedding.
+    pub(super) whole: u64,
+    pub(super) layer: u64,
+    pub(super) layer_trained: u64,
+    pub(super) head: u64,
+    pub(super) embedding: u64,
+    /// What it sends of its shards in a micro-batch.
+    pub(super) gathered: u64,
+    /// What it sends of its gradients in a micro-batch.
+    pub(super) cut: u64,
+}
+
+impl Held {
+    pub(super) fn new(setup: &Setup, model: &Config) -> Result<Self> {
+        let mut seen: BTreeSet<Place> = BTreeSet::new();
+        let mut most = Self::default();
+        // Ranks at the same place have the same, to within a number.
+        for (rank, _) in setup.mesh.places().iter().enumerate().filter(|(_, place)| seen.insert(**place)) {
+            most = most.max(Self::of(rank, setup, model)?);
+        }
+        Ok(most)
+    }
+
+    /// Whether anything is shared with other ranks.
+    pub(super) fn shares(&self) -> bool {
+        self.cut > 0
+    }
+
+    fn of(rank: usize, setup: &Setup, model: &Config) -> Result<Self> {
+        let (decoder, sharing) = (&setup.decoder, &setup.mesh.sharing);
+        let mut own = Self::default();
+        for unit in decoder.units() {
+            let times = match unit {
+                Unit::Layer(_) => 2,
+                Unit::Embedding if model.tie_word_embeddings => 2,
+                Unit::Embedding | Unit::Head => 1,
+            };
+            // Portions, and of these and of shards what is trained.
+            let (mut portions, mut trained_portions, mut trained_shards) = (0, 0, 0);
+            for trained in [true, false] {
+                for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
+                    let (whole, ranks) = (flat.len() as u64, sharing.shard(rank, family).1 as u64);
+                    let shard = whole.div_ceil(ranks);
+                    portions += whole;
+                    own.parameters += shard;
+                    own.gathered += times * shard * (ranks - 1);
+                    if trained {
+                        trained_portions += whole;
+                        trained_shards += shard;
+                        own.cut += whole - whole / ranks;
+                    }
+                }
+            }
+            own.whole += portions;
+            own.trained += trained_shards;
+            match unit {
+                Unit::Layer(_) => {
+                    own.layer = own.layer.max(portions);
+                    own.layer_trained = own.layer_trained.max(trained_portions);
+                    own.layer_shard = own.layer_shard.max(trained_shards);
+                }
+                Unit::Head => (own.head, own.head_shard) = (portions, trained_shards),
+                Unit::Embedding => (own.embedding, own.embedding_shard) = (portions, trained_shards),
+            }
+        }
+        Ok(own)
+    }
+
+    fn max(self, other: Self) -> Self {
+        Self {
+            parameters: self.parameters.max(other.parameters),
+            trained: self.trained.max(other.trained),
+            layer_shard: self.layer_shard.max(other.layer_shard),
+            head_shard: self.head_shard.max(other.head_shard),
+            embedding_shard: self.embedding_shard.max(other.embedding_shard),
+            whole: self.whole.max(other.whole),
+            layer: self.layer.max(other.layer),
+            layer_trained: self.layer_trained.max(other.layer_trained),
+            head: self.head.max(other.head),
+            embedding: self.embedding.max(other.embedding),
+            gathered: self.gathered.max(other.gathered),
+            cut: self.cut.max(other.cut),
+        }
+    }
+}

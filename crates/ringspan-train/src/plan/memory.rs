@@ -1,0 +1,166 @@
+//! Predicted memory of a rank: what is there at the fullest moment of a step.
+//!
+//! Shape letters: T tokens of a rank's sequences, R its rows of them where ranks share layers, C hidden size. The factors of
+//! a layer's activations are counts of what candle's graph and its gradients hold at once, found by the allocator
+//! (`tests/memory_plan.rs` holds them to it).
+
+use super::shape::Shape;
+use crate::error::Result;
+use ringspan::Strategy;
+use ringspan_candle::{gated_mlp, kept::Storage};
+use ringspan_models::Recompute;
+
+/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of this size.
+const LOSS_CHUNK: u64 = 512;
+/// Bytes that a rank holds of each token of the whole batch: tokens and targets, as they are and as they are dealt.
+const OF_BATCH: u64 = 24;
+
+/// Bytes by part.
+pub(super) type Parts = Vec<(&'static str, u64)>;
+
+impl Shape {
+    /// What is there at the fullest moment of a rank with `tokens` tokens, of `batch` on all ranks; and when that is.
+    pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<(&'static str, Parts)> {
+        let held = &self.held;
+        let rows = tokens.div_ceil(self.tp);
+        let (kept, layers) = (self.kept(tokens, rows), self.layers);
+        let last = 4 * rows * self.hidden;
+        let layer = 4 * (held.layer + held.layer_trained);
+        // What other ranks have sent and not yet been told that it was used.
+        let moving = |unit: u64| if held.shares() { 4 * unit } else { 0 };
+        // The head's gradient waits for the embedding's.
+        let tied = if self.tied && held.embedding_shard > 0 { 4 * held.embedding } else { 0 };
+        let always = |gradients: u64| {
+            vec![
+                ("parameters", 4 * held.parameters),
+                ("optimiser state", self.state),
+                ("gradients", 4 * gradients),
+                ("tokens of the batch", OF_BATCH * batch),
+            ]
+        };
+        let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
+        let activations = ("a layer's activations and their gradients", self.activations(tokens, rows));
+        let blocks = ("blocks of other ranks", self.blocks(tokens)?);
+        let head = if self.tied { held.embedding } else { held.head };
+        let moments = [
+            (
+                "at the loss",
+                with(
+                    0,
+                    &[
+                        ("kept of the layers", kept * layers + last),
+                        ("the head, with its gradient", 3 * 4 * head),
+                        ("logits of a chunk", tokens.min(LOSS_CHUNK) * self.vocabulary * 4),
+                        ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
+                    ],
+                ),
+            ),
+            (
+                "behind the last layer",
+                with(
+                    held.head_shard,
+                    &[
+                        ("kept of the layers", kept * layers),
+                        ("a layer, whole, with gradients", layer + moving(held.head) + tied),
+                        activations,
+                        blocks,
+                    ],
+                ),
+            ),
+            (
+                "behind the first layer",
+                with(
+                    held.trained.saturating_sub(held.layer_shard + held.embedding_shard),
+                    &[
+                        ("kept of the layers", kept),
+                        ("a layer, whole, with gradients", layer + moving(held.layer) + tied),
+                        activations,
+                        blocks,
+                    ],
+                ),
+            ),
+            (
+                "at the embedding",
+                with(
+                    held.trained.saturating_sub(held.embedding_shard),
+                    &[
+                        ("the embedding's gradient", 2 * 4 * held.embedding + moving(held.layer) + tied),
+                        ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
+                    ],
+                ),
+            ),
+            ("at the optimiser", always(held.trained)),
+        ];
+        let sum = |parts: &Parts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let (moment, mut parts) = moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default();
+        if self.keeps_graphs() {
+            parts.push(("weights kept of all layers", 4 * held.whole));
+        }
+        Ok((moment, parts))
+    }
+
+    /// Bytes that a layer keeps for its backward.
+    pub(super) fn kept(&self, tokens: u64, rows: u64) -> u64 {
+        let (heads, kv_heads) = self.head_counts();
+        let attended = heads * self.dim;
+        let (log_sums, numbers) = match self.recompute {
+            Recompute::Full => (0, rows * self.hidden),
+            Recompute::KeepAttention => (heads, rows * self.hidden + tokens * attended),
+            Recompute::Nothing if self.keeps_graphs() => (heads, self.activations(tokens, rows) / 8),
+            Recompute::Nothing => {
+                let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden + 2 * self.feed_forward;
+                (heads, rows * self.hidden + tokens * of_token)
+            }
+        };
+        let bytes = if self.keeps_graphs() { 4 } else { self.storage.bytes() as u64 };
+        4 * tokens * log_sums + bytes * numbers
+    }
+
+    /// Bytes of a layer that is computed again and differentiated.
+    fn activations(&self, tokens: u64, rows: u64) -> u64 {
+        let (heads, kv_heads) = self.head_counts();
+        let (attended, both) = (heads * self.dim, (heads + kv_heads) * self.dim);
+        let stream = match self.tp {
+            1 => 12 * tokens * self.hidden,
+            // Before each layer rows are gathered, and behind it partial sums of all of them.
+            _ => (10 * rows + 8 * tokens) * self.hidden,
+        };
+        let again = match self.recompute {
+            Recompute::Full => 3 * tokens * both,
+            _ => 0,
+        };
+        let known = match self.recompute {
+            Recompute::Nothing if !self.keeps_graphs() => 3 * rows * self.hidden,
+            _ => 0,
+        };
+        let widened = if self.storage == Storage::F32 { 0 } else { rows * self.hidden + tokens * attended };
+        // The fused feed-forward layer works in tiles, and knows neither biases nor adapters; experts hold all of their tokens.
+        let wide = match (self.feed_forward_adapted, self.sparse || self.feed_forward_bias) {
+            (true, _) => 12 * tokens,
+            (false, true) => 6 * tokens,
+            _ => 3 * tokens.min(gated_mlp::TILE as u64),
+        };
+        let numbers = stream + 6 * tokens * both + again + widened + wide * self.feed_forward;
+        4 * numbers.saturating_sub(known)
+    }
+
+    /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.
+    fn blocks(&self, tokens: u64) -> Result<u64> {
+        let (heads, kv_heads) = self.head_counts();
+        let place = tokens * self.ulysses as u64;
+        let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
+        let block = place * 2 * kv * self.dim * 4;
+        let blocks = match self.strategy {
+            Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
+            Strategy::BidirectionalRing => 4.min(self.ring - 1),
+            // At most: halo fetches parts of them.
+            Strategy::AllGather | Strategy::Halo => self.ring - 1,
+        };
+        let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (heads + kv_heads) * self.dim } else { 0 };
+        Ok(2 * blocks * block + exchanged)
+    }
+
+    fn head_counts(&self) -> (u64, u64) {
+        (self.heads.queries.len() as u64, self.heads.key_values.len() as u64)
+    }
+}

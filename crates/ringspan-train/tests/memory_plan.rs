@@ -1,0 +1,152 @@
+//! The memory that a plan predicts is the memory that a run takes.
+
+mod common;
+
+use ringspan_models::{Config, Decoder, folder};
+use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
+use safetensors::{Dtype, tensor::TensorView};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The system's allocator, counted.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: everything is handed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[derive(Default)]
+struct Peak {
+    plan: Plan,
+    most: usize,
+}
+
+impl Observer for Peak {
+    fn planned(&mut self, plan: &Plan) {
+        self.plan = plan.clone();
+    }
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        if metrics.step == 1 {
+            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.most = MOST.load(Ordering::Relaxed);
+    }
+}
+
+/// A model: layers, hidden size, heads over key-value heads of 32, inner width, vocabulary, tied or not.
+type Model = (usize, usize, usize, usize, usize, usize, bool);
+
+fn model(root: &Path, (layers, hidden, heads, kv_heads, wide, vocabulary, tied): Model) -> PathBuf {
+    let path = root.join(format!("{layers}-{hidden}-{heads}-{kv_heads}-{wide}-{vocabulary}-{tied}"));
+    let mut json = common::tiny_config();
+    for (key, value) in [
+        ("hidden_size", hidden),
+        ("intermediate_size", wide),
+        ("num_hidden_layers", layers),
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", kv_heads),
+        ("head_dim", 32),
+        ("vocab_size", vocabulary),
+    ] {
+        json[key] = value.into();
+    }
+    json["tie_word_embeddings"] = tied.into();
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
+    path
+}
+
+fn tokens(root: &Path, rows: usize, len: usize) -> PathBuf {
+    let path = root.join(format!("tokens-{rows}-{len}"));
+    let bytes: Vec<u8> = (0..rows * len).flat_map(|i| (i as u32 * 7 % 251).to_le_bytes()).collect();
+    let view = TensorView::new(Dtype::U32, vec![rows, len], &bytes).unwrap();
+    safetensors::serialize_to_file([("tokens", view)], None, &path).unwrap();
+    path
+}
+
+/// Bytes predicted and measured, of all ranks.
+fn compare(root: &Path, of: Model, (rows, len): (usize, usize), change: Settings) -> (f64, f64, Plan) {
+    let settings = Settings {
+        model: Some(model(root, of)),
+        tokens: Some(tokens(root, rows, len)),
+        out: Some(root.join("out")),
+        ring: change.ring.or(Some(1)),
+        threads: Some(1),
+        steps: Some(2),
+        save_every: Some(0),
+        ..change
+    };
+    let before = NOW.load(Ordering::Relaxed);
+    let mut peak = Peak::default();
+    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
+    std::fs::remove_dir_all(root.join("out")).unwrap();
+    let predicted = peak.plan.rank_bytes() as f64 * peak.plan.tokens_per_rank.len() as f64;
+    (predicted, (peak.most - before) as f64, peak.plan)
+}
+
+#[test]
+fn a_run_takes_what_its_plan_predicts() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let s = Settings::default;
+    let deep: Model = (8, 256, 8, 4, 768, 512, true);
+    let words: Model = (2, 256, 8, 4, 768, 16384, false);
+    let tied: Model = (2, 256, 8, 4, 768, 16384, true);
+    // Heads wider than the hidden size together, and other ratios of widths.
+    let other: Model = (4, 128, 8, 2, 512, 512, true);
+    let runs: Vec<(&str, Model, (usize, usize), Settings)> = vec![
+        ("parameters", deep, (1, 64), s()),
+        ("tokens", deep, (1, 1024), s()),
+        ("recompute full", deep, (1, 1024), Settings { recompute: Some("full".into()), ..s() }),
+        ("recompute nothing", deep, (1, 1024), Settings { recompute: Some("nothing".into()), ..s() }),
+        ("in bf16", deep, (1, 1024), Settings { activations: Some("bf16".into()), ..s() }),
+        ("other widths", other, (1, 2048), s()),
+        ("words", words, (1, 512), s()),
+        ("words, tied", tied, (1, 512), s()),
+        ("adapters", deep, (1, 1024), Settings { lora_rank: Some(8), ..s() }),
+        ("ring", deep, (1, 2048), Settings { ring: Some(4), ..s() }),
+        ("ulysses", deep, (1, 2048), Settings { ulysses: Some(4), ..s() }),
+        ("tensor parallel", deep, (1, 1024), Settings { tp: Some(4), ..s() }),
+        ("tensor parallel, words", words, (1, 1024), Settings { tp: Some(4), ..s() }),
+        ("dp-shard", deep, (4, 512), Settings { dp_shard: Some(4), ..s() }),
+        ("dp-shard, parameters", deep, (4, 64), Settings { dp_shard: Some(4), ..s() }),
+        ("dp-replicate", deep, (2, 512), Settings { dp_replicate: Some(2), ..s() }),
+    ];
+    let mut wrong = Vec::new();
+    for (name, model, rows, settings) in runs {
+        let (predicted, measured, plan) = compare(root, model, rows, settings);
+        let ratio = predicted / measured;
+        let parts: Vec<String> = plan.memory.iter().map(|(n, b)| format!("{n} {:.1}", *b as f64 / 1e6)).collect();
+        let line = format!(
+            "{name}: predicted {:.1} MB, measured {:.1} MB, {ratio:.3}; most {}: {}",
+            predicted / 1e6,
+            measured / 1e6,
+            plan.fullest,
+            parts.join(", ")
+        );
+        println!("{line}");
+        if (ratio - 1.0).abs() > 0.1 {
+            wrong.push(line);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
