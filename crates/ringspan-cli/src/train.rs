@@ -1,7 +1,7 @@
 //! `ringspan train`: from text to a model folder.
 
-use crate::{interrupt, mesh};
-use anyhow::Result;
+use crate::{interrupt, mesh, say};
+use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
 use ringspan_train::{Outcome, Silent, Terminal, TrainConfig, train_on};
 use std::process::ExitCode;
@@ -17,6 +17,9 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     ranks.check(config.ranks())?;
     config.place(ranks);
     mesh::limit_threads(config.ranks(), config.threads);
+    if args.dry_run {
+        return dry_run(&config, ranks);
+    }
     let stop = interrupt::watch();
     let outcome = match ranks.lead() {
         true => train_on(ranks, &config, stop, &mut Terminal::new())?,
@@ -26,6 +29,18 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
         report(&outcome);
     }
     Ok(if outcome.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
+}
+
+/// The plan on standard output, and why it does not fit as an error.
+fn dry_run(config: &TrainConfig, ranks: &Ranks) -> Result<ExitCode> {
+    let plan = ringspan_train::plan(config)?;
+    if ranks.lead() {
+        say::line(&plan)?;
+    }
+    match plan.refusal {
+        Some(refusal) => bail!("{refusal}"),
+        None => Ok(ExitCode::SUCCESS),
+    }
 }
 
 fn report(outcome: &Outcome) {

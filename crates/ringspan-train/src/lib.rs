@@ -52,5 +52,5 @@ pub use plan::Plan;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
 pub use tokenizer::Tokenizer;
-pub use trainer::{Outcome, train, train_on};
+pub use trainer::{Outcome, plan, train, train_on};
 pub use trial::{Trial, trial};

@@ -11,6 +11,9 @@ pub struct TrainArgs {
     /// A TOML file with any of the settings below; flags override it
     #[arg(value_name = "CONFIG.toml")]
     pub config: Option<PathBuf>,
+    /// Print the plan, memory and bytes sent included, and stop; the exit code is 1 if it does not fit into memory
+    #[arg(long)]
+    pub dry_run: bool,
     /// The settings given as flags.
     #[command(flatten)]
     pub settings: Settings,

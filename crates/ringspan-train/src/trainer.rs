@@ -8,6 +8,7 @@ use crate::{
     memory,
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
+    plan::Plan,
     rank::{Host, Rank},
     sample::{Sample, sample},
     setup::{Setup, write_settings},
@@ -58,6 +59,14 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
     train_on(&Ranks::threads(), config, stop, observer)
 }
 
+/// What [`train`] would do, in numbers. Reads model, data and checkpoint, computes and writes nothing.
+///
+/// # Errors
+/// What [`train`] refuses; that it does not fit into memory is said in the plan.
+pub fn plan(config: &TrainConfig) -> Result<Plan> {
+    Setup::new(config).map(|setup| setup.plan)
+}
+
 /// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
 /// only that of rank 0 tells its observer, looks at `stop` and writes.
 ///
@@ -70,6 +79,9 @@ pub fn train_on(
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
     let setup = Setup::new(config)?;
+    if let Some(refusal) = &setup.plan.refusal {
+        return Err(Error::Settings(format!("{refusal}\n{}", setup.plan)));
+    }
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }

@@ -46,7 +46,8 @@ fn losses_stay_close_on_every_mesh() {
     }
     // A resumed run may change over.
     let given = Settings { steps: Some(12), activations: Some("f32".into()), ..Settings::default() };
-    let args = TrainArgs { config: None, settings: Settings { resume: Some(root.join("ring")), ..given } };
+    let args =
+        TrainArgs { dry_run: false, config: None, settings: Settings { resume: Some(root.join("ring")), ..given } };
     let mut memory = Memory::default();
     train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
     assert_eq!(memory.steps.iter().map(|step| step.step).collect::<Vec<_>>(), [11, 12]);

@@ -86,7 +86,11 @@ fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
     let (whole, _) = run(merging("whole"));
     let (cut, _) = run(merging("cut"));
     std::fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
-    let args = TrainArgs { config: None, settings: Settings { resume: Some(cut.out.clone()), ..Settings::default() } };
+    let args = TrainArgs {
+        dry_run: false,
+        config: None,
+        settings: Settings { resume: Some(cut.out.clone()), ..Settings::default() },
+    };
     let again =
         train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut Memory::default()).unwrap();
     let (whole_adapter, adapter) = (adapter::load(&whole.out).unwrap(), adapter::load(&again.out).unwrap());

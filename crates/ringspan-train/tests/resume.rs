@@ -24,7 +24,7 @@ fn settings(root: &Path, name: &str) -> Settings {
 }
 
 fn resumed(out: &Path, given: Settings) -> Result<(ringspan_train::Outcome, Memory<'static>), ringspan_train::Error> {
-    let args = TrainArgs { config: None, settings: Settings { resume: Some(out.into()), ..given } };
+    let args = TrainArgs { dry_run: false, config: None, settings: Settings { resume: Some(out.into()), ..given } };
     let mut memory = Memory::default();
     let outcome = train(&TrainConfig::from_args(&args)?, &AtomicBool::new(false), &mut memory)?;
     Ok((outcome, memory))

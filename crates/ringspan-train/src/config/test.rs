@@ -98,7 +98,8 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     let path = folder.path().join("c.toml");
     std::fs::write(&path, "steps = 7\nring = 3\nout = 'nowhere-yet'\n").unwrap();
     let flags = Settings { steps: Some(9), ..Settings::default() };
-    let config = TrainConfig::from_args(&TrainArgs { config: Some(path.clone()), settings: flags }).unwrap();
+    let config =
+        TrainConfig::from_args(&TrainArgs { dry_run: false, config: Some(path.clone()), settings: flags }).unwrap();
     assert_eq!((config.lr.steps, config.ring), (9, 3));
     let text = config.settings.to_toml().unwrap();
     assert_eq!(toml::from_str::<Settings>(&text).unwrap(), config.settings);
@@ -112,7 +113,8 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
 fn a_new_run_never_writes_over_a_run_or_a_model() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().to_path_buf();
-    let args = TrainArgs { settings: Settings { out: Some(out.clone()), ..Settings::default() }, config: None };
+    let args =
+        TrainArgs { settings: Settings { out: Some(out.clone()), ..Settings::default() }, ..TrainArgs::default() };
     TrainConfig::from_args(&args).unwrap();
     std::fs::write(out.join("config.json"), "{}").unwrap();
     let message = TrainConfig::from_args(&args).unwrap_err().to_string();
@@ -126,7 +128,10 @@ fn a_new_run_never_writes_over_a_run_or_a_model() {
 fn a_resumed_run_keeps_its_settings_and_changes_only_what_its_checkpoint_does_not_depend_on() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().to_path_buf();
-    let args = |given: Settings| TrainArgs { settings: Settings { resume: Some(out.clone()), ..given }, config: None };
+    let args = |given: Settings| TrainArgs {
+        settings: Settings { resume: Some(out.clone()), ..given },
+        ..TrainArgs::default()
+    };
     let message = TrainConfig::from_args(&args(Settings::default())).unwrap_err().to_string();
     assert!(message.contains("no run in this folder"), "{message}");
     std::fs::write(out.join(RUN_FILE), "seed = 4\nsteps = 10\nout = 'elsewhere'\n").unwrap();

@@ -8,7 +8,7 @@ mod shape;
 use crate::{
     config::{Sharding, TrainConfig},
     data::Batch,
-    error::{Error, Result},
+    error::Result,
     memory as memory_of_machine,
     observer::grouped,
     optimizer::Method,
@@ -56,6 +56,8 @@ pub struct Plan {
     pub fullest: &'static str,
     /// Bytes that each layer keeps of a token for its backward.
     pub kept_per_token: u64,
+    /// Why it does not fit into memory, with the nearest setting that does; none if it fits.
+    pub refusal: Option<String>,
     /// Predicted bytes that the busiest rank sends in a step, by purpose.
     pub traffic: Vec<(&'static str, u64)>,
     /// Steps in all.
@@ -139,7 +141,7 @@ impl Plan {
         (plan.fullest, plan.memory) = shape.memory(load.tokens, load.batch)?;
         plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
-        plan.check_memory(config, &shape, &load)?;
+        plan.refusal = plan.refusal(config, &shape, &load)?;
         Ok(plan)
     }
 
@@ -149,20 +151,18 @@ impl Plan {
         self.memory.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Refuses a run that cannot fit into the memory that is free, where the system tells.
-    fn check_memory(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<()> {
+    /// Why the ranks of this machine cannot fit into the memory that is free, where the system tells.
+    fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
         let needed = self.rank_bytes() * load.ranks;
-        match memory_of_machine::available() {
-            Some(free) if needed > free => Err(Error::Settings(format!(
-                "this needs about {} ({} ranks of up to {}), but only {} of memory is free: {}\n{self}",
-                bytes(needed),
-                load.ranks,
-                bytes(self.rank_bytes()),
-                bytes(free),
-                fit::nearest(config, shape, load, free)?
-            ))),
-            _ => Ok(()),
-        }
+        let Some(free) = memory_of_machine::available().filter(|free| needed > *free) else { return Ok(None) };
+        Ok(Some(format!(
+            "this needs about {} ({} ranks of up to {}), but only {} of memory is free: {}",
+            bytes(needed),
+            load.ranks,
+            bytes(self.rank_bytes()),
+            bytes(free),
+            fit::nearest(config, shape, load, free)?
+        )))
     }
 }
 

@@ -1,0 +1,34 @@
+//! `train --dry-run`: the plan, and nothing else.
+
+use std::process::Command;
+
+#[test]
+fn the_plan_is_printed_and_nothing_written_whether_it_fits_or_not() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let text = "the quick brown fox jumps over the lazy dog. ".repeat(400);
+    std::fs::write(folder.path().join("text.txt"), text).expect("room for a text");
+    let run = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
+        command.current_dir(folder.path()).args(["train", "--data", "text.txt", "--dry-run"]).args(more);
+        let output = command.output().expect("the binary starts");
+        let [out, err] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+        (output.status.success(), out, err)
+    };
+    let (good, plan, said) = run(&["--sequence-length", "512", "--tp", "2", "--ring", "2"]);
+    assert!(good && said.is_empty(), "{said}");
+    for line in
+        ["ring 2 x ulysses 1 x tp 2 = 4 ranks", "memory     about ", "wait for the backward pass", "sent       about "]
+    {
+        assert!(plan.contains(line), "{line}: {plan}");
+    }
+    if cfg!(target_os = "linux") {
+        let (good, plan, said) = run(&["--sequence-length", "67108864"]);
+        assert!(!good && plan.contains("memory     about "), "{plan}");
+        for part in
+            ["this needs about", "of memory is free", "the nearest that fits is --recompute full --sequence-length "]
+        {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).expect("the folder").count(), 1);
+}
