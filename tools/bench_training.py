@@ -47,6 +47,7 @@ def model(folder: pathlib.Path, length: int) -> pathlib.Path:
 def ours(arguments: argparse.Namespace, path: pathlib.Path, length: int, steps: int) -> dict:
     command = ["cargo", "bench", "-q", "-p", "ringspan-train", "--bench", "step", "--", "json", f"S={length}"]
     command += [f"model={path}", f"steps={steps}", f"ranks={arguments.ranks}", f"recompute={arguments.recompute}"]
+    command += [f"activations={arguments.activations}"]
     command += [f"threads={max(arguments.threads // arguments.ranks, 1)}"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, preexec_fn=bound(arguments.threads))
     return json.loads(run.stdout.strip().splitlines()[-1])
@@ -81,7 +82,8 @@ def measure(arguments: argparse.Namespace, length: int, checkpointing: bool) -> 
     how = "checkpointed" if checkpointing else "all kept"
     mine, other = (statistics.median(speed) for speed in speeds)
     print(
-        f"S={length} {arguments.ranks} ranks, recompute {arguments.recompute}: {mine:.0f} tokens/s; PyTorch "
+        f"S={length} {arguments.ranks} ranks, recompute {arguments.recompute}, activations {arguments.activations}: "
+        f"{mine:.0f} tokens/s; PyTorch "
         f"{worker.about['version']}, transformers {worker.about['transformers']}, {how}: {other:.0f}; ratio "
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), memory {memory:.2f}, "
         f"losses differ by {difference:.0e}",
@@ -95,6 +97,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="cores of each side")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of Ringspan that share the cores")
     parser.add_argument("--recompute", default="keep-attention", help="full, keep-attention, nothing")
+    parser.add_argument("--activations", default="f32", help="f32, bf16")
+    peers = ["whole", "checkpointed", "both"]
+    parser.add_argument("--peer", default="both", choices=peers, help="PyTorch keeps all, recomputes, or both in turn")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if arguments.threads % arguments.ranks:
@@ -102,7 +107,7 @@ def main() -> None:
     subprocess.run(["cargo", "bench", "-p", "ringspan-train", "--bench", "step", "--no-run"], check=True, cwd=HERE.parent)
     print(machine())
     for length in arguments.lengths:
-        for checkpointing in (False, True):
+        for checkpointing in {"whole": [False], "checkpointed": [True]}.get(arguments.peer, [False, True]):
             measure(arguments, length, checkpointing)
 
 

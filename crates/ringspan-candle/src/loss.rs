@@ -22,8 +22,8 @@ pub struct HeadLoss {
     pub nll_sum: f64,
     /// Gradient `[T, C]` of `scale * nll_sum`; where ranks share the vocabulary, this rank's part of a sum over them.
     pub d_hidden: Tensor,
-    /// Gradient `[V, C]` of `scale * nll_sum`.
-    pub d_head: Tensor,
+    /// Gradient `[V, C]` of `scale * nll_sum`, if the head is trained.
+    pub d_head: Option<Tensor>,
 }
 
 /// Negative log-likelihood of `targets` under softmax(hidden head^T), and its gradients times `scale`.
@@ -41,25 +41,28 @@ pub fn head_loss(
     head: &Tensor,
     targets: &[u32],
     scale: f32,
+    trains_head: bool,
     shared: &TensorParallel,
 ) -> Result<HeadLoss> {
     let vocabulary = Vocabulary::new(head, shared)?;
     let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
     let mut nll_sum = 0.0;
-    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], vec![0.0; head.elem_count()]);
+    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
     of_chunks(&hidden, &head, targets, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
         let rows = chunk.first * width..(chunk.first + chunk.targets.len()) * width;
         product(gradient, chunk.head, &mut d_hidden[rows], Into::Fresh);
-        product(gradient.t(), chunk.hidden, &mut d_head, Into::Sum);
+        if let Some(d_head) = &mut d_head {
+            product(gradient.t(), chunk.hidden, d_head, Into::Sum);
+        }
         Ok(())
     })?;
     Ok(HeadLoss {
         nll_sum,
         d_hidden: Tensor::from_vec(d_hidden, (tokens, width), &Device::Cpu)?,
-        d_head: Tensor::from_vec(d_head, head.shape(), &Device::Cpu)?,
+        d_head: d_head.map(|d_head| Tensor::from_vec(d_head, head.shape(), &Device::Cpu)).transpose()?,
     })
 }
 

@@ -117,10 +117,13 @@ fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<(
     let gradients = (&nll * f64::from(scale))?.backward()?;
 
     let (hidden, head) = (hidden.to_dtype(DType::F32)?, head.to_dtype(DType::F32)?);
-    let got = loss::head_loss(&hidden, &head, &targets, scale, &WHOLE)?;
+    let got = loss::head_loss(&hidden, &head, &targets, scale, true, &WHOLE)?;
     assert!((got.nll_sum / nll.to_scalar::<f64>()? - 1.0).abs() < 1e-6);
     assert!(relative_l2(&got.d_hidden, gradients.get(&h).expect("tracked"))? < 1e-6);
-    assert!(relative_l2(&got.d_head, gradients.get(&w).expect("tracked"))? < 1e-6);
+    assert!(relative_l2(&got.d_head.expect("trained"), gradients.get(&w).expect("tracked"))? < 1e-6);
+    let frozen = loss::head_loss(&hidden, &head, &targets, scale, false, &WHOLE)?;
+    assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
+    assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
     let log_probs = Tensor::from_vec(loss::log_probs(&hidden, &head, &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
     assert!(relative_l2(&loss::logits(&hidden, &head)?, &logits)? < 1e-6);
@@ -131,11 +134,11 @@ fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<(
 fn no_tokens_cost_nothing_and_bad_targets_are_named() -> Result<()> {
     let (none, head) =
         (Tensor::zeros((0, 4), DType::F32, &Device::Cpu)?, Tensor::ones((9, 4), DType::F32, &Device::Cpu)?);
-    let loss = loss::head_loss(&none, &head, &[], 1.0, &WHOLE)?;
+    let loss = loss::head_loss(&none, &head, &[], 1.0, true, &WHOLE)?;
     assert_eq!((loss.nll_sum, loss.d_hidden.dims()), (0.0, &[0, 4][..]));
     let one = Tensor::ones((1, 4), DType::F32, &Device::Cpu)?;
     let error =
-        loss::head_loss(&one, &head, &[9], 1.0, &WHOLE).err().map(|error| error.to_string()).unwrap_or_default();
+        loss::head_loss(&one, &head, &[9], 1.0, true, &WHOLE).err().map(|error| error.to_string()).unwrap_or_default();
     assert!(error.contains("target 9") && error.contains("vocabulary of 9"), "{error}");
     Ok(())
 }

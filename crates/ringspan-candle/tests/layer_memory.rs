@@ -61,7 +61,9 @@ fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_ins
     let vocabulary = 4096;
     let head_loss = |tokens: usize| {
         let (x, head) = (ones((tokens, hidden))?, ones((vocabulary, hidden))?);
-        Ok::<_, candle_core::Error>(peak_of(|| loss::head_loss(&x, &head, &vec![1; tokens], 1.0, &WHOLE).map(drop)))
+        Ok::<_, candle_core::Error>(peak_of(|| {
+            loss::head_loss(&x, &head, &vec![1; tokens], 1.0, true, &WHOLE).map(drop)
+        }))
     };
     let (few, many) = (head_loss(1024)?, head_loss(3072)?);
     let row = (many - few) as f64 / (2048 * 4) as f64;

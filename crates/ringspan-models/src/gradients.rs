@@ -80,12 +80,12 @@ pub fn loss_and_gradients(
     let head = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
     let hidden = shared.gather(&decoder.norm(&head, &x)?.detach(), tokens.len())?;
-    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale, shared)?;
+    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale, trains(decoder.head_name()), shared)?;
     let d_hidden = shared.reduce(&loss.d_hidden)?;
     let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(&x, norm, trains, |local, x| decoder.norm(local, x))?;
     let (mut dx, mut gradients) = last.backward(&d_hidden)?;
-    let mut d_head = Some(loss.d_head).filter(|_| trains(decoder.head_name()));
+    let mut d_head = loss.d_head;
     if !decoder.config().tie_word_embeddings {
         gradients.extend(d_head.take().map(|d_head| (decoder.head_name().to_owned(), d_head)));
     }

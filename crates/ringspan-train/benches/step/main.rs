@@ -4,7 +4,8 @@
 //! small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or `model=DIR`.
 //! `json` prints one line for a program, seconds of every step but the first. Seconds are the wall's and, because machines
 //! are shared, the processor's. Shares are of the processor's time: each part is timed by itself afterwards, on one rank's
-//! shapes; what the parts leave is "other".
+//! shapes, both its passes; what the parts leave is "other". The last column is the speed relative to that of a product of
+//! 2048 x 2048 x 2048, timed before and after each part; "all" has that of the whole step.
 
 mod clock;
 mod memory;
@@ -31,7 +32,7 @@ pub(crate) struct Case {
     pub(crate) threads: usize,
     steps: u64,
     pub(crate) recompute: Option<String>,
-    activations: Option<String>,
+    pub(crate) activations: Option<String>,
     model: Option<PathBuf>,
     json: bool,
 }
@@ -187,7 +188,8 @@ fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usiz
         *length as f64 / processor,
     );
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
-    let state = parameters(config)? * 16 * ranks;
+    // Once for all ranks, which share them.
+    let state = parameters(config)? * 16;
     println!(
         "peak {:.0} MiB allocated{}; above weights, gradients and AdamW's state ({:.0} MiB): {:.2} KiB a token and layer",
         mib(watch.peak),
@@ -195,10 +197,25 @@ fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usiz
         mib(state),
         watch.peak.saturating_sub(state) as f64 / 1024.0 / (length * config.num_hidden_layers) as f64,
     );
-    let parts = parts::seconds(case, config)?;
-    let known: f64 = parts.iter().map(|(_, seconds)| seconds).sum();
-    for (name, seconds) in parts.into_iter().chain([("other", processor - known)]) {
-        println!("{name:>12} {seconds:>8.3} s {:>5.1} %", 100.0 * seconds / processor);
+    println!("{:>12} {:>10} {:>6} {:>8} {:>9} {:>9}", "part", "seconds", "share", "GFLOP", "GFLOP/s", "of a GEMM");
+    let parts = parts::all(case, config)?;
+    let [mut known, mut flops, mut peak] = [0.0; 3];
+    for part in &parts {
+        known += part.seconds;
+        flops += part.flops;
+        peak += part.peak_seconds;
+        line(part.name, part.seconds, processor, part.flops, part.peak_seconds);
     }
+    line("other", processor - known, processor, 0.0, 0.0);
+    line("all", processor, processor, flops, peak);
     Ok(())
+}
+
+/// A line of the table; parts without products have no speed.
+fn line(name: &str, seconds: f64, of: f64, flops: f64, peak_seconds: f64) {
+    print!("{name:>12} {seconds:>8.3} s {:>4.1} %", 100.0 * seconds / of);
+    if flops > 0.0 {
+        print!(" {:>8.1} {:>9.1} {:>9.2}", flops / 1e9, flops / 1e9 / seconds, peak_seconds / seconds);
+    }
+    println!();
 }

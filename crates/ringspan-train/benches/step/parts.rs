@@ -1,4 +1,4 @@
-//! The parts of a step, each timed by itself on the shapes of one rank.
+//! The parts of a step, each timed by itself on the shapes of one rank, with what it multiplies.
 //!
 //! Shape letters: T tokens of a rank, C hidden size, H query heads, G key-value heads, D head width, V vocabulary.
 
@@ -9,8 +9,9 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::activation::Activation;
-use ringspan_candle::gated_mlp::gated_mlp;
-use ringspan_candle::linear::linear;
+use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
+use ringspan_candle::kept::{Kept, Storage};
+use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::tensor_parallel::WHOLE;
@@ -21,19 +22,69 @@ use std::sync::Arc;
 
 /// Least time to measure, against the steps of the clock.
 const LEAST: f64 = 0.5;
+/// Rows of the products that the others are compared with.
+const LARGE: usize = 2048;
 
-/// The processor's time in one call of `work`.
-fn seconds_of(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
-    work()?;
-    let start = processor_seconds()?;
-    for calls in 1.. {
+/// A part of a step, all ranks together.
+pub(crate) struct Part {
+    pub(crate) name: &'static str,
+    /// The processor's time.
+    pub(crate) seconds: f64,
+    /// Floating-point operations of its products, as they are computed, twice where that is so.
+    pub(crate) flops: f64,
+    /// The processor's time that a large product of as many operations took, just before and after.
+    pub(crate) peak_seconds: f64,
+}
+
+/// Times parts between large products.
+struct Clock {
+    parts: Vec<Part>,
+    /// A square matrix.
+    large: Tensor,
+    ranks: f64,
+}
+
+impl Clock {
+    /// The processor's time in one call of `work`.
+    fn seconds_of(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
         work()?;
-        let passed = processor_seconds()? - start;
-        if passed > LEAST {
-            return Ok(passed / f64::from(calls));
+        let start = processor_seconds()?;
+        for calls in 1.. {
+            work()?;
+            let passed = processor_seconds()? - start;
+            if passed > LEAST {
+                return Ok(passed / f64::from(calls));
+            }
         }
+        Ok(0.0)
     }
-    Ok(0.0)
+
+    /// Seconds of an operation in a large product.
+    fn peak(&self) -> Result<f64> {
+        let seconds = Self::seconds_of(|| Ok(linear(&self.large, &self.large, None).map(drop)?))?;
+        Ok(seconds / (2.0 * (LARGE as f64).powi(3)))
+    }
+
+    /// `times` calls of `work`, each of so many operations.
+    fn part(&mut self, name: &'static str, times: f64, flops: f64, work: impl FnMut() -> Result<()>) -> Result<()> {
+        let before = self.peak()?;
+        let seconds = Self::seconds_of(work)?;
+        let peak = (before + self.peak()?) / 2.0;
+        let times = times * self.ranks;
+        let flops = times * flops;
+        let part = match self.parts.iter_mut().find(|part| part.name == name) {
+            Some(part) => part,
+            None => {
+                self.parts.push(Part { name, seconds: 0.0, flops: 0.0, peak_seconds: 0.0 });
+                let last = self.parts.len() - 1;
+                &mut self.parts[last]
+            }
+        };
+        part.seconds += times * seconds;
+        part.flops += flops;
+        part.peak_seconds += flops * peak;
+        Ok(())
+    }
 }
 
 fn random(shape: &[usize]) -> Result<Var> {
@@ -46,83 +97,107 @@ fn random(shape: &[usize]) -> Result<Var> {
     Ok(Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?)?)
 }
 
-/// The processor's time in each part of a step, all ranks together.
-pub(crate) fn seconds(case: &Case, config: &Config) -> Result<Vec<(&'static str, f64)>> {
-    let threads = case.threads;
-    let per_rank = pool::run(threads, || of_rank(case, config).map_err(|error| error.to_string()))??;
-    Ok(per_rank.into_iter().map(|(name, seconds)| (name, seconds * case.ranks as f64)).collect())
+/// The processor's time in each part of a step.
+pub(crate) fn all(case: &Case, config: &Config) -> Result<Vec<Part>> {
+    Ok(pool::run(case.threads, || of_rank(case, config).map_err(|error| error.to_string()))??)
 }
 
-fn of_rank(case: &Case, config: &Config) -> Result<Vec<(&'static str, f64)>> {
+fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let (tokens, hidden, wide) = (case.length.div_ceil(case.ranks), config.hidden_size, config.intermediate_size);
     let (heads, groups, dim) = (config.num_attention_heads, config.num_key_value_heads(), config.head_dim());
     let layers = config.num_hidden_layers as f64;
     let recompute: Recompute = case.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?;
-    let again = if recompute == Recompute::Nothing { 0.0 } else { 1.0 };
-    let attention_again = if recompute == Recompute::Full { 1.0 } else { 0.0 };
-
-    // Forward and backward once a layer, forward `again` times more.
-    let of_layer = |again: f64, f: &dyn Fn() -> candle_core::Result<Tensor>| -> Result<f64> {
-        let dy = f()?.ones_like()?.detach();
-        let both = seconds_of(|| Ok(cotangent::backward(&f()?, &dy).map(drop)?))?;
-        let forward = if again > 0.0 { seconds_of(|| Ok(f().map(drop)?))? } else { 0.0 };
-        Ok(layers * (both + again * forward))
-    };
+    let storage: Storage = case.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?;
+    let keeps_products = recompute == Recompute::Nothing;
+    let large = random(&[LARGE, LARGE])?.as_tensor().detach();
+    let mut clock = Clock { parts: Vec::new(), large, ranks: case.ranks as f64 };
+    let product = |outs: usize, ins: usize| 2.0 * (tokens * outs * ins) as f64;
+    let ones_like = |tensor: &Tensor| Ok::<_, candle_core::Error>(tensor.ones_like()?.detach());
 
     let x = random(&[tokens, hidden])?;
     let attended = random(&[tokens, heads * dim])?;
-    let [wq, wk, wo] = [[heads * dim, hidden], [groups * dim, hidden], [hidden, heads * dim]].map(|s| random(&s));
-    let (wq, wk, wo) = (wq?, wk?, wo?);
-    let mut linear_seconds = 0.0;
-    for (x, weight, times) in [(&x, &wq, 1.0), (&x, &wk, 2.0), (&attended, &wo, 1.0)] {
-        linear_seconds += times * of_layer(again, &|| linear(x, weight, None))?;
+    let shapes = [[heads * dim, hidden], [groups * dim, hidden], [hidden, heads * dim]];
+    for (x, shape, times) in [(&x, shapes[0], 1.0), (&x, shapes[1], 2.0), (&attended, shapes[2], 1.0)] {
+        let weight = random(&shape)?;
+        let dy = ones_like(&linear(x, &weight, None)?)?;
+        let products = if keeps_products { 3.0 } else { 4.0 };
+        clock.part("linear", layers * times, products * product(shape[0], shape[1]), || {
+            let first = linear(&x.detach(), &weight.detach(), None)?;
+            let again = match keeps_products {
+                true => linear_again(x, &weight, None, Some(Kept::new(&first, storage)?))?,
+                false => linear(x, &weight, None)?,
+            };
+            Ok(cotangent::backward(&again, &dy).map(drop)?)
+        })?;
     }
-    let (gate, down) = (random(&[wide, hidden])?, random(&[hidden, wide])?);
-    let mlp = of_layer(again, &|| gated_mlp(&x, &gate, &gate, &down, Activation::Silu))?;
-    let scale = random(&[hidden])?;
-    let norm = 2.0 * of_layer(again, &|| rms_norm(&x, &scale, 1e-6))?;
 
-    let (q, k) = (random(&[tokens, heads, dim])?, random(&[tokens, groups, dim])?);
-    let positions: Vec<usize> = (0..tokens).collect();
-    let frequencies = vec![0.1; dim / 2];
-    let turned = |x: &Var| {
-        let rotation = Rotation::new(&positions, &frequencies, 1.0);
-        rope(x, &rotation)
-    };
-    let rope = of_layer(again, &|| turned(&q))? + of_layer(again, &|| turned(&k))?;
+    let (gate, down) = (random(&[wide, hidden])?, random(&[hidden, wide])?);
+    let (weights, act) = ([gate.as_tensor(), gate.as_tensor(), down.as_tensor()], Activation::Silu);
+    let dy = ones_like(&x)?;
+    let products = if keeps_products { 9.0 } else { 11.0 };
+    clock.part("mlp", layers, products * product(wide, hidden), || {
+        let constant = weights.map(Tensor::detach);
+        let (x_first, [g, u, d]) = (x.detach(), [&constant[0], &constant[1], &constant[2]]);
+        let kept = match keeps_products {
+            true => Some(gated_mlp_keeping(&x_first, [g, u, d], act, storage)?.1),
+            false => gated_mlp(&x_first, g, u, d, act).map(|_| None)?,
+        };
+        let again = gated_mlp_again(&x, weights, act, kept, None)?;
+        Ok(cotangent::backward(&again, &dy).map(drop)?)
+    })?;
 
     // A rank's queries meet as many keys as all ranks hold: its own, once for each rank.
+    let (q, k) = (random(&[tokens, heads, dim])?, random(&[tokens, groups, dim])?);
     let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens), 1)?);
-    let attention = threads::run(1, Options::default(), |comm| {
-        let run = || -> Result<f64> {
+    // Half of the pairs are visible; two products forward, five backward.
+    let products = if recompute == Recompute::Full { 9.0 } else { 7.0 };
+    let flops = products * (tokens * tokens * heads * dim) as f64;
+    let attention = std::sync::Mutex::new(&mut clock);
+    threads::run(1, Options::default(), |comm| {
+        let run = || -> Result<()> {
             let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(case.threads))?);
             let context = Context::new(group, layout.clone(), Strategy::Ring)?;
             let attend = || context.attention(0, &q, &k, &k, &Mask::causal(), &Score::new(0.125));
-            of_layer(attention_again, &attend)
+            let dy = ones_like(&attend()?)?;
+            let mut clock = attention.lock().map_err(|error| error.to_string())?;
+            clock.part("attention", layers * case.ranks as f64, flops, || {
+                if recompute == Recompute::Full {
+                    attend()?;
+                }
+                Ok(cotangent::backward(&attend()?, &dy).map(drop)?)
+            })
         };
         run().map_err(|error| ringspan::Error::Layout(error.to_string()))
     })?;
 
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
     let targets: Vec<u32> = (0..tokens).map(|token| (token % vocabulary) as u32).collect();
-    let loss = seconds_of(|| Ok(loss::head_loss(&x, &head, &targets, 1.0, &WHOLE).map(drop)?))?;
+    clock.part("loss", 1.0, 3.0 * product(vocabulary, hidden), || {
+        Ok(loss::head_loss(&x, &head, &targets, 1.0, true, &WHOLE).map(drop)?)
+    })?;
+
+    let scale = random(&[hidden])?;
+    clock.part("norm", 2.0 * layers, 0.0, || {
+        rms_norm(&x.detach(), &scale, 1e-6)?;
+        Ok(cotangent::backward(&rms_norm(&x, &scale, 1e-6)?, &dy).map(drop)?)
+    })?;
+    let positions: Vec<usize> = (0..tokens).collect();
+    let rotation = Rotation::new(&positions, &vec![0.1; dim / 2], 1.0);
+    for heads in [&q, &k] {
+        let dy = ones_like(heads)?;
+        clock.part("rope", layers, 0.0, || {
+            rope(&heads.detach(), &rotation)?;
+            Ok(cotangent::backward(&rope(heads, &rotation)?, &dy).map(drop)?)
+        })?;
+    }
 
     let method = Method::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let mut optimizer = Optimizer::new(method);
     let mut weights = vec![0.5f32; head.elem_count()];
     let gradient = Tensor::ones(weights.len(), DType::F32, &Device::Cpu)?.to_vec1::<f32>()?;
     let at = Update { step: 0, lr: 1e-4, scale: 1.0, decays: true };
-    let one = seconds_of(|| Ok(optimizer.update("w", at, &mut weights, &gradient)?))?;
-    let parameters: usize = super::parameters(config)?;
-    let optimizer = one * parameters as f64 / weights.len() as f64;
-
-    Ok(vec![
-        ("linear", linear_seconds),
-        ("mlp", mlp),
-        ("attention", attention.into_iter().sum::<f64>() * case.ranks as f64),
-        ("norm", norm),
-        ("rope", rope),
-        ("loss", loss),
-        ("optimiser", optimizer),
-    ])
+    // Ranks share the parameters.
+    let times = super::parameters(config)? as f64 / weights.len() as f64 / case.ranks as f64;
+    clock.part("optimiser", times, 0.0, || Ok(optimizer.update("w", at, &mut weights, &gradient)?))?;
+    Ok(clock.parts)
 }

@@ -4,7 +4,7 @@ use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
     error::{Error, Result},
 };
-use candle_core::{Device, Var};
+use candle_core::{Device, Storage, Var};
 use ringspan_models::{Portion, Weights, gradients::Gradients};
 use std::ops::Range;
 
@@ -156,7 +156,12 @@ impl Flat {
                 .remove(name)
                 .filter(|gradient| gradient.dims() == shape)
                 .ok_or_else(|| Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")))?;
-            let values: Vec<f32> = gradient.flatten_all()?.to_vec1()?;
+            let gradient = gradient.contiguous()?;
+            let (storage, layout) = gradient.storage_and_layout();
+            let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+                return Err(Error::Model(format!("the gradient of `{name}` is not on the CPU")));
+            };
+            let values = &storage.as_slice::<f32>()?[start..end];
             for (rank, shard) in shards.iter_mut().enumerate() {
                 if let Some((of_portion, _)) = self.common(place, rank) {
                     shard.extend_from_slice(&values[of_portion]);
