@@ -7,8 +7,9 @@ use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Observer, Settings, StepMetrics, Tokenizer, TrainConfig, train};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::Mutex;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// The system's allocator, counted.
 struct Counting;
@@ -94,7 +95,7 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
 fn ranks_share_parameters_gradients_and_optimiser_state() {
-    let _alone = ALONE.lock().unwrap();
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
@@ -114,7 +115,7 @@ fn ranks_share_parameters_gradients_and_optimiser_state() {
 
 #[test]
 fn activations_in_bf16_take_half_the_memory_on_every_mesh() {
-    let _alone = ALONE.lock().unwrap();
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
@@ -122,7 +123,7 @@ fn activations_in_bf16_take_half_the_memory_on_every_mesh() {
     for layers in [few, many] {
         model(root, layers);
     }
-    let (length, rows) = (256, 4);
+    let (length, rows) = (512, 4);
     // Hidden size, heads and head width, inner width of the model.
     let (hidden, heads, dim, wide) = (128, 8, 32, 512);
     for (recompute, numbers, (ring, ulysses)) in [
