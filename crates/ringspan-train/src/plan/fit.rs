@@ -40,9 +40,10 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u6
     let at = |length: u64| needs(&least, part(load.tokens, length, whole), part(load.batch, length, whole));
     let smallest = STEP.min(whole);
     let by_parameters = format!(
-        "no shorter sequence would: parameters, gradients and optimiser state of the ranks here take {}; train adapters \
-         (--lora-rank), or share the model with more machines",
-        bytes(load.ranks * (4 * (shape.held.parameters + shape.held.trained) + shape.state))
+        "no shorter sequence would, since each of the {} ranks here needs {} whatever its tokens are; take fewer ranks, train \
+         adapters (--lora-rank), or share the model with more machines",
+        load.ranks,
+        bytes(needs(&least, 1, 1)? / load.ranks.max(1))
     );
     if let Source::Tokens(_) = config.source {
         let rows = 2..=64;

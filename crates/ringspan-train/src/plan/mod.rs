@@ -214,9 +214,11 @@ pub(crate) fn bytes(n: u64) -> String {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // What is less than half a percent explains nothing.
         let parts = |list: &[(&str, u64)]| {
+            let least = list.iter().map(|(_, n)| n).sum::<u64>() / 200;
             let shown: Vec<String> =
-                list.iter().filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name} {}", bytes(*n))).collect();
+                list.iter().filter(|(_, n)| *n > least).map(|(name, n)| format!("{name} {}", bytes(*n))).collect();
             shown.join(", ")
         };
         let total = |list: &[(&str, u64)]| bytes(list.iter().map(|(_, n)| n).sum());
