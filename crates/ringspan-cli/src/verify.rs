@@ -9,7 +9,6 @@ use ringspan_candle::loss::IGNORE;
 use ringspan_models::{Config, Decoder, Origin, Weights};
 use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, TrainConfig, Trial, trial};
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The greatest relative difference that passes: what f32 rounding in another order can do, and no more.
@@ -150,8 +149,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
 fn compared(expected: &Trial, actual: &Trial) -> Result<Vec<(String, f64)>> {
     let mut all = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs())];
     all.push(("logits".to_owned(), difference(&expected.logits, &actual.logits)));
-    let kinds: [(&str, &BTreeMap<_, Vec<f32>>, &BTreeMap<_, Vec<f32>>); 2] =
-        [("d ", &expected.gradients, &actual.gradients), ("updated ", &expected.updated, &actual.updated)];
+    let kinds = [("d ", &expected.gradients, &actual.gradients), ("updated ", &expected.updated, &actual.updated)];
     for (kind, expected, actual) in kinds {
         for (name, values) in expected {
             let other = actual.get(name).with_context(|| format!("the mesh gave no {kind}{name}"))?;
