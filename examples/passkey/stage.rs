@@ -1,0 +1,95 @@
+//! One length of the curriculum: its texts, and the training that starts from the stage before.
+
+use crate::document;
+use crate::sight::{RANKS, Sight};
+use anyhow::{Result, ensure};
+use ringspan_train::{Observer, Settings, StepMetrics, TrainArgs, TrainConfig, train};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// Texts of one length.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stage {
+    /// Tokens of a text.
+    pub(crate) length: usize,
+    /// Texts of a step.
+    pub(crate) texts: usize,
+    /// Steps.
+    pub(crate) steps: u64,
+    /// Highest learning rate.
+    pub(crate) lr: f64,
+    /// How the model of the stage before is stretched, which can be done once.
+    pub(crate) stretch: Option<&'static str>,
+}
+
+impl Stage {
+    /// Its texts, in the folder of a run.
+    pub(crate) fn data(&self, out: &Path) -> PathBuf {
+        out.join(format!("data/{}.jsonl", self.length))
+    }
+
+    /// Writes as many texts as its steps take, and those that the trainer holds out: none is seen twice.
+    pub(crate) fn write_data(&self, out: &Path, seed: u64) -> Result<()> {
+        let taken = self.texts * self.steps as usize;
+        document::write(&self.data(out), &document::documents(self.length, taken + taken / 8 + 4, seed)?)
+    }
+
+    /// Trains the model in `from`, with needles and questions on different ranks; the loss of each step, and the new model.
+    pub(crate) fn train(&self, out: &Path, from: &Path, sight: Sight, seed: u64) -> Result<(Vec<f64>, PathBuf)> {
+        // A sequence that is as long as a text is one document. One of half its length ends where the first rank's part
+        // does: the second half becomes the next sequence, a document of its own.
+        let parts = sight.documents(self.length);
+        let new = out.join(format!("{}-{}", sight.name(), self.length));
+        let settings = Settings {
+            model: Some(from.into()),
+            data: Some(self.data(out)),
+            out: Some(new.clone()),
+            token_cache: Some(out.join("tokens")),
+            sequence_length: Some(self.length / parts),
+            batch_size: Some(self.texts * parts),
+            ring: Some(RANKS),
+            layout: Some("contiguous".into()),
+            steps: Some(self.steps),
+            lr: Some(self.lr),
+            rope_scaling: self.stretch.map(str::to_owned),
+            seed: Some(seed),
+            save_every: Some(0),
+            eval_tokens: Some(2 * self.length),
+            sample_tokens: Some(0),
+            ..Settings::default()
+        };
+        let config = TrainConfig::from_args(&TrainArgs { config: None, settings })?;
+        let mut progress = Progress::new(sight, *self);
+        let outcome = train(&config, &AtomicBool::new(false), &mut progress)?;
+        ensure!(!outcome.interrupted, "training ended after step {} of {}", outcome.step, outcome.steps);
+        Ok((progress.losses, new))
+    }
+}
+
+/// Prints a line now and then, and remembers the losses.
+struct Progress {
+    title: String,
+    steps: u64,
+    losses: Vec<f64>,
+    told: Instant,
+}
+
+const BETWEEN_LINES: Duration = Duration::from_secs(10);
+
+impl Progress {
+    fn new(sight: Sight, stage: Stage) -> Self {
+        let title = format!("{}, {} x {} tokens", sight.name(), stage.texts, stage.length);
+        Self { title, steps: stage.steps, losses: Vec::new(), told: Instant::now() }
+    }
+}
+
+impl Observer for Progress {
+    fn stepped(&mut self, step: &StepMetrics) {
+        self.losses.push(step.loss);
+        if step.step == self.steps || self.told.elapsed() > BETWEEN_LINES {
+            self.told = Instant::now();
+            println!("{}: step {}/{}, loss {:.4}", self.title, step.step, self.steps, step.loss);
+        }
+    }
+}
