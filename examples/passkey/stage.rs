@@ -59,7 +59,7 @@ impl Stage {
             sample_tokens: Some(0),
             ..Settings::default()
         };
-        let config = TrainConfig::from_args(&TrainArgs { config: None, settings })?;
+        let config = TrainConfig::from_args(&TrainArgs { settings, ..TrainArgs::default() })?;
         let mut progress = Progress::new(sight, *self);
         let outcome = train(&config, &AtomicBool::new(false), &mut progress)?;
         ensure!(!outcome.interrupted, "training ended after step {} of {}", outcome.step, outcome.steps);

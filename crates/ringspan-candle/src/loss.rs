@@ -13,7 +13,7 @@ use std::ops::Range;
 pub const IGNORE: u32 = u32::MAX;
 
 /// Tokens whose logits exist at once.
-const CHUNK: usize = 512;
+pub const CHUNK: usize = 512;
 
 /// What [`head_loss`] returns.
 #[derive(Debug, Clone)]

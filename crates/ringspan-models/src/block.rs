@@ -40,7 +40,7 @@ impl Block<'_> {
             before = "pre_feedforward_layernorm";
         }
         let x = residual(x, &attended)?;
-        let mut fed = match self.is_sparse() {
+        let mut fed = match self.mixture() {
             // Tokens find their experts row by row.
             Some(sparse) => self.sparse(sparse, &self.normed(before, &x)?, attend)?,
             None => self.dense(&self.gathered(before, &x, attend)?, attend)?,
@@ -53,15 +53,14 @@ impl Block<'_> {
 
     /// What is left to do for a rank without tokens behind attention: x `[0, C]` to `[0, C]`.
     pub(crate) fn take_part(&self, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        match self.is_sparse() {
+        match self.mixture() {
             Some(sparse) => self.no_tokens(sparse, x, attend),
             None => Ok(x.clone()),
         }
     }
 
-    fn is_sparse(&self) -> Option<Sparse> {
-        let model = &self.decoder.model;
-        model.sparse.filter(|_| model.layers[self.index].sparse)
+    fn mixture(&self) -> Option<Sparse> {
+        self.decoder.model.sparse.filter(|_| self.decoder.is_sparse(self.index))
     }
 
     fn attention(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {

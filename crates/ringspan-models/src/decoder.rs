@@ -53,7 +53,7 @@ impl Decoder {
     }
 
     /// Whether the feed-forward part of layer `index` is made of experts.
-    pub(crate) fn is_sparse(&self, index: usize) -> bool {
+    pub fn is_sparse(&self, index: usize) -> bool {
         self.model.sparse.is_some() && self.model.layers[index].sparse
     }
 

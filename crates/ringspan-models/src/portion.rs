@@ -209,8 +209,8 @@ impl Decoder {
         let heads = Heads::new(self.config(), place.tp)?;
         let mut all = vec![Holders::All];
         for along in [Along::Width, Along::KeyValues, Along::Expert(self.first_expert(place))] {
-            let sparse = !matches!(along, Along::Expert(_)) || self.experts() > 0;
-            let holders = sparse.then(|| self.cut(along, 0, place, &heads)).flatten();
+            let exists = !matches!(along, Along::Expert(_)) || self.experts() > 0;
+            let holders = exists.then(|| self.cut(along, 0, place, &heads)).flatten();
             all.extend(holders.map(|(_, holders)| holders).filter(|holders| !all.contains(holders)));
         }
         Ok(all)

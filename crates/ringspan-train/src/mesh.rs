@@ -20,7 +20,16 @@ pub(crate) struct RunMesh {
 impl RunMesh {
     /// The mesh that a configuration asks for, if the model can be cut so.
     pub(crate) fn new(config: &TrainConfig, decoder: &Decoder) -> Result<Self> {
-        let training = training(config, decoder.experts() > 0)?;
+        let sparse = decoder.experts() > 0;
+        for (flag, size) in [("ep", config.ep), ("moe-dp", config.moe_dp)] {
+            if let (Some(size), false) = (size, sparse) {
+                let model = &decoder.config().model_type;
+                return Err(Error::Settings(format!(
+                    "--{flag} {size} shares experts, and {model} has none; leave it out"
+                )));
+            }
+        }
+        let training = training(config, sparse)?;
         let topology = training.topology()?;
         let of_copy = config.dp_shard * config.ring * config.ulysses * config.tp;
         let (ep, moe_tp) = match training.experts {
@@ -43,9 +52,17 @@ impl RunMesh {
         let places: Vec<Place> = (0..of_copy).map(place).collect();
         for place in &places {
             let heads = Heads::new(decoder.config(), place.tp).map_err(model_error)?.queries.len();
-            if config.ulysses > heads {
-                let (ulysses, ranks) = (config.ulysses, config.ring * config.ulysses);
-                return Err(ringspan::Error::UlyssesHeads { ulysses, heads, ranks }.into());
+            let (ulysses, tp) = (config.ulysses, config.tp);
+            if ulysses > heads && tp > 1 {
+                return Err(Error::Settings(format!(
+                    "--ulysses {ulysses} deals heads to {ulysses} ranks, but --tp {tp} leaves {heads} of the {} query heads \
+                     to some: choose ulysses x tp of at most {}",
+                    decoder.config().num_attention_heads,
+                    decoder.config().num_attention_heads
+                )));
+            }
+            if ulysses > heads {
+                return Err(ringspan::Error::UlyssesHeads { ulysses, heads, ranks: config.ring * ulysses }.into());
             }
         }
         let sharing = Sharing::new(decoder, places.clone(), config.sharding == Sharding::Full)?;

@@ -97,7 +97,7 @@ pub struct Settings {
     #[arg(long, value_name = "M", help_heading = "Mesh")]
     pub moe_dp: Option<usize>,
     /// What of parameters, gradients and optimiser state is cut across the dp-shard x ring x ulysses x tp ranks that share
-    /// a copy: full (all of it), none (each rank holds a copy) [default: full]
+    /// a copy: full (all of it), none (each rank keeps all that it computes with) [default: full]
     #[arg(long, help_heading = "Mesh")]
     pub sharding: Option<String>,
     /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q [default: ring]

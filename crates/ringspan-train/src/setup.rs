@@ -18,7 +18,7 @@ use crate::{
 };
 use ringspan_candle::kept::Storage;
 use ringspan_models::{
-    Config, Decoder, Origin, Recompute, Weights,
+    Config, Decoder, Origin, Weights,
     folder::{self, Folder},
 };
 use std::{collections::BTreeMap, path::Path};
@@ -77,10 +77,10 @@ impl Setup {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
         let start = start.with_lora(config.lora.as_ref());
-        if decoder.experts() > 0 && config.recompute == Recompute::Nothing && config.activations != Storage::F32 {
+        if decoder.experts() > 0 && config.activations != Storage::F32 {
             return Err(Error::Settings(format!(
-                "--activations {} does nothing with --recompute nothing where layers have experts: they are kept whole, in \
-                 f32; possible with it are --recompute full, keep-attention",
+                "--activations {} does not go with experts: what a router sees when a layer is computed again would be rounded, \
+                 and tokens near a tie would go to other experts than before",
                 config.activations
             )));
         }

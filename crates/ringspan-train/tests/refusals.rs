@@ -48,12 +48,21 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     refused(root, with(&model, &root.join("nothing.txt")), &["nothing.txt"]);
     refused(root, Settings { ulysses: Some(8), ..with(&model, &data) }, &["8", "4"]);
     refused(root, Settings { tp: Some(5), ..with(&model, &data) }, &["5 ranks cannot share 4 query heads"]);
-    refused(root, Settings { tp: Some(2), ulysses: Some(3), ..with(&model, &data) }, &["3", "2"]);
-    refused(root, Settings { ring: Some(4), ep: Some(2), ..with(&model, &data) }, &["ep 2", "llama has none"]);
+    refused(
+        root,
+        Settings { tp: Some(2), ulysses: Some(3), ..with(&model, &data) },
+        &["--ulysses 3", "--tp 2", "4 query heads"],
+    );
+    refused(root, Settings { ring: Some(4), ep: Some(2), ..with(&model, &data) }, &["--ep 2", "llama has none"]);
+    let dense = fs::read(model.join("config.json")).unwrap();
+    let weights = fs::read(model.join("model.safetensors")).unwrap();
+    common::sparse(&model);
     let ready = |ep, moe_dp| Settings { ring: Some(3), dp_replicate: Some(2), ep, moe_dp, ..with(&model, &data) };
     refused(root, ready(Some(4), None), &["--ep 4 x --tp 1 does not divide the 6 ranks"]);
     refused(root, ready(Some(3), Some(1)), &["ep 3 x moe_tp 2", "the 3 ranks of a copy"]);
     refused(root, ready(Some(2), Some(4)), &["ep 2", "moe_dp 4", "6"]);
+    fs::write(model.join("config.json"), dense).unwrap();
+    fs::write(model.join("model.safetensors"), weights).unwrap();
     let experts = root.join("experts");
     sparse(&experts);
     let rounded = |recompute: &str| Settings {
@@ -61,7 +70,8 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
         recompute: Some(recompute.into()),
         ..with(&experts, &data)
     };
-    refused(root, rounded("nothing"), &["--activations bf16", "experts", "full, keep-attention"]);
+    refused(root, rounded("nothing"), &["--activations bf16", "experts"]);
+    refused(root, rounded("full"), &["--activations bf16", "experts"]);
     let tokens = tokens(root, &[1, 2, 999]);
     let ready = Settings { model: Some(model.clone()), tokens: Some(tokens), ..Settings::default() };
     refused(root, ready, &["[0, 2] is 999", "0 to 256"]);

@@ -127,24 +127,6 @@ impl Checkpoints {
         self.folder.join(format!(".step-{step:06}.replaced"))
     }
 
-    /// Puts a checkpoint back that was to be replaced when the run was killed.
-    fn put_back(&self) -> Result<()> {
-        for name in self.entries()? {
-            let step = name.strip_prefix(".step-").and_then(|name| name.strip_suffix(".replaced")?.parse().ok());
-            let Some(step) = step else { continue };
-            let (before, path) = (self.replaced(step), self.folder.join(format!("step-{step:06}")));
-            match path.exists() {
-                true => remove_if_there(&before)?,
-                false => match fs::rename(&before, &path) {
-                    // Another process of the same run was first.
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                    renamed => renamed.map_err(Error::io("rename", &before))?,
-                },
-            }
-        }
-        Ok(())
-    }
-
     /// Makes the folder that ranks write the checkpoint of a step into. One rank does this, before any writes.
     ///
     /// # Errors
@@ -185,9 +167,14 @@ impl Checkpoints {
         // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
         let before = self.replaced(part.step);
         if path.exists() {
+            remove_if_there(&before)?;
             fs::rename(&path, &before).map_err(Error::io("rename", &path))?;
         }
-        fs::rename(&part.folder, &path).map_err(Error::io("rename", &part.folder))?;
+        if let Err(error) = fs::rename(&part.folder, &path) {
+            // The name is free: what had it gets it back, if it can.
+            let _ = fs::rename(&before, &path);
+            return Err(Error::io("rename", &part.folder)(error));
+        }
         part.committed = true;
         sync_folder(&self.folder);
         remove_if_there(&before)?;
@@ -200,10 +187,21 @@ impl Checkpoints {
     /// # Errors
     /// When the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        let mut steps: Vec<u64> =
-            self.entries()?.iter().filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+        // One that was to be replaced when the run was killed is still good.
+        let step = |name: &String| match name.strip_prefix("step-") {
+            Some(step) => step.parse().ok(),
+            None => name.strip_prefix(".step-")?.strip_suffix(".replaced")?.parse().ok(),
+        };
+        let mut steps: Vec<u64> = self.entries()?.iter().filter_map(step).collect();
         steps.sort_unstable();
+        steps.dedup();
         Ok(steps)
+    }
+
+    /// Where the checkpoint of a step is.
+    fn path(&self, step: u64) -> PathBuf {
+        let path = self.folder.join(format!("step-{step:06}"));
+        if path.exists() { path } else { self.replaced(step) }
     }
 
     fn entries(&self) -> Result<Vec<String>> {
@@ -222,6 +220,7 @@ impl Checkpoints {
         let steps = self.steps()?;
         for step in &steps[..steps.len().saturating_sub(self.keep)] {
             remove_if_there(&self.folder.join(format!("step-{step:06}")))?;
+            remove_if_there(&self.replaced(*step))?;
         }
         for name in self.entries()?.iter().filter(|n| n.starts_with(".step-") && n.ends_with(".part")) {
             remove_if_there(&self.folder.join(name))?;
@@ -234,14 +233,13 @@ impl Checkpoints {
     /// # Errors
     /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model or data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
-        self.put_back()?;
         let Some(&step) = self.steps()?.last() else {
             return Err(Error::Checkpoint {
                 path: self.folder.clone(),
                 problem: "there is no checkpoint to resume from".into(),
             });
         };
-        let path = self.folder.join(format!("step-{step:06}"));
+        let path = self.path(step);
         let State { progress, files } = read_state(&path)?;
         let other = |what: &str, saved: &Identity, here: &Identity, advice: &str| Error::Checkpoint {
             path: path.clone(),

@@ -105,10 +105,11 @@ fn a_run_killed_while_it_replaces_a_checkpoint_has_one_of_the_two() {
     // Between the two renames.
     fs::rename(&path, checkpoints.replaced(5)).unwrap();
     assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
+    save(&checkpoints, 5).unwrap();
+    assert!(path.exists() && !checkpoints.replaced(5).exists());
     // Behind the second.
     fs::create_dir(checkpoints.replaced(5)).unwrap();
     assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
-    assert!(!checkpoints.replaced(5).exists());
     save(&checkpoints, 5).unwrap();
     assert_eq!(checkpoints.steps().unwrap(), [5]);
     assert!(!checkpoints.replaced(5).exists());

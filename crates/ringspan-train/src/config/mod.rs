@@ -262,7 +262,7 @@ impl TrainConfig {
                     .into(),
             ));
         }
-        let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp, s.ep, s.moe_dp];
+        let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
         let another = axes.iter().any(Option::is_some);
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
         let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;

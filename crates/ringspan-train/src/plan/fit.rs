@@ -2,7 +2,7 @@
 
 use super::{bytes, shape::Shape};
 use crate::{
-    config::{Source, TrainConfig},
+    config::{Sharding, Source, TrainConfig},
     error::Result,
     observer::grouped,
 };
@@ -15,6 +15,8 @@ const STEP: u64 = 256;
 pub(super) struct Load {
     pub(super) tokens: u64,
     pub(super) batch: u64,
+    /// Rows of a micro-batch that a data-parallel rank has.
+    pub(super) rows: u64,
     pub(super) ranks: u64,
 }
 
@@ -24,7 +26,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u6
         let (_, parts) = shape.memory(tokens, batch)?;
         Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
     };
-    let least = Shape { recompute: Recompute::Full, ..shape.clone() };
+    let least = shape.computed_again();
     let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
     let mut given = String::new();
     if shape.recompute != Recompute::Full {
@@ -39,16 +41,27 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u6
     let part = |of: u64, parts: u64, total: u64| (of as u128 * parts as u128 / total.max(1) as u128) as u64;
     let at = |length: u64| needs(&least, part(load.tokens, length, whole), part(load.batch, length, whole));
     let smallest = STEP.min(whole);
+    let without_tokens = needs(&least, 1, 1)?;
+    let mut others = vec!["take fewer ranks", "share the model with more machines"];
+    if config.sharding == Sharding::None && config.ranks() > config.dp_replicate {
+        others.insert(0, "leave out --sharding none");
+    }
+    if config.lora.is_none() {
+        others.push("train adapters (--lora-rank)");
+    }
     let by_parameters = format!(
-        "no shorter sequence would, since each of the {} ranks here needs {} whatever its tokens are; take fewer ranks, train \
-         adapters (--lora-rank), or share the model with more machines",
+        "no shorter sequence would, since each of the {} ranks here needs {} whatever its tokens are: {}",
         load.ranks,
-        bytes(needs(&least, 1, 1)? / load.ranks.max(1))
+        bytes(without_tokens / load.ranks.max(1)),
+        others.join(", or ")
     );
+    if without_tokens > free {
+        return Ok(by_parameters);
+    }
     if let Source::Tokens(_) = config.source {
-        let rows = 2..=64;
-        for parts in rows.filter(|parts| load.tokens / parts > 0) {
-            let needed = needs(&least, load.tokens / parts, load.batch)?;
+        for parts in 2..=load.rows {
+            let rows = load.rows.div_ceil(parts);
+            let needed = needs(&least, part(load.tokens, rows, load.rows), load.batch)?;
             if needed <= free {
                 return found(
                     &format!("{given}--grad-accumulation {}", config.grad_accumulation as u64 * parts),
@@ -56,7 +69,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u6
                 );
             }
         }
-        return Ok(by_parameters);
+        return Ok(format!("shorter rows would, or {}", others.join(", or ")));
     }
     if at(smallest)? > free {
         return Ok(by_parameters);
@@ -92,7 +105,7 @@ mod tests {
         let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], pieces: vec![] };
         let setup = Setup::of_batch(&config, decoder, weights, batch).expect("possible");
         let shape = Shape::new(&config, &setup, &model).expect("possible");
-        let load = Load { tokens: 1 << 15, batch: 1 << 16, ranks: 2 };
+        let load = Load { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2 };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
         nearest(&config, &shape, &load, (needed as f64 * share) as u64).expect("possible")
@@ -121,6 +134,7 @@ mod tests {
         let found = setting(text("full"), 0.001);
         assert!(found.contains("--lora-rank"), "{found}");
         let tokens = Settings { tokens: Some("tokens".into()), ring: Some(2), ..Settings::default() };
-        assert!(setting(tokens, 0.4).contains("--grad-accumulation "));
+        assert!(setting(tokens.clone(), 0.6).contains("--grad-accumulation 2"));
+        assert!(setting(tokens, 0.1).contains("shorter rows"));
     }
 }

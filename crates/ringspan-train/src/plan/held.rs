@@ -24,6 +24,8 @@ pub(super) struct Held {
     pub(super) gathered: u64,
     /// What it sends of its gradients in a micro-batch.
     pub(super) cut: u64,
+    /// What it sends of its shards of the sums in a step, to the ranks that keep the same.
+    pub(super) summed: u64,
 }
 
 impl Held {
@@ -64,6 +66,10 @@ impl Held {
                         trained_portions += whole;
                         trained_shards += shard;
                         own.cut += whole - whole / ranks;
+                        let holders = sharing.holders(rank, family).len() as u64;
+                        let same = setup.mesh.topology.world() as u64 / sharing.ranks() as u64 * (holders / ranks);
+                        // An all-reduce sends a number twice, but for a share of one rank.
+                        own.summed += 2 * shard * (same - 1) / same;
                     }
                 }
             }
@@ -96,6 +102,7 @@ impl Held {
             embedding: self.embedding.max(other.embedding),
             gathered: self.gathered.max(other.gathered),
             cut: self.cut.max(other.cut),
+            summed: self.summed.max(other.summed),
         }
     }
 }

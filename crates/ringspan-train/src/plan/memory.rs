@@ -7,11 +7,9 @@
 use super::shape::Shape;
 use crate::error::Result;
 use ringspan::Strategy;
-use ringspan_candle::{gated_mlp, kept::Storage};
+use ringspan_candle::{gated_mlp, kept::Storage, loss};
 use ringspan_models::Recompute;
 
-/// Tokens whose logits exist at once; `ringspan_candle::loss` works in chunks of this size.
-const LOSS_CHUNK: u64 = 512;
 /// Bytes that a rank holds of each token of the whole batch: tokens and targets, as they are and as they are dealt.
 const OF_BATCH: u64 = 24;
 
@@ -50,7 +48,7 @@ impl Shape {
                     &[
                         ("kept of the layers", kept * layers + last),
                         ("the head, with its gradient", 3 * 4 * head),
-                        ("logits of a chunk", tokens.min(LOSS_CHUNK) * self.vocabulary * 4),
+                        ("logits of a chunk", tokens.min(loss::CHUNK as u64) * self.vocabulary * 4),
                         ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
                     ],
                 ),

@@ -136,6 +136,7 @@ impl Plan {
         let load = Load {
             tokens: plan.tokens_per_rank.iter().copied().max().unwrap_or(0) as u64,
             batch: batches.iter().map(|batch| batch.tokens.len() as u64).sum(),
+            rows: batch.rows.div_ceil(config.data_ranks()) as u64,
             ranks: config.local_ranks.unwrap_or(plan.tokens_per_rank.len()) as u64,
         };
         (plan.fullest, plan.memory) = shape.memory(load.tokens, load.batch)?;

@@ -16,8 +16,6 @@ use ringspan_models::{Config, Heads, Recompute};
 #[derive(Clone)]
 pub(super) struct Shape {
     pub(super) held: Held,
-    /// Ranks that hold copies of the model.
-    pub(super) copies: u64,
     pub(super) layers: u64,
     pub(super) hidden: u64,
     /// Heads of a rank, where ranks share layers.
@@ -37,8 +35,12 @@ pub(super) struct Shape {
     pub(super) strategy: Strategy,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
-    /// Whether layers have experts.
+    /// Whether layers have experts, how many layers have, and experts that a token goes to.
     pub(super) sparse: bool,
+    sparse_layers: u64,
+    top: u64,
+    /// Ranks that share the experts.
+    ep: u64,
 }
 
 impl Shape {
@@ -51,7 +53,6 @@ impl Shape {
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,
-            copies: config.dp_replicate as u64,
             layers: model.num_hidden_layers as u64,
             hidden: model.hidden_size as u64,
             heads: heads
@@ -73,7 +74,15 @@ impl Shape {
             recompute: config.recompute,
             storage: config.activations,
             sparse: setup.decoder.experts() > 0,
+            sparse_layers: (0..model.num_hidden_layers).filter(|layer| setup.decoder.is_sparse(*layer)).count() as u64,
+            top: (setup.decoder.experts_seen() * setup.decoder.experts() as f64).round() as u64,
+            ep: setup.mesh.place(0).ep.1 as u64,
         })
+    }
+
+    /// The same, with everything computed again.
+    pub(super) fn computed_again(&self) -> Self {
+        Self { recompute: Recompute::Full, ..self.clone() }
     }
 
     /// How many heads each place of the cp group gets.
@@ -100,18 +109,34 @@ impl Shape {
             forward = forward.max(of(Pass::Forward)?);
             backward = backward.max(of(Pass::Backward)?);
         }
-        let Held { trained, gathered, cut, .. } = self.held;
-        let over_copies = 8 * trained * (self.copies - 1) / self.copies;
+        let Held { gathered, cut, summed, .. } = self.held;
         let mut traffic = vec![
             ("attention forward", forward_times * forward * times),
             ("attention backward", backward * times),
             ("parameters", 4 * gathered * times),
-            ("gradients", 4 * cut * times + over_copies),
+            ("gradients", 4 * cut * times + 4 * summed),
         ];
         if self.tp > 1 {
             traffic.push(("rows of shared layers", self.shared_layers(layout) * times));
         }
+        if self.ep > 1 {
+            traffic.push(("tokens to experts", self.to_experts(layout) * times));
+        }
         Ok(traffic)
+    }
+
+    /// Tokens there and back, forward, again where it is computed again, and backward, where experts are chosen evenly: a
+    /// token goes once to each rank that has experts of it.
+    fn to_experts(&self, layout: &Layout) -> u64 {
+        let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
+        let rows = tokens.div_ceil(self.tp);
+        let others = self.top.min(self.ep) * (self.ep - 1) / self.ep;
+        self.sparse_layers * self.passes() * 2 * 4 * rows * self.hidden * others
+    }
+
+    /// Times that a layer is computed, forward or backward.
+    fn passes(&self) -> u64 {
+        if self.keeps_graphs() { 2 } else { 3 }
     }
 
     /// Two layers in one, attention and feed-forward part, each with its rows gathered before and dealt behind: forward,
@@ -119,8 +144,7 @@ impl Shape {
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let once = 4 * tokens * self.hidden * (self.tp - 1) / self.tp;
-        let passes = if self.keeps_graphs() { 2 } else { 3 };
-        once * (self.layers * 4 * passes + 4)
+        once * ((2 * self.layers - self.sparse_layers) * 2 * self.passes() + 4)
     }
 
     /// Whether layers are kept with all that their operations read, as those with experts are.

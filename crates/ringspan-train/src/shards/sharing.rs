@@ -2,7 +2,7 @@
 
 use super::flat::Flat;
 use crate::{error::Result, setup::model_error};
-use ringspan_models::{Decoder, Holders, Place, Unit};
+use ringspan_models::{Decoder, Holders, Place, Portion, Unit};
 
 /// The ranks of a copy, and what each is one of the holders of.
 ///
@@ -60,10 +60,7 @@ impl Sharing {
         let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
         let flat = |family| {
             let own = self.holders[rank][family];
-            let of_family = |p: &&_| {
-                let p: &ringspan_models::Portion = p;
-                p.holders == own && decoder.trains(&p.name) == trained
-            };
+            let of_family = |p: &&Portion| p.holders == own && decoder.trains(&p.name) == trained;
             Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, family).1)
         };
         Ok((0..self.families()).map(flat).collect())

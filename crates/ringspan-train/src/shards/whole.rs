@@ -8,13 +8,13 @@ use ringspan_models::{Decoder, Unit, Weights};
 use std::collections::BTreeMap;
 
 impl Shards {
-    /// The parameters of a unit, whole. All ranks of the copy call this.
+    /// The parameters of a unit, whole, on the first rank of the copy. All its ranks call this.
     pub(crate) fn whole(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
         let own: Vec<&[f32]> = self.held(unit)?.iter().map(|shard| numbers(&shard.values)).collect();
         self.together(decoder, unit, &own, |_| true)
     }
 
-    /// The gradients of a unit's trained parameters, whole. All ranks of the copy call this.
+    /// The gradients of a unit's trained parameters, whole, on the first rank of the copy. All its ranks call this.
     pub(crate) fn whole_gradients(&self, decoder: &Decoder, unit: Unit, sums: &Sums) -> Result<Weights> {
         let own: Vec<&[f32]> = sums.get(&unit).into_iter().flatten().map(Vec::as_slice).collect();
         self.together(decoder, unit, &own, |trained| trained)
@@ -32,6 +32,9 @@ impl Shards {
             }
         }
         let all = self.copy.all_gather(Buffer::F32(sent))?;
+        if self.copy.rank() != 0 {
+            return Ok(Weights::new());
+        }
 
         let mut values: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
         for (rank, buffer) in all.iter().enumerate() {
