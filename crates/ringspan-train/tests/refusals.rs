@@ -56,7 +56,7 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     refused(root, Settings { ring: Some(4), ep: Some(2), ..with(&model, &data) }, &["--ep 2", "llama has none"]);
     let dense = fs::read(model.join("config.json")).unwrap();
     let weights = fs::read(model.join("model.safetensors")).unwrap();
-    common::sparse(&model);
+    sparse(&model);
     let ready = |ep, moe_dp| Settings { ring: Some(3), dp_replicate: Some(2), ep, moe_dp, ..with(&model, &data) };
     refused(root, ready(Some(4), None), &["--ep 4 x --tp 1 does not divide the 6 ranks"]);
     refused(root, ready(Some(3), Some(1)), &["ep 3 x moe_tp 2", "the 3 ranks of a copy"]);
