@@ -130,8 +130,8 @@ impl Shape {
     fn to_experts(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let rows = tokens.div_ceil(self.tp);
-        let others = self.top.min(self.ep) * (self.ep - 1) / self.ep;
-        self.sparse_layers * self.passes() * 2 * 4 * rows * self.hidden * others
+        let there = tokens_there(rows, self.top, self.ep);
+        self.sparse_layers * self.passes() * 2 * 4 * there * self.hidden
     }
 
     /// Times that a layer is computed, forward or backward.
@@ -155,5 +155,23 @@ impl Shape {
     fn sizes(&self) -> Sizes {
         let (heads, kv_heads, dim) = (self.heads.queries.len(), self.heads.key_values.len(), self.dim as usize);
         Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
+    }
+}
+
+/// Tokens that leave a rank with so many rows, each for `top` experts of `ep` ranks.
+fn tokens_there(rows: u64, top: u64, ep: u64) -> u64 {
+    // The product first: a token leaves for less than one other rank where it has one expert.
+    rows * top.min(ep) * (ep - 1) / ep.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tokens_there;
+
+    #[test]
+    fn tokens_with_one_expert_travel_too() {
+        assert_eq!(tokens_there(100, 1, 4), 75);
+        assert_eq!(tokens_there(100, 8, 4), 300);
+        assert_eq!(tokens_there(100, 2, 1), 0);
     }
 }
