@@ -7,8 +7,8 @@
 //! of them: its gradient is the sum over the ranks.
 
 use crate::collective;
-use candle_core::{Result, Tensor, bail};
-use ringspan::comm::{Buffer, Communicator};
+use candle_core::{Result, Tensor};
+use ringspan::comm::{Communicator, numbers};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -62,13 +62,7 @@ impl TensorParallel {
     /// Failures of other ranks.
     pub(crate) fn exchange(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
         let Some(comm) = &self.comm else { return Ok(vec![own.to_vec()]) };
-        let bits = Buffer::U64(own.iter().map(|value| value.to_bits()).collect());
-        let all = comm.all_gather(bits).map_err(candle_core::Error::wrap)?;
-        let of_rank = |(rank, bits): (usize, &Arc<Buffer>)| match &**bits {
-            Buffer::U64(bits) if bits.len() == own.len() => Ok(bits.iter().map(|bits| f64::from_bits(*bits)).collect()),
-            other => bail!("rank {rank} of the tensor-parallel group sent {} numbers of {}", other.len(), own.len()),
-        };
-        all.iter().enumerate().map(of_rank).collect()
+        numbers::all_gather(&**comm, own).map_err(candle_core::Error::wrap)
     }
 
     /// Whether layers are whole.

@@ -5,7 +5,7 @@ use crate::{
     setup::{Setup, model_error},
 };
 use ringspan::{
-    comm::{Buffer, Communicator, timed::Timed},
+    comm::{Communicator, numbers, timed::Timed},
     schedule::HeadShare,
 };
 use ringspan_candle::{context::Context, peak};
@@ -110,10 +110,5 @@ fn of_token(setup: &Setup) -> f64 {
 
 /// A number of each rank, in rank order.
 fn all(world: &dyn Communicator, own: f64) -> Result<Vec<f64>> {
-    let all = world.all_gather(Buffer::U64(vec![own.to_bits()]))?;
-    let number = |buffer: &Arc<Buffer>| match &**buffer {
-        Buffer::U64(bits) => bits.first().map_or(f64::NAN, |bits| f64::from_bits(*bits)),
-        _ => f64::NAN,
-    };
-    Ok(all.iter().map(number).collect())
+    Ok(numbers::all_gather(world, &[own])?.concat())
 }

@@ -13,7 +13,7 @@ use crate::{
 use candle_core::Tensor;
 use ringspan::{
     Layout,
-    comm::{Buffer, Communicator},
+    comm::{Buffer, Communicator, numbers},
 };
 use ringspan_candle::{context::Context, loss, tensor_parallel};
 use ringspan_models::{Balanced, Keep, Place, gradients};
@@ -98,13 +98,7 @@ impl Rank<'_> {
         let coefficient = self.setup.decoder.config().router_aux_loss()? / micro_batches as f64;
         let world = self.world.clone();
         let sum_over_ranks = move |values: &mut [f64]| {
-            let own = Buffer::U64(values.iter().map(|value| value.to_bits()).collect());
-            values.fill(0.0);
-            for of_rank in world.all_gather(own).map_err(candle_core::Error::wrap)? {
-                if let Buffer::U64(bits) = &*of_rank {
-                    values.iter_mut().zip(bits).for_each(|(sum, bits)| *sum += f64::from_bits(*bits));
-                }
-            }
+            values.copy_from_slice(&numbers::all_reduce(&*world, values).map_err(candle_core::Error::wrap)?);
             Ok(())
         };
         Some(Arc::new(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks)))
@@ -205,12 +199,5 @@ impl Rank<'_> {
 
 /// Sums one number over the ranks of a group, in f64 and in rank order.
 fn sum(group: &dyn Communicator, value: f64) -> Result<f64> {
-    let all = group.all_gather(Buffer::U64(vec![value.to_bits()]))?;
-    Ok(all
-        .iter()
-        .map(|buffer| match &**buffer {
-            Buffer::U64(bits) => bits.iter().map(|&b| f64::from_bits(b)).sum(),
-            _ => f64::NAN,
-        })
-        .sum())
+    Ok(numbers::all_reduce(group, &[value])?.into_iter().sum())
 }

@@ -27,6 +27,7 @@ mod group;
 pub mod launch;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+pub mod numbers;
 pub mod ranks;
 pub mod threads;
 pub mod timed;
