@@ -75,13 +75,14 @@ impl Decoder {
         }
         // Each rank knows part of the vocabulary, and has zeros for other tokens.
         let (width, known) = (self.config.hidden_size, shared.part(vocabulary));
-        let embedding: Vec<f32> = embedding.flatten_all()?.to_vec1()?;
+        let place = |token: u32| (token as usize).checked_sub(known.start).filter(|place| *place < known.len());
+        let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
         let mut rows = vec![0.0f32; tokens.len() * width];
-        for (row, token) in rows.chunks_exact_mut(width).zip(tokens) {
-            if known.contains(&(*token as usize)) {
-                let at = (*token as usize - known.start) * width;
-                row.copy_from_slice(&embedding[at..at + width]);
-            }
+        if !places.is_empty() {
+            let own =
+                embedding.index_select(&Tensor::new(places, &Device::Cpu)?, 0)?.flatten_all()?.to_vec1::<f32>()?;
+            let here = rows.chunks_exact_mut(width).zip(tokens).filter(|(_, token)| place(**token).is_some());
+            here.zip(own.chunks_exact(width)).for_each(|((row, _), own)| row.copy_from_slice(own));
         }
         let rows = Tensor::from_vec(rows, (tokens.len(), width), &Device::Cpu)?;
         self.embedding_scaled(shared.reduce(&rows)?)
