@@ -65,7 +65,8 @@ impl ExpertParallel {
             };
             let is_here = |choice: &u64| *choice == u64::from(NOWHERE) || own.contains(&(*choice as usize));
             if choices.len() % top.max(1) != 0 || !choices.iter().all(is_here) {
-                bail!("rank {rank} sent choices {choices:?} to the rank with experts {own:?}");
+                let count = choices.len();
+                bail!("rank {rank} sent {count} choices, {top} a token, some not of the experts {own:?} that are here");
             }
             receive.push(choices.len() / top.max(1));
             chosen.extend(choices.iter().map(|choice| *choice as u32));
