@@ -1,8 +1,10 @@
 //! Decoders on candle tensors: Llama, Qwen, Mistral, Gemma.
 //!
-//! A [`Decoder`] never mentions a rank: it computes on the tokens at hand, and asks an
-//! [`Attend`](ringspan_candle::Attend) for attention and for their positions, and its
-//! [`Experts`](ringspan_candle::Experts) for mixtures of experts.
+//! A model knows no ranks: it computes on the tokens and with the weights at hand, and asks an
+//! [`Attend`](ringspan_candle::Attend) for attention and for their positions, its
+//! [`Experts`](ringspan_candle::Experts) for mixtures of experts, and its
+//! [`TensorParallel`](ringspan_candle::TensorParallel) for what others have of a layer. Which part of its parameters is at
+//! hand where layers are shared, [`Portion`] says, beside the model and not in it.
 #![deny(missing_docs)]
 
 pub mod adapter;

@@ -1,10 +1,9 @@
 //! Which part of each parameter a rank holds, where ranks share the width of layers (tensor parallel) and the experts.
 
 use crate::config::Config;
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::parameters::Unit;
-use candle_core::Tensor;
 use ringspan_candle::tensor_parallel::part;
 use std::ops::Range;
 
@@ -75,23 +74,6 @@ impl Portion {
     /// Columns of the whole parameter.
     pub fn width(&self) -> usize {
         self.whole.get(1).copied().unwrap_or(1)
-    }
-
-    /// This portion of the whole parameter.
-    ///
-    /// # Errors
-    /// A tensor of another shape.
-    pub fn of(&self, tensor: &Tensor) -> Result<Tensor> {
-        if tensor.dims() != self.whole {
-            let (name, expected, actual) = (self.name.clone(), self.whole.clone(), tensor.dims().to_vec());
-            return Err(Error::Shape { name, expected, actual });
-        }
-        let rows = tensor.narrow(0, self.rows.start, self.rows.len())?;
-        Ok(match self.whole.len() {
-            1 => rows,
-            _ => rows.narrow(1, self.columns.start, self.columns.len())?,
-        }
-        .contiguous()?)
     }
 }
 
@@ -255,20 +237,6 @@ impl Decoder {
             )));
         }
         Ok(())
-    }
-
-    /// The portions of `weights` that the rank at `place` holds, by name.
-    ///
-    /// # Errors
-    /// As [`Self::portions`], and missing weights.
-    pub fn portion_of(&self, weights: &Weights, place: Place) -> Result<Weights> {
-        let mut own = Weights::new();
-        for unit in self.units() {
-            for portion in self.portions(unit, place)? {
-                own.insert(portion.name.clone(), portion.of(self.get(weights, &portion.name)?)?);
-            }
-        }
-        Ok(own)
     }
 }
 

@@ -8,7 +8,9 @@ use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, Context, ExpertParallel, Experts, TensorParallel, loss};
-use ringspan_models::{Balanced, Decoder, Error, Parameters, Place, Recompute, Unit, Weights, folder, gradients};
+use ringspan_models::{
+    Balanced, Decoder, Error, Parameters, Place, Portion, Recompute, Unit, Weights, folder, gradients,
+};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -227,7 +229,7 @@ pub(crate) fn on_ranks(
             let experts = balanced.clone().map_or(inner, |balanced| balanced);
             let context = context.with_experts(experts).with_tensor_parallel(tensor);
             let place = spread.place(rank);
-            let own_weights = decoder.portion_of(weights, place)?;
+            let own_weights = portions_of(decoder, weights, place)?;
             let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
             let (own, order) = local(decoder, &own_weights, &tokens, &targets, batch.valid(), &context)?;
@@ -248,6 +250,21 @@ pub(crate) fn on_ranks(
     .expect("runs");
     assert!(orders.iter().all(|order| *order == orders[0]), "ranks deliver in one order, or their sums would mix");
     answer.into_inner().expect("no panics")
+}
+
+/// The portions of whole weights that the rank at `place` holds.
+fn portions_of(decoder: &Decoder, weights: &Weights, place: Place) -> Result<Weights, Error> {
+    let mut own = Weights::new();
+    for unit in decoder.units() {
+        for Portion { name, whole, rows, columns, .. } in decoder.portions(unit, place)? {
+            let mut part = weights[&name].narrow(0, rows.start, rows.len())?;
+            if whole.len() > 1 {
+                part = part.narrow(1, columns.start, columns.len())?;
+            }
+            own.insert(name, part.contiguous()?);
+        }
+    }
+    Ok(own)
 }
 
 /// Adds the logits `[T, V of rank]` of a rank to those of all, `[B * S, V]`.

@@ -101,7 +101,7 @@ impl Shards {
     }
 
     /// Whether this rank's shards of what is trained are in no other rank's checkpoint file.
-    pub(crate) fn keeps(&self, family: usize) -> bool {
+    fn keeps(&self, family: usize) -> bool {
         self.families[family].copies.rank() == 0
     }
 
