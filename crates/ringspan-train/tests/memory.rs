@@ -1,57 +1,14 @@
 //! What a training keeps in memory: parameters, gradients and optimiser state once for all ranks that share them.
 
 mod common;
+mod counting;
 
 use common::text;
 use ringspan_models::{Config, Decoder, folder};
-use ringspan_train::{Observer, Settings, StepMetrics, Tokenizer, TrainConfig, train};
-use std::alloc::{GlobalAlloc, Layout, System};
+use ringspan_train::{Settings, Tokenizer};
 use std::path::Path;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-
-/// The system's allocator, counted.
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-fn grown(size: usize) {
-    let now = NOW.fetch_add(size, Ordering::Relaxed) + size;
-    MOST.fetch_max(now, Ordering::Relaxed);
-}
-
-// SAFETY: everything is handed on to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        grown(layout.size());
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Most bytes in use during the steps after the first.
-#[derive(Default)]
-struct Peak(usize);
-
-impl Observer for Peak {
-    fn stepped(&mut self, metrics: &StepMetrics) {
-        if metrics.step == 1 {
-            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.0 = MOST.load(Ordering::Relaxed);
-    }
-}
 
 /// Layers of 0.4 million parameters, so that tokens weigh little.
 fn model(root: &Path, layers: usize) -> (usize, usize) {
@@ -84,10 +41,8 @@ fn peak(root: &Path, layers: usize, change: Settings) -> usize {
         save_every: Some(0),
         ..change
     };
-    let mut peak = Peak::default();
-    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
-    std::fs::remove_dir_all(root.join("out")).unwrap();
-    peak.0
+    let peak = counting::peak(settings);
+    peak.most
 }
 
 /// One allocator counts for the process, so one test runs at a time.

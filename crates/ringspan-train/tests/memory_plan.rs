@@ -1,56 +1,12 @@
 //! The memory that a plan predicts is the memory that a run takes.
 
 mod common;
+mod counting;
 
 use ringspan_models::{Config, Decoder, folder};
-use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
+use ringspan_train::{Plan, Settings};
 use safetensors::{Dtype, tensor::TensorView};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-
-/// The system's allocator, counted.
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: everything is handed on to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        MOST.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-#[derive(Default)]
-struct Peak {
-    plan: Plan,
-    most: usize,
-}
-
-impl Observer for Peak {
-    fn planned(&mut self, plan: &Plan) {
-        self.plan = plan.clone();
-    }
-    fn stepped(&mut self, metrics: &StepMetrics) {
-        if metrics.step == 1 {
-            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.most = MOST.load(Ordering::Relaxed);
-    }
-}
 
 /// A model: layers, hidden size, heads over key-value heads of 32, inner width, vocabulary, tied or not.
 type Model = (usize, usize, usize, usize, usize, usize, bool);
@@ -95,12 +51,9 @@ fn compare(root: &Path, of: Model, (rows, len): (usize, usize), change: Settings
         save_every: Some(0),
         ..change
     };
-    let before = NOW.load(Ordering::Relaxed);
-    let mut peak = Peak::default();
-    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
-    std::fs::remove_dir_all(root.join("out")).unwrap();
+    let peak = counting::peak(settings);
     let predicted = peak.plan.rank_bytes() as f64 * peak.plan.tokens_per_rank.len() as f64;
-    (predicted, (peak.most - before) as f64, peak.plan)
+    (predicted, (peak.most - peak.before) as f64, peak.plan)
 }
 
 #[test]

@@ -1,51 +1,12 @@
 //! A rank's memory depends on its own tokens, not on how many ranks there are beside it.
 
 mod common;
+mod counting;
 
 use common::tiny_model;
 use ringspan_models::{Config, Decoder, folder};
-use ringspan_train::{Observer, Settings, StepMetrics, TrainConfig, train};
-use std::alloc::{GlobalAlloc, Layout, System};
+use ringspan_train::Settings;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-
-/// The system's allocator, counted.
-struct Counting;
-
-static NOW: AtomicUsize = AtomicUsize::new(0);
-static MOST: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: everything is handed on to the system's allocator as it came.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
-        MOST.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Most bytes in use during the steps after the first.
-#[derive(Default)]
-struct Peak(usize);
-
-impl Observer for Peak {
-    fn stepped(&mut self, metrics: &StepMetrics) {
-        if metrics.step == 1 {
-            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
-        }
-        self.0 = MOST.load(Ordering::Relaxed);
-    }
-}
 
 /// Tokens of a rank.
 const TOKENS: usize = 512;
@@ -83,11 +44,8 @@ fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
         save_every: Some(0),
         ..Settings::default()
     };
-    let before = NOW.load(Ordering::Relaxed);
-    let mut peak = Peak::default();
-    train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
-    std::fs::remove_dir_all(root.join("out")).unwrap();
-    (peak.0 - before) as f64 / ranks as f64
+    let peak = counting::peak(settings);
+    (peak.most - peak.before) as f64 / ranks as f64
 }
 
 /// One test, since the allocator counts for the whole process.
