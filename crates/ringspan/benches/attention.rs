@@ -91,7 +91,7 @@ impl Case {
     fn forward(&self, kernel: &Kernel, partial: &mut Partial) {
         partial.max.fill(f32::NEG_INFINITY);
         partial.sum.fill(0.0);
-        self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial));
+        self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial).expect("a CPU does not fail"));
     }
 
     /// Log-sum-exp and delta, which the backward pass starts from.
@@ -99,7 +99,12 @@ impl Case {
         let mut partial = Partial::new(self.s, self.h, self.d);
         self.forward(kernel, &mut partial);
         let (out, lse) = partial.finish(self.s, self.h, self.d, None);
-        (lse, kernel.delta(View::new(&out, self.s, self.h, self.d).expect("its size"), self.d_out()))
+        (
+            lse,
+            kernel
+                .delta(View::new(&out, self.s, self.h, self.d).expect("its size"), self.d_out())
+                .expect("a CPU does not fail"),
+        )
     }
 
     fn backward(&self, kernel: &Kernel, (lse, delta): &(Vec<f32>, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
@@ -107,7 +112,7 @@ impl Case {
         let mut d_table = vec![0.0; score(self.h, self.d).table_len()];
         let mut sums = Sums { dq, dk, dv, d_table: &mut d_table, d_bias: &mut [] };
         let saved = Saved { lse, delta, d_out: self.d_out() };
-        self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums));
+        self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums).expect("a CPU does not fail"));
     }
 
     fn sums(&self) -> [Vec<f32>; 3] {

@@ -74,6 +74,16 @@ pub enum Error {
     /// A parameter of the score does not fit the heads, or has no meaning.
     #[error("score: {0}")]
     Score(String),
+    /// A device other than the CPU is not there, or failed.
+    #[error("{device}: {operation}: {message}")]
+    Device {
+        /// Which one.
+        device: String,
+        /// What it was asked for.
+        operation: &'static str,
+        /// What it or its driver said.
+        message: String,
+    },
     /// A picture would not be readable.
     #[error("drawing: {0}")]
     Drawing(String),

@@ -4,7 +4,7 @@ mod support;
 
 use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
 use ringspan::comm::threads;
-use ringspan::kernel::{Kernel, View};
+use ringspan::kernel::View;
 use ringspan::{Error, Layout, LayoutKind, Mask, Run};
 use support::{Problem, relative_l2};
 
@@ -18,7 +18,7 @@ fn on_ranks(problem: &Problem, ranks: usize, block: usize, merge: Merge) -> Vec<
     let each: Vec<Run> = (0..queries).map(|start| Run { start, len: 1, ..query[0] }).collect();
     let run = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
         let rank = comm.rank();
-        let group = Group::new(comm.clone(), (ranks, 1), Kernel::new(1))?;
+        let group = Group::new(comm.clone(), (ranks, 1), support::kernel()?)?;
         let (k, v) = (layout.shard(rank, &inputs.k, kv_heads * dim)?, layout.shard(rank, &inputs.v, kv_heads * v_dim)?);
         let view = |data, tokens, heads, dim| View::new(data, tokens, heads, dim).expect("its size");
         let held = layout.tokens(rank);
@@ -78,7 +78,7 @@ fn a_bias_too_short_for_the_keys_is_refused() {
     let inputs = problem.inputs(5);
     let bias = vec![0.0; 2 * 20];
     let error = threads::run(1, threads::Options::default(), |comm| {
-        let group = Group::new(comm, (1, 1), Kernel::new(1))?;
+        let group = Group::new(comm, (1, 1), support::kernel()?)?;
         let view = |data, tokens, dim| View::new(data, tokens, 2, dim).expect("its size");
         let local = Inputs::new(view(&inputs.q, 1, 8), view(&inputs.k, 30, 8), view(&inputs.v, 30, 8), &problem.score);
         let runs = [1, 30].map(|len| Run { document: 0, start: 0, len, step: 1 });

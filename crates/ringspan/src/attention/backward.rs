@@ -57,7 +57,7 @@ pub fn backward(
     elements("d_out", d_out.tokens * d_out.heads * d_out.dim, v.dim)?;
 
     let out = stored(Data::F32(&forward.out), q.tokens, q.heads, v.dim)?;
-    let delta = group.kernel().delta(out, d_out);
+    let delta = group.kernel().delta(out, d_out)?;
     let d_sinks = score.sinks.as_ref().map_or(Vec::new(), |sinks| of_sinks(sinks, &forward.lse, &delta));
     let saved = Saved { lse: &forward.lse, delta: &delta, d_out };
     let mut meter = Meter::default();
@@ -167,7 +167,7 @@ fn over_ring(
                 }
             };
             let mut sums = kernel::Sums { dq, dk, dv, d_table: &mut d_table, d_bias: &mut d_bias };
-            group.kernel().backward(&inputs, &compute.tiles, &saved, &mut sums);
+            group.kernel().backward(&inputs, &compute.tiles, &saved, &mut sums)?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {

@@ -102,7 +102,7 @@ pub fn decode(
         }
     }
     if !tiles.is_empty() {
-        group.kernel().forward(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut partial);
+        group.kernel().forward(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut partial)?;
     }
     let partial = match merge {
         _ if group.size() == 1 => partial,

@@ -94,7 +94,7 @@ fn over_ring(
                 meter.hold(state(inputs.q.tokens));
                 foreign.insert(Partial::new(inputs.q.tokens, heads, v_dim))
             };
-            group.kernel().forward(&inputs, &compute.tiles, partial);
+            group.kernel().forward(&inputs, &compute.tiles, partial)?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {

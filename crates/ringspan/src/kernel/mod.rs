@@ -1,12 +1,15 @@
-//! Attention of banded tiles on one device: the plain reference, and the blocked CPU kernels.
+//! Attention of banded tiles on one device: the plain reference, the blocked CPU kernels, and those of GPUs.
 //!
 //! Shape letters: Tq queries and Tk keys on this rank, H query heads, G key-value heads, D and Dv head widths.
 
 mod backward;
 mod buffer;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod decode;
 mod delta;
+mod device;
 mod forward;
 mod head_map;
 mod isa;
@@ -24,7 +27,9 @@ mod workers;
 #[cfg(test)]
 mod test;
 
-pub use cpu::Kernel;
+#[cfg(feature = "cuda")]
+pub use cuda::Gpu;
+pub use device::{Kernel, Progress};
 pub use head_map::HeadMap;
 pub use isa::Isa;
 pub use partial::Partial;

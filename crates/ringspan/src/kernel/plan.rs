@@ -6,7 +6,7 @@ use std::ops::Range;
 /// The part of a tile that concerns one block of queries.
 pub(super) struct Part {
     /// Index of the tile.
-    tile: usize,
+    pub(super) tile: usize,
     /// Key rows that some query of the block sees.
     pub(super) any: Range<usize>,
     /// Key rows that every query of the block sees; possibly empty.

@@ -168,6 +168,21 @@ impl Buckets {
         first + (exact as usize + (part * (count - exact as usize) as f64) as usize).min(count - 1)
     }
 
+    /// The least distance of each bucket of one direction.
+    pub(super) fn first(&self) -> Vec<u64> {
+        let side = if self.bidirectional { self.count / 2 } else { self.count };
+        // Buckets grow with the distance, so the least distance of each is found by halving.
+        let least = |bucket: usize| {
+            let (mut low, mut high) = (0, self.max_distance as i64);
+            while low < high {
+                let middle = (low + high) / 2;
+                if self.of(middle) >= bucket { high = middle } else { low = middle + 1 }
+            }
+            low as u64
+        };
+        (0..side).map(least).collect()
+    }
+
     /// Distances with a bucket each.
     fn exact(&self) -> usize {
         self.count / if self.bidirectional { 4 } else { 2 }

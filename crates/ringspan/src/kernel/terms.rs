@@ -336,19 +336,7 @@ impl<'a> Distances<'a> {
     fn new(relative: &'a Relative) -> Self {
         let first = match relative {
             Relative::Alibi { .. } => Vec::new(),
-            // Buckets grow with the distance, so the least distance of each is found by halving.
-            Relative::Buckets(buckets) => {
-                let side = if buckets.bidirectional { buckets.count / 2 } else { buckets.count };
-                let least = |bucket: usize| {
-                    let (mut low, mut high) = (0, buckets.max_distance as i64);
-                    while low < high {
-                        let middle = (low + high) / 2;
-                        if buckets.of(middle) >= bucket { high = middle } else { low = middle + 1 }
-                    }
-                    low as u64
-                };
-                (0..side).map(least).collect()
-            }
+            Relative::Buckets(buckets) => buckets.first(),
         };
         Self { relative, first }
     }

@@ -294,7 +294,7 @@ impl Problem {
         let bias_width = bias_heads * self.keys;
         let locals = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(comm.clone(), on.grid, Kernel::new(1))?.with_wire(on.wire);
+            let group = Group::new(comm.clone(), on.grid, kernel()?)?.with_wire(on.wire);
             let q = query.shard(rank, &inputs.q, heads * dim)?;
             let k = key.shard(rank, &inputs.k, kv_heads * dim)?;
             let v = key.shard(rank, &inputs.v, kv_heads * v_dim)?;
@@ -398,6 +398,19 @@ impl Answer {
         ];
         let errors = pairs.into_iter().map(|(name, wanted, got)| (name, relative_l2(got, wanted)));
         errors.into_iter().find(|(_, error)| *error > bound || error.is_nan())
+    }
+}
+
+/// What a rank of these tests computes with: one thread, or with `RINGSPAN_TEST_DEVICE=cuda` its stream on the first GPU.
+pub(crate) fn kernel() -> Result<Kernel, Error> {
+    match std::env::var("RINGSPAN_TEST_DEVICE").as_deref() {
+        Err(_) | Ok("cpu") => Ok(Kernel::new(1)),
+        #[cfg(feature = "cuda")]
+        Ok("cuda") => {
+            static GPU: std::sync::OnceLock<ringspan::kernel::Gpu> = std::sync::OnceLock::new();
+            Kernel::cuda(GPU.get_or_init(|| ringspan::kernel::Gpu::open(0).expect("a GPU that works")))
+        }
+        Ok(other) => panic!("RINGSPAN_TEST_DEVICE={other}: cpu, or cuda in a build with feature cuda"),
     }
 }
 

@@ -5,27 +5,16 @@ use super::super::buffer::{Aligned, Target, lines};
 use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
 use super::super::{Inputs, Saved, Sums, Tile, isa, workers};
-use super::{Kernel, SEGMENT, check};
+use super::{Cpu, SEGMENT};
 use std::ops::Range;
 use std::sync::Mutex;
 
-impl Kernel {
+impl Cpu {
     /// Adds the gradients of `tiles` to `sums`.
-    ///
-    /// # Panics
-    /// If the shapes do not fit each other.
-    pub fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) {
+    pub(in crate::kernel) fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         let Saved { lse, delta, d_out } = *saved;
         let Sums { dq, dk, dv, d_table, d_bias } = sums;
-        check(inputs, tiles);
-        let rows = q.tokens * q.heads;
-        assert_eq!((d_out.tokens, d_out.heads, d_out.dim), (q.tokens, q.heads, v.dim), "the shape of d_out");
-        assert_eq!([lse.len(), delta.len(), dq.len()], [rows, rows, rows * q.dim], "the sizes of lse, delta, dq");
-        let keys = k.tokens * k.heads;
-        assert_eq!([dk.len(), dv.len()], [keys * k.dim, keys * v.dim], "the sizes of dk and dv");
-        let biases = bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
-        assert_eq!([d_table.len(), d_bias.len()], [score.table_len(), biases], "the sizes of d_table and d_bias");
         let code = self.code(inputs);
         let lanes = code.lanes();
         let plan = Plan::new(tiles, lanes, q.tokens, k.tokens);

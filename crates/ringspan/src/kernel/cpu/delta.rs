@@ -4,17 +4,13 @@ use super::super::buffer::Target;
 use super::super::delta::{self, Delta};
 use super::super::isa::Code;
 use super::super::{View, isa, workers};
-use super::Kernel;
+use super::Cpu;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-impl Kernel {
+impl Cpu {
     /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
-    ///
-    /// # Panics
-    /// If the shapes are not equal.
-    pub fn delta(&self, out: View, d_out: View) -> Vec<f32> {
+    pub(in crate::kernel) fn delta(&self, out: View, d_out: View) -> Vec<f32> {
         let View { tokens, heads, dim, .. } = d_out;
-        assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
         let mut delta = vec![0.0; heads * tokens];
         let code = Code::new(self.isa, false);
         let job = Delta { out, d_out, delta: Target::new(&mut delta) };

@@ -8,29 +8,14 @@ use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
 use super::super::{HeadMap, Inputs, Partial, Tile, isa, workers};
-use super::{Kernel, check};
+use super::Cpu;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-impl Kernel {
+impl Cpu {
     /// Adds the keys of `tiles` to the softmax state of the queries.
-    ///
-    /// Called once per key block; each visible pair must be named by one tile of one call.
-    ///
-    /// # Panics
-    /// If shapes, tiles and `partial` do not fit each other.
-    pub fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
+    pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        check(inputs, tiles);
-        let rows = q.tokens * q.heads;
-        assert_eq!(
-            [partial.out.len(), partial.max.len(), partial.sum.len()],
-            [rows * v.dim, rows, rows],
-            "a softmax state for other sizes than [{}, {}, {}]",
-            q.tokens,
-            q.heads,
-            v.dim
-        );
         let (factor, terms) = (terms::factor(score), Terms::new(score, bias));
         if q.tokens == 1 {
             // Packing would cost more than the whole product.

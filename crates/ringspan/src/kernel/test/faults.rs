@@ -61,12 +61,11 @@ fn check(problem: &Problem, fault: Fault, what: &str) {
         let mut spoilt = clean.clone();
         fault.put(problem, &mut spoilt, x);
         let wanted = problem.wanted(&spoilt);
-        for isa in Isa::available() {
-            let kernel = Kernel::with_isa(2, isa).expect("available");
+        for kernel in kernels(&[2]) {
             let (clean, got) = (problem.computed(&kernel, &clean), problem.computed(&kernel, &spoilt));
             // Products of visible pairs only are not rounded.
-            let bound = if problem.multiplies_bf16(isa) { 2e-2 } else { 2e-6 };
-            let what = |tensor: &str| format!("{what}, {fault:?} {x}, {isa:?}: {tensor}");
+            let bound = if problem.rounds(&kernel) { 2e-2 } else { 2e-6 };
+            let what = |tensor: &str| format!("{what}, {fault:?} {x}, {kernel:?}: {tensor}");
             let (heads, kv_heads) = (problem.heads(), problem.kv_heads);
             let query = |at: usize| fault.reaches_query(problem, at / heads, at % heads);
             let key = |at: usize| fault.reaches_key(problem, at / kv_heads, at % kv_heads);

@@ -252,10 +252,11 @@ impl Problem {
         };
         let mut partial = Partial::new(self.queries, heads, self.v_dim);
         for (rows, tiles) in &self.blocks {
-            kernel.forward(&inputs(rows), &self.tiles(rows, tiles), &mut partial);
+            kernel.forward(&inputs(rows), &self.tiles(rows, tiles), &mut partial).expect("no failure");
         }
         let (out, lse) = partial.finish(self.queries, heads, self.v_dim, self.score.sinks.as_deref());
-        let delta = kernel.delta(View::new(&out, self.queries, heads, self.v_dim).expect("its size"), d_out);
+        let out_view = View::new(&out, self.queries, heads, self.v_dim).expect("its size");
+        let delta = kernel.delta(out_view, d_out).expect("no failure");
         let (mut dq, mut dk) = (vec![0.0; values.q.len()], vec![0.0; values.k.len()]);
         let mut dv = vec![0.0; values.v.len()];
         let (mut d_table, mut d_bias) = (vec![0.0; self.score.table_len()], vec![0.0; values.bias.len()]);
@@ -268,31 +269,50 @@ impl Problem {
                 d_bias: &mut d_bias,
             };
             let saved = Saved { lse: &lse, delta: &delta, d_out };
-            kernel.backward(&inputs(rows), &self.tiles(rows, tiles), &saved, &mut sums);
+            kernel.backward(&inputs(rows), &self.tiles(rows, tiles), &saved, &mut sums).expect("no failure");
         }
         Answer { out, lse, dq, dk, dv, d_table, d_bias }
     }
 
     /// Whether products are rounded.
-    fn multiplies_bf16(&self, isa: Isa) -> bool {
-        self.storage == Storage::Bf16 && self.score.scale > 0.0 && isa.multiplies_bf16()
+    fn rounds(&self, kernel: &Kernel) -> bool {
+        self.storage == Storage::Bf16 && self.score.scale > 0.0 && kernel.multiplies_bf16()
     }
 
-    /// Every instruction set, one to three threads, against the reference.
+    /// Every device and instruction set, one to three threads, against the reference.
     fn check(&self, what: &str) {
         let values = self.values();
         let wanted = self.wanted(&values);
-        for isa in Isa::available() {
-            for threads in 1..=3 {
-                let kernel = Kernel::with_isa(threads, isa).expect("available");
-                let got = self.computed(&kernel, &values);
-                let bound = if self.multiplies_bf16(isa) { 8e-3 } else { 5e-6 };
-                wanted.compare(&got, bound, &format!("{what}, {isa:?}, {threads} threads"));
-                // The second call meets used buffers and other timing, and has to give the same bits.
-                assert_eq!(self.computed(&kernel, &values), got, "{what}, {isa:?}, {threads} threads, again");
-            }
+        for kernel in kernels(&[1, 2, 3]) {
+            let got = self.computed(&kernel, &values);
+            let bound = if self.rounds(&kernel) { 8e-3 } else { 5e-6 };
+            wanted.compare(&got, bound, &format!("{what}, {kernel:?}"));
+            // The second call meets used buffers and other timing, and has to give the same bits.
+            assert_eq!(self.computed(&kernel, &values), got, "{what}, {kernel:?}, again");
         }
     }
+}
+
+/// A kernel for every instruction set of this machine and each number of threads, and that of its GPU.
+fn kernels(threads: &[usize]) -> Vec<Kernel> {
+    let isa = |threads: &usize, isa| Kernel::with_isa(*threads, isa).expect("available");
+    let cpu = threads.iter().flat_map(|threads| Isa::available().into_iter().map(move |i| isa(threads, i)));
+    cpu.chain(gpu()).collect()
+}
+
+/// A kernel on the first GPU, where the machine has one.
+fn gpu() -> Option<Kernel> {
+    #[cfg(feature = "cuda")]
+    {
+        static GPU: std::sync::OnceLock<Option<Gpu>> = std::sync::OnceLock::new();
+        let open = || match Gpu::count() {
+            Ok(0) => None,
+            _ => Some(Gpu::open(0).expect("a GPU that works")),
+        };
+        GPU.get_or_init(open).as_ref().map(|gpu| Kernel::cuda(gpu).expect("a stream"))
+    }
+    #[cfg(not(feature = "cuda"))]
+    None
 }
 
 impl Answer {

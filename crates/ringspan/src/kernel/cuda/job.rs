@@ -1,0 +1,96 @@
+//! What a launch is told: the structures of `source/common.cu`, field by field.
+
+/// A tensor on the GPU.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct View {
+    data: u64,
+    token_stride: i64,
+    head_stride: i64,
+}
+
+impl View {
+    /// A tensor whose elements were copied to `data`.
+    pub(super) fn new(view: &crate::kernel::View, data: u64) -> Self {
+        Self { data, token_stride: view.token_stride as i64, head_stride: view.head_stride as i64 }
+    }
+}
+
+/// A tile with its band, cut to what the tile holds.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tile {
+    pub(super) q: i32,
+    pub(super) queries: i32,
+    pub(super) k: i32,
+    pub(super) keys: i32,
+    pub(super) lo: i32,
+    pub(super) hi: i32,
+    pub(super) query: i64,
+    pub(super) key: i64,
+    pub(super) distance: i64,
+    pub(super) step: i64,
+}
+
+/// Rows of the other side that a block has to compute with.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Part {
+    pub(super) tile: i32,
+    pub(super) from: i32,
+    pub(super) to: i32,
+}
+
+/// All that a kernel reads. Pointers are addresses on the GPU.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Job {
+    pub(super) q: View,
+    pub(super) k: View,
+    pub(super) v: View,
+    pub(super) bias: View,
+    pub(super) d_out: View,
+    pub(super) tiles: u64,
+    pub(super) parts: u64,
+    pub(super) parts_of: u64,
+    pub(super) kv_of: u64,
+    pub(super) heads_of: u64,
+    pub(super) terms: u64,
+    pub(super) first: u64,
+    pub(super) out: u64,
+    pub(super) max: u64,
+    pub(super) sum: u64,
+    pub(super) lse: u64,
+    pub(super) delta: u64,
+    pub(super) dq: u64,
+    pub(super) dk: u64,
+    pub(super) dv: u64,
+    pub(super) d_bias: u64,
+    pub(super) d_table: u64,
+    pub(super) seed: u64,
+    pub(super) queries: i32,
+    pub(super) keys: i32,
+    pub(super) heads: i32,
+    pub(super) kv_heads: i32,
+    pub(super) bias_heads: i32,
+    pub(super) bias_keys: i32,
+    pub(super) buckets: i32,
+    pub(super) buckets_of_one: i32,
+    pub(super) first_head: i32,
+    pub(super) threshold: u32,
+    pub(super) scale: f32,
+    pub(super) softcap: f32,
+    pub(super) growth: f32,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl cudarc::driver::DeviceRepr for Job {}
+// SAFETY: as above.
+unsafe impl cudarc::driver::DeviceRepr for Tile {}
+// SAFETY: as above.
+unsafe impl cudarc::driver::DeviceRepr for Part {}
+
+/// A size that was checked before.
+pub(super) fn count(size: usize) -> i32 {
+    i32::try_from(size).unwrap_or(i32::MAX)
+}

@@ -1,0 +1,277 @@
+//! Kernels compiled for the shapes at hand, once for each GPU.
+
+use super::super::{Data, Inputs, Relative, View};
+use super::job::Job;
+use crate::error::{Error, Result};
+use cudarc::driver::{CudaContext, CudaModule};
+use cudarc::nvrtc::{Ptx, result, sys};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes of shared memory that blocks are cut for, so that they run on every GPU since 2020.
+const SHARED_MEMORY: usize = 96 * 1024;
+
+const COMMON: &str = include_str!("source/common.cu");
+const FORWARD: &str = include_str!("source/forward.cu");
+const BACKWARD: &str = include_str!("source/backward.cu");
+const DELTA: &str = include_str!("source/delta.cu");
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Pass {
+    Forward,
+    Backward,
+    Delta,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Stored {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Stored {
+    fn of(view: &View) -> Self {
+        match view.data {
+            Data::F32(_) => Self::F32,
+            Data::Bf16(_) => Self::Bf16,
+            Data::F16(_) => Self::F16,
+        }
+    }
+}
+
+/// What kernels are compiled for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Options {
+    pass: Pass,
+    pub(super) dim: usize,
+    pub(super) v_dim: usize,
+    /// Rows of a block, of queries and of keys.
+    pub(super) rows: usize,
+    /// Threads of a block.
+    pub(super) threads: usize,
+    /// Of q, k, v, the bias, the gradient of the output and the output.
+    types: [Stored; 6],
+    softcap: bool,
+    alibi: bool,
+    buckets: bool,
+    bias: bool,
+    dropout: bool,
+}
+
+impl Options {
+    pub(super) fn forward(inputs: &Inputs) -> Self {
+        Self::fitted(inputs, Pass::Forward, None)
+    }
+
+    pub(super) fn backward(inputs: &Inputs, d_out: &View) -> Self {
+        Self::fitted(inputs, Pass::Backward, Some(d_out))
+    }
+
+    pub(super) fn delta(out: &View, d_out: &View) -> Self {
+        let f = Stored::F32;
+        Self {
+            pass: Pass::Delta,
+            dim: out.dim,
+            v_dim: out.dim,
+            rows: 16,
+            threads: 128,
+            types: [f, f, f, f, Stored::of(d_out), Stored::of(out)],
+            softcap: false,
+            alibi: false,
+            buckets: false,
+            bias: false,
+            dropout: false,
+        }
+    }
+
+    fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>) -> Self {
+        let Inputs { q, k, v, score, bias, .. } = inputs;
+        let of = |view: Option<&View>| view.map_or(Stored::F32, Stored::of);
+        let wide = Self {
+            pass,
+            dim: q.dim,
+            v_dim: v.dim,
+            rows: 32,
+            threads: 128,
+            types: [Stored::of(q), Stored::of(k), Stored::of(v), of(bias.as_ref()), of(d_out), Stored::F32],
+            softcap: score.softcap.is_some(),
+            alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
+            buckets: matches!(score.relative, Some(Relative::Buckets(_))),
+            bias: bias.is_some(),
+            dropout: score.dropout.is_some_and(|dropout| dropout.rate > 0.0),
+        };
+        if wide.shared_bytes() <= SHARED_MEMORY { wide } else { Self { rows: 16, ..wide } }
+    }
+
+    /// Shared memory of a block of threads, as the sources lay it out.
+    pub(super) fn shared_bytes(&self) -> usize {
+        let (rows, keys, values) = (self.rows, self.rows * (self.dim + 1), self.rows * (self.v_dim + 1));
+        let pairs = rows * (rows + 1);
+        let floats = match self.pass {
+            Pass::Forward => keys + keys.max(values) + pairs,
+            Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
+            Pass::Delta => 0,
+        };
+        4 * floats
+    }
+
+    fn source(&self) -> String {
+        let of_pass = match self.pass {
+            Pass::Forward => FORWARD,
+            Pass::Backward => BACKWARD,
+            Pass::Delta => DELTA,
+        };
+        [COMMON, of_pass].concat()
+    }
+
+    /// Definitions for the compiler.
+    fn definitions(&self) -> Vec<String> {
+        let stored = |stored: Stored| match stored {
+            Stored::F32 => 0,
+            Stored::Bf16 => 1,
+            Stored::F16 => 2,
+        };
+        let sizes = [
+            ("DIM", self.dim),
+            ("V_DIM", self.v_dim),
+            ("ROWS", self.rows),
+            ("THREADS", self.threads),
+            ("JOB_BYTES", size_of::<Job>()),
+        ];
+        let names = ["Q_TYPE", "K_TYPE", "V_TYPE", "BIAS_TYPE", "D_OUT_TYPE", "OUT_TYPE"];
+        let types = names.into_iter().zip(self.types.map(stored));
+        let terms = [
+            ("SOFTCAP", self.softcap),
+            ("ALIBI", self.alibi),
+            ("BUCKETS", self.buckets),
+            ("BIAS", self.bias),
+            ("DROPOUT", self.dropout),
+        ];
+        let all = sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on))));
+        all.map(|(name, value)| format!("-D{name}={value}")).collect()
+    }
+}
+
+/// The kernels of a GPU.
+pub(super) struct Modules {
+    context: Arc<CudaContext>,
+    /// Its architecture as the compiler names it.
+    architecture: String,
+    compiled: Mutex<HashMap<Options, Arc<CudaModule>>>,
+}
+
+impl Modules {
+    pub(super) fn new(context: Arc<CudaContext>, (major, minor): (i32, i32)) -> Self {
+        Self { context, architecture: format!("sm_{major}{minor}"), compiled: Mutex::default() }
+    }
+
+    /// Compiles what was not asked for before: a second or so.
+    pub(super) fn get(&self, options: &Options, device: &str) -> Result<Arc<CudaModule>> {
+        // Ranks that ask for the same kernels wait for the first of them.
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = compiled.get(options) {
+            return Ok(module.clone());
+        }
+        let binary = compile(options, &self.architecture).map_err(|message| Error::Device {
+            device: device.into(),
+            operation: "compile kernels",
+            message,
+        })?;
+        let module = self
+            .context
+            .load_module(Ptx::from_binary(binary))
+            .map_err(super::failed(device, "load compiled kernels"))?;
+        compiled.insert(options.clone(), module.clone());
+        Ok(module)
+    }
+}
+
+pub(super) fn compiler_is_there() -> bool {
+    // SAFETY: loads the compiler's library, whose initialisers are its own.
+    unsafe { sys::is_culib_present() }
+}
+
+/// Machine code for an architecture, such as `sm_90`.
+fn compile(options: &Options, architecture: &str) -> std::result::Result<Vec<u8>, String> {
+    let source = CString::new(options.source()).map_err(|_| "a source with a zero in it")?;
+    let mut arguments = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".into()];
+    arguments.extend(options.definitions());
+    let program =
+        Program(result::create_program(&source, Some(c"attention.cu")).map_err(|error| format!("{error:?}"))?);
+    // SAFETY: the program was just made, and lives until the end.
+    unsafe { result::compile_program(program.0, &arguments) }.map_err(|error| {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+        // SAFETY: the log ends with a zero; one that could not be had is empty.
+        let log = if log.is_empty() { c"" } else { unsafe { CStr::from_ptr(log.as_ptr()) } };
+        format!("{error:?} for {architecture}, {}: {}", arguments.join(" "), log.to_string_lossy())
+    })?;
+    let failed = |error| format!("{error:?}: the compiler gave no machine code for {architecture}");
+    let mut size = 0;
+    // SAFETY: as above, and the size is where the call may write.
+    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
+    let mut binary = vec![0u8; size];
+    // SAFETY: the buffer has the size that was asked for.
+    unsafe { sys::nvrtcGetCUBIN(program.0, binary.as_mut_ptr().cast()) }.result().map_err(failed)?;
+    Ok(binary)
+}
+
+/// A program of the compiler, given back at the end.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by the compiler and given back once. A failure leaves memory behind, nothing else.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::{Buckets, Dropout, HeadMap, Score};
+    use super::*;
+    use half::{bf16, f16};
+
+    /// Without a GPU this still shows that the kernels are CUDA, fit its architectures, and agree on the job's size.
+    #[test]
+    fn kernels_compile_for_the_architectures_of_data_centres() {
+        if !compiler_is_there() {
+            println!("skipped: no NVRTC (libnvrtc.so) on this machine");
+            return;
+        }
+        let heads = HeadMap::grouped(1, 1).expect("they divide");
+        let plain = Score::new(1.0);
+        let buckets = Buckets { table: vec![0.0; 32], count: 32, max_distance: 128, bidirectional: true };
+        let all = Score {
+            softcap: Some(20.0),
+            relative: Some(Relative::Buckets(buckets)),
+            dropout: Some(Dropout { rate: 0.1, seed: 0, first_head: 0 }),
+            ..plain.clone()
+        };
+        let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
+        for architecture in ["sm_80", "sm_90a"] {
+            for (dim, v_dim) in [(64, 64), (128, 128), (8, 24), (576, 512)] {
+                let wide = 2 * dim.max(v_dim);
+                let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);
+                for (score, data, biased) in
+                    [(&plain, Data::Bf16(&b), false), (&all, Data::F16(&h), true), (&alibi, Data::F32(&f), false)]
+                {
+                    let view = |dim: usize| View::stored(data.slice(0..2 * dim), 2, 1, dim).expect("its size");
+                    let bias = biased.then(|| view(2));
+                    let inputs = Inputs { q: view(dim), k: view(dim), v: view(v_dim), heads: &heads, score, bias };
+                    let passes = [
+                        Options::forward(&inputs),
+                        Options::backward(&inputs, &view(v_dim)),
+                        Options::delta(&view(v_dim), &view(v_dim)),
+                    ];
+                    for options in passes {
+                        let binary = compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
+                        assert!(!binary.is_empty(), "{options:?}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,163 @@
+// What the kernels share: the job of a launch, reading tensors, scores, dropout.
+//
+// Compiled at run time for one set of shapes, which the options define:
+//   DIM, V_DIM           head widths D and Dv
+//   ROWS, THREADS        rows of a block, of queries and of keys; threads of a block, SPLIT of them for each row
+//   Q_TYPE .. OUT_TYPE   what tensors are stored in: F32, BF16 or F16
+//   SOFTCAP, ALIBI, BUCKETS, BIAS, DROPOUT   whether scores have these terms
+//   JOB_BYTES            size of Job where it was filled
+// Sums are f32 throughout. A query sees one run of keys of a tile, and a key is seen by one run of queries, so loops over
+// these runs touch nothing that is not visible: what is no number there stays there.
+
+#define F32 0
+#define BF16 1
+#define F16 2
+
+#define SPLIT (THREADS / ROWS)
+#define PAIRS (ROWS / SPLIT)
+#define LOG2_E 1.4426950408889634f
+#define NEGATIVE_INFINITY (-__int_as_float(0x7F800000))
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// A tensor [tokens, heads, width]; strides in elements.
+struct View {
+    const void *data;
+    i64 token_stride, head_stride;
+};
+
+// Query i sees key j iff lo <= i - j <= hi, in rows of the tile. Its query and key 0 are these tokens of the batch and of
+// its row, `distance` apart; from row to row it is `step` tokens.
+struct Tile {
+    int q, queries, k, keys, lo, hi;
+    i64 query, key, distance, step;
+};
+
+// The part of a tile that concerns a block of rows: rows from..to of the other side.
+struct Part {
+    int tile, from, to;
+};
+
+struct Job {
+    View q, k, v, bias, d_out;
+    const Tile *tiles;
+    const Part *parts;
+    // Parts parts_of[b] .. parts_of[b + 1] belong to block b.
+    const int *parts_of;
+    // Of each query head its key-value head; and the first query head of each key-value head, and behind the last.
+    const int *kv_of, *heads_of;
+    // Slopes [H], or terms of buckets [H, buckets].
+    const float *terms;
+    // Least distance of each bucket of one direction.
+    const i64 *first;
+    // The softmax state, as it goes on.
+    float *out, *max, *sum;
+    const float *lse, *delta;
+    // Gradients are added to; d_bias has d_bias_stride elements a token and head.
+    float *dq, *dk, *dv, *d_bias;
+    // Sums of the buckets of each block of queries [blocks, H, buckets].
+    double *d_table;
+    u64 seed;
+    int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, first_head;
+    u32 threshold;
+    float scale, softcap, growth;
+};
+
+static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+
+template <int TYPE> __device__ float element(const void *data, i64 at) {
+    if (TYPE == F32) {
+        return ((const float *)data)[at];
+    }
+    const u32 bits = ((const unsigned short *)data)[at];
+    if (TYPE == BF16) {
+        return __int_as_float((int)(bits << 16));
+    }
+    const u32 sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
+    if (exponent == 0) {
+        // Below 2^-14: a multiple of 2^-24.
+        const float small = (float)fraction * 5.9604644775390625e-8f;
+        return sign ? -small : small;
+    }
+    const u32 wide = exponent == 31 ? 255u : exponent + 112u;
+    return __int_as_float((int)(sign | wide << 23 | fraction << 13));
+}
+
+// Rows first .. first + count of a head, by all threads of the block.
+template <int TYPE, int WIDTH>
+__device__ void load(float (*to)[WIDTH + 1], const View &from, int first, int count, int head) {
+    for (int n = threadIdx.x; n < count * WIDTH; n += THREADS) {
+        const int row = n / WIDTH, column = n % WIDTH;
+        const i64 at = (first + row) * from.token_stride + head * from.head_stride + column;
+        to[row][column] = element<TYPE>(from.data, at);
+    }
+}
+
+__device__ inline i64 distance(const Tile &tile, int i, int j) { return tile.distance + tile.step * (i - j); }
+
+#if BUCKETS
+__device__ inline int bucket(const Job &job, i64 distance) {
+    // Directions have buckets of their own, or keys ahead count as distance 0.
+    const int one = job.buckets_of_one;
+    const int before = one < job.buckets && distance < 0 ? one : 0;
+    const i64 size = distance < 0 ? (one < job.buckets ? -distance : 0) : distance;
+    int low = 0, high = one;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (job.first[middle] <= size) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return before + low;
+}
+#endif
+
+// The score of query i and key j of a tile in natural units, and its slope over the scaled product.
+__device__ inline float score(const Job &job, const Tile &tile, int head, int i, int j, float product, float &slope) {
+    float s = job.scale * product;
+    slope = 1.0f;
+#if SOFTCAP
+    const float share = tanhf(s / job.softcap);
+    s = job.softcap * share;
+    slope = 1.0f - share * share;
+#endif
+#if ALIBI
+    s -= job.terms[head] * fabsf((float)distance(tile, i, j));
+#endif
+#if BUCKETS
+    s += job.terms[head * job.buckets + bucket(job, distance(tile, i, j))];
+#endif
+#if BIAS
+    const i64 row = (tile.q + i) * job.bias.token_stride + (job.bias_heads == 1 ? 0 : head) * job.bias.head_stride;
+    s += element<BIAS_TYPE>(job.bias.data, row + tile.key + j * tile.step);
+#endif
+    return s;
+}
+
+#if DROPOUT
+// SplitMix64's output function (Steele et al., 2014).
+__device__ inline u64 mix(u64 x) {
+    u64 z = x + 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
+#endif
+
+// What dropout makes of the weight of query i and key j: 0, or more than 1. The same as on the CPU.
+__device__ inline float kept(const Job &job, const Tile &tile, int head, int i, int j) {
+#if DROPOUT
+    const u64 query = (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
+    const u64 row = mix(mix(job.seed ^ mix((u64)(job.first_head + head) + 1)) ^ query);
+    u32 x = ((u32)row ^ (u32)mix(key)) * 0x9E3779B1u;
+    x = ((x ^ x >> 15) + (u32)(row >> 32)) * 0x85EBCA77u;
+    x = (x ^ x >> 13) * 0xC2B2AE3Du;
+    return (x ^ x >> 16) >= job.threshold ? job.growth : 0.0f;
+#else
+    return 1.0f;
+#endif
+}

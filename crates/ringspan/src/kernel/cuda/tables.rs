@@ -1,0 +1,163 @@
+//! What a call's blocks compute, as lists that kernels walk.
+
+use super::super::plan::Plan;
+use super::super::{HeadMap, Inputs, Relative, Score, Tile};
+use super::job::{self, Job, Part};
+use super::{Cuda, count};
+use crate::error::Result;
+use crate::mask::Band;
+use cudarc::driver::CudaSlice;
+
+/// Tiles, and for each block of rows its parts of them.
+pub(super) struct Tables {
+    /// Blocks of rows, also those without parts.
+    pub(super) blocks: usize,
+    tiles: CudaSlice<job::Tile>,
+    parts: CudaSlice<Part>,
+    parts_of: CudaSlice<i32>,
+    kv_of: CudaSlice<i32>,
+    heads_of: CudaSlice<i32>,
+}
+
+/// Terms of the score that depend on the distance.
+pub(super) struct Terms {
+    terms: CudaSlice<f32>,
+    first: CudaSlice<i64>,
+}
+
+/// Whose rows the blocks hold.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rows {
+    Queries,
+    Keys,
+}
+
+impl Tables {
+    /// `None` if the tiles show nothing.
+    pub(super) fn new(cuda: &Cuda, inputs: &Inputs, tiles: &[Tile], rows: Rows, block: usize) -> Result<Option<Self>> {
+        // A band cut to its tile can be turned around without overflow.
+        let cut = |tile: &Tile| Some(Tile { band: tile.band.clamp(tile.q.len(), tile.k.len())?, ..tile.clone() });
+        let tiles: Vec<Tile> = tiles.iter().filter_map(cut).collect();
+        let plan_tiles: Vec<Tile> = match rows {
+            Rows::Queries => tiles.clone(),
+            Rows::Keys => tiles.iter().map(turned).collect(),
+        };
+        let (own, other) = match rows {
+            Rows::Queries => (inputs.q.tokens, inputs.k.tokens),
+            Rows::Keys => (inputs.k.tokens, inputs.q.tokens),
+        };
+        let plan = Plan::new(&plan_tiles, block, own, other);
+        let (mut parts, mut parts_of) = (Vec::new(), vec![0]);
+        for at in 0..plan.blocks() {
+            for part in plan.parts(at).iter().filter(|part| !part.any.is_empty()) {
+                let (from, to) = (job::count(part.any.start), job::count(part.any.end));
+                parts.push(Part { tile: count(part.tile, "tiles")?, from, to });
+            }
+            parts_of.push(count(parts.len(), "parts of tiles")?);
+        }
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let HeadLists { kv_of, heads_of } = HeadLists::new(inputs.heads);
+        Ok(Some(Self {
+            blocks: plan.blocks(),
+            tiles: cuda.upload_all(&tiles.iter().map(for_kernel).collect::<Vec<_>>())?,
+            parts: cuda.upload_all(&parts)?,
+            parts_of: cuda.upload_all(&parts_of)?,
+            kv_of: cuda.upload_all(&kv_of)?,
+            heads_of: cuda.upload_all(&heads_of)?,
+        }))
+    }
+
+    /// A job that walks these lists.
+    pub(super) fn over(&self, cuda: &Cuda, job: Job) -> Job {
+        Job {
+            tiles: cuda.at(&self.tiles),
+            parts: cuda.at(&self.parts),
+            parts_of: cuda.at(&self.parts_of),
+            kv_of: cuda.at(&self.kv_of),
+            heads_of: cuda.at(&self.heads_of),
+            ..job
+        }
+    }
+}
+
+impl Terms {
+    pub(super) fn new(cuda: &Cuda, score: &Score) -> Result<Self> {
+        let (terms, first) = match &score.relative {
+            None => (&[][..], Vec::new()),
+            Some(Relative::Alibi { slopes }) => (&slopes[..], Vec::new()),
+            Some(Relative::Buckets(buckets)) => {
+                (&buckets.table[..], buckets.first().into_iter().map(|first| first as i64).collect())
+            }
+        };
+        Ok(Self { terms: cuda.upload_all(terms)?, first: cuda.upload_all(&first)? })
+    }
+
+    /// What a job has to know of the inputs, besides its tensors.
+    pub(super) fn job(&self, cuda: &Cuda, inputs: &Inputs) -> Result<Job> {
+        let Inputs { q, k, score, bias, .. } = inputs;
+        let (buckets, buckets_of_one) = match &score.relative {
+            Some(Relative::Buckets(buckets)) => (buckets.count, buckets.first().len()),
+            _ => (0, 0),
+        };
+        let mut job = Job {
+            terms: cuda.at(&self.terms),
+            first: cuda.at(&self.first),
+            queries: count(q.tokens, "queries")?,
+            keys: count(k.tokens, "keys")?,
+            heads: count(q.heads, "heads")?,
+            kv_heads: count(k.heads, "key-value heads")?,
+            bias_heads: count(bias.map_or(0, |bias| bias.heads), "heads of the bias")?,
+            bias_keys: count(bias.map_or(0, |bias| bias.dim), "keys of the bias")?,
+            buckets: count(buckets, "buckets")?,
+            buckets_of_one: count(buckets_of_one, "buckets")?,
+            scale: score.scale,
+            softcap: score.softcap.unwrap_or(0.0),
+            ..Job::default()
+        };
+        if let Some(dropout) = score.dropout {
+            job.seed = dropout.seed;
+            job.first_head = count(dropout.first_head, "heads")?;
+            (job.threshold, job.growth) = (dropout.threshold(), dropout.growth());
+        }
+        Ok(job)
+    }
+}
+
+/// Queries and keys in each other's place.
+fn turned(tile: &Tile) -> Tile {
+    let Band { lo, hi } = tile.band;
+    Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, place: tile.place }
+}
+
+fn for_kernel(tile: &Tile) -> job::Tile {
+    let place = tile.place;
+    job::Tile {
+        q: job::count(tile.q.start),
+        queries: job::count(tile.q.len()),
+        k: job::count(tile.k.start),
+        keys: job::count(tile.k.len()),
+        // Cut to the tile's sizes before.
+        lo: tile.band.lo as i32,
+        hi: tile.band.hi as i32,
+        query: place.query as i64,
+        key: place.key as i64,
+        distance: place.distance,
+        step: place.step as i64,
+    }
+}
+
+/// Which heads belong together, both ways round.
+struct HeadLists {
+    kv_of: Vec<i32>,
+    heads_of: Vec<i32>,
+}
+
+impl HeadLists {
+    fn new(heads: &HeadMap) -> Self {
+        let kv_of = (0..heads.heads()).map(|head| job::count(heads.kv_of(head))).collect();
+        let starts = (0..heads.kv_heads()).map(|kv| heads.queries_of(kv).start).chain([heads.heads()]);
+        Self { kv_of, heads_of: starts.map(job::count).collect() }
+    }
+}

@@ -1,0 +1,213 @@
+//! The kernel of a rank, whatever device computes it: what calls must fit, and who is asked.
+
+use super::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use super::cuda::{Cuda, Gpu};
+use super::{Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
+use crate::error::Result;
+use std::sync::Arc;
+
+/// What a kernel calls between pieces of work.
+pub type Progress = Arc<dyn Fn() + Send + Sync>;
+
+/// Attention of banded tiles on the device of one rank.
+///
+/// The same inputs on the same device with the same number of threads give the same bits.
+pub struct Kernel(Device);
+
+enum Device {
+    Cpu(Cpu),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<Cuda>),
+}
+
+impl std::fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.0 {
+            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.isa, cpu.threads),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => write!(f, "{cuda:?}"),
+        }
+    }
+}
+
+impl Kernel {
+    /// A kernel that computes with `threads` threads (at least one; the calling thread is one of them), with the best
+    /// instruction set of this machine.
+    pub fn new(threads: usize) -> Self {
+        let isa = Isa::available().first().copied().unwrap_or(Isa::Portable);
+        Self(Device::Cpu(Cpu::new(threads, isa)))
+    }
+
+    /// A kernel for one instruction set; `None` if this machine lacks it.
+    pub fn with_isa(threads: usize, isa: Isa) -> Option<Self> {
+        Isa::available().contains(&isa).then(|| Self(Device::Cpu(Cpu::new(threads, isa))))
+    }
+
+    /// A kernel on an NVIDIA GPU, with a stream of its own: kernels of several ranks may share a GPU.
+    ///
+    /// # Errors
+    /// What the driver says.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(gpu: &Gpu) -> Result<Self> {
+        Ok(Self(Device::Cuda(Box::new(Cuda::new(gpu)?))))
+    }
+
+    /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, about once
+    /// a millisecond of work: communication that moves only when it is asked to is driven so.
+    pub fn with_progress(mut self, progress: Progress) -> Self {
+        match &mut self.0 {
+            Device::Cpu(cpu) => cpu.progress = Some(progress),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.progress = Some(progress),
+        }
+        self
+    }
+
+    /// What [`with_progress`](Self::with_progress) was given.
+    pub fn progress_hook(&self) -> Option<Progress> {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.progress.clone(),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.progress.clone(),
+        }
+    }
+
+    /// Whether q, k and v that are stored as bf16 are multiplied as bf16, weights rounded too, where the scale is positive.
+    pub fn multiplies_bf16(&self) -> bool {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.isa.multiplies_bf16(),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => false,
+        }
+    }
+
+    /// Adds the keys of `tiles` to the softmax state of the queries.
+    ///
+    /// Called once per key block; each visible pair must be named by one tile of one call.
+    ///
+    /// # Errors
+    /// Failures of the device; a CPU has none.
+    ///
+    /// # Panics
+    /// If shapes, tiles and `partial` do not fit each other.
+    pub fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
+        check(inputs, tiles);
+        let Inputs { q, v, .. } = *inputs;
+        let rows = q.tokens * q.heads;
+        assert_eq!(
+            [partial.out.len(), partial.max.len(), partial.sum.len()],
+            [rows * v.dim, rows, rows],
+            "a softmax state for other sizes than [{}, {}, {}]",
+            q.tokens,
+            q.heads,
+            v.dim
+        );
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.forward(inputs, tiles, partial),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.forward(inputs, tiles, partial)?,
+        }
+        Ok(())
+    }
+
+    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
+    ///
+    /// # Errors
+    /// Failures of the device; a CPU has none.
+    ///
+    /// # Panics
+    /// If the shapes are not equal.
+    pub fn delta(&self, out: View, d_out: View) -> Result<Vec<f32>> {
+        let View { tokens, heads, dim, .. } = d_out;
+        assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
+        match &self.0 {
+            Device::Cpu(cpu) => Ok(cpu.delta(out, d_out)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.delta(out, d_out),
+        }
+    }
+
+    /// Adds the gradients of `tiles` to `sums`.
+    ///
+    /// # Errors
+    /// Failures of the device; a CPU has none.
+    ///
+    /// # Panics
+    /// If the shapes do not fit each other.
+    pub fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) -> Result<()> {
+        check(inputs, tiles);
+        let Inputs { q, k, v, score, bias, .. } = *inputs;
+        let Saved { lse, delta, d_out } = *saved;
+        let rows = q.tokens * q.heads;
+        assert_eq!((d_out.tokens, d_out.heads, d_out.dim), (q.tokens, q.heads, v.dim), "the shape of d_out");
+        assert_eq!([lse.len(), delta.len(), sums.dq.len()], [rows, rows, rows * q.dim], "the sizes of lse, delta, dq");
+        let keys = k.tokens * k.heads;
+        assert_eq!([sums.dk.len(), sums.dv.len()], [keys * k.dim, keys * v.dim], "the sizes of dk and dv");
+        let biases = bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
+        let terms = [sums.d_table.len(), sums.d_bias.len()];
+        assert_eq!(terms, [score.table_len(), biases], "the sizes of d_table and d_bias");
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.backward(inputs, tiles, saved, sums),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.backward(inputs, tiles, saved, sums)?,
+        }
+        Ok(())
+    }
+
+    /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds in the memory of the CPU,
+    /// besides its arguments.
+    pub fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.forward_workspace(inputs, tiles),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => 0,
+        }
+    }
+
+    /// As [`forward_workspace`](Self::forward_workspace), of [`backward`](Self::backward).
+    pub fn backward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.backward_workspace(inputs, tiles),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Kernel {
+    /// Bytes of the buffers kept for the next call.
+    pub(super) fn held(&self) -> u64 {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.held(),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => 0,
+        }
+    }
+}
+
+/// The kernels read and write by pointer: what does not fit must not come that far.
+fn check(inputs: &Inputs, tiles: &[Tile]) {
+    let Inputs { q, k, v, heads, score, bias } = inputs;
+    assert!(q.dim > 0 && v.dim > 0, "head widths of {} and {}", q.dim, v.dim);
+    assert_eq!((q.dim, k.tokens, k.heads), (k.dim, v.tokens, v.heads), "the shapes of q, k and v");
+    assert_eq!((q.heads, k.heads), (heads.heads(), heads.kv_heads()), "the heads of the head map");
+    for tile in tiles {
+        let inside = tile.q.end <= q.tokens && tile.k.end <= k.tokens;
+        assert!(inside, "tile {:?} x {:?} of {} queries and {} keys", tile.q, tile.k, q.tokens, k.tokens);
+        let keys = tile.place.key + tile.k.len().saturating_sub(1) * tile.place.step;
+        let held = bias.is_none_or(|bias| tile.k.is_empty() || keys < bias.dim);
+        assert!(held, "a tile that ends with key {keys}, and a bias of {} keys", bias.map_or(0, |bias| bias.dim));
+    }
+    if let Some(bias) = bias {
+        let fits = bias.tokens == q.tokens && (bias.heads == 1 || bias.heads == q.heads);
+        assert!(fits, "a bias of [{}, {}, ..] for q of [{}, {}, ..]", bias.tokens, bias.heads, q.tokens, q.heads);
+    }
+    let fits = match &score.relative {
+        Some(Relative::Alibi { slopes }) => slopes.len() == q.heads,
+        Some(Relative::Buckets(buckets)) => buckets.table.len() == q.heads * buckets.count,
+        None => true,
+    };
+    assert!(fits, "relative terms for another number of heads than {}", q.heads);
+}
