@@ -22,4 +22,8 @@ fi
 
 cargo clippy -p ringspan --all-targets --features cuda -- -D warnings
 LD_LIBRARY_PATH=$(realpath "$compiler"/nvidia/cu13/lib) cargo test -p ringspan --features cuda --lib compile_for -- --nocapture
-LD_LIBRARY_PATH=$(realpath "$cpu") cargo test -p ringspan --features cuda --lib kernel::
+
+export LD_LIBRARY_PATH=$(realpath "$cpu")
+cargo test -p ringspan --features cuda --lib kernel::
+RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features cuda --test attention_decode
+cargo test -p ringspan-cli --features cuda --test attend_device

@@ -2,6 +2,7 @@
 #![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
 mod attend;
+mod device;
 mod draw;
 mod files;
 mod generate;

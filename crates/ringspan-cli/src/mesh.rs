@@ -27,6 +27,11 @@ pub(crate) struct MeshArgs {
 }
 
 impl MeshArgs {
+    /// Whether somebody asked for a number of threads.
+    pub(crate) fn gives_threads(&self) -> bool {
+        self.threads.is_some()
+    }
+
     /// Ranks of the mesh, and threads of each.
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.

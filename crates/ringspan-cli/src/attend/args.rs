@@ -1,5 +1,6 @@
 //! The flags of `ringspan attend`.
 
+use crate::device::DeviceName;
 use crate::mesh::MeshArgs;
 use ringspan::schedule::Strategy;
 use ringspan::{LayoutKind, Mask};
@@ -34,6 +35,9 @@ pub(crate) struct AttendArgs {
     pub(crate) support: bool,
     #[command(flatten)]
     pub(crate) mesh: MeshArgs,
+    /// What ranks compute with: cpu; cuda: the GPUs of this machine, in turn; cuda:N: one of them
+    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    pub(crate) device: DeviceName,
     /// Let Ulysses be the outer axis, so that neighbours are next to each other in the ring
     #[arg(long)]
     pub(crate) ulysses_outer: bool,

@@ -2,6 +2,7 @@
 
 use super::input::Input;
 use super::parameters::Terms;
+use crate::device::Devices;
 use crate::files::Given;
 use crate::mesh::DEADLINE;
 use anyhow::{Context, Result, bail};
@@ -10,7 +11,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Data, View};
 use ringspan::schedule::HeadShare;
-use ringspan::{Group, Kernel, Schedule};
+use ringspan::{Group, Schedule};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -20,7 +21,7 @@ pub(super) struct Work<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) terms: &'a Terms<'a>,
     pub(super) wire: Wire,
-    pub(super) threads: usize,
+    pub(super) devices: &'a Devices,
     pub(super) repeat: usize,
 }
 
@@ -52,14 +53,15 @@ impl Work<'_> {
     pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        let own = place.run(ranks, options, |comm| self.rank(comm))?;
+        let own = place.run(ranks, options, |comm| self.rank(place, comm))?;
         gather(place, own)
     }
 
-    fn rank(&self, comm: Arc<dyn Communicator>) -> Result<Part> {
+    fn rank(&self, place: &Ranks, comm: Arc<dyn Communicator>) -> Result<Part> {
         let (rank, sizes, schedule) = (comm.rank(), self.input.sizes, self.schedule);
         let (queries, keys) = (schedule.query().rows(rank), schedule.key().rows(rank));
-        let group = Group::new(comm.clone(), schedule.grid(), Kernel::new(self.threads))?.with_wire(self.wire);
+        let kernel = self.devices.kernel(place, rank)?;
+        let group = Group::new(comm.clone(), schedule.grid(), kernel)?.with_wire(self.wire);
         let local = |given: &Given<'_, 4>, rows: &[usize]| given.stored_rows(rows, given.shape[2] * given.shape[3]);
         let (q, k, v) = (local(&self.input.q, &queries), local(&self.input.k, &keys), local(&self.input.v, &keys));
         let q = view(q.data(), queries.len(), sizes.heads, sizes.dim)?;

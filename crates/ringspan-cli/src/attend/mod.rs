@@ -10,6 +10,7 @@ mod results;
 
 pub(crate) use args::AttendArgs;
 
+use crate::device::Devices;
 use crate::files::{self, TensorFile};
 use crate::say;
 use anyhow::{Context, Result, ensure};
@@ -44,13 +45,14 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     }
     let mask = parameters::mask(args, &tensors, data.query_documents.len())?;
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
-    let plan = plan::Plan::new(args, &data, &mask, &terms, threads)?;
+    let devices = Devices::open(args.device, threads, args.mesh.gives_threads())?;
+    let plan = plan::Plan::new(args, &data, &mask, &terms, devices.threads())?;
     let work = Work {
         input: &data,
         schedule: &plan.schedule,
         terms: &terms,
         wire: plan.wire,
-        threads,
+        devices: &devices,
         repeat: args.repeat as usize,
     };
     let Some(parts) = work.run(ranks)? else { return Ok(()) };

@@ -3,7 +3,7 @@
 use super::args::{AttendArgs, StrategyChoice, WireName};
 use super::input::{self, Input};
 use super::parameters::Terms;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use ringspan::attention::{Wire, supports_bias};
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes};
@@ -25,7 +25,7 @@ impl Plan {
         input: &Input<'_>,
         mask: &Mask,
         terms: &Terms<'_>,
-        threads: usize,
+        threads: Option<usize>,
     ) -> Result<Self> {
         let sizes = input.sizes;
         let (ring, ulysses) = (args.mesh.ring, args.mesh.ulysses);
@@ -66,7 +66,9 @@ impl Plan {
                     bandwidth: args.link_bandwidth.unwrap_or(10.0) * 1e9,
                     latency: args.link_latency.unwrap_or(5.0) * 1e-6,
                 };
-                let flops = args.rank_speed.unwrap_or(100.0 * threads as f64) * 1e9;
+                let speed = args.rank_speed.or(threads.map(|threads| 100.0 * threads as f64));
+                let speed = speed.context("--strategy auto on a GPU needs --rank-speed, its GFLOP/s in attention")?;
+                let flops = speed * 1e9;
                 let machine = Machine { flops, ring: link, ulysses: link, line: false };
                 let bytes = if wire == Wire::F32 { 4 } else { 2 };
                 let input::Sizes { heads, kv_heads, dim, v_dim, .. } = sizes;

@@ -48,7 +48,9 @@ struct Run {
     /// The type in which q, k and v travel.
     wire: String,
     scale: f32,
-    threads: usize,
+    /// Threads of a rank, or the GPUs.
+    device: String,
+    threads: Option<usize>,
     repeat: usize,
 }
 
@@ -81,7 +83,8 @@ impl Report {
                 mask: schedule.mask().to_string(),
                 wire: format!("{:?}", work.wire).to_lowercase(),
                 scale: work.terms.score.scale,
-                threads: work.threads,
+                device: work.devices.to_string(),
+                threads: work.devices.threads(),
                 repeat: work.repeat,
             },
             estimates: plan.choice.iter().flat_map(|choice| &choice.estimates).map(estimate).collect(),
@@ -102,7 +105,7 @@ fn median(times: &[f64]) -> f64 {
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, wire, threads, .. } = &self.run;
+        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, wire, device, .. } = &self.run;
         if let Some(choice) = &self.choice {
             writeln!(f, "{choice}")?;
         }
@@ -111,10 +114,7 @@ impl std::fmt::Display for Report {
             f,
             "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}"
         )?;
-        writeln!(
-            f,
-            "ring {ring} x ulysses {ulysses}, {threads} threads a rank, {strategy}, {layout}, {wire} on the wire"
-        )?;
+        writeln!(f, "ring {ring} x ulysses {ulysses}, {device}, {strategy}, {layout}, {wire} on the wire")?;
         writeln!(
             f,
             "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}",

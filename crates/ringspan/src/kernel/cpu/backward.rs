@@ -17,12 +17,14 @@ impl Cpu {
         let Sums { dq, dk, dv, d_table, d_bias } = sums;
         let code = self.code(inputs);
         let lanes = code.lanes();
-        let plan = Plan::new(tiles, lanes, q.tokens, k.tokens);
+        let terms = Terms::new(score, bias);
+        let plan = match terms {
+            None => Plan::joined(tiles, lanes, q.tokens, k.tokens),
+            Some(_) => Plan::new(tiles, lanes, q.tokens, k.tokens),
+        };
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }
-
-        let terms = Terms::new(score, bias);
         // Heads that share a bias add to the same rows of its gradient.
         let shared = bias.is_some_and(|bias| bias.heads < q.heads);
         let shares =

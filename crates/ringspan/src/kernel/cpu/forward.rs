@@ -35,7 +35,10 @@ impl Cpu {
             );
         }
         let code = self.code(inputs);
-        let plan = Plan::new(tiles, code.lanes(), q.tokens, k.tokens);
+        let plan = match terms {
+            None => Plan::joined(tiles, code.lanes(), q.tokens, k.tokens),
+            Some(_) => Plan::new(tiles, code.lanes(), q.tokens, k.tokens),
+        };
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }

@@ -1,6 +1,9 @@
 //! Tiles cut into blocks of queries: what a block has to compute, and where it needs a mask.
 
+mod join;
+
 use super::{Place, Tile};
+use std::borrow::Cow;
 use std::ops::Range;
 
 /// The part of a tile that concerns one block of queries.
@@ -70,7 +73,7 @@ impl Meeting {
 
 /// Blocks of `lanes` queries, and their parts.
 pub(super) struct Plan<'a> {
-    tiles: &'a [Tile],
+    tiles: Cow<'a, [Tile]>,
     lanes: usize,
     queries: usize,
     parts: Vec<Vec<Part>>,
@@ -82,6 +85,18 @@ pub(super) struct Plan<'a> {
 
 impl<'a> Plan<'a> {
     pub(super) fn new(tiles: &'a [Tile], lanes: usize, queries: usize, keys: usize) -> Self {
+        Self::of(Cow::Borrowed(tiles), lanes, queries, keys)
+    }
+
+    /// For scores that do not depend on where tiles lie: what is visible as a whole, side by side, is one. Layouts of many
+    /// short runs, such as striped blocks, have such tiles by the thousand, and blocks of queries that lie in two of them.
+    pub(super) fn joined(tiles: &'a [Tile], lanes: usize, queries: usize, keys: usize) -> Self {
+        let mut plan = Self::of(Cow::Owned(join::tiles(tiles)), lanes, queries, keys);
+        plan.parts.iter_mut().for_each(join::parts);
+        plan
+    }
+
+    fn of(tiles: Cow<'a, [Tile]>, lanes: usize, queries: usize, keys: usize) -> Self {
         let mut parts: Vec<Vec<Part>> = Vec::new();
         parts.resize_with(queries.div_ceil(lanes), Vec::new);
         let (mut seen_keys, mut seen_queries) = (vec![false; keys], vec![false; queries]);
@@ -205,6 +220,11 @@ impl<'a> Plan<'a> {
         let cut = |key: usize| (tile.k.start + key).clamp(base, base + width) - base;
         for (lane, (low, high)) in low.iter_mut().zip(high).enumerate() {
             let row = rows.start + lane;
+            if row < rows.end && part.any == part.all {
+                let cut = |key: usize| key.clamp(base, base + width) - base;
+                (*low, *high) = (cut(part.all.start) as f32, cut(part.all.end) as f32);
+                continue;
+            }
             let keys = if row < rows.end && tile.q.contains(&row) {
                 tile.band.keys(row - tile.q.start, tile.k.len())
             } else {

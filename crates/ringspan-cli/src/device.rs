@@ -1,0 +1,117 @@
+//! What ranks compute with: threads of the CPU, or GPUs.
+
+use anyhow::{Result, bail, ensure};
+use ringspan::Kernel;
+use ringspan::comm::ranks::Ranks;
+use std::str::FromStr;
+
+/// A device as it is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DeviceName {
+    Cpu,
+    /// The GPU of this number, or all of them in turn.
+    Cuda(Option<usize>),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(given: &str) -> Result<Self, String> {
+        let unknown = || format!("{given} is no device; possible: cpu, cuda (all GPUs, in turn), cuda:N (one of them)");
+        match given.split_once(':') {
+            None if given == "cpu" => Ok(Self::Cpu),
+            None if given == "cuda" => Ok(Self::Cuda(None)),
+            Some(("cuda", number)) => number.parse().map(|number| Self::Cuda(Some(number))).map_err(|_| unknown()),
+            _ => Err(unknown()),
+        }
+    }
+}
+
+/// The devices of the ranks of this process.
+pub(crate) enum Devices {
+    /// Threads of each rank.
+    Cpu(usize),
+    /// Ranks take them in turn.
+    #[cfg(feature = "cuda")]
+    Gpus(Vec<ringspan::kernel::Gpu>),
+}
+
+impl Devices {
+    /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number.
+    pub(crate) fn open(name: DeviceName, threads: usize, given: bool) -> Result<Self> {
+        let DeviceName::Cuda(number) = name else { return Ok(Self::Cpu(threads)) };
+        ensure!(!given, "--threads are those of the CPU, and --device cuda computes on a GPU");
+        open_gpus(number)
+    }
+
+    /// What rank `rank` computes with.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+    pub(crate) fn kernel(&self, place: &Ranks, rank: usize) -> Result<Kernel> {
+        match self {
+            Self::Cpu(threads) => Ok(Kernel::new(*threads)),
+            #[cfg(feature = "cuda")]
+            Self::Gpus(gpus) => {
+                // The ranks of a machine have numbers in a row.
+                let here = place.local().map_or(rank, |local| rank % local.max(1));
+                Ok(Kernel::cuda(&gpus[here % gpus.len()])?)
+            }
+        }
+    }
+
+    /// Threads of a rank, where they compute.
+    pub(crate) fn threads(&self) -> Option<usize> {
+        match self {
+            Self::Cpu(threads) => Some(*threads),
+            #[cfg(feature = "cuda")]
+            Self::Gpus(_) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Devices {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Cpu(threads) => write!(f, "{threads} threads a rank"),
+            #[cfg(feature = "cuda")]
+            Self::Gpus(gpus) => {
+                let names: Vec<String> = gpus.iter().map(|gpu| format!("{gpu:?}")).collect();
+                write!(f, "{}", names.join(", "))
+            }
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_gpus(number: Option<usize>) -> Result<Devices> {
+    use ringspan::kernel::Gpu;
+    let numbers = match number {
+        Some(number) => number..number + 1,
+        // Without any, opening the first one says what is missing.
+        None => 0..Gpu::count()?.max(1),
+    };
+    let gpus = numbers.map(Gpu::open).collect::<ringspan::error::Result<Vec<_>>>()?;
+    if gpus.is_empty() {
+        bail!("no GPU");
+    }
+    Ok(Devices::Gpus(gpus))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_gpus(_: Option<usize>) -> Result<Devices> {
+    bail!("--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_devices_are_read_and_others_refused() {
+        let read = |name: &str| name.parse::<DeviceName>();
+        assert_eq!(read("cpu"), Ok(DeviceName::Cpu));
+        assert_eq!((read("cuda"), read("cuda:3")), (Ok(DeviceName::Cuda(None)), Ok(DeviceName::Cuda(Some(3)))));
+        for wrong in ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"] {
+            assert!(read(wrong).is_err_and(|message| message.contains("possible: cpu, cuda")), "{wrong}");
+        }
+    }
+}

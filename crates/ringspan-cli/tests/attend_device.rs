@@ -1,0 +1,66 @@
+//! `attend --device`: what it refuses, and on a GPU (or one made of a CPU, `tools/check_cuda.sh`) the numbers of the CPU.
+
+mod support;
+
+use support::{Bench, Sizes, message};
+
+fn bench() -> Bench {
+    Bench::new(&Sizes { b: 2, sq: 33, sk: 33, h: 6, g: 3, d: 8, dv: 4 }.tensors())
+}
+
+#[track_caller]
+fn refuses(bench: &Bench, flags: &str, words: &[&str]) {
+    let output = bench.attend(flags);
+    assert!(!output.status.success(), "{flags} was taken");
+    for word in words {
+        assert!(message(&output).contains(word), "{flags}: '{word}' is missing: {}", message(&output));
+    }
+}
+
+#[test]
+fn a_device_that_is_not_one_is_refused_with_those_that_are() {
+    refuses(&bench(), "--device gpu", &["gpu is no device", "cuda:N"]);
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_build_without_gpus_says_how_to_make_one_with_them() {
+    refuses(&bench(), "--device cuda", &["built without GPUs", "--features cuda"]);
+}
+
+#[cfg(feature = "cuda")]
+mod with_gpus {
+    use super::*;
+    use ringspan::kernel::Gpu;
+
+    #[test]
+    fn flags_that_a_gpu_cannot_follow_are_refused() {
+        let bench = bench();
+        refuses(&bench, "--device cuda --threads 2", &["--threads are those of the CPU"]);
+        if Gpu::count() == Ok(0) {
+            refuses(&bench, "--device cuda", &["GPU 0: open:", "driver"]);
+            return;
+        }
+        refuses(&bench, "--device cuda:99", &["GPU 99: open: there are", "numbered from 0"]);
+        refuses(&bench, "--device cuda --ring 2 --strategy auto", &["--rank-speed"]);
+    }
+
+    #[test]
+    fn a_mesh_on_one_gpu_has_the_numbers_of_the_cpu() {
+        if Gpu::count() == Ok(0) {
+            println!("skipped: no GPU on this machine");
+            return;
+        }
+        let bench = bench();
+        let wanted = bench.results("--mask causal --backward");
+        for mesh in ["--ring 1", "--ring 3", "--ulysses 2", "--ring 2 --ulysses 3", "--ring 4 --strategy pass-q"] {
+            let got = bench.results(&format!("--mask causal --backward --device cuda {mesh}"));
+            for name in ["out", "lse", "dq", "dk", "dv"] {
+                let (got, wanted) = (got[name].values(), wanted[name].values());
+                let norm: f32 = wanted.iter().map(|x| x * x).sum();
+                let off: f32 = got.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
+                assert!(off.sqrt() <= 1e-5 * norm.sqrt(), "{mesh}: {name} differs by {:e}", (off / norm).sqrt());
+            }
+        }
+    }
+}
