@@ -1,6 +1,6 @@
 //! What ranks compute with: threads of the CPU, or GPUs.
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
 use std::str::FromStr;
@@ -39,9 +39,10 @@ pub(crate) enum Devices {
 impl Devices {
     /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number.
     pub(crate) fn open(name: DeviceName, threads: usize, given: bool) -> Result<Self> {
-        let DeviceName::Cuda(number) = name else { return Ok(Self::Cpu(threads)) };
-        ensure!(!given, "--threads are those of the CPU, and --device cuda computes on a GPU");
-        open_gpus(number)
+        match name {
+            DeviceName::Cpu => Ok(Self::Cpu(threads)),
+            DeviceName::Cuda(number) => open_gpus(number, given),
+        }
     }
 
     /// What rank `rank` computes with.
@@ -82,8 +83,9 @@ impl std::fmt::Display for Devices {
 }
 
 #[cfg(feature = "cuda")]
-fn open_gpus(number: Option<usize>) -> Result<Devices> {
+fn open_gpus(number: Option<usize>, gives_threads: bool) -> Result<Devices> {
     use ringspan::kernel::Gpu;
+    anyhow::ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
     let numbers = match number {
         Some(number) => number..number + 1,
         // Without any, opening the first one says what is missing.
@@ -97,7 +99,7 @@ fn open_gpus(number: Option<usize>) -> Result<Devices> {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_gpus(_: Option<usize>) -> Result<Devices> {
+fn open_gpus(_: Option<usize>, _: bool) -> Result<Devices> {
     bail!("--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`")
 }
 
