@@ -7,6 +7,9 @@
 #[path = "../crates/ringspan-cli/src/attend/args.rs"]
 mod args;
 #[allow(dead_code)]
+#[path = "../crates/ringspan-cli/src/device.rs"]
+mod device;
+#[allow(dead_code)]
 #[path = "../crates/ringspan-cli/src/files.rs"]
 mod files;
 #[allow(dead_code)]

@@ -8,6 +8,9 @@ mod allocator;
 #[path = "../../src/attend/args.rs"]
 mod args;
 #[allow(dead_code)]
+#[path = "../../src/device.rs"]
+mod device;
+#[allow(dead_code)]
 #[path = "../../src/files.rs"]
 mod files;
 mod given;
