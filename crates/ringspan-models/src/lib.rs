@@ -32,6 +32,7 @@ pub use config::Config;
 pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
+pub use init::NewWeights;
 pub use lora::{Lora, TARGETS};
 pub use origin::Origin;
 pub use parameters::{Parameters, Unit};

@@ -26,6 +26,14 @@ pub struct Settings {
     /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
+    /// Shape of a new model instead: a config.json as Hugging Face's, or a folder that has one; weights are drawn by
+    /// --seed, with deviation initializer_range
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub model_config: Option<PathBuf>,
+    /// Tokenizer of a new model: a tokenizer.json, or a folder that has one [default: the one beside --model-config, or
+    /// else bytes]
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub tokenizer: Option<PathBuf>,
     /// Text: a folder of text, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and
     /// `completion`, or a folder of such files [default: the current folder]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
@@ -128,7 +136,8 @@ pub struct Settings {
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
-    /// Highest learning rate [default: adamw 5e-3 for a new model, 1e-5 for a given one, 2e-4 for adapters; sgd 0.1 and 1e-3]
+    /// Highest learning rate [default: adamw 5e-3 for the small new model, 3e-4 for one of --model-config, 1e-5
+    /// for a given one, 2e-4 for adapters; sgd 0.1 for new ones and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
     /// Weight decay of matrices [default: adamw 0.1, sgd 0]

@@ -32,6 +32,25 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
 }
 
+/// A model is given or new, and a given one has its tokenizer.
+pub(super) fn shape(s: &Settings) -> Result<()> {
+    let refuse = |problem: &str| Err(Error::Settings(problem.into()));
+    match (&s.model, &s.model_config, &s.tokenizer) {
+        (Some(_), Some(_), _) => {
+            refuse("--model and --model-config exclude each other: a model with its weights, or the shape of a new one")
+        }
+        (Some(_), None, Some(_)) => refuse(
+            "--tokenizer has no effect with --model, which was made with its own; leave it out, or begin a new model with \
+             --model-config",
+        ),
+        (None, None, Some(_)) => refuse(
+            "--tokenizer has no effect without --model-config: the small new model reads bytes; leave it out, or say with \
+             --model-config what the model is",
+        ),
+        _ => Ok(()),
+    }
+}
+
 pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
     let wrong = |flag: &str, other: &str| {
         Err(Error::Settings(format!("--{flag} has no effect with --optimizer {kind}: it belongs to {other}")))

@@ -9,7 +9,7 @@ use crate::{
     optimizer::{Method, OptimizerKind},
     settings::{Settings, TrainArgs},
 };
-use checks::{lora, method, refuse_used_folder, within};
+use checks::{lora, method, refuse_used_folder, shape, within};
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
 use ringspan_candle::kept::Storage;
@@ -88,8 +88,12 @@ impl FromStr for Sharding {
 pub struct TrainConfig {
     /// The settings this was made of, as they are kept beside the checkpoints.
     pub settings: Settings,
-    /// Model folder to start from; none for a new model.
+    /// Model to start from; none for a new model.
     pub model: Option<PathBuf>,
+    /// What a new model is; none for the small one that is built in.
+    pub model_config: Option<PathBuf>,
+    /// A new model's tokenizer, if not the one beside its configuration.
+    pub tokenizer: Option<PathBuf>,
     /// Data.
     pub source: Source,
     /// Template of conversations, instead of the model's.
@@ -244,10 +248,14 @@ impl TrainConfig {
             }
         }
 
+        shape(s)?;
         let lora = lora(s)?;
         let rope_scaling = match &s.rope_scaling {
             Some(_) if s.model.is_none() => {
-                return no_effect("rope-scaling", "without --model: a new model is made for its sequences");
+                return no_effect(
+                    "rope-scaling",
+                    "without --model: a new model is made for its sequences, as its config.json says",
+                );
             }
             Some(text) => Some(
                 text.parse()
@@ -322,6 +330,8 @@ impl TrainConfig {
         let method = method(kind, s)?;
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
+            // What is fast for a model of a hundred wide is too fast for most others.
+            (OptimizerKind::AdamW, true) if s.model_config.is_some() => 3e-4,
             (OptimizerKind::AdamW, true) => 5e-3,
             (OptimizerKind::AdamW, false) if lora.is_some() => 2e-4,
             (OptimizerKind::AdamW, false) => 1e-5,
@@ -351,6 +361,8 @@ impl TrainConfig {
         let out = s.out.clone().unwrap_or_else(|| "ringspan-out".into());
         Ok(Self {
             model: s.model.clone(),
+            model_config: s.model_config.clone(),
+            tokenizer: s.tokenizer.clone(),
             source,
             chat_template: s.chat_template.clone(),
             token_cache: s.token_cache.clone().unwrap_or_else(|| out.join("tokens")),
@@ -399,6 +411,14 @@ impl TrainConfig {
         self.local_ranks = ranks.local();
         if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
             self.threads = (cores() / local).max(1);
+        }
+    }
+
+    /// Where the files beside the model are, or those beside a new model's configuration: tokenizer, chat template.
+    pub(crate) fn beside_model(&self) -> Option<PathBuf> {
+        match (&self.model, &self.model_config) {
+            (None, Some(file)) if !file.is_dir() => file.parent().map(PathBuf::from),
+            (model, shape) => model.clone().or_else(|| shape.clone()),
         }
     }
 
