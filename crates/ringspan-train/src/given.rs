@@ -136,10 +136,11 @@ fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First)> {
     let json = origin.config_json().map_err(model_error)?;
     let weights = match origin {
         Origin::Folder(path) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
-        _ if config.lora.is_some() => {
+        // Its folder would name one that is no model either.
+        Origin::Adapter(..) if config.lora.is_some() => {
             return Err(Error::Settings(format!(
-                "--lora-rank trains adapters beside a model's folder, and {} is none: make one of it by training without \
-                 adapters, or with --lora-merge where it is an adapter",
+                "--lora-rank trains adapters beside a model, and {} is an adapter: save its model with --lora-merge, or train \
+                 it once without adapters, and give that",
                 path.display()
             )));
         }

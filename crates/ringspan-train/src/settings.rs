@@ -23,8 +23,9 @@ pub struct TrainArgs {
 #[derive(Debug, Clone, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
-    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    /// Model to go on from: a folder with config.json, safetensors, tokenizer.json, or a GGUF file; or an adapter's folder,
+    /// whose model it goes on with [default: a new small byte-level Qwen3]
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
     /// Shape of a new model instead: a config.json as Hugging Face's, or a folder that has one; weights are drawn by
     /// --seed, with deviation initializer_range
