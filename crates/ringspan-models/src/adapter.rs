@@ -80,7 +80,7 @@ pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Resul
         use_rslora: false,
         use_dora: false,
         fan_in_fan_out: false,
-        lora_dropout: 0.0,
+        lora_dropout: lora.dropout,
         rank_pattern: BTreeMap::new(),
         alpha_pattern: BTreeMap::new(),
         modules_to_save: None,
@@ -148,5 +148,6 @@ pub fn load(folder: &Path) -> Result<Adapter> {
             crate::lora::TARGETS.iter().filter(|target| beside(target)).map(|target| (*target).to_owned()).collect()
         }
     };
-    Ok(Adapter { base, lora: Lora::new(config.r, config.lora_alpha, targets)?, weights })
+    let lora = Lora::new(config.r, config.lora_alpha, targets)?.with_dropout(config.lora_dropout)?;
+    Ok(Adapter { base, lora, weights })
 }

@@ -80,6 +80,9 @@ pub struct Settings {
     /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
+    /// Share of an adapter's input that is dropped in training, the same on every mesh [default: 0]
+    #[arg(long, value_name = "P", help_heading = "LoRA")]
+    pub lora_dropout: Option<f64>,
     /// Also save the model with the adapters merged in
     #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "LoRA")]
     pub lora_merge: Option<bool>,

@@ -14,6 +14,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         let given = [
             ("lora-alpha", s.lora_alpha.is_some()),
             ("lora-targets", s.lora_targets.is_some()),
+            ("lora-dropout", s.lora_dropout.is_some()),
             ("lora-merge", s.lora_merge.is_some()),
         ];
         return match given.into_iter().find(|(_, given)| *given) {
@@ -29,6 +30,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         None => TARGETS.map(str::to_owned).to_vec(),
     };
     let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
+    let lora = lora.and_then(|lora| lora.with_dropout(s.lora_dropout.unwrap_or(0.0)));
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
 }
 

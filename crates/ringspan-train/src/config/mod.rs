@@ -20,13 +20,14 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 29] = [
+const CHANGEABLE: [&str; 30] = [
     "steps",
     "lr",
     "weight-decay",
     "warmup",
     "schedule",
     "grad-clip",
+    "lora-dropout",
     "ring",
     "ulysses",
     "dp-replicate",

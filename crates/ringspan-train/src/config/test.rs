@@ -61,6 +61,7 @@ fn a_setting_without_effect_is_refused() {
     refused("model = 'm'\ntokenizer = 't'", &["--tokenizer has no effect with --model,"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
     refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
+    refused("lora-dropout = 0.1", &["--lora-dropout has no effect without --lora-rank"]);
     refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);
     refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
 }
@@ -82,6 +83,7 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("rope-scaling = 'yarn:2'", &["--rope-scaling has no effect", "--model"]);
     refused("model = 'm'\nlora-rank = 0", &["rank is 0"]);
     refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, wk'", &["'wk'", "q_proj, k_proj"]);
+    refused("model = 'm'\nlora-rank = 4\nlora-dropout = 1.0", &["dropout is 1", "below 1"]);
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);
     refused("beta2 = 1.0", &["--beta2 is 1"]);

@@ -98,7 +98,9 @@ impl Plan {
         plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
         if let Some(lora) = &config.lora {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
-            plan.adapters = format!("LoRA of rank {rank}, alpha {alpha}, beside {targets}; the model stays as it is");
+            let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
+            plan.adapters =
+                format!("LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; the model stays as it is");
         }
 
         let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
