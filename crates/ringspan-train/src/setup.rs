@@ -1,7 +1,7 @@
 //! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
 
 use crate::{
-    checkpoint::{Checkpoints, Identity},
+    checkpoint::{Checkpoints, Identity, Losses},
     config::{RUN_FILE, Source, TrainConfig},
     data::{
         Batch, Content, Corpus, Encoder, Packer, Position, Sequence, Template, cache, cache::Found, fingerprint, read,
@@ -38,6 +38,8 @@ pub(crate) struct Setup {
     pub(crate) first_step: u64,
     /// Tokens seen before this run.
     pub(crate) tokens: u64,
+    /// What is remembered of the losses before this run.
+    pub(crate) losses: Losses,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
     pub(crate) plan: Plan,
@@ -97,6 +99,7 @@ impl Setup {
             setup.feed = feed;
             setup.first_step = saved.progress.step;
             setup.tokens = saved.progress.tokens;
+            setup.losses = saved.progress.losses;
             setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
@@ -134,6 +137,7 @@ impl Setup {
             held_out,
             first_step: 0,
             tokens: 0,
+            losses: Losses::default(),
             model,
             data,
             feed,
