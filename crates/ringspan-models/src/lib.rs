@@ -26,6 +26,7 @@ mod portion;
 mod recompute;
 mod rope;
 mod shapes;
+mod tensor_file;
 
 pub use balance::Balanced;
 pub use config::Config;
@@ -38,3 +39,4 @@ pub use origin::Origin;
 pub use parameters::{Parameters, Unit};
 pub use portion::{Heads, Holders, Place, Portion};
 pub use recompute::{Keep, Recompute, constant};
+pub use tensor_file::TensorFile;
