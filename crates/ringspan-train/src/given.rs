@@ -10,7 +10,7 @@ use crate::{
 };
 use ringspan_models::{Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 const TOKENIZER: &str = "tokenizer.json";
@@ -65,68 +65,64 @@ impl Given {
     }
 
     /// The model's tokenizer; none where tokens are ready and nobody has one.
-    ///
-    /// A new model takes the one that is named, or lies beside its configuration, or else the byte-level one.
     pub(crate) fn tokenizer(&mut self, config: &TrainConfig) -> Result<Option<Tokenizer>> {
         let text = matches!(config.source, Source::Text(_));
-        let missing = |path: PathBuf, problem: String| Err(Error::Tokenizer { path, problem });
-        let tokenizer = if let Some(path) = &config.model {
-            match Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)? {
-                Some(found) => Tokenizer::new(found, path),
-                None if text => {
-                    let problem = "is missing, and text needs one; put it into the model's folder, or give --tokens";
-                    return missing(path.join(TOKENIZER), problem.into());
-                }
-                None => return Ok(None),
-            }
-        } else if let Some(shape) = &config.model_config {
-            let beside = config.beside_model().unwrap_or_default().join(TOKENIZER);
-            let named = config.tokenizer.as_ref();
-            let path = named.map(|path| if path.is_dir() { path.join(TOKENIZER) } else { path.clone() });
-            match path.or_else(|| beside.exists().then(|| beside.clone())) {
-                Some(path) => Tokenizer::read(&path)?,
-                None if !text => return Ok(None),
-                None if self.config.vocab_size < BYTE_LEVEL => {
-                    let problem = format!(
-                        "is missing, and vocab_size {} of {} is too small for the {BYTE_LEVEL} tokens of the byte-level \
-                         tokenizer: put a tokenizer there, name one with --tokenizer, or make vocab_size at least {BYTE_LEVEL}",
-                        self.config.vocab_size,
-                        shape.display()
-                    );
-                    return missing(beside, problem);
-                }
-                None => {
-                    let tokenizer = Tokenizer::byte_level(Path::new("byte-level"))?;
-                    self.speaks(&tokenizer, true);
-                    tokenizer
-                }
-            }
-        } else {
-            Tokenizer::byte_level(Path::new("byte-level"))?
+        let found = match (&config.model, &config.model_config) {
+            (Some(path), _) => of_model(path, text)?,
+            (None, Some(shape)) => self.of_new(config, shape, text)?,
+            (None, None) => Some(Tokenizer::byte_level(Path::new("byte-level"))?),
         };
+        let Some(tokenizer) = found else { return Ok(None) };
         // Models often have more rows than their tokenizer has tokens, never fewer.
         let (tokens, vocabulary) = (tokenizer.vocabulary(), self.config.vocab_size);
         if text && tokens > vocabulary {
             let problem = format!("has {tokens} tokens, but the model's vocabulary is {vocabulary}");
-            return missing(tokenizer.path().into(), problem);
-        }
-        if config.model_config.is_some() {
-            self.speaks(&tokenizer, false);
+            return Err(Error::Tokenizer { path: tokenizer.path().into(), problem });
         }
         Ok(Some(tokenizer))
     }
 
-    /// Notes in `config.json` which token ends a text, where it does not say, or says what is of another tokenizer.
-    fn speaks(&mut self, tokenizer: &Tokenizer, other: bool) {
-        let Some(keys) = self.json.as_object_mut() else { return };
-        if other {
-            for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
-                keys.remove(key);
+    /// That of a new model: the one that is named, or lies beside its configuration, or else, for text, the byte-level one.
+    fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
+        let beside = config.beside_model().unwrap_or_default().join(TOKENIZER);
+        let named =
+            config.tokenizer.as_ref().map(|path| if path.is_dir() { path.join(TOKENIZER) } else { path.clone() });
+        let vocabulary = self.config.vocab_size;
+        let tokenizer = match named.or_else(|| Some(beside.clone()).filter(|path| path.exists())) {
+            Some(path) => Tokenizer::read(&path)?,
+            None if !text => return Ok(None),
+            None if vocabulary < BYTE_LEVEL => {
+                let problem = format!(
+                    "is missing, and vocab_size {vocabulary} of {} is too small for the {BYTE_LEVEL} tokens of the byte-level \
+                     tokenizer: put a tokenizer there, name one with --tokenizer, or make vocab_size at least {BYTE_LEVEL}",
+                    shape.display()
+                );
+                return Err(Error::Tokenizer { path: beside, problem });
             }
+            None => {
+                // What the file says of tokens is of another tokenizer.
+                if let Some(keys) = self.json.as_object_mut() {
+                    keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
+                }
+                Tokenizer::byte_level(Path::new("byte-level"))?
+            }
+        };
+        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
+        if let (Some(end), Some(keys), false) = (tokenizer.end_of_text(), self.json.as_object_mut(), says) {
+            keys.insert("eos_token_id".into(), json!(end));
         }
-        if let Some(end) = tokenizer.end_of_text() {
-            keys.entry("eos_token_id").or_insert(json!(end));
-        }
+        Ok(Some(tokenizer))
+    }
+}
+
+/// That of a model that is given.
+fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
+    match Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)? {
+        None if text => Err(Error::Tokenizer {
+            path: path.join(TOKENIZER),
+            problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
+        }),
+        found => Ok(found.map(|found| Tokenizer::new(found, path))),
     }
 }
 

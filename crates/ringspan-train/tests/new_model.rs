@@ -82,7 +82,7 @@ fn a_new_model_is_resumed_bit_for_bit_and_exported_as_its_configuration_says() {
     let file = shape(root, more);
     let (whole, memory) = run(settings(root, "whole"));
     assert!(memory.plan.model.contains("new (seed 0) as in"), "{}", memory.plan.model);
-    assert!(memory.plan.model.contains("257 tokens of byte-level"), "{}", memory.plan.model);
+    assert!(memory.plan.model.contains("tokenizer byte-level of 257 tokens"), "{}", memory.plan.model);
     let (cut, _) = run(settings(root, "cut"));
     fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
     let resume = Settings { resume: Some(cut.out.clone()), ..Settings::default() };

@@ -173,8 +173,9 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
         (Some(path), _) => format!("{summary}, from {}", path.display()),
         (None, None) => format!("{summary}, new (seed {})", config.seed),
         (None, Some(path)) => {
-            let words =
-                |t: &Tokenizer| format!("; {} tokens of {}", grouped(t.vocabulary() as u64), t.path().display());
+            let words = |t: &Tokenizer| {
+                format!("; tokenizer {} of {} tokens", t.path().display(), grouped(t.vocabulary() as u64))
+            };
             let tokens = setup.tokenizer.as_ref().map(words).unwrap_or_default();
             format!("{summary}, new (seed {}) as in {}{tokens}", config.seed, path.display())
         }
