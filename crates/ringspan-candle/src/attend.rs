@@ -1,6 +1,7 @@
 //! What a model needs to know about attention: how to call it, and where its tokens stand.
 
 use crate::attention::Memory;
+use crate::dropout::Drops;
 use crate::experts::Experts;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -51,4 +52,10 @@ pub trait Attend {
     /// The ranks that share the width of layers. Who wraps another hands on its own, and
     /// [`WHOLE`](crate::tensor_parallel::WHOLE) is the answer of who shares with nobody.
     fn tensor_parallel(&self) -> &TensorParallel;
+
+    /// What is dropped of the inputs of layers that have dropout; none where nothing is learnt. Who wraps another hands on
+    /// its own.
+    fn drops(&self) -> Option<&Drops> {
+        None
+    }
 }

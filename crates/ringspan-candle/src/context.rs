@@ -2,6 +2,7 @@
 
 use crate::attend::Attend;
 use crate::attention::{Memory, attention, attention_keeping};
+use crate::dropout::Drops;
 use crate::experts::{Experts, Local};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -19,6 +20,7 @@ pub struct Context {
     length: usize,
     experts: Arc<dyn Experts + Send + Sync>,
     tensor_parallel: TensorParallel,
+    drops: Option<Drops>,
     /// Layers share masks, and planning costs time, so schedules are kept.
     schedules: Mutex<HashMap<Mask, Arc<Schedule>>>,
 }
@@ -36,7 +38,8 @@ impl Context {
         let spans = layout.documents().iter().flat_map(|document| &document.spans);
         let length = spans.map(|span| span.end).max().unwrap_or(0);
         let (experts, tensor_parallel) = (Arc::new(Local), TensorParallel::default());
-        Ok(Self { group, layout, strategy, positions, length, experts, tensor_parallel, schedules: Mutex::default() })
+        let schedules = Mutex::default();
+        Ok(Self { group, layout, strategy, positions, length, experts, tensor_parallel, drops: None, schedules })
     }
 
     /// The experts of sparse layers are computed by `experts`, not all by this rank.
@@ -47,6 +50,11 @@ impl Context {
     /// The width of layers is shared with the ranks of `tensor_parallel`, which have the same tokens.
     pub fn with_tensor_parallel(self, tensor_parallel: TensorParallel) -> Self {
         Self { tensor_parallel, ..self }
+    }
+
+    /// Inputs of layers that have dropout are dropped by `drops`, whose tokens are this rank's.
+    pub fn with_drops(self, drops: Drops) -> Self {
+        Self { drops: Some(drops), ..self }
     }
 
     /// Sequences will grow to `length` tokens: rotary embeddings that depend on the length are made for it.
@@ -121,5 +129,9 @@ impl Attend for Context {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         &self.tensor_parallel
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        self.drops.as_ref()
     }
 }

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod collective;
 pub mod context;
 pub mod cotangent;
+pub mod dropout;
 pub mod expert_parallel;
 pub mod experts;
 pub mod gated_mlp;
@@ -26,6 +27,7 @@ pub mod tensor_parallel;
 
 pub use attend::Attend;
 pub use context::Context;
+pub use dropout::Drops;
 pub use expert_parallel::ExpertParallel;
 pub use experts::{Expert, Experts, Load, Routing};
 pub use tensor_parallel::TensorParallel;

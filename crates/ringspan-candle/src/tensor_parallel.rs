@@ -28,6 +28,11 @@ impl TensorParallel {
         Self { comm: Some(comm).filter(|comm| comm.size() > 1) }
     }
 
+    /// This rank's place among the ranks that share layers, and their number.
+    pub fn place(&self) -> (usize, usize) {
+        self.comm.as_ref().map_or((0, 1), |comm| (comm.rank(), comm.size()))
+    }
+
     /// This rank's part of something of size `whole`: rows, heads, a vocabulary. Parts are equal to within one.
     pub fn part(&self, whole: usize) -> Range<usize> {
         self.comm.as_ref().map_or(0..whole, |comm| part(whole, comm.rank(), comm.size()))

@@ -54,7 +54,7 @@ enum Targets {
 /// An adapter as read.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The folder of the model that it was made for.
+    /// The model that it was made for: a folder, or a GGUF file.
     pub base: PathBuf,
     /// Its size, and the layers it stands beside.
     pub lora: Lora,
@@ -80,7 +80,7 @@ pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Resul
         use_rslora: false,
         use_dora: false,
         fan_in_fan_out: false,
-        lora_dropout: 0.0,
+        lora_dropout: lora.dropout,
         rank_pattern: BTreeMap::new(),
         alpha_pattern: BTreeMap::new(),
         modules_to_save: None,
@@ -126,8 +126,8 @@ pub fn load(folder: &Path) -> Result<Adapter> {
     }
     let base = config.base_model_name_or_path.ok_or_else(|| refuse("it does not name its model".into()))?;
     // Beside the adapter, if it is no path of its own.
-    let base = [PathBuf::from(&base), folder.join(&base)].into_iter().find(|base| base.is_dir()).ok_or_else(|| {
-        refuse(format!("its model '{base}' is no folder here; set base_model_name_or_path to where it is"))
+    let base = [PathBuf::from(&base), folder.join(&base)].into_iter().find(|base| base.exists()).ok_or_else(|| {
+        refuse(format!("its model '{base}' is no folder or file here; set base_model_name_or_path to where it is"))
     })?;
 
     let path = folder.join(TENSORS);
@@ -148,5 +148,6 @@ pub fn load(folder: &Path) -> Result<Adapter> {
             crate::lora::TARGETS.iter().filter(|target| beside(target)).map(|target| (*target).to_owned()).collect()
         }
     };
-    Ok(Adapter { base, lora: Lora::new(config.r, config.lora_alpha, targets)?, weights })
+    let lora = Lora::new(config.r, config.lora_alpha, targets)?.with_dropout(config.lora_dropout)?;
+    Ok(Adapter { base, lora, weights })
 }

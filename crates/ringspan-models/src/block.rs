@@ -8,9 +8,9 @@ use crate::architecture::Sparse;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
 use crate::lora::Lora;
+use crate::portion::Heads;
 use crate::recompute::Keeper;
 use candle_core::Tensor;
-use ringspan_candle::Attend;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::gated_mlp;
 use ringspan_candle::geglu::geglu;
@@ -18,6 +18,7 @@ use ringspan_candle::linear::linear;
 use ringspan_candle::residual::residual;
 use ringspan_candle::rope::rope;
 use ringspan_candle::swiglu::swiglu;
+use ringspan_candle::{Attend, TensorParallel};
 
 /// Layer `index` of a model, with its weights.
 pub(crate) struct Block<'a> {
@@ -68,7 +69,7 @@ impl Block<'_> {
         let (tokens, dim) = (h.dim(0)?, self.decoder.config().head_dim());
         // As many heads as the weights at hand have.
         let project = |name: &str| -> Result<Tensor> {
-            let flat = self.linear(&format!("self_attn.{name}"), h, model.qkv_bias)?;
+            let flat = self.linear(&format!("self_attn.{name}"), h, model.qkv_bias, attend)?;
             Ok(flat.reshape((tokens, flat.dim(1)? / dim, dim))?)
         };
         let (mut q, mut k, v) = (project("q_proj")?, project("k_proj")?, project("v_proj")?);
@@ -100,8 +101,8 @@ impl Block<'_> {
             };
             return Ok(attend.tensor_parallel().reduce(&out)?);
         }
-        let gate = self.linear("mlp.gate_proj", h, model.mlp_bias)?;
-        let up = self.linear("mlp.up_proj", h, model.mlp_bias)?;
+        let gate = self.linear("mlp.gate_proj", h, model.mlp_bias, attend)?;
+        let up = self.linear("mlp.up_proj", h, model.mlp_bias, attend)?;
         let hidden = match model.activation {
             Activation::Silu => swiglu(&gate, &up)?,
             Activation::GeluTanh => geglu(&gate, &up)?,
@@ -117,9 +118,9 @@ impl Block<'_> {
     /// The linear layer behind which the parts of all ranks are summed, and rows dealt again.
     fn summed(&self, name: &str, x: &Tensor, bias: bool, attend: &dyn Attend) -> Result<Tensor> {
         if attend.tensor_parallel().is_whole() {
-            return self.linear(name, x, bias);
+            return self.linear(name, x, bias, attend);
         }
-        let sum = attend.tensor_parallel().reduce(&self.linear(name, x, false)?)?;
+        let sum = attend.tensor_parallel().reduce(&self.linear(name, x, false, attend)?)?;
         Ok(if bias { sum.broadcast_add(self.get(&format!("{name}.bias"))?)? } else { sum })
     }
 
@@ -128,7 +129,7 @@ impl Block<'_> {
     }
 
     /// `x weight^T + bias`, and the adapter's part: x `[T, in]`, weight `[out, in]`, bias `[out]`.
-    fn linear(&self, name: &str, x: &Tensor, bias: bool) -> Result<Tensor> {
+    fn linear(&self, name: &str, x: &Tensor, bias: bool, attend: &dyn Attend) -> Result<Tensor> {
         let bias = if bias { Some(self.get(&format!("{name}.bias"))?) } else { None };
         let weight = self.get(&format!("{name}.weight"))?;
         // What a layer ends with is only added to its input: no gradient needs its values, unless they are normed.
@@ -139,9 +140,21 @@ impl Block<'_> {
         };
         if let Some(lora) = self.decoder.lora.as_ref().filter(|lora| lora.is_beside(name)) {
             let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
-            out = (out + lora.apply(x, self.get(&a)?, self.get(&b)?)?)?;
+            let first = self.first_column(name, attend.tensor_parallel())?;
+            let x = lora.input(&self.name(name), x, first, attend.drops())?;
+            out = (out + lora.apply(&x, self.get(&a)?, self.get(&b)?)?)?;
         }
         Ok(out)
+    }
+
+    /// Where the input of a layer that is here begins: behind its heads, and its part of the width, a rank has no more.
+    fn first_column(&self, name: &str, shared: &TensorParallel) -> Result<usize> {
+        let config = self.decoder.config();
+        Ok(match name {
+            "self_attn.o_proj" => Heads::new(config, shared.place())?.queries.start * config.head_dim(),
+            "mlp.down_proj" => shared.part(config.intermediate_size).start,
+            _ => 0,
+        })
     }
 
     fn get(&self, name: &str) -> Result<&Tensor> {

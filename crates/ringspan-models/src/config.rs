@@ -92,6 +92,8 @@ pub struct Config {
     #[serde(default)]
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
     #[serde(default)]
+    initializer_range: Option<f64>,
+    #[serde(default)]
     output_router_logits: Option<bool>,
     #[serde(default)]
     router_aux_loss_coef: Option<f64>,
@@ -193,6 +195,11 @@ impl Config {
             _ => self.hidden_size / self.num_attention_heads.max(1),
         };
         self.head_dim.unwrap_or_else(default)
+    }
+
+    /// Standard deviation of a new model's matrices.
+    pub(crate) fn initializer_range(&self) -> f64 {
+        self.initializer_range.unwrap_or(0.02)
     }
 
     pub(crate) fn rope(&self) -> Option<&Parameters> {

@@ -32,12 +32,13 @@ pub fn load(folder: &Path) -> Result<(Config, Weights)> {
     Ok((folder.config().clone(), weights))
 }
 
-/// `config.json`, to be saved with the model again; of a model that also sees images, the part of its text.
+/// `config.json`, to be saved with the model again; of a model that also sees images, the part of its text. By the name of
+/// its folder, or its own.
 ///
 /// # Errors
 /// A file that is missing or no JSON.
-pub fn config_json(folder: &Path) -> Result<serde_json::Value> {
-    parse(&folder.join(CONFIG)).map(completed)
+pub fn config_json(path: &Path) -> Result<serde_json::Value> {
+    parse(&if path.is_file() { path.to_owned() } else { path.join(CONFIG) }).map(completed)
 }
 
 fn parse<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {

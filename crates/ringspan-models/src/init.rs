@@ -1,32 +1,95 @@
 //! Weights to start from.
 
 use crate::decoder::{Decoder, Weights};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::collections::BTreeMap;
+use std::ops::Range;
 
-/// Standard deviation of new matrices.
-const DEVIATION: f64 = 0.02;
+/// Words of the generator that a number takes: two of 64 bits.
+const WORDS: u128 = 4;
 
-impl Decoder {
-    /// New weights: matrices normal with deviation 0.02, norms that change nothing, biases 0. The same seed gives the same weights.
+/// The weights of a new model, each drawn when it is asked for: nothing has to hold them all.
+///
+/// They are what Hugging Face gives a new model: matrices normal with deviation `initializer_range`, norms that change
+/// nothing, biases 0. The embedding's row of padding is as any other, since padding is never looked up. The same seed gives
+/// the same weights, whoever asks for which part of them.
+#[derive(Debug, Clone)]
+pub struct NewWeights {
+    seed: u64,
+    deviation: f64,
+    /// Weight of a norm.
+    norm: f32,
+    /// Shapes, and how many numbers are drawn before those of a parameter.
+    places: BTreeMap<String, (Vec<usize>, u128)>,
+}
+
+impl NewWeights {
+    /// Those of a model. Nothing is drawn yet.
     ///
     /// # Errors
-    /// Sizes that do not fit in memory.
-    pub fn init(&self, seed: u64) -> Result<Weights> {
-        let mut random = ChaCha8Rng::seed_from_u64(seed);
-        let mut weights = Weights::new();
-        for (name, shape) in self.shapes() {
-            let count: usize = shape.iter().product();
-            let values = match shape.len() {
-                1 if name.ends_with(".bias") => vec![0.0; count],
-                1 => vec![1.0 - self.model.norm_offset as f32; count],
-                _ => (0..count).map(|_| (normal(&mut random) * DEVIATION) as f32).collect(),
-            };
-            weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
+    /// An `initializer_range` with which nothing could be learnt.
+    pub fn new(decoder: &Decoder, seed: u64) -> Result<Self> {
+        let deviation = decoder.config().initializer_range();
+        if !(deviation > 0.0 && deviation.is_finite()) {
+            let problem = format!("initializer_range is {deviation}; a new model needs one above 0");
+            return Err(Error::Config(problem));
         }
-        Ok(weights)
+        let mut drawn = 0;
+        let mut place = |(name, shape): (String, Vec<usize>)| {
+            let before = drawn;
+            drawn += if shape.len() > 1 { shape.iter().product::<usize>() as u128 } else { 0 };
+            (name, (shape, before))
+        };
+        let places = decoder.shapes().into_iter().map(&mut place).collect();
+        Ok(Self { seed, deviation, norm: 1.0 - decoder.model.norm_offset as f32, places })
+    }
+
+    /// Whether the model has a parameter.
+    pub fn has(&self, name: &str) -> bool {
+        self.places.contains_key(name)
+    }
+
+    /// Rows `rows` of a parameter, its first dimension.
+    ///
+    /// # Errors
+    /// A parameter or rows that there are not.
+    pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
+        let Some((shape, before)) = self.places.get(name) else {
+            return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
+        };
+        let mut part = shape.clone();
+        let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
+            return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
+        };
+        *first = rows.len();
+        let width: usize = shape[1..].iter().product();
+        let values = match shape.len() {
+            1 if name.ends_with(".bias") => vec![0.0; rows.len()],
+            1 => vec![self.norm; rows.len()],
+            _ => {
+                let mut random = ChaCha8Rng::seed_from_u64(self.seed);
+                random.set_word_pos(WORDS * (before + (rows.start * width) as u128));
+                (0..rows.len() * width).map(|_| (normal(&mut random) * self.deviation) as f32).collect()
+            }
+        };
+        Ok(Tensor::from_vec(values, part, &Device::Cpu)?)
+    }
+}
+
+impl Decoder {
+    /// All of [`NewWeights`].
+    ///
+    /// # Errors
+    /// As there, and sizes that do not fit in memory.
+    pub fn init(&self, seed: u64) -> Result<Weights> {
+        let new = NewWeights::new(self, seed)?;
+        let whole = |(name, (shape, _)): (&String, &(Vec<usize>, u128))| {
+            Ok((name.clone(), new.read(name, 0..shape.first().copied().unwrap_or(0))?))
+        };
+        new.places.iter().map(whole).collect()
     }
 }
 

@@ -26,14 +26,17 @@ mod portion;
 mod recompute;
 mod rope;
 mod shapes;
+mod tensor_file;
 
 pub use balance::Balanced;
 pub use config::Config;
 pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
+pub use init::NewWeights;
 pub use lora::{Lora, TARGETS};
 pub use origin::Origin;
 pub use parameters::{Parameters, Unit};
 pub use portion::{Heads, Holders, Place, Portion};
 pub use recompute::{Keep, Recompute, constant};
+pub use tensor_file::TensorFile;

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use ringspan_candle::Drops;
 use ringspan_candle::linear::linear;
 
 /// The linear layers that adapters can stand beside.
@@ -23,6 +24,8 @@ pub struct Lora {
     pub alpha: f64,
     /// Last parts of the names of the layers: some of [`TARGETS`].
     pub targets: Vec<String>,
+    /// Share of an adapter's input that is dropped while it is trained, in 0..1.
+    pub dropout: f64,
 }
 
 impl Lora {
@@ -49,7 +52,18 @@ impl Lora {
         }
         match targets.is_empty() {
             true => refuse(format!("it stands beside no layer: possible are {possible}")),
-            false => Ok(Self { rank, alpha, targets }),
+            false => Ok(Self { rank, alpha, targets, dropout: 0.0 }),
+        }
+    }
+
+    /// The same, with dropout in training.
+    ///
+    /// # Errors
+    /// A share outside 0..1.
+    pub fn with_dropout(self, dropout: f64) -> Result<Self> {
+        match (0.0..1.0).contains(&dropout) {
+            true => Ok(Self { dropout, ..self }),
+            false => Err(Error::Lora(format!("its dropout is {dropout}, but must be at least 0 and below 1"))),
         }
     }
 
@@ -76,15 +90,21 @@ impl Lora {
         if !name.ends_with(A) {
             return vec![0.0; count];
         }
-        // FNV-1a: each matrix has a stream of its own, whatever others there are.
-        let stream = name
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
         let mut random = ChaCha8Rng::seed_from_u64(seed);
-        random.set_stream(stream);
+        random.set_stream(stream(name));
         let bound = 1.0 / (shape.last().copied().unwrap_or(1).max(1) as f64).sqrt();
         let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
         (0..count).map(|_| (uniform() * bound) as f32).collect()
+    }
+
+    /// The input `x` `[T, in]` of the adapter beside the layer `name`, of which `first` is the first column here: as it is, or
+    /// in training, with some of it dropped. Each layer drops by itself, as in PEFT.
+    pub(crate) fn input(&self, name: &str, x: &Tensor, first: usize, drops: Option<&Drops>) -> Result<Tensor> {
+        match drops.filter(|_| self.dropout > 0.0) {
+            // Half of the words: the generator counts on from this.
+            Some(drops) => Ok(drops.apply(x, self.dropout, (stream(name) >> 1) as usize, first)?),
+            None => Ok(x.clone()),
+        }
     }
 
     /// The adapter's part of a layer: x `[T, in]` to `[T, out]`.
@@ -112,6 +132,11 @@ impl Lora {
         }
         Ok(weights)
     }
+}
+
+/// A number of its own for each name, whatever others there are: FNV-1a.
+fn stream(name: &str) -> u64 {
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// Whether a parameter belongs to an adapter.

@@ -16,7 +16,7 @@ const TOKENIZER: &str = "tokenizer.json";
 pub enum Origin {
     /// A folder as Hugging Face's.
     Folder(PathBuf),
-    /// A folder with an adapter, which is merged into its model.
+    /// A folder with an adapter, which is merged into its model: a folder, or a GGUF file.
     Adapter(PathBuf, Box<Adapter>),
     /// A GGUF file.
     Gguf(PathBuf),
@@ -48,6 +48,7 @@ impl Origin {
     pub fn config_json(&self) -> Result<Value> {
         match self {
             Self::Folder(path) => folder::config_json(path),
+            Self::Adapter(_, adapter) if adapter.base.is_file() => gguf::config_json(&adapter.base),
             Self::Adapter(_, adapter) => folder::config_json(&adapter.base),
             Self::Gguf(path) => gguf::config_json(path),
         }
@@ -63,7 +64,10 @@ impl Origin {
             Self::Gguf(path) => return gguf::load(&path),
             Self::Adapter(_, adapter) => adapter,
         };
-        let (config, mut weights) = folder::load(&adapter.base)?;
+        let (config, mut weights) = match adapter.base.is_file() {
+            true => gguf::load(&adapter.base)?,
+            false => folder::load(&adapter.base)?,
+        };
         let expected = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?.shapes();
         for (name, tensor) in adapter.weights {
             match expected.get(&name) {
@@ -84,6 +88,7 @@ impl Origin {
     pub fn folders(&self) -> Vec<&Path> {
         match self {
             Self::Folder(path) => vec![path],
+            Self::Adapter(path, adapter) if adapter.base.is_file() => vec![path],
             Self::Adapter(path, adapter) => vec![path, &adapter.base],
             Self::Gguf(_) => Vec::new(),
         }
@@ -94,12 +99,13 @@ impl Origin {
     /// # Errors
     /// A file that is corrupt, or a kind that is unknown.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
-        if let Self::Gguf(path) = self {
-            return gguf::tokenizer(path).map(Some);
-        }
-        let Some(path) = self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists())
-        else {
-            return Ok(None);
+        let found = self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists());
+        let Some(path) = found else {
+            return match self {
+                Self::Gguf(path) => gguf::tokenizer(path).map(Some),
+                Self::Adapter(_, adapter) if adapter.base.is_file() => gguf::tokenizer(&adapter.base).map(Some),
+                _ => Ok(None),
+            };
         };
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
         let broken = |error| Error::Format { path, problem: format!("not a tokenizer: {error}") };

@@ -11,7 +11,7 @@ use ringspan_candle::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_kee
 use ringspan_candle::kept::{Kept, Storage};
 use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::rope::Rotation;
-use ringspan_candle::{Attend, Experts, TensorParallel, cotangent};
+use ringspan_candle::{Attend, Drops, Experts, TensorParallel, cotangent};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::{fmt, str::FromStr};
@@ -200,6 +200,10 @@ impl Attend for Keeper<'_> {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         self.attend.tensor_parallel()
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        self.attend.drops()
     }
 }
 

@@ -24,7 +24,7 @@ fn layers_spread_over_ranks_equal_hugging_face() {
                 (true, 1) => (1, tp),
                 (true, more) => (more, tp),
             };
-            let spread = Spread { ring, ulysses, tp, ep, moe_tp };
+            let spread = Spread { ring, ulysses, tp, ep, moe_tp, drops: None };
             let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
             assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
         }
@@ -41,7 +41,7 @@ fn ranks_without_tokens_take_part() {
         for (ring, ulysses, tp) in [(1, 1, 4), (2, 1, 2), (5, 1, 2), (2, 1, 4)] {
             let ep = if decoder.experts() > 0 { ring.min(2) } else { 1 };
             let ep = if (ring * tp) % ep == 0 { ep } else { 1 };
-            let spread = Spread { ring, ulysses, tp, ep, moe_tp: 1 };
+            let spread = Spread { ring, ulysses, tp, ep, ..Spread::default() };
             let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
             assert_equal(&format!("{name}, 3 tokens, {spread:?}"), &many, &one);
         }

@@ -21,6 +21,7 @@ mod default_model;
 mod error;
 mod events;
 mod feed;
+mod given;
 mod hidden;
 mod lr_schedule;
 mod memory;

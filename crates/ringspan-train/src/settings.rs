@@ -23,9 +23,18 @@ pub struct TrainArgs {
 #[derive(Debug, Clone, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Model folder to go on from: config.json, safetensors, tokenizer.json [default: a new small byte-level Qwen3]
-    #[arg(long, value_name = "DIR", help_heading = "Model and data")]
+    /// Model to go on from: a folder with config.json, safetensors, tokenizer.json, or a GGUF file; or an adapter's folder,
+    /// whose model it goes on with [default: a new small byte-level Qwen3]
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
+    /// Shape of a new model instead: a config.json as Hugging Face's, or a folder that has one; weights are drawn by
+    /// --seed, with deviation initializer_range
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub model_config: Option<PathBuf>,
+    /// Tokenizer of a new model: a tokenizer.json, or a folder that has one [default: the one beside --model-config, or
+    /// else bytes]
+    #[arg(long, value_name = "FILE", help_heading = "Model and data")]
+    pub tokenizer: Option<PathBuf>,
     /// Text: a folder of text, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and
     /// `completion`, or a folder of such files [default: the current folder]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
@@ -71,6 +80,9 @@ pub struct Settings {
     /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
+    /// Share of an adapter's input that is dropped in training, the same on every mesh [default: 0]
+    #[arg(long, value_name = "P", help_heading = "LoRA")]
+    pub lora_dropout: Option<f64>,
     /// Also save the model with the adapters merged in
     #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "LoRA")]
     pub lora_merge: Option<bool>,
@@ -128,7 +140,8 @@ pub struct Settings {
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
-    /// Highest learning rate [default: adamw 5e-3 for a new model, 1e-5 for a given one, 2e-4 for adapters; sgd 0.1 and 1e-3]
+    /// Highest learning rate [default: adamw 5e-3 for the small new model, 3e-4 for one of --model-config, 1e-5
+    /// for a given one, 2e-4 for adapters; sgd 0.1 for new ones and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
     /// Weight decay of matrices [default: adamw 0.1, sgd 0]

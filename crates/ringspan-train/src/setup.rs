@@ -1,26 +1,24 @@
 //! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
 
 use crate::{
-    checkpoint::{Checkpoints, Identity},
+    checkpoint::{Checkpoints, Identity, Losses},
     config::{RUN_FILE, Source, TrainConfig},
     data::{
         Batch, Content, Corpus, Encoder, Packer, Position, Sequence, Template, cache, cache::Found, fingerprint, read,
         read_tokens,
     },
-    default_model,
     error::{Error, Result},
     feed::Feed,
+    given::Given,
     mesh::RunMesh,
     observer::grouped,
     plan::Plan,
+    settings::Settings,
     start::Start,
     tokenizer::Tokenizer,
 };
 use ringspan_candle::kept::Storage;
-use ringspan_models::{
-    Config, Decoder, Origin, Weights,
-    folder::{self, Folder},
-};
+use ringspan_models::{Config, Decoder, Weights};
 use std::{collections::BTreeMap, path::Path};
 
 /// A run that is ready to start. The same on every rank.
@@ -40,6 +38,8 @@ pub(crate) struct Setup {
     pub(crate) first_step: u64,
     /// Tokens seen before this run.
     pub(crate) tokens: u64,
+    /// What is remembered of the losses before this run.
+    pub(crate) losses: Losses,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
     pub(crate) plan: Plan,
@@ -63,16 +63,8 @@ impl Unsaved {
 impl Setup {
     /// Reads and checks; writes nothing.
     pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
-        let (model_config, config_json, given) = given_model(config)?;
-        let vocabulary = model_config.vocab_size;
-        let mut decoder = Decoder::new(model_config.clone()).map_err(model_error)?;
-        let start = match given {
-            Given::Folder(folder) => Start::folder(folder, config.seed),
-            Given::Weights(weights) => Start::weights(weights, ranks_here(config), config.seed),
-            Given::Nothing => {
-                Start::weights(default_model::weights(&decoder, config.seed)?, ranks_here(config), config.seed)
-            }
-        };
+        let mut given = Given::new(config)?;
+        let (mut decoder, start) = given.start(config.seed, ranks_here(config))?;
         if let Some(lora) = &config.lora {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
@@ -86,8 +78,9 @@ impl Setup {
         }
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
-        let tokenizer = tokenizer(config, vocabulary)?;
-        let data = open_data(config, tokenizer.as_ref(), vocabulary)?;
+        let tokenizer = given.tokenizer(config)?;
+        let Given { config: model_config, json: config_json, .. } = given;
+        let data = open_data(config, tokenizer.as_ref(), model_config.vocab_size)?;
         let mut feed = data.feed.clone();
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
         if config.resume {
@@ -106,6 +99,7 @@ impl Setup {
             setup.feed = feed;
             setup.first_step = saved.progress.step;
             setup.tokens = saved.progress.tokens;
+            setup.losses = saved.progress.losses;
             setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
         setup.plan = Plan::new(config, &setup, &model_config)?;
@@ -143,6 +137,7 @@ impl Setup {
             held_out,
             first_step: 0,
             tokens: 0,
+            losses: Losses::default(),
             model,
             data,
             feed,
@@ -187,66 +182,6 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
     Error::Model(error.to_string())
 }
 
-/// What `--model` names.
-enum Given {
-    Folder(Box<Folder>),
-    /// Of a GGUF file, or with an adapter merged in.
-    Weights(Weights),
-    Nothing,
-}
-
-fn given_model(config: &TrainConfig) -> Result<(Config, serde_json::Value, Given)> {
-    let Some(path) = &config.model else {
-        let json = default_model::config(config.sequence_length);
-        let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
-        return Ok((parsed, json, Given::Nothing));
-    };
-    let origin = Origin::at(path).map_err(model_error)?;
-    let mut json = origin.config_json().map_err(model_error)?;
-    let given = match origin {
-        Origin::Folder(path) => Given::Folder(Box::new(folder::open(&path).map_err(model_error)?)),
-        _ if config.lora.is_some() => {
-            return Err(Error::Settings(format!(
-                "--lora-rank trains adapters beside a model's folder, and {} is none: make one of it by training without \
-                 adapters, or with --lora-merge where it is an adapter",
-                path.display()
-            )));
-        }
-        other => Given::Weights(other.load().map_err(model_error)?.1),
-    };
-    if let Some(scaling) = &config.rope_scaling {
-        json = scaling.apply(&json).map_err(model_error)?;
-    }
-    let parsed: Config = serde_json::from_value(json.clone()).map_err(model_error)?;
-    Ok((parsed, json, given))
-}
-
-fn tokenizer(config: &TrainConfig, vocabulary: usize) -> Result<Option<Tokenizer>> {
-    let Some(path) = &config.model else {
-        return Tokenizer::byte_level(Path::new("byte-level")).map(Some);
-    };
-    let found = Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)?;
-    let Some(found) = found else {
-        return match &config.source {
-            Source::Tokens(_) => Ok(None),
-            Source::Text(_) => Err(Error::Tokenizer {
-                path: path.join("tokenizer.json"),
-                problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
-            }),
-        };
-    };
-    let path = path.clone();
-    let tokenizer = Tokenizer::new(found, &path);
-    // Models often have more rows than their tokenizer has tokens, never fewer.
-    if matches!(config.source, Source::Text(_)) && tokenizer.vocabulary() > vocabulary {
-        return Err(Error::Tokenizer {
-            path,
-            problem: format!("has {} tokens, but the model's vocabulary is {vocabulary}", tokenizer.vocabulary()),
-        });
-    }
-    Ok(Some(tokenizer))
-}
-
 /// Data as it is fed, and what it is.
 struct Data {
     feed: Feed,
@@ -275,7 +210,7 @@ fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: us
 fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result<Data> {
     let texts = read(path, std::slice::from_ref(&config.out))?;
     let chat = texts.documents.iter().any(|document| matches!(document.content, Content::Chat { .. }));
-    let template = match (&config.chat_template, &config.model) {
+    let template = match (&config.chat_template, config.beside_model()) {
         (Some(file), _) if !chat => {
             return Err(Error::Settings(format!(
                 "--chat-template {} has no effect: {} holds no `messages`; leave it out",
@@ -283,8 +218,8 @@ fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result
                 path.display()
             )));
         }
-        (Some(file), model) => Some(Template::read(file, model.as_deref())?),
-        (None, Some(model)) if chat => Template::of_model(model)?,
+        (Some(file), folder) => Some(Template::read(file, folder.as_deref())?),
+        (None, Some(folder)) if chat => Template::of_model(&folder)?,
         _ => None,
     };
     let encoder = Encoder::new(tokenizer, template.as_ref());
@@ -322,15 +257,13 @@ pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
     let mut settings = config.settings.clone();
     let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
     settings.out = None;
-    if let Some(model) = &settings.model {
-        settings.model = Some(absolute(model)?);
+    let Settings { model, model_config, tokenizer, chat_template, token_cache, tensorboard, .. } = &mut settings;
+    for path in [model, chat_template].into_iter().flatten() {
+        *path = absolute(path)?;
     }
-    if let Some(template) = &settings.chat_template {
-        settings.chat_template = Some(absolute(template)?);
-    }
-    for folder in [&mut settings.token_cache, &mut settings.tensorboard].into_iter().flatten() {
-        // It may not be there yet.
-        *folder = std::path::absolute(&*folder).map_err(Error::io("read", &*folder))?;
+    // Links stay: what lies beside a file lies beside the link that names it. Others may not be there yet.
+    for path in [model_config, tokenizer, token_cache, tensorboard].into_iter().flatten() {
+        *path = std::path::absolute(&*path).map_err(Error::io("read", &*path))?;
     }
     match &config.source {
         Source::Text(path) => settings.data = Some(absolute(path)?),

@@ -8,7 +8,7 @@ use crate::{
     setup::model_error,
     shards::{Piece, Shards},
 };
-use ringspan_models::{Decoder, Lora, Weights, folder::Folder};
+use ringspan_models::{Decoder, Lora, NewWeights, Weights, folder::Folder};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, PoisonError},
@@ -25,23 +25,31 @@ pub(crate) struct Start {
     lora: Option<Lora>,
 }
 
+#[derive(Clone)]
 enum Model {
     /// It is here as a whole, and so many ranks have not taken their pieces.
-    Whole(Weights, usize),
+    Whole(Arc<Weights>, usize),
     /// It is still on disk.
-    Folder(Box<Folder>),
+    Folder(Arc<Folder>),
+    /// It is drawn.
+    New(Arc<NewWeights>),
     Taken,
 }
 
 impl Start {
     /// From weights that `ranks` ranks take their pieces of.
     pub(crate) fn weights(weights: Weights, ranks: usize, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::Whole(weights, ranks)), checkpoint: None, seed, lora: None }
+        Self { model: Mutex::new(Model::Whole(Arc::new(weights), ranks)), checkpoint: None, seed, lora: None }
     }
 
     /// From a folder, of which each rank reads what it needs.
-    pub(crate) fn folder(folder: Box<Folder>, seed: u64) -> Self {
+    pub(crate) fn folder(folder: Arc<Folder>, seed: u64) -> Self {
         Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None }
+    }
+
+    /// From a new model, of which each rank draws what it needs.
+    pub(crate) fn new_weights(new: NewWeights, seed: u64) -> Self {
+        Self { model: Mutex::new(Model::New(Arc::new(new))), checkpoint: None, seed, lora: None }
     }
 
     /// With adapters, new ones unless a checkpoint has them.
@@ -62,6 +70,11 @@ impl Start {
         Ok(Self { checkpoint: Some(checkpoint), ..self })
     }
 
+    /// Shared, so that ranks read at the same time.
+    fn model(&self) -> Model {
+        self.model.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// The values of a piece.
     pub(crate) fn read(&self, decoder: &Decoder, piece: &Piece<'_>) -> Result<Vec<f32>> {
         let (name, shape) = (&piece.portion.name, &piece.portion.whole);
@@ -75,12 +88,13 @@ impl Start {
         // Whole rows, of which the piece may want some columns only.
         let rows = piece.of_rows();
         let (first, count) = (rows.start, rows.len());
-        let values = match &*self.model.lock().unwrap_or_else(PoisonError::into_inner) {
+        let values = match self.model() {
             Model::Whole(weights, _) => {
                 let tensor = weights.get(name).filter(|tensor| tensor.dims() == shape);
                 tensor.ok_or_else(missing)?.narrow(0, first, count)?
             }
             Model::Folder(folder) => folder.read(name, rows).map_err(model_error)?,
+            Model::New(new) => new.read(name, rows).map_err(model_error)?,
             Model::Taken => return Err(missing()),
         };
         Ok(piece.pick(first, &values.flatten_all()?.to_vec1::<f32>()?))
@@ -89,12 +103,12 @@ impl Start {
     /// A number that differs where the model does, by the first and the last row of each parameter: ranks on other machines
     /// read their own copy of it.
     pub(crate) fn fingerprint(&self, shapes: &BTreeMap<String, Vec<usize>>) -> Result<u64> {
-        let model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
+        let model = self.model();
         let mut all = Vec::new();
         for (name, shape) in shapes {
             let last = shape.first().map_or(0, |rows| rows.saturating_sub(1));
             for row in [0, last] {
-                let values = match &*model {
+                let values = match &model {
                     Model::Whole(weights, _) => match weights.get(name) {
                         Some(tensor) => tensor.narrow(0, row, 1)?,
                         None => continue,
@@ -102,7 +116,8 @@ impl Start {
                     Model::Folder(folder) if folder.shapes().contains_key(name) => {
                         folder.read(name, row..row + 1).map_err(model_error)?
                     }
-                    Model::Folder(_) | Model::Taken => continue,
+                    Model::New(new) if new.has(name) => new.read(name, row..row + 1).map_err(model_error)?,
+                    Model::Folder(_) | Model::New(_) | Model::Taken => continue,
                 };
                 let values: Vec<f32> = values.flatten_all()?.to_vec1()?;
                 all.push(fingerprint(values.iter().map(|value| u64::from(value.to_bits()))));

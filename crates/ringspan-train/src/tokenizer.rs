@@ -11,6 +11,9 @@ use std::{
 /// Names under which models keep the token that ends a document, in order of preference.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
 
+/// Tokens of the byte-level tokenizer.
+pub(crate) const BYTE_LEVEL: usize = 257;
+
 /// A tokenizer and the token that ends a document.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
@@ -118,6 +121,11 @@ impl Tokenizer {
         self.end_of_text
     }
 
+    /// Where it came from.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Number of tokens, added ones included.
     #[must_use]
     pub fn vocabulary(&self) -> usize {
@@ -163,7 +171,7 @@ mod tests {
             assert_eq!(tokens, bytes);
             assert_eq!(tokenizer.decode(&tokens).unwrap(), text);
         }
-        assert_eq!((tokenizer.end_of_text(), tokenizer.vocabulary()), (Some(256), 257));
+        assert_eq!((tokenizer.end_of_text(), tokenizer.vocabulary()), (Some(256), BYTE_LEVEL));
         assert_eq!(tokenizer.decode(&[104, 105, 256]).unwrap(), "hi");
     }
 

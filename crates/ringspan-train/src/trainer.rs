@@ -146,7 +146,7 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
 /// Puts what says how people talk with the model beside it: a model is asked in the words it was trained with.
 fn keep_template(config: &TrainConfig) -> Result<()> {
     const TEMPLATE: &str = "chat_template.jinja";
-    let of_model = |name: &str| config.model.as_ref().map(|folder| folder.join(name)).filter(|path| path.exists());
+    let of_model = |name: &str| config.beside_model().map(|folder| folder.join(name)).filter(|path| path.exists());
     let template = config.chat_template.clone().or_else(|| of_model(TEMPLATE));
     for (name, from) in [(TEMPLATE, template), ("tokenizer_config.json", of_model("tokenizer_config.json"))] {
         if let Some(from) = from {

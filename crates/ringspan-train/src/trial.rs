@@ -47,7 +47,7 @@ pub fn trial(
 
 fn on_rank(mut rank: Rank<'_>, setup: &Setup, batch: &Batch) -> Result<Trial> {
     let logits = rank.logits(batch)?;
-    let Stepped { loss, gradients } = rank.gradients_of(std::slice::from_ref(batch))?;
+    let Stepped { loss, gradients } = rank.gradients_of(0, std::slice::from_ref(batch))?;
     let mut trial = Trial { loss, logits, ..Trial::default() };
     for unit in setup.decoder.units() {
         trial.gradients.extend(numbers(rank.shards().whole_gradients(&setup.decoder, unit, &gradients)?)?);

@@ -1,47 +1,64 @@
 //! Notices when a loss stays high.
 
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// Steps that make the first mean: before them a loss is compared with nothing.
 const FIRST: u32 = 10;
 /// Share of the mean that stays, a step.
 const KEPT: f64 = 0.98;
 
+/// What is remembered of the losses so far. It is kept in checkpoints, so that a resumed run knows what is high.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Losses {
+    /// Their running mean.
+    pub mean: f64,
+    /// Losses in the mean.
+    pub seen: u32,
+    /// Steps in a row above the limit.
+    pub high: u64,
+}
+
 /// Compares losses with their running mean. Every rank has its own and sees the same losses, so all stop together.
 #[derive(Debug, Clone)]
 pub(crate) struct Watchdog {
     factor: Option<f64>,
     patience: u64,
-    mean: f64,
-    seen: u32,
-    /// Steps in a row above the limit.
-    high: u64,
+    losses: Losses,
 }
 
 impl Watchdog {
-    /// Alarms after `patience` steps in a row above `factor` times the mean; never where there is no factor.
-    pub(crate) fn new(factor: Option<f64>, patience: u64) -> Self {
-        Self { factor, patience, mean: 0.0, seen: 0, high: 0 }
+    /// Alarms after `patience` steps in a row above `factor` times the mean; never where there is no factor. `losses` are
+    /// those that were seen before.
+    pub(crate) fn new(factor: Option<f64>, patience: u64, losses: Losses) -> Self {
+        Self { factor, patience, losses }
     }
 
-    /// Looks at the loss of `step`. The mean is of the losses below the limit: a spike does not become the measure.
+    /// What is remembered so far.
+    pub(crate) fn losses(&self) -> Losses {
+        self.losses
+    }
+
+    /// Looks at the loss of `step`. The mean is of the losses below the limit: a spike does not become the measure. It is
+    /// kept where there is no limit, too, for a resumed run that has one.
     ///
     /// # Errors
-    /// [`Error::Spike`].
+    /// [`Error::Spike`]. Whoever goes on all the same has all the patience again.
     pub(crate) fn look(&mut self, step: u64, loss: f64) -> Result<()> {
-        let Some(factor) = self.factor else { return Ok(()) };
-        if self.seen >= FIRST && loss > factor * self.mean {
-            self.high += 1;
-            if self.high >= self.patience {
-                return Err(Error::Spike { step, loss, steps: self.high, factor, mean: self.mean });
+        let Losses { mean, seen, high } = &mut self.losses;
+        if let Some(factor) = self.factor.filter(|factor| *seen >= FIRST && loss > factor * *mean) {
+            *high += 1;
+            if *high >= self.patience {
+                let steps = std::mem::take(high);
+                return Err(Error::Spike { step, loss, steps, factor, mean: *mean });
             }
             return Ok(());
         }
-        self.high = 0;
-        self.seen = self.seen.saturating_add(1);
+        *high = 0;
+        *seen = seen.saturating_add(1);
         // A plain mean at first, so that the first loss, the highest, does not weigh longest.
-        let share = (1.0 / f64::from(self.seen)).max(1.0 - KEPT);
-        self.mean += (loss - self.mean) * share;
+        let share = (1.0 / f64::from(*seen)).max(1.0 - KEPT);
+        *mean += (loss - *mean) * share;
         Ok(())
     }
 }
@@ -50,6 +67,10 @@ impl Watchdog {
 mod tests {
     use super::*;
 
+    fn watchdog(factor: Option<f64>, patience: u64) -> Watchdog {
+        Watchdog::new(factor, patience, Losses::default())
+    }
+
     fn feed(watchdog: &mut Watchdog, losses: &[f64]) -> Option<(usize, Error)> {
         losses.iter().enumerate().find_map(|(i, &loss)| watchdog.look(i as u64 + 1, loss).err().map(|e| (i + 1, e)))
     }
@@ -57,19 +78,42 @@ mod tests {
     #[test]
     fn a_loss_that_stays_high_is_noticed_and_one_that_comes_back_is_not() {
         let calm: Vec<f64> = (0..40).map(|i| 6.0 - 0.1 * f64::from(i)).collect();
-        assert!(feed(&mut Watchdog::new(Some(2.0), 1), &calm).is_none());
+        assert!(feed(&mut watchdog(Some(2.0), 1), &calm).is_none());
         let twice = [&calm[..], &[30.0, 31.0, 2.0, 30.0, 31.0, 2.0]].concat();
-        assert!(feed(&mut Watchdog::new(Some(2.0), 3), &twice).is_none());
+        assert!(feed(&mut watchdog(Some(2.0), 3), &twice).is_none());
         let lasting = [&calm[..], &[30.0, 31.0, 32.0, 2.0]].concat();
-        let (step, error) = feed(&mut Watchdog::new(Some(2.0), 3), &lasting).expect("noticed");
+        let (step, error) = feed(&mut watchdog(Some(2.0), 3), &lasting).expect("noticed");
         assert_eq!(step, 43);
         let message = error.to_string();
         assert!(message.contains("step 43") && message.contains("32") && message.contains("3 steps"), "{message}");
-        assert!(feed(&mut Watchdog::new(None, 1), &lasting).is_none());
+        assert!(feed(&mut watchdog(None, 1), &lasting).is_none());
     }
 
     #[test]
     fn the_first_steps_are_never_a_spike() {
-        assert!(feed(&mut Watchdog::new(Some(1.5), 1), &[1.0, 50.0, 50.0, 50.0]).is_none());
+        assert!(feed(&mut watchdog(Some(1.5), 1), &[1.0, 50.0, 50.0, 50.0]).is_none());
+    }
+
+    /// Cut anywhere, a run notices what it would have noticed; one that had no limit knows its mean when it gets one.
+    #[test]
+    fn what_was_seen_before_counts() {
+        let losses: Vec<f64> = (0..20).map(|i| 3.0 + f64::from(i % 3)).chain([30.0, 31.0, 32.0]).collect();
+        let noticed = feed(&mut watchdog(Some(2.0), 3), &losses).map(|(step, _)| step);
+        assert_eq!(noticed, Some(23));
+        for cut in [1, 9, 10, 15, 21, 22] {
+            for factor in [None, Some(2.0)] {
+                let mut first = watchdog(factor, 3);
+                assert!(feed(&mut first, &losses[..cut.min(20)]).is_none());
+                if factor.is_some() {
+                    assert!(feed(&mut first, &losses[cut.min(20)..cut]).is_none());
+                }
+                let kept = serde_json::to_string(&first.losses()).expect("numbers");
+                let mut second = Watchdog::new(Some(2.0), 3, serde_json::from_str(&kept).expect("numbers"));
+                let from = if factor.is_some() { cut } else { cut.min(20) };
+                let noticed = feed(&mut second, &losses[from..]).map(|(step, _)| step + from);
+                assert_eq!(noticed, Some(23), "cut at {cut}, {factor:?}");
+                assert_eq!(second.losses().high, 0, "who goes on has all the patience again");
+            }
+        }
     }
 }

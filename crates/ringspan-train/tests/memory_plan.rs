@@ -76,6 +76,13 @@ fn a_run_takes_what_its_plan_predicts() {
         ("words", words, (1, 512), s()),
         ("words, tied", tied, (1, 512), s()),
         ("adapters", deep, (1, 1024), Settings { lora_rank: Some(8), ..s() }),
+        ("adapters, dropped", deep, (1, 1024), Settings { lora_rank: Some(8), lora_dropout: Some(0.1), ..s() }),
+        (
+            "adapters, dropped, recompute nothing",
+            other,
+            (1, 2048),
+            Settings { lora_rank: Some(8), lora_dropout: Some(0.1), recompute: Some("nothing".into()), ..s() },
+        ),
         ("ring", deep, (1, 2048), Settings { ring: Some(4), ..s() }),
         ("ulysses", deep, (1, 2048), Settings { ulysses: Some(4), ..s() }),
         ("tensor parallel", deep, (1, 1024), Settings { tp: Some(4), ..s() }),

@@ -168,6 +168,42 @@ fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
     assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");
 }
 
+/// A watchdog that begins anew compares nothing for ten steps.
+#[test]
+fn a_spike_right_after_a_resume_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let calm = Settings { optimizer: Some("sgd".into()), lr: Some(1e-6), steps: Some(12), ..settings(root, "calm") };
+    let (calm, _) = run(calm);
+    let state = calm.out.join("checkpoints/step-000012/state.json");
+    let json: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    let losses: Vec<f64> = losses_on_disk(&calm.out).into_iter().map(|(_, bits)| f64::from_bits(bits)).collect();
+    let mean = losses.iter().sum::<f64>() / 12.0;
+    assert!((json["losses"]["mean"].as_f64().unwrap() - mean).abs() < 1e-9, "{}", json["losses"]);
+    let wild = |spike_factor| Settings {
+        lr: Some(20.0),
+        schedule: Some("constant".into()),
+        steps: Some(20),
+        spike_factor: Some(spike_factor),
+        spike_steps: Some(2),
+        ..Settings::default()
+    };
+    let message = resumed(&calm.out, wild(2.0)).unwrap_err().to_string();
+    assert!(message.contains("above 2 times its mean") && message.contains("2 steps in a row"), "{message}");
+    let steps = losses_on_disk(&calm.out).len();
+    assert!((14..=16).contains(&steps), "noticed after step {steps}");
+
+    // A checkpoint from before losses were remembered is read, and remembers none: the same run is not stopped.
+    fs::remove_dir_all(calm.out.join(format!("checkpoints/step-{steps:06}"))).unwrap();
+    let mut json = json;
+    json.as_object_mut().unwrap().remove("losses");
+    fs::write(&state, json.to_string()).unwrap();
+    let (outcome, _) = resumed(&calm.out, wild(2.0)).unwrap();
+    assert_eq!(outcome.step, 20);
+}
+
 #[test]
 fn balanced_packing_and_conversations_go_on_where_they_stood() {
     let folder = tempfile::tempdir().unwrap();

@@ -16,7 +16,7 @@ impl Block<'_> {
             return self.no_tokens(sparse, h, attend);
         }
         let experts = attend.experts();
-        let mut probabilities = softmax(&self.linear("mlp.gate", h, false)?)?;
+        let mut probabilities = softmax(&self.linear("mlp.gate", h, false, attend)?)?;
         for pressure in experts.pressures(self.index) {
             probabilities = pressed(&probabilities, pressure)?;
         }

@@ -5,18 +5,16 @@ use super::{CONFIG, INDEX, SINGLE, parse};
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
+use crate::tensor_file::TensorFile;
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-
-/// Longest header that is read; the limit of the format's own library.
-const MAX_HEADER: u64 = 100_000_000;
 
 /// A model's folder whose tensors are still on disk. Ranks may share it, and each read what it needs.
 ///
@@ -172,24 +170,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// The parameters in a file, by its header.
 fn tensors(path: &Path, tied: bool) -> Result<Vec<(String, Place)>> {
-    let io = |source| Error::Io { path: path.to_owned(), source };
     let format = |problem: String| Error::Format { path: path.to_owned(), problem };
-    let mut file = File::open(path).map_err(io)?;
-    let length = file.metadata().map_err(io)?.len();
-    let broken = |problem: &str| format(format!("not a whole safetensors file of {length} bytes: {problem}"));
-    let mut bytes = [0; 8];
-    file.read_exact(&mut bytes).map_err(|_| broken("it is shorter than the length of a header"))?;
-    let header = u64::from_le_bytes(bytes);
-    if header > MAX_HEADER.min(length) {
-        return Err(broken(&format!("a header of {header} bytes")));
-    }
-    let mut text = vec![0; header as usize];
-    file.read_exact(&mut text).map_err(|_| broken("it ends inside its header"))?;
-    let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| broken(&error.to_string()))?;
-    let data = 8 + header;
-    if data.checked_add(metadata.data_len() as u64) != Some(length) {
-        return Err(broken(&format!("its header speaks of {} bytes of data", metadata.data_len())));
-    }
+    let TensorFile { metadata, data, .. } = TensorFile::open(path)?;
     let mut places = Vec::new();
     for (name, TensorInfo { dtype, shape, data_offsets }) in metadata.tensors() {
         for part in parts(&name, shape, tied) {

@@ -7,7 +7,7 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, ExpertParallel, Experts, TensorParallel, loss};
+use ringspan_candle::{Attend, Context, Drops, ExpertParallel, Experts, TensorParallel, loss};
 use ringspan_models::{
     Balanced, Decoder, Error, Parameters, Place, Portion, Recompute, Unit, Weights, folder, gradients,
 };
@@ -152,11 +152,13 @@ pub(crate) struct Spread {
     pub(crate) tp: usize,
     pub(crate) ep: usize,
     pub(crate) moe_tp: usize,
+    /// Seed of what is dropped of adapters' inputs.
+    pub(crate) drops: Option<u64>,
 }
 
 impl Default for Spread {
     fn default() -> Self {
-        Self { ring: 1, ulysses: 1, tp: 1, ep: 1, moe_tp: 1 }
+        Self { ring: 1, ulysses: 1, tp: 1, ep: 1, moe_tp: 1, drops: None }
     }
 }
 
@@ -193,7 +195,7 @@ pub(crate) fn on_ranks(
     kind: LayoutKind,
     spread: Spread,
 ) -> Answer {
-    let Spread { ring, ulysses, tp, ep, moe_tp } = spread;
+    let Spread { ring, ulysses, tp, ep, moe_tp, drops } = spread;
     let documents = Documents::batch(batch.rows, batch.len);
     let layout = Arc::new(Layout::new(kind, &documents, ring * ulysses).expect("ranks"));
     let answer = Mutex::new(Answer {
@@ -228,6 +230,12 @@ pub(crate) fn on_ranks(
             });
             let experts = balanced.clone().map_or(inner, |balanced| balanced);
             let context = context.with_experts(experts).with_tensor_parallel(tensor);
+            let numbers: Vec<usize> = (0..batch.tokens.len()).collect();
+            let numbers = layout.shard(rank / tp, &numbers, 1).map_err(candle_core::Error::wrap)?;
+            let context = match drops {
+                Some(seed) => context.with_drops(Drops::new(seed, numbers)),
+                None => context,
+            };
             let place = spread.place(rank);
             let own_weights = portions_of(decoder, weights, place)?;
             let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);

@@ -3,6 +3,7 @@
 mod storage;
 mod tensors;
 
+pub use crate::watchdog::Losses;
 pub use storage::{Disk, Sink, Storage};
 pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
 
@@ -34,7 +35,7 @@ pub struct Identity {
 }
 
 /// Everything but the tensors.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Version of the format.
     pub format: u32,
@@ -50,13 +51,22 @@ pub struct Progress {
     pub model: Identity,
     /// The data as tokens.
     pub data: Identity,
+    /// What is remembered of the losses; older checkpoints remember none.
+    #[serde(default)]
+    pub losses: Losses,
 }
 
 impl Progress {
     /// The state of a run at `step`, in the current format.
     #[must_use]
     pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
-        Self { format: FORMAT, step, position, seed, tokens, model, data }
+        Self { format: FORMAT, step, position, seed, tokens, model, data, losses: Losses::default() }
+    }
+
+    /// With what is remembered of the losses.
+    #[must_use]
+    pub fn with_losses(self, losses: Losses) -> Self {
+        Self { losses, ..self }
     }
 }
 

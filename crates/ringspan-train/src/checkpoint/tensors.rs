@@ -5,7 +5,8 @@
 
 use super::storage::Storage;
 use crate::error::{Error, Result};
-use serde::Deserialize;
+use ringspan_models::TensorFile;
+use safetensors::{Dtype, tensor::TensorInfo};
 use std::{
     collections::BTreeMap,
     fs::File,
@@ -171,13 +172,6 @@ struct Place {
     at: u64,
 }
 
-/// What a header says of a tensor.
-#[derive(Deserialize)]
-struct Info {
-    dtype: String,
-    data_offsets: (u64, u64),
-}
-
 impl Tensors {
     /// Opens files.
     pub(crate) fn open(paths: Vec<PathBuf>) -> Result<Self> {
@@ -190,35 +184,22 @@ impl Tensors {
 
     fn add(&mut self, path: PathBuf) -> Result<()> {
         let damaged = |problem: &str| Error::Checkpoint { path: path.clone(), problem: format!("damaged: {problem}") };
-        let read = |e| Error::io("read", &path)(e);
-        let mut file = File::open(&path).map_err(read)?;
-        let size = file.metadata().map_err(read)?.len();
-        let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(read)?;
-        let header = u64::from_le_bytes(length);
-        if header > size.saturating_sub(8) {
-            return Err(damaged(&format!("a header of {header} bytes in a file of {size}")));
-        }
-        let mut text = Vec::new();
-        (&mut file).take(header).read_to_end(&mut text).map_err(read)?;
-        let mut header_of: BTreeMap<String, serde_json::Value> =
-            serde_json::from_slice(&text).map_err(|e| damaged(&e.to_string()))?;
-        let starts: BTreeMap<String, String> = match header_of.remove("__metadata__") {
-            Some(starts) => serde_json::from_value(starts).map_err(|e| damaged(&e.to_string()))?,
-            None => BTreeMap::new(),
-        };
-        for (name, info) in header_of {
-            let Info { dtype, data_offsets: (from, to) } =
-                serde_json::from_value(info).map_err(|e| damaged(&format!("`{name}`: {e}")))?;
-            let at = 8 + header;
-            if dtype != "F32" || from > to || (to - from) % 4 != 0 || to > size - at {
-                return Err(damaged(&format!("`{name}` is {dtype} in bytes {from} to {to} of a file of {size}")));
+        let opened = TensorFile::open(&path).map_err(|error| match error {
+            ringspan_models::Error::Io { source, .. } => Error::io("read", &path)(source),
+            ringspan_models::Error::Format { problem, .. } => damaged(&problem),
+            other => damaged(&other.to_string()),
+        });
+        let TensorFile { file, metadata, data } = opened?;
+        let starts = metadata.metadata().clone().unwrap_or_default();
+        for (name, TensorInfo { dtype, data_offsets: (from, to), .. }) in metadata.tensors() {
+            if *dtype != Dtype::F32 {
+                return Err(damaged(&format!("`{name}` is {dtype}")));
             }
-            let len = ((to - from) / 4) as usize;
+            let len = (to - from) / 4;
             let Some(region) = starts.get(&name).and_then(|words| Region::parse(words, len)) else {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
-            let place = Place { region, file: self.files.len(), at: at + from };
+            let place = Place { region, file: self.files.len(), at: data + *from as u64 };
             self.places.entry(name).or_default().push(place);
         }
         self.files.push((path, Mutex::new(file)));

@@ -210,7 +210,7 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
     let grown = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 99]].concat();
     fs::write(&shard, &grown[..whole.len()]).unwrap();
     let message = newest(&checkpoints).unwrap_err().to_string();
-    assert!(message.contains("bytes 0 to 18446744073709551612"), "{message}");
+    assert!(message.contains("shard-00001") && message.contains("damaged"), "{message}");
     fs::write(&shard, [&u64::MAX.to_le_bytes(), &whole[8..]].concat()).unwrap();
     assert!(newest(&checkpoints).unwrap_err().to_string().contains("damaged"));
     fs::write(&shard, whole).unwrap();

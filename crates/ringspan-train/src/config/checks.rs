@@ -14,6 +14,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         let given = [
             ("lora-alpha", s.lora_alpha.is_some()),
             ("lora-targets", s.lora_targets.is_some()),
+            ("lora-dropout", s.lora_dropout.is_some()),
             ("lora-merge", s.lora_merge.is_some()),
         ];
         return match given.into_iter().find(|(_, given)| *given) {
@@ -29,7 +30,27 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         None => TARGETS.map(str::to_owned).to_vec(),
     };
     let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
+    let lora = lora.and_then(|lora| lora.with_dropout(s.lora_dropout.unwrap_or(0.0)));
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
+}
+
+/// A model is given or new, and a given one has its tokenizer.
+pub(super) fn shape(s: &Settings) -> Result<()> {
+    let refuse = |problem: &str| Err(Error::Settings(problem.into()));
+    match (&s.model, &s.model_config, &s.tokenizer) {
+        (Some(_), Some(_), _) => {
+            refuse("--model and --model-config exclude each other: a model with its weights, or the shape of a new one")
+        }
+        (Some(_), None, Some(_)) => refuse(
+            "--tokenizer has no effect with --model, which was made with its own; leave it out, or begin a new model with \
+             --model-config",
+        ),
+        (None, None, Some(_)) => refuse(
+            "--tokenizer has no effect without --model-config: the small new model reads bytes; leave it out, or say with \
+             --model-config what the model is",
+        ),
+        _ => Ok(()),
+    }
 }
 
 pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {

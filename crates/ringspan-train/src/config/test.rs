@@ -57,8 +57,11 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\nchat-template = 'c'", &["--chat-template has no effect"]);
     refused("packing = 'balanced'", &["--packing balanced has no effect", "--batch-size 1 x --grad-accumulation 1"]);
     refused("spike-steps = 3", &["--spike-steps has no effect without --spike-factor"]);
+    refused("tokenizer = 't'", &["--tokenizer has no effect without --model-config"]);
+    refused("model = 'm'\ntokenizer = 't'", &["--tokenizer has no effect with --model,"]);
     refused("momentum = 0.9", &["--momentum has no effect with --optimizer adamw", "sgd"]);
     refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
+    refused("lora-dropout = 0.1", &["--lora-dropout has no effect without --lora-rank"]);
     refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);
     refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
 }
@@ -71,12 +74,16 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
         &["--batch-size 3 leaves 1 of the 4 parts of a batch (--dp-replicate 4 x --dp-shard 1)"],
     );
     refused("dp-shard = 2\nsharding = 'none'", &["--sharding none", "--dp-shard 2", "--dp-replicate 2"]);
+    refused("model = 'm'\nmodel-config = 'c.json'", &["--model and --model-config exclude each other"]);
+    refused("model-config = 'c.json'\nlora-rank = 4", &["--lora-rank", "--model"]);
+    refused("model-config = 'c.json'\nrope-scaling = 'yarn:2'", &["--rope-scaling has no effect", "config.json"]);
     refused("lora-rank = 4", &["--lora-rank", "--model"]);
     refused("model = 'm'\nlora-rank = 4\nrope-scaling = 'yarn:2'", &["--rope-scaling", "--lora-merge"]);
     refused("model = 'm'\nrope-scaling = 'yarn'", &["--rope-scaling", "yarn:4"]);
     refused("rope-scaling = 'yarn:2'", &["--rope-scaling has no effect", "--model"]);
     refused("model = 'm'\nlora-rank = 0", &["rank is 0"]);
     refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, wk'", &["'wk'", "q_proj, k_proj"]);
+    refused("model = 'm'\nlora-rank = 4\nlora-dropout = 1.0", &["dropout is 1", "below 1"]);
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);
     refused("beta2 = 1.0", &["--beta2 is 1"]);

@@ -138,7 +138,7 @@ impl Shape {
             (false, true) => 6 * tokens,
             _ => 3 * tokens.min(gated_mlp::TILE as u64),
         };
-        let numbers = stream + 6 * tokens * both + again + widened + wide * self.feed_forward;
+        let numbers = stream + 6 * tokens * both + again + widened + wide * self.feed_forward + tokens * self.dropped;
         4 * numbers.saturating_sub(known)
     }
 

@@ -13,10 +13,11 @@ use crate::{
     observer::grouped,
     optimizer::Method,
     setup::Setup,
+    tokenizer::Tokenizer,
 };
 use fit::Load;
 use ringspan::{Layout, Schedule};
-use ringspan_models::{Config, Place};
+use ringspan_models::{Beyond, Config, Place};
 use shape::Shape;
 use std::fmt;
 
@@ -69,10 +70,7 @@ pub struct Plan {
 impl Plan {
     pub(crate) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
         let mut plan = Self {
-            model: match &config.model {
-                Some(path) => format!("{}, from {}", setup.model.summary, path.display()),
-                None => format!("{}, new (seed {})", setup.model.summary, config.seed),
-            },
+            model: model_words(config, setup),
             data: setup.data.summary.clone(),
             steps: config.lr.steps,
             first_step: setup.first_step,
@@ -97,10 +95,12 @@ impl Plan {
             plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
         }
         plan.optimizer = optimizer_words(config);
-        plan.warning = model.beyond(config.sequence_length).map(|beyond| beyond.to_string()).unwrap_or_default();
+        plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
         if let Some(lora) = &config.lora {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
-            plan.adapters = format!("LoRA of rank {rank}, alpha {alpha}, beside {targets}; the model stays as it is");
+            let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
+            plan.adapters =
+                format!("LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; the model stays as it is");
         }
 
         let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
@@ -164,6 +164,32 @@ impl Plan {
             bytes(free),
             fit::nearest(config, shape, load, free)?
         )))
+    }
+}
+
+fn model_words(config: &TrainConfig, setup: &Setup) -> String {
+    let summary = &setup.model.summary;
+    match (&config.model, &config.model_config) {
+        (Some(path), _) => format!("{summary}, from {}", path.display()),
+        (None, None) => format!("{summary}, new (seed {})", config.seed),
+        (None, Some(path)) => {
+            let words = |t: &Tokenizer| {
+                format!("; tokenizer {} of {} tokens", t.path().display(), grouped(t.vocabulary() as u64))
+            };
+            let tokens = setup.tokenizer.as_ref().map(words).unwrap_or_default();
+            format!("{summary}, new (seed {}) as in {}{tokens}", config.seed, path.display())
+        }
+    }
+}
+
+fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
+    match &config.model_config {
+        // Nothing is learnt yet that would have to be stretched.
+        Some(path) => {
+            let told = Beyond { stretchable: false, ..beyond };
+            format!("{told}; a new model can be made for more: raise max_position_embeddings in {}", path.display())
+        }
+        None => beyond.to_string(),
     }
 }
 

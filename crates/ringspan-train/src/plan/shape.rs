@@ -24,6 +24,8 @@ pub(super) struct Shape {
     pub(super) feed_forward: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
+    /// Numbers of a token that a layer's adapters have of their own, where some of their inputs are dropped.
+    pub(super) dropped: u64,
     pub(super) vocabulary: u64,
     /// Whether the embedding is the output head, too.
     pub(super) tied: bool,
@@ -50,15 +52,25 @@ impl Shape {
         // Shares are equal to within one, and one of them has the most of everything that is dealt.
         let of = |rank| Heads::new(model, (rank, tp)).map_err(model_error);
         let heads = (0..tp).map(of).collect::<Result<Vec<_>>>()?.into_iter().max_by_key(|heads| heads.queries.len());
+        let heads = heads
+            .unwrap_or(Heads { queries: 0..model.num_attention_heads, key_values: 0..model.num_key_value_heads() });
+        let (hidden, feed_forward) = (model.hidden_size, model.feed_forward_width().div_ceil(tp));
+        let input = |target: &String| match target.as_str() {
+            "o_proj" => heads.queries.len() * model.head_dim(),
+            "down_proj" => feed_forward,
+            _ => hidden,
+        };
+        let drops = config.lora.as_ref().filter(|lora| lora.dropout > 0.0);
+        let dropped = drops.map_or(0, |lora| lora.targets.iter().map(input).sum::<usize>());
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,
             layers: model.num_hidden_layers as u64,
-            hidden: model.hidden_size as u64,
-            heads: heads
-                .unwrap_or(Heads { queries: 0..model.num_attention_heads, key_values: 0..model.num_key_value_heads() }),
+            hidden: hidden as u64,
+            heads,
+            dropped: dropped as u64,
             dim: model.head_dim() as u64,
-            feed_forward: model.feed_forward_width().div_ceil(tp) as u64,
+            feed_forward: feed_forward as u64,
             feed_forward_adapted: setup
                 .shapes
                 .keys()

@@ -60,6 +60,7 @@ pub(crate) struct Rank<'a> {
     /// The checkpoint that is being written.
     saving: Option<Saving>,
     meter: Meter,
+    watchdog: Watchdog,
 }
 
 impl<'a> Rank<'a> {
@@ -74,7 +75,9 @@ impl<'a> Rank<'a> {
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
         let meter = Meter::new(setup, timed)?;
-        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving: None, meter })
+        let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
+        let saving = None;
+        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving, meter, watchdog })
     }
 
     pub(crate) fn shards(&self) -> &Shards {
@@ -88,7 +91,6 @@ impl<'a> Rank<'a> {
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
-        let mut watchdog = Watchdog::new(config.spike_factor, config.spike_steps);
         while step < config.lr.steps {
             let agreed = self.agree(stop)?;
             if agreed.saved {
@@ -123,7 +125,7 @@ impl<'a> Rank<'a> {
                 host.observer.stepped(&metrics);
                 Ok(())
             })?;
-            if let Err(spike) = watchdog.look(step, loss) {
+            if let Err(spike) = self.watchdog.look(step, loss) {
                 self.start_saving(host, step, tokens, &feed)?;
                 self.finish_saving(host)?;
                 return Err(spike);

@@ -15,7 +15,7 @@ use ringspan::{
     Layout,
     comm::{Buffer, Communicator, numbers},
 };
-use ringspan_candle::{context::Context, loss, tensor_parallel};
+use ringspan_candle::{Drops, context::Context, loss, tensor_parallel};
 use ringspan_models::{Balanced, Keep, Place, gradients};
 use std::sync::{Arc, Mutex};
 
@@ -35,23 +35,28 @@ pub(crate) struct Stepped {
 impl Rank<'_> {
     /// One step of the optimiser over the micro-batches; the loss and the gradient norm, the same on every rank.
     pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
-        let Stepped { loss, gradients } = self.gradients_of(batches)?;
+        let Stepped { loss, gradients } = self.gradients_of(step, batches)?;
         let norm = self.update(step, loss, &gradients)?;
         Ok((loss, norm))
     }
 
-    /// The loss of the micro-batches, the same on every rank, and this rank's shards of its gradients.
+    /// The loss of a step's micro-batches, the same on every rank, and this rank's shards of its gradients.
     ///
     /// The loss is the mean per target, and where routers are kept even, that part of it, too.
-    pub(crate) fn gradients_of(&mut self, batches: &[Batch]) -> Result<Stepped> {
+    pub(crate) fn gradients_of(&mut self, step: u64, batches: &[Batch]) -> Result<Stepped> {
         // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
         let scale = 1.0 / valid.max(1) as f32;
         let mut summed = GradientShards::new(&self.shards);
         let mut nll = 0.0;
         let mut of_routers = 0.0;
+        let mut before = 0;
         for batch in batches {
             let mut local = self.local(batch)?;
+            if let Some(drops) = self.drops(step, before, batch)? {
+                local.context = local.context.with_drops(drops);
+            }
+            before += batch.tokens.len();
             self.meter.add(self.setup, &local.context)?;
             let balanced = self.balanced(batches.len());
             if let Some(balanced) = &balanced {
@@ -104,6 +109,20 @@ impl Rank<'_> {
         Some(Arc::new(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks)))
     }
 
+    /// What of this rank's tokens of a batch is dropped in a step, where adapters have dropout. The batch's first token has
+    /// the number `before`: numbers are of places in the step's batches, which every mesh fills with the same tokens.
+    fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<Drops>> {
+        if self.config.lora.as_ref().is_none_or(|lora| lora.dropout == 0.0) {
+            return Ok(None);
+        }
+        let (index, part) = self.part(batch, self.world.rank())?;
+        let first = before + self.first_token(batch, index);
+        let numbers: Vec<usize> = (first..first + part.tokens.len()).collect();
+        let numbers = self.layout(&part)?.shard(self.groups.cp.rank(), &numbers, 1)?;
+        // Steps and seeds do not meet before one of them fills half of the word.
+        Ok(Some(Drops::new(self.config.seed.rotate_left(32) ^ step, numbers)))
+    }
+
     fn local(&self, batch: &Batch) -> Result<Part> {
         let Groups { cp, tensor, experts, .. } = &self.groups;
         let (_, part) = self.part(batch, self.world.rank())?;
@@ -149,7 +168,7 @@ impl Rank<'_> {
             let mut of_part = vec![0.0; part.tokens.len() * vocabulary];
             let (_, place) = self.setup.mesh.topology.place(rank, "cp")?;
             layout.unshard(place, &wide, vocabulary, &mut of_part)?;
-            let first: usize = (0..index).map(|i| batch.part(i, self.config.data_ranks()).tokens.len()).sum();
+            let first = self.first_token(batch, index);
             let logits = &mut logits[first * vocabulary..][..of_part.len()];
             logits.iter_mut().zip(of_part).for_each(|(sum, x)| *sum += x);
         }
@@ -160,6 +179,11 @@ impl Rank<'_> {
     fn part(&self, batch: &Batch, rank: usize) -> Result<(usize, Batch)> {
         let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
         Ok((index, batch.part(index, self.config.data_ranks())))
+    }
+
+    /// The place of a part's first token in the batch.
+    fn first_token(&self, batch: &Batch, index: usize) -> usize {
+        (0..index).map(|i| batch.part(i, self.config.data_ranks()).tokens.len()).sum()
     }
 
     fn layout(&self, part: &Batch) -> Result<Layout> {

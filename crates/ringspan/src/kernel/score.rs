@@ -197,6 +197,19 @@ impl Dropout {
         keeps(row, column(key), self.threshold())
     }
 
+    /// Drops of `rows`, which are the numbers of a head and of these queries, one row a query, in the order of `keys`: the
+    /// same generator for anything else that is dropped in training.
+    pub fn drop_rows(&self, head: usize, queries: &[usize], keys: Range<usize>, rows: &mut [f32]) {
+        let columns: Vec<u32> = keys.map(column).collect();
+        let (threshold, growth) = (self.threshold(), self.growth());
+        for (row, query) in rows.chunks_exact_mut(columns.len().max(1)).zip(queries) {
+            let words = self.row(head, *query);
+            for (x, column) in row.iter_mut().zip(&columns) {
+                *x = if keeps(words, *column, threshold) { *x * growth } else { 0.0 };
+            }
+        }
+    }
+
     /// The two words of a query and head.
     pub(super) fn row(&self, head: usize, query: usize) -> [u32; 2] {
         let word = mix(mix(self.seed ^ mix((self.first_head + head) as u64 + 1)) ^ query as u64);
@@ -278,6 +291,20 @@ mod tests {
         }
         let of_share = Score { dropout: Some(dropout), ..Score::new(1.0) }.heads(1..3).dropout.expect("still there");
         assert_eq!(of_share.keeps(0, 7, 9), dropout.keeps(1, 7, 9));
+    }
+
+    #[test]
+    fn rows_are_dropped_as_their_pairs_are() {
+        let dropout = Dropout { rate: 0.25, seed: 8, first_head: 0 };
+        let (queries, keys) = ([70, 3, 1 << 40], 5..12);
+        let mut rows: Vec<f32> = (0..21).map(|i| i as f32 - 9.5).collect();
+        let before = rows.clone();
+        dropout.drop_rows(2, &queries, keys.clone(), &mut rows);
+        for (at, (x, before)) in rows.iter().zip(before).enumerate() {
+            let stays = dropout.keeps(2, queries[at / 7], keys.start + at % 7);
+            assert_eq!(*x, if stays { before * dropout.growth() } else { 0.0 });
+        }
+        dropout.drop_rows(0, &queries, 3..3, &mut []);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod link;
 mod round;
+mod shared;
 mod world;
 
 use super::Communicator;

@@ -1,61 +1,18 @@
-//! What the ranks of one process share: messages, collectives under way, what each rank does, and the first failure.
+//! The transport between threads of one process: waits, and wakes whom a message or a failure concerns.
 
-use super::link::{Link, Wires};
+use super::link::Link;
 use super::round::Round;
+use super::shared::{Message, Shared, State, Want};
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
-use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
-use crate::comm::group::operation::{Operation, listing};
+use crate::comm::group::mailbox::{Address, Mailbox};
+use crate::comm::group::operation::Operation;
 use crate::comm::group::part::Part;
 use crate::comm::group::transport::{Member, Transport};
 use crate::error::{Error, Result};
-use crate::sync::thread::{self, ThreadId};
 use crate::sync::{Condvar, Mutex, MutexGuard};
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// What a rank waits for.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Want {
-    Message { address: Address, ticket: u64 },
-    Round { group: GroupId, number: u64 },
-}
-
-/// What a rank is doing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum State {
-    Computes,
-    Waits { operation: Operation, want: Want },
-    Finished,
-}
-
-#[derive(Debug, Clone)]
-struct Activity {
-    state: State,
-    since: Instant,
-    /// The thread the rank was started on.
-    home: Option<ThreadId>,
-    /// Whether it also talks from other threads: then no wait of one thread proves that the rank is stuck.
-    threads: bool,
-}
-
-/// A message in its mailbox; over a link it may still be on its way.
-struct Message {
-    data: Arc<Buffer>,
-    due: Option<Instant>,
-}
-
-struct Shared {
-    mailboxes: HashMap<Address, Mailbox<Message>>,
-    rounds: HashMap<(GroupId, u64), Round>,
-    ranks: Vec<Activity>,
-    bytes_sent: Vec<u64>,
-    wires: Option<Wires>,
-    failure: Option<Failure>,
-    /// Ranks that failed, in order.
-    failed: Vec<usize>,
-}
 
 /// The shared state, behind one lock; ranks exchange few, large messages.
 pub(super) struct World {
@@ -67,22 +24,16 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new(size: usize, deadline: Duration, link: Option<Link>) -> Self {
-        let idle = Activity { state: State::Computes, since: Instant::now(), home: None, threads: false };
-        let shared = Shared {
-            mailboxes: HashMap::new(),
-            rounds: HashMap::new(),
-            ranks: vec![idle; size],
-            bytes_sent: vec![0; size],
-            wires: link.map(Wires::new),
-            failure: None,
-            failed: Vec::new(),
-        };
-        Self { shared: Mutex::new(shared), changed: (0..size).map(|_| Condvar::new()).collect(), deadline }
+        Self {
+            shared: Mutex::new(Shared::new(size, link)),
+            changed: (0..size).map(|_| Condvar::new()).collect(),
+            deadline,
+        }
     }
 
     /// Records that `rank` runs on the calling thread.
     pub(super) fn begin(&self, rank: usize) {
-        self.lock().ranks[rank].home = Some(thread::current().id());
+        self.lock().begin(rank);
     }
 
     /// Records that `rank` is done.
@@ -279,129 +230,5 @@ impl Transport for World {
 
     fn bytes_sent(&self, rank: usize) -> u64 {
         self.lock().bytes_sent[rank]
-    }
-}
-
-impl Shared {
-    fn check(&self, rank: usize, operation: &Operation) -> Result<()> {
-        self.failure.as_ref().map_or(Ok(()), |failure| Err(failure.seen_by(rank, operation)))
-    }
-
-    fn fail(&mut self, rank: usize, failure: Failure) {
-        self.failure.get_or_insert(failure);
-        if !self.failed.contains(&rank) {
-            self.failed.push(rank);
-        }
-    }
-
-    fn enter(&mut self, rank: usize, state: State) {
-        let activity = &mut self.ranks[rank];
-        if activity.state != state {
-            activity.state = state;
-            activity.since = Instant::now();
-        }
-    }
-
-    /// Whether the calling thread is the one the rank was started on.
-    fn note_thread(&mut self, rank: usize) -> bool {
-        let activity = &mut self.ranks[rank];
-        let home = activity.home == Some(thread::current().id());
-        activity.threads |= !home;
-        home
-    }
-
-    /// Does something with a mailbox; idle ones are not kept.
-    fn with_mailbox<T>(&mut self, address: Address, act: impl FnOnce(&mut Mailbox<Message>) -> T) -> T {
-        let mailbox = self.mailboxes.entry(address.clone()).or_default();
-        let result = act(mailbox);
-        if mailbox.is_idle() {
-            self.mailboxes.remove(&address);
-        }
-        result
-    }
-
-    /// Ranks that have not done their part yet.
-    fn missing(&self, want: &Want) -> Vec<usize> {
-        match want {
-            Want::Message { address, ticket } => match self.mailboxes.get(address) {
-                Some(mailbox) if mailbox.peek(*ticket).is_some() => Vec::new(),
-                _ => vec![address.from],
-            },
-            Want::Round { group, number } => {
-                self.rounds.get(&(group.clone(), *number)).map(Round::missing).unwrap_or_default()
-            }
-        }
-    }
-
-    /// When a message that is sent now arrives, if there is a link.
-    fn due(&mut self, from: usize, to: usize, bytes: u64) -> Option<Instant> {
-        self.wires.as_mut().map(|wires| wires.arrival(from, to, bytes, Instant::now()))
-    }
-
-    /// When what all have sent to `rank` arrives, and from whom, if that is later than now.
-    fn under_way(&self, rank: usize, want: &Want) -> Option<(usize, Instant)> {
-        let (peer, due) = match want {
-            Want::Message { address, ticket } => (address.from, self.mailboxes.get(address)?.peek(*ticket)?.due?),
-            Want::Round { group, number } => self.rounds.get(&(group.clone(), *number))?.last(rank)?,
-        };
-        (due > Instant::now()).then_some((peer, due))
-    }
-
-    fn finished(&self, ranks: &[usize]) -> Option<usize> {
-        ranks.iter().copied().find(|&rank| self.ranks[rank].state == State::Finished)
-    }
-
-    /// Ranks that wait for each other, beginning with `rank`, each for the next and the last for the first.
-    ///
-    /// A rank needs all it waits for, so one circle is a deadlock, whatever the other ranks do. Any new circle goes
-    /// through the rank that began to wait last.
-    fn circle(&self, rank: usize) -> Option<Vec<usize>> {
-        let mut came_from: HashMap<usize, usize> = HashMap::new();
-        let mut next = VecDeque::from([rank]);
-        while let Some(waiter) = next.pop_front() {
-            let activity = &self.ranks[waiter];
-            let State::Waits { want, .. } = &activity.state else { continue };
-            if activity.threads {
-                continue;
-            }
-            for peer in self.missing(want) {
-                if peer == rank {
-                    let mut circle = vec![waiter];
-                    while let Some(before) = circle.last().filter(|last| **last != rank).and_then(|l| came_from.get(l))
-                    {
-                        circle.push(*before);
-                    }
-                    circle.reverse();
-                    return Some(circle);
-                }
-                if let std::collections::hash_map::Entry::Vacant(entry) = came_from.entry(peer) {
-                    entry.insert(waiter);
-                    next.push_back(peer);
-                }
-            }
-        }
-        None
-    }
-
-    /// A deadlock in words: the circle first, then what the other ranks do.
-    fn deadlock(&self, circle: &[usize]) -> String {
-        let describe = |rank: &usize| format!("rank {rank} {}", self.describe(*rank));
-        let others = (0..self.ranks.len()).filter(|rank| !circle.contains(rank)).take(16);
-        let all: Vec<String> = circle.iter().copied().chain(others).map(|rank| describe(&rank)).collect();
-        format!("deadlock: {}", all.join("; "))
-    }
-
-    fn describe(&self, rank: usize) -> String {
-        let Activity { state, since, .. } = &self.ranks[rank];
-        match state {
-            State::Computes => format!("has computed for {:.1?}", since.elapsed()),
-            State::Waits { operation, want } => {
-                let missing = self.missing(want);
-                let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
-                let who = if let [one] = missing[..] { one.to_string() } else { listing(&missing) };
-                format!("waits in {operation} for {ranks} {who}")
-            }
-            State::Finished => "has finished".into(),
-        }
     }
 }

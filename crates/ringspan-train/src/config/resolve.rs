@@ -1,0 +1,211 @@
+//! Settings to a configuration: defaults filled in, contradictions refused.
+
+use super::checks::{lora, method, shape, within};
+use super::{Sharding, Source, TrainConfig, cores};
+use crate::{
+    data::Packing,
+    error::{Error, Result},
+    lr_schedule::{Decay, LrSchedule},
+    optimizer::OptimizerKind,
+    settings::Settings,
+};
+use ringspan_candle::kept::Storage;
+use ringspan_models::Recompute;
+use std::time::Duration;
+
+impl TrainConfig {
+    /// Fills in the defaults and refuses what does not fit.
+    ///
+    /// # Errors
+    /// As [`Self::from_args`].
+    pub fn resolve(settings: Settings) -> Result<Self> {
+        let s = &settings;
+        let no_effect =
+            |flag: &str, why: &str| Err(Error::Settings(format!("--{flag} has no effect {why}; leave it out")));
+        let positive = |flag: &str, value: usize| match value {
+            0 => Err(Error::Settings(format!("--{flag} is 0, but must be at least 1"))),
+            value => Ok(value),
+        };
+
+        let source = match (&s.data, &s.tokens) {
+            (Some(_), Some(_)) => {
+                return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into()));
+            }
+            (None, Some(tokens)) => Source::Tokens(tokens.clone()),
+            (data, None) => Source::Text(data.clone().unwrap_or_else(|| ".".into())),
+        };
+        if matches!(source, Source::Tokens(_)) {
+            for (flag, given) in [
+                ("chat-template", s.chat_template.is_some()),
+                ("token-cache", s.token_cache.is_some()),
+                ("packing", s.packing.is_some()),
+                ("sequence-length", s.sequence_length.is_some()),
+                ("batch-size", s.batch_size.is_some()),
+                ("eval-every", s.eval_every.is_some()),
+                ("eval-tokens", s.eval_tokens.is_some()),
+                ("sample-tokens", s.sample_tokens.is_some()),
+            ] {
+                if given {
+                    return no_effect(flag, "with --tokens: each step takes the whole file, and nothing is held out");
+                }
+            }
+        }
+
+        shape(s)?;
+        let lora = lora(s)?;
+        let rope_scaling = match &s.rope_scaling {
+            Some(_) if s.model.is_none() => {
+                return no_effect(
+                    "rope-scaling",
+                    "without --model: a new model is made for its sequences, as its config.json says",
+                );
+            }
+            Some(text) => Some(
+                text.parse()
+                    .map_err(|error: ringspan_models::Error| Error::Settings(format!("--rope-scaling: {error}")))?,
+            ),
+            None => None,
+        };
+        if rope_scaling.is_some() && lora.is_some() && s.lora_merge != Some(true) {
+            return Err(Error::Settings(
+                "--rope-scaling beside --lora-rank needs --lora-merge: the folder of an adapter cannot say how its model \
+                 is stretched, so whoever reads it would not stretch it"
+                    .into(),
+            ));
+        }
+        let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
+        let another = axes.iter().any(Option::is_some);
+        let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
+        let ulysses = positive("ulysses", s.ulysses.unwrap_or(1))?;
+        let dp_replicate = positive("dp-replicate", s.dp_replicate.unwrap_or(1))?;
+        let dp_shard = positive("dp-shard", s.dp_shard.unwrap_or(1))?;
+        let tp = positive("tp", s.tp.unwrap_or(1))?;
+        for (flag, size) in [("ep", s.ep), ("moe-dp", s.moe_dp)] {
+            positive(flag, size.unwrap_or(1))?;
+        }
+        let data_ranks = dp_replicate.saturating_mul(dp_shard);
+        let sharding = s.sharding.as_deref().unwrap_or("full").parse()?;
+        if sharding == Sharding::None && dp_shard > 1 {
+            return Err(Error::Settings(format!(
+                "--sharding none contradicts --dp-shard {dp_shard}: ranks that hold whole copies are --dp-replicate {}",
+                data_ranks
+            )));
+        }
+        // A layout, a strategy and a sharding are accepted on one rank too, so that one configuration runs on any mesh.
+        let strategy = s.strategy.as_deref().unwrap_or("ring").parse()?;
+        let layout = s.layout.as_deref().unwrap_or("per-document-zigzag").parse()?;
+
+        let sequence_length = s.sequence_length.unwrap_or(8192);
+        if sequence_length < 2 {
+            return Err(Error::Settings(format!(
+                "--sequence-length is {sequence_length}, but a token can be predicted only from one before it: at least 2"
+            )));
+        }
+        let batch_size = positive("batch-size", s.batch_size.unwrap_or(data_ranks))?;
+        if batch_size < data_ranks {
+            return Err(Error::Settings(format!(
+                "--batch-size {batch_size} leaves {} of the {data_ranks} parts of a batch (--dp-replicate {dp_replicate} x \
+                 --dp-shard {dp_shard}) without a sequence: at least {data_ranks}",
+                data_ranks - batch_size
+            )));
+        }
+        let grad_accumulation = positive("grad-accumulation", s.grad_accumulation.unwrap_or(1))?;
+        let packing: Packing = s.packing.as_deref().unwrap_or("in-order").parse()?;
+        if packing == Packing::Balanced && batch_size.saturating_mul(grad_accumulation) == 1 {
+            return no_effect(
+                "packing balanced",
+                "on one sequence a step: --batch-size 1 x --grad-accumulation 1 leaves nothing to deal",
+            );
+        }
+
+        let steps = s.steps.unwrap_or(220);
+        if steps == 0 {
+            return Err(Error::Settings("--steps is 0, but must be at least 1".into()));
+        }
+        let warmup = s.warmup.unwrap_or((steps / 10).min(100));
+        if warmup >= steps {
+            return Err(Error::Settings(format!(
+                "--warmup {warmup} does not end within --steps {steps}: at most {}",
+                steps - 1
+            )));
+        }
+        let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
+        let method = method(kind, s)?;
+        let new = s.model.is_none();
+        let peak = s.lr.unwrap_or(match (kind, new) {
+            // What is fast for a model of a hundred wide is too fast for most others.
+            (OptimizerKind::AdamW, true) if s.model_config.is_some() => 3e-4,
+            (OptimizerKind::AdamW, true) => 5e-3,
+            (OptimizerKind::AdamW, false) if lora.is_some() => 2e-4,
+            (OptimizerKind::AdamW, false) => 1e-5,
+            (OptimizerKind::Sgd, true) => 0.1,
+            (OptimizerKind::Sgd, false) => 1e-3,
+        });
+        within("lr", peak, 0.0, f64::MAX)?;
+        let decay: Decay = s.schedule.as_deref().unwrap_or("cosine").parse()?;
+        let grad_clip = s.grad_clip.unwrap_or(1.0);
+        within("grad-clip", grad_clip, 0.0, f64::MAX)?;
+
+        match (s.spike_factor, s.spike_steps) {
+            (Some(factor), _) if !(factor > 1.0 && factor.is_finite()) => {
+                return Err(Error::Settings(format!("--spike-factor is {factor}, but must be above 1 and finite")));
+            }
+            (None, Some(_)) => return no_effect("spike-steps", "without --spike-factor, which says what a spike is"),
+            (_, Some(0)) => return Err(Error::Settings("--spike-steps is 0, but must be at least 1".into())),
+            _ => {}
+        }
+
+        let deadline = s.deadline.unwrap_or(600.0);
+        let deadline = Duration::try_from_secs_f64(deadline).ok().filter(|d| !d.is_zero()).ok_or_else(|| {
+            Error::Settings(format!("--deadline is {deadline} seconds, but must be above 0 and finite"))
+        })?;
+        let ranks = ring.saturating_mul(ulysses).saturating_mul(tp).saturating_mul(data_ranks);
+        let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
+        let out = s.out.clone().unwrap_or_else(|| "ringspan-out".into());
+        Ok(Self {
+            model: s.model.clone(),
+            model_config: s.model_config.clone(),
+            tokenizer: s.tokenizer.clone(),
+            source,
+            chat_template: s.chat_template.clone(),
+            token_cache: s.token_cache.clone().unwrap_or_else(|| out.join("tokens")),
+            packing,
+            out,
+            resume: false,
+            rope_scaling,
+            lora,
+            lora_merge: s.lora_merge.unwrap_or(false),
+            sequence_length,
+            batch_size,
+            ring,
+            ulysses,
+            dp_replicate,
+            dp_shard,
+            tp,
+            ep: s.ep,
+            moe_dp: s.moe_dp,
+            sharding,
+            strategy,
+            layout,
+            threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
+            local_ranks: None,
+            recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
+            activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
+            deadline,
+            method,
+            lr: LrSchedule { peak, warmup, steps, decay },
+            grad_clip: (grad_clip > 0.0).then_some(grad_clip),
+            grad_accumulation,
+            seed: s.seed.unwrap_or(0),
+            save_every: every(s.save_every, 50),
+            keep: positive("keep", s.keep.unwrap_or(2))?,
+            eval_every: every(s.eval_every, 0),
+            eval_tokens: positive("eval-tokens", s.eval_tokens.unwrap_or(1 << 17))?,
+            sample_tokens: s.sample_tokens.unwrap_or(200),
+            tensorboard: s.tensorboard.clone(),
+            spike_factor: s.spike_factor,
+            spike_steps: s.spike_steps.unwrap_or(10),
+            settings,
+        })
+    }
+}

@@ -1,0 +1,146 @@
+//! The model that a run starts from, as its settings name it, with its tokenizer.
+
+use crate::{
+    config::{Source, TrainConfig},
+    default_model,
+    error::{Error, Result},
+    setup::model_error,
+    start::Start,
+    tokenizer::{BYTE_LEVEL, Tokenizer},
+};
+use ringspan_models::{Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+
+const TOKENIZER: &str = "tokenizer.json";
+
+/// A model: what it is, and its parameters before the first step.
+pub(crate) struct Given {
+    pub(crate) config: Config,
+    /// `config.json` as it is saved with the model.
+    pub(crate) json: Value,
+    weights: First,
+}
+
+/// Where the first parameters come from.
+enum First {
+    Folder(Arc<Folder>),
+    /// Of a GGUF file, or with an adapter merged in.
+    Whole(Weights),
+    /// The built-in model.
+    Default,
+    /// A new one of the user's own shape.
+    New,
+}
+
+impl Given {
+    /// Reads what `--model` or `--model-config` name; of a folder and of a new model no weights yet.
+    pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
+        let (mut json, weights) = match (&config.model, &config.model_config) {
+            (Some(path), _) => given(config, path)?,
+            (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New),
+            (None, None) => (default_model::config(config.sequence_length), First::Default),
+        };
+        if let Some(scaling) = &config.rope_scaling {
+            json = scaling.apply(&json).map_err(model_error)?;
+        }
+        let parsed = serde_json::from_value(json.clone()).map_err(|error| match &config.model_config {
+            Some(path) => Error::Model(format!("{}: {error}", path.display())),
+            None => model_error(error),
+        })?;
+        Ok(Self { config: parsed, json, weights })
+    }
+
+    /// The decoder, and its parameters, for so many ranks of this process.
+    pub(crate) fn start(&mut self, seed: u64, ranks: usize) -> Result<(Decoder, Start)> {
+        let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
+        let start = match std::mem::replace(&mut self.weights, First::New) {
+            First::Folder(folder) => Start::folder(folder, seed),
+            First::Whole(weights) => Start::weights(weights, ranks, seed),
+            First::Default => Start::weights(default_model::weights(&decoder, seed)?, ranks, seed),
+            First::New => Start::new_weights(NewWeights::new(&decoder, seed).map_err(model_error)?, seed),
+        };
+        Ok((decoder, start))
+    }
+
+    /// The model's tokenizer; none where tokens are ready and nobody has one.
+    pub(crate) fn tokenizer(&mut self, config: &TrainConfig) -> Result<Option<Tokenizer>> {
+        let text = matches!(config.source, Source::Text(_));
+        let found = match (&config.model, &config.model_config) {
+            (Some(path), _) => of_model(path, text)?,
+            (None, Some(shape)) => self.of_new(config, shape, text)?,
+            (None, None) => Some(Tokenizer::byte_level(Path::new("byte-level"))?),
+        };
+        let Some(tokenizer) = found else { return Ok(None) };
+        // Models often have more rows than their tokenizer has tokens, never fewer.
+        let (tokens, vocabulary) = (tokenizer.vocabulary(), self.config.vocab_size);
+        if text && tokens > vocabulary {
+            let problem = format!("has {tokens} tokens, but the model's vocabulary is {vocabulary}");
+            return Err(Error::Tokenizer { path: tokenizer.path().into(), problem });
+        }
+        Ok(Some(tokenizer))
+    }
+
+    /// That of a new model: the one that is named, or lies beside its configuration, or else, for text, the byte-level one.
+    fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
+        let beside = config.beside_model().unwrap_or_default().join(TOKENIZER);
+        let named =
+            config.tokenizer.as_ref().map(|path| if path.is_dir() { path.join(TOKENIZER) } else { path.clone() });
+        let vocabulary = self.config.vocab_size;
+        let tokenizer = match named.or_else(|| Some(beside.clone()).filter(|path| path.exists())) {
+            Some(path) => Tokenizer::read(&path)?,
+            None if !text => return Ok(None),
+            None if vocabulary < BYTE_LEVEL => {
+                let problem = format!(
+                    "is missing, and vocab_size {vocabulary} of {} is too small for the {BYTE_LEVEL} tokens of the byte-level \
+                     tokenizer: put a tokenizer there, name one with --tokenizer, or make vocab_size at least {BYTE_LEVEL}",
+                    shape.display()
+                );
+                return Err(Error::Tokenizer { path: beside, problem });
+            }
+            None => {
+                // What the file says of tokens is of another tokenizer.
+                if let Some(keys) = self.json.as_object_mut() {
+                    keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
+                }
+                Tokenizer::byte_level(Path::new("byte-level"))?
+            }
+        };
+        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
+        if let (Some(end), Some(keys), false) = (tokenizer.end_of_text(), self.json.as_object_mut(), says) {
+            keys.insert("eos_token_id".into(), json!(end));
+        }
+        Ok(Some(tokenizer))
+    }
+}
+
+/// That of a model that is given.
+fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
+    match Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)? {
+        None if text => Err(Error::Tokenizer {
+            path: path.join(TOKENIZER),
+            problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
+        }),
+        found => Ok(found.map(|found| Tokenizer::new(found, path))),
+    }
+}
+
+/// The model at a path.
+fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First)> {
+    let origin = Origin::at(path).map_err(model_error)?;
+    let json = origin.config_json().map_err(model_error)?;
+    let weights = match origin {
+        Origin::Folder(path) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
+        // Its folder would name one that is no model either.
+        Origin::Adapter(..) if config.lora.is_some() => {
+            return Err(Error::Settings(format!(
+                "--lora-rank trains adapters beside a model, and {} is an adapter: save its model with --lora-merge, or train \
+                 it once without adapters, and give that",
+                path.display()
+            )));
+        }
+        other => First::Whole(other.load().map_err(model_error)?.1),
+    };
+    Ok((json, weights))
+}
