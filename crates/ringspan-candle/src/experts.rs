@@ -271,6 +271,8 @@ impl CustomOp3 for Mixed {
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        // Of a tensor with a graph, every gradient would hold what it was made of, and so would each sum with it.
+        let (x, weights) = (&x.detach(), &weights.detach());
         let (tokens, width) = x.dims2()?;
         let factors = weights.flatten_all()?.to_vec1::<f32>()?;
         let d_out = d_out.contiguous()?;

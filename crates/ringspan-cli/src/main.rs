@@ -1,6 +1,7 @@
 //! The command `ringspan`: trains and runs transformers over sequences cut across ranks.
 #![allow(rustdoc::broken_intra_doc_links)] // Shapes like [B,S] in the texts of --help are no links.
 
+mod allocator;
 mod attend;
 mod device;
 mod draw;
@@ -24,7 +25,7 @@ use std::process::ExitCode;
 
 /// candle takes and returns large buffers all the time; the system's allocator gives their pages back each time.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: allocator::Counted = allocator::Counted;
 
 /// Context parallelism: train and run transformers over sequences cut across ranks.
 #[derive(Debug, Parser)]

@@ -1,6 +1,6 @@
 //! `ringspan train`: from text to a model folder.
 
-use crate::{interrupt, mesh, say};
+use crate::{allocator, interrupt, mesh, say};
 use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
 use ringspan_train::{Outcome, Silent, Terminal, TrainConfig, train_on};
@@ -16,6 +16,7 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
     ranks.check(config.ranks())?;
     config.place(ranks);
+    config.allocated = Some(allocator::most);
     mesh::limit_threads(config.ranks(), config.threads);
     if args.dry_run {
         return dry_run(&config, ranks);
@@ -61,13 +62,15 @@ fn report(outcome: &Outcome) {
     }
     println!("model                {out}");
     println!("metrics              {}", outcome.metrics.display());
-    if let Some(peak) = outcome.peak_memory {
-        let megabytes = |bytes: u64| format!("{:.0} MB", bytes as f64 / 1e6);
-        let (peak, predicted) = (megabytes(peak), megabytes(outcome.predicted_memory));
-        println!(
-            "memory               {peak} at most, with program and data; {predicted} were predicted for the ranks here"
-        );
+    let megabytes = |bytes: u64| format!("{:.0} MB", bytes as f64 / 1e6);
+    print!("memory               {} predicted for the ranks here", megabytes(outcome.predicted_memory));
+    if let Some(allocated) = outcome.peak_allocated {
+        print!(", {} allocated at most with data and tokenizer", megabytes(allocated));
     }
+    if let Some(resident) = outcome.peak_memory {
+        print!(", {} resident with program and freed memory", megabytes(resident));
+    }
+    println!();
     println!("go on with:");
     if outcome.tokenizer.is_some() {
         println!("  ringspan generate --model {out} --prompt 'The '");

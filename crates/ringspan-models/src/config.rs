@@ -233,13 +233,6 @@ impl Config {
         self.architecture().map_or(Mask::causal(), |model| model.mask(layer))
     }
 
-    /// Width of what a token goes through in the widest feed-forward part: that of all its experts, in a sparse one.
-    pub fn feed_forward_width(&self) -> usize {
-        let Ok(model) = self.architecture() else { return self.intermediate_size };
-        let dense = Some(self.intermediate_size).filter(|_| model.layers.iter().any(|layer| !layer.sparse));
-        dense.into_iter().chain(model.sparse.map(|sparse| sparse.top * sparse.wide)).max().unwrap_or(0)
-    }
-
     /// Factor of the loss that keeps the load of experts even, if the model is trained with it.
     pub fn router_aux_loss(&self) -> Option<f64> {
         let coefficient = self.router_aux_loss_coef.unwrap_or(0.001);

@@ -21,6 +21,29 @@ pub(crate) fn peak() -> Option<u64> {
     number("/proc/self/status", "VmHWM:")
 }
 
+/// Most bytes that were allocated at once, where the program counts them.
+pub(crate) struct Allocated {
+    /// Of the time since it was called last.
+    since_last: Option<fn() -> u64>,
+    most: u64,
+}
+
+impl Allocated {
+    /// From now on.
+    pub(crate) fn new(since_last: Option<fn() -> u64>) -> Self {
+        if let Some(most) = since_last {
+            most();
+        }
+        Self { since_last, most: 0 }
+    }
+
+    /// Up to now.
+    pub(crate) fn most(&mut self) -> Option<u64> {
+        self.most = self.most.max(self.since_last?());
+        Some(self.most)
+    }
+}
+
 /// A line of a file of the system's, in kibibytes there.
 fn number(path: &str, name: &str) -> Option<u64> {
     let text = std::fs::read_to_string(path).ok()?;

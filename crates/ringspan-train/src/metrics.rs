@@ -39,6 +39,9 @@ pub struct StepMetrics {
     /// Most bytes that the process of rank 0 has had in memory, where the system tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory: Option<u64>,
+    /// Most bytes that this process has had allocated at once since its plan was made, where the program counts them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_allocated: Option<u64>,
     /// Seconds since this process began training.
     pub seconds: f64,
 }
@@ -129,6 +132,7 @@ mod tests {
             waited: 0.1,
             attention_imbalance: 1.0,
             peak_memory: None,
+            peak_allocated: Some(5),
             seconds: 2.0,
         }
     }

@@ -54,9 +54,14 @@ pub(crate) struct Unsaved {
 }
 
 impl Unsaved {
-    /// Writes them into `folder`.
-    pub(crate) fn save(&self, folder: &Path) -> Result<()> {
-        cache::save(folder, self.key, &self.corpus).map(drop)
+    /// Writes them into `folder`; the same tokens, in that file.
+    fn save(self, folder: &Path) -> Result<Corpus> {
+        cache::save(folder, self.key, &self.corpus)?;
+        Ok(match cache::open(folder, self.key)? {
+            Found::Tokens(mapped) if mapped.fingerprint == self.corpus.fingerprint => mapped,
+            // Somebody else has been there meanwhile.
+            _ => self.corpus,
+        })
     }
 }
 
@@ -113,6 +118,17 @@ impl Setup {
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None };
         Ok(Self::of(serde_json::Value::Null, decoder, mesh, start, None, data))
+    }
+
+    /// Writes tokens that are in no file yet, and reads them from there, as later runs do: a text may be larger than what
+    /// memory has left beside a model.
+    pub(crate) fn keep_tokens(&mut self, config: &TrainConfig) -> Result<()> {
+        let Some(unsaved) = self.unsaved.take() else { return Ok(()) };
+        let kept = unsaved.save(&config.token_cache)?;
+        if let Feed::Text { packer, .. } = &mut self.feed {
+            *packer = packer.clone().over(kept.train);
+        }
+        Ok(())
     }
 
     /// Without a plan, at the first step.

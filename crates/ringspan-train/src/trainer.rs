@@ -5,7 +5,7 @@ use crate::{
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
-    memory,
+    memory::{self, Allocated},
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     plan::Plan,
@@ -20,7 +20,7 @@ use ringspan::comm::threads::Options;
 use ringspan_candle::pool;
 use std::{
     path::PathBuf,
-    sync::{Mutex, atomic::AtomicBool},
+    sync::{Mutex, PoisonError, atomic::AtomicBool},
 };
 
 /// How a training ended.
@@ -44,6 +44,8 @@ pub struct Outcome {
     pub tokenizer: Option<Tokenizer>,
     /// Bytes that were predicted for the ranks of this process.
     pub predicted_memory: u64,
+    /// Most bytes that this process had allocated at once since its plan was made, where the program counts them.
+    pub peak_allocated: Option<u64>,
     /// Most bytes that this process had in memory, where the system tells.
     pub peak_memory: Option<u64>,
 }
@@ -78,7 +80,7 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let setup = Setup::new(config)?;
+    let mut setup = Setup::new(config)?;
     if let Some(refusal) = &setup.plan.refusal {
         return Err(Error::Settings(format!("{refusal}\n{}", setup.plan)));
     }
@@ -92,16 +94,14 @@ pub fn train_on(
     if ranks.lead() {
         observer.planned(&setup.plan);
         write_settings(config)?;
-        if let Some(unsaved) = &setup.unsaved {
-            unsaved.save(&config.token_cache)?;
-        }
+        setup.keep_tokens(config)?;
         let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
         if let Some(folder) = &config.tensorboard {
             file = file.with_events(EventFile::create(folder, setup.first_step)?);
         }
         metrics = Some(file);
     }
-    let host = Mutex::new(Host { observer, metrics });
+    let host = Mutex::new(Host { observer, metrics, allocated: Allocated::new(config.allocated) });
     let options = Options { deadline: config.deadline, ..Options::default() };
     let ends = ranks.run(config.ranks(), options, |world| {
         pool::run(config.threads, || Rank::new(config, &setup, world)?.train(stop, &host))?
@@ -109,6 +109,7 @@ pub fn train_on(
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
+    let peak_allocated = host.into_inner().unwrap_or_else(PoisonError::into_inner).allocated.most();
     let mut shown = None;
     if !end.interrupted && ranks.lead() {
         if let Some(tokenizer) = &setup.tokenizer {
@@ -127,6 +128,7 @@ pub fn train_on(
         sample: shown,
         tokenizer: setup.tokenizer,
         predicted_memory,
+        peak_allocated,
         peak_memory: memory::peak(),
     })
 }

@@ -11,9 +11,24 @@ use std::path::{Path, PathBuf};
 /// A model: layers, hidden size, heads over key-value heads of 32, inner width, vocabulary, tied or not.
 type Model = (usize, usize, usize, usize, usize, usize, bool);
 
-fn model(root: &Path, (layers, hidden, heads, kv_heads, wide, vocabulary, tied): Model) -> PathBuf {
-    let path = root.join(format!("{layers}-{hidden}-{heads}-{kv_heads}-{wide}-{vocabulary}-{tied}"));
+/// Experts, how many of them a token goes to, their width, and which layers have them: every one, every second.
+type Experts = (usize, usize, usize, usize);
+
+fn model(root: &Path, of: Model, experts: Option<Experts>) -> PathBuf {
+    let (layers, hidden, heads, kv_heads, wide, vocabulary, tied) = of;
+    let path = root.join(format!("{layers}-{hidden}-{heads}-{kv_heads}-{wide}-{vocabulary}-{tied}-{experts:?}"));
     let mut json = common::tiny_config();
+    if let Some((experts, top, wide, every)) = experts {
+        json.as_object_mut().unwrap().extend(common::experts().as_object().unwrap().clone());
+        for (key, value) in [
+            ("num_experts", experts),
+            ("num_experts_per_tok", top),
+            ("moe_intermediate_size", wide),
+            ("decoder_sparse_step", every),
+        ] {
+            json[key] = value.into();
+        }
+    }
     for (key, value) in [
         ("hidden_size", hidden),
         ("intermediate_size", wide),
@@ -40,9 +55,9 @@ fn tokens(root: &Path, rows: usize, len: usize) -> PathBuf {
 }
 
 /// Bytes predicted and measured, of all ranks.
-fn compare(root: &Path, of: Model, (rows, len): (usize, usize), change: Settings) -> (f64, f64, Plan) {
+fn compare(root: &Path, model: PathBuf, (rows, len): (usize, usize), change: Settings) -> (f64, f64, Plan) {
     let settings = Settings {
-        model: Some(model(root, of)),
+        model: Some(model),
         tokens: Some(tokens(root, rows, len)),
         out: Some(root.join("out")),
         ring: change.ring.or(Some(1)),
@@ -91,8 +106,34 @@ fn a_run_takes_what_its_plan_predicts() {
         ("dp-shard, parameters", deep, (4, 64), Settings { dp_shard: Some(4), ..s() }),
         ("dp-replicate", deep, (2, 512), Settings { dp_replicate: Some(2), ..s() }),
     ];
+    let sparse: Model = (4, 256, 8, 4, 768, 512, false);
+    let eight = (8, 2, 256, 1);
+    let mesh = |ring, tp, ep, moe_dp| Settings { ring: Some(ring), tp: Some(tp), ep, moe_dp, ..s() };
+    let dealt = Settings { dp_shard: Some(4), ..mesh(1, 1, Some(4), None) };
+    let copied = Settings { dp_replicate: Some(2), ..mesh(2, 1, Some(2), None) };
+    let of_experts: Vec<(&str, Experts, (usize, usize), Settings)> = vec![
+        ("experts, parameters", eight, (1, 64), s()),
+        ("experts", eight, (1, 1024), s()),
+        ("experts, all tokens to all", (4, 4, 128, 1), (1, 1024), s()),
+        ("experts, many", (32, 4, 64, 1), (1, 1024), s()),
+        ("experts, in every second layer", (8, 2, 256, 2), (1, 1024), s()),
+        ("experts, recompute nothing", eight, (1, 1024), Settings { recompute: Some("nothing".into()), ..s() }),
+        ("experts, ring", eight, (1, 2048), mesh(4, 1, None, None)),
+        ("experts, ep 4", eight, (1, 2048), mesh(4, 1, Some(4), None)),
+        ("experts, moe_dp 2, ep 2", eight, (1, 2048), mesh(4, 1, Some(2), Some(2))),
+        ("experts, moe_dp 1, ep 2", eight, (1, 2048), mesh(4, 1, Some(2), Some(1))),
+        ("experts, moe_dp 1", eight, (1, 2048), mesh(4, 1, None, Some(1))),
+        ("experts, tp 4", eight, (1, 1024), mesh(1, 4, None, None)),
+        ("experts, tp 2, ep 2", eight, (1, 2048), mesh(2, 2, Some(2), None)),
+        ("experts, tp 4, ep 4", eight, (1, 1024), mesh(1, 4, Some(4), Some(1))),
+        ("experts, dp-shard 4, ep 4", eight, (4, 512), dealt),
+        ("experts, dp-replicate 2, ep 2", eight, (4, 512), copied),
+    ];
+    let of_experts = of_experts.into_iter().map(|(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));
+    let runs = runs.into_iter().map(|(name, model, rows, settings)| (name, model, None, rows, settings));
     let mut wrong = Vec::new();
-    for (name, model, rows, settings) in runs {
+    for (name, of, experts, rows, settings) in runs.chain(of_experts) {
+        let model = model(root, of, experts);
         let (predicted, measured, plan) = compare(root, model, rows, settings);
         let ratio = predicted / measured;
         let parts: Vec<String> = plan.memory.iter().map(|(n, b)| format!("{n} {:.1}", *b as f64 / 1e6)).collect();

@@ -31,6 +31,7 @@ fn imbalance_is_that_of_the_layout_and_shares_are_shares() {
             assert!(step.peak_share > 0.0 && step.peak_share < 1.0, "{}", step.peak_share);
             assert!((0.0..=1.0).contains(&step.waited), "{}", step.waited);
             assert_eq!(step.peak_memory.is_some(), cfg!(target_os = "linux"));
+            assert_eq!(step.peak_allocated, None, "nobody counts here");
         }
         let text = std::fs::read_to_string(outcome.metrics).unwrap();
         for key in ["peak_share", "waited", "attention_imbalance"] {

@@ -101,11 +101,16 @@ impl Communicator for Copying {
     }
 }
 
-/// Heads, key-value heads and head width.
-const H: usize = 4;
-const G: usize = 2;
-const D: usize = 64;
-const THREADS: usize = 2;
+/// What a rank computes, and with how many threads.
+#[derive(Clone, Copy)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    dim: usize,
+    threads: usize,
+}
+
+const SMALL_HEADS: Shape = Shape { heads: 4, kv_heads: 2, dim: 64, threads: 2 };
 /// Lists, names and queues, which no formula counts, for one rank.
 const SMALL: f64 = 64e3;
 
@@ -123,13 +128,14 @@ struct Held {
 }
 
 /// Forward and backward of S tokens in a ring of P ranks.
-fn measure(tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
+fn measure(shape: Shape, tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
+    let Shape { heads, kv_heads, dim, threads: kernel_threads } = shape;
     let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("a layout");
     let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
-    let score = Score::new(1.0 / (D as f32).sqrt());
+    let score = Score::new(1.0 / (dim as f32).sqrt());
     let parts = threads::run(ranks, threads::Options::default(), |comm| {
         let rank = comm.rank();
-        let group = Group::new(Arc::new(Copying(comm.clone())), (ranks, 1), Kernel::new(THREADS))?;
+        let group = Group::new(Arc::new(Copying(comm.clone())), (ranks, 1), Kernel::new(kernel_threads))?;
         // Between two barriers one rank may look at counts that nobody changes.
         let alone = |work: &mut dyn FnMut()| -> Result<(), Error> {
             comm.barrier()?;
@@ -142,11 +148,11 @@ fn measure(tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held;
         alone(&mut || base = NOW.load(Ordering::Relaxed))?;
         let own = layout.tokens(rank);
         let tensor = |heads: usize, seed: usize| -> Vec<f32> {
-            (0..own * heads * D).map(|i| (((i + seed) * 7919 % 1009) as f32 / 1009.0) - 0.5).collect()
+            (0..own * heads * dim).map(|i| (((i + seed) * 7919 % 1009) as f32 / 1009.0) - 0.5).collect()
         };
-        let (q, k, v) = (tensor(H, 1), tensor(G, 2), tensor(G, 3));
-        let view = |data, heads| View::new(data, own, heads, D).expect("made of this size");
-        let inputs = Inputs::new(view(&q, H), view(&k, G), view(&v, G), &score);
+        let (q, k, v) = (tensor(heads, 1), tensor(kv_heads, 2), tensor(kv_heads, 3));
+        let view = |data, heads| View::new(data, own, heads, dim).expect("made of this size");
+        let inputs = Inputs::new(view(&q, heads), view(&k, kv_heads), view(&v, kv_heads), &score);
 
         alone(&mut || PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed))?;
         let forward = attention::forward(&group, &schedule, &inputs)?;
@@ -154,11 +160,11 @@ fn measure(tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held;
             allocated[0] = PEAK.load(Ordering::Relaxed) - base;
             PEAK.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
         })?;
-        let d_out = tensor(H, 4);
-        let gradients = attention::backward(&group, &schedule, &inputs, &forward, view(&d_out, H))?;
+        let d_out = tensor(heads, 4);
+        let gradients = attention::backward(&group, &schedule, &inputs, &forward, view(&d_out, heads))?;
         alone(&mut || allocated[1] = PEAK.load(Ordering::Relaxed) - base)?;
 
-        let heads = HeadMap::grouped(H, G)?;
+        let heads = HeadMap::grouped(heads, kv_heads)?;
         let workspace = |pass, of: &dyn Fn(&kernel::Inputs, &[kernel::Tile]) -> u64| {
             let inputs =
                 kernel::Inputs { q: inputs.q, k: inputs.k, v: inputs.v, heads: &heads, score: &score, bias: None };
@@ -182,8 +188,8 @@ fn measure(tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held;
 }
 
 /// What the design allows a rank of T tokens, besides the kernel's buffers: f32 elements of a token times 4 T.
-fn allowed(tokens: f64) -> [f64; 2] {
-    let (h, g, d) = (H as f64, G as f64, D as f64);
+fn allowed(shape: Shape, tokens: f64) -> [f64; 2] {
+    let (h, g, d) = (shape.heads as f64, shape.kv_heads as f64, shape.dim as f64);
     let block = 2.0 * g * d;
     // Q, K, V, the output with maximum and sum, which become the log-sum-exp; two blocks.
     let forward = h * d + block + h * (d + 2.0) + 2.0 * block;
@@ -193,12 +199,12 @@ fn allowed(tokens: f64) -> [f64; 2] {
 }
 
 /// Checks both passes; returns bytes of a rank by its meter, for comparison.
-fn check(what: &str, got: &[Held; 2]) -> [f64; 2] {
+fn check(what: &str, shape: Shape, got: &[Held; 2]) -> [f64; 2] {
     [0, 1].map(|pass| {
         let Held { metered, allocated, workspace, tokens } = &got[pass];
         let most = metered.iter().fold(0.0f64, |most, bytes| most.max(*bytes));
         let ranks = metered.len() as f64;
-        let limit = 1.15 * allowed(*tokens)[pass] + workspace;
+        let limit = 1.15 * allowed(shape, *tokens)[pass] + workspace;
         let name = format!("{what} on {ranks} ranks, {}", ["forward", "backward"][pass]);
         println!(
             "{name}: meter {:.2} MB, process / P {:.2} MB, limit {:.2} MB ({:.2} of it the kernel's)",
@@ -210,7 +216,7 @@ fn check(what: &str, got: &[Held; 2]) -> [f64; 2] {
         assert!(most <= limit, "{name}: a rank holds {most} bytes by its meter, more than {limit}");
         // What no meter knows: messages sent and not yet taken (a block of keys; backward another of gradients), and
         // the buffers that the kernel keeps from the forward pass.
-        let waiting = (1.0 + pass as f64) * 4.0 * tokens * (2 * G * D) as f64;
+        let waiting = (1.0 + pass as f64) * 4.0 * tokens * (2 * shape.kv_heads * shape.dim) as f64;
         let unknown = ranks * (waiting + SMALL + if pass == 1 { *workspace } else { 0.0 });
         let sum = metered.iter().sum::<f64>();
         assert!(*allocated <= sum + unknown, "{name}: {allocated} bytes allocated, {sum} metered, {unknown} besides");
@@ -228,7 +234,7 @@ fn with_as_many_tokens_a_rank_more_ranks_take_no_more_memory() {
     for (name, kind, mask) in cases() {
         let mut two = None;
         for ranks in [1, 2, 4, 8, 16] {
-            let now = check(name, &measure(256 * ranks, ranks, kind, &mask));
+            let now = check(name, SMALL_HEADS, &measure(SMALL_HEADS, 256 * ranks, ranks, kind, &mask));
             if ranks == 1 {
                 // One rank has no blocks of others.
                 continue;
@@ -247,7 +253,24 @@ fn more_ranks_for_the_same_tokens_take_less_memory_each() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     for (name, kind, mask) in cases() {
         for ranks in [1, 2, 4, 8, 16] {
-            check(name, &measure(2048, ranks, kind, &mask));
+            check(name, SMALL_HEADS, &measure(SMALL_HEADS, 2048, ranks, kind, &mask));
+        }
+    }
+}
+
+/// Everything that ranks of one thread allocate, the kernel's buffers too, by the allocator alone.
+#[test]
+fn a_rank_holds_little_more_than_its_tensors_and_two_blocks() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let shape = Shape { heads: 16, kv_heads: 4, dim: 128, threads: 1 };
+    for (name, kind, mask) in cases() {
+        for ranks in [1, 2, 4, 8, 16] {
+            let held = measure(shape, 256 * ranks, ranks, kind, &mask);
+            for (pass, Held { allocated, tokens, .. }) in held.iter().enumerate() {
+                let (each, limit) = (allocated / ranks as f64, 1.15 * allowed(shape, *tokens)[pass] + SMALL);
+                println!("{name} on {ranks} ranks, pass {pass}: {:.3} of the tensors and blocks", 1.15 * each / limit);
+                assert!(each <= limit, "{name} on {ranks} ranks, pass {pass}: {each} bytes a rank, more than {limit}");
+            }
         }
     }
 }

@@ -142,6 +142,8 @@ pub struct TrainConfig {
     pub threads: usize,
     /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
+    /// Where the program's allocator counts: most bytes that it gave out at once since this was called last.
+    pub allocated: Option<fn() -> u64>,
     /// What is computed again for the backward pass.
     pub recompute: Recompute,
     /// How what is not computed again is stored.

@@ -189,6 +189,7 @@ impl TrainConfig {
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
             local_ranks: None,
+            allocated: None,
             recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
             activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
             deadline,

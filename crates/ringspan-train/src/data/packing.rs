@@ -88,6 +88,11 @@ impl Packer {
         Self { packing, ..self }
     }
 
+    /// The same documents in another place.
+    pub(crate) fn over(self, documents: Store) -> Self {
+        Self { documents, ..self }
+    }
+
     /// The same documents from another position on.
     #[must_use]
     pub fn at(self, position: Position) -> Self {

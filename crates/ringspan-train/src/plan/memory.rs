@@ -120,8 +120,8 @@ impl Shape {
         let (attended, both) = (heads * self.dim, (heads + kv_heads) * self.dim);
         let stream = match self.tp {
             1 => 12 * tokens * self.hidden,
-            // Before each layer rows are gathered, and behind it partial sums of all of them.
-            _ => (10 * rows + 8 * tokens) * self.hidden,
+            // Before attention rows are gathered, and behind it there are partial sums of all of them.
+            _ => (10 * rows + 4 * tokens) * self.hidden,
         };
         let again = match self.recompute {
             Recompute::Full => 3 * tokens * both,
@@ -132,14 +132,23 @@ impl Shape {
             _ => 0,
         };
         let widened = if self.storage == Storage::F32 { 0 } else { rows * self.hidden + tokens * attended };
-        // The fused feed-forward layer works in tiles, and knows neither biases nor adapters; experts hold all of their tokens.
-        let wide = match (self.feed_forward_adapted, self.sparse || self.feed_forward_bias) {
+        let with_experts = self.experts.map_or(0, |experts| experts.activations(rows, self.hidden));
+        let fed = self.feed_forward_activations(tokens).max(with_experts);
+        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * self.dropped;
+        4 * numbers.saturating_sub(known)
+    }
+
+    /// Numbers of the feed-forward part of a layer without experts, as part of [`Self::activations`].
+    fn feed_forward_activations(&self, tokens: u64) -> u64 {
+        // The fused layer works in tiles, and knows neither biases nor adapters.
+        let wide = match (self.feed_forward_adapted, self.feed_forward_bias) {
             (true, _) => 12 * tokens,
             (false, true) => 6 * tokens,
             _ => 3 * tokens.min(gated_mlp::TILE as u64),
         };
-        let numbers = stream + 6 * tokens * both + again + widened + wide * self.feed_forward + tokens * self.dropped;
-        4 * numbers.saturating_sub(known)
+        // Rows are gathered and summed as for attention.
+        let gathered = if self.tp > 1 && self.feed_forward > 0 { 4 * tokens * self.hidden } else { 0 };
+        gathered + wide * self.feed_forward
     }
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.

@@ -1,5 +1,6 @@
 //! What a run is about to do, in numbers, before it does it.
 
+mod experts;
 mod fit;
 mod held;
 mod memory;

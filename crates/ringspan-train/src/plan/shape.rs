@@ -1,6 +1,6 @@
 //! The sizes that memory and traffic follow from.
 
-use super::{LayerSchedule, held::Held};
+use super::{LayerSchedule, experts::Experts, held::Held};
 use crate::{
     config::TrainConfig,
     error::Result,
@@ -21,6 +21,7 @@ pub(super) struct Shape {
     /// Heads of a rank, where ranks share layers.
     pub(super) heads: Heads,
     pub(super) dim: u64,
+    /// Inner width of layers without experts; 0 where all have them.
     pub(super) feed_forward: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
@@ -37,12 +38,7 @@ pub(super) struct Shape {
     pub(super) strategy: Strategy,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
-    /// Whether layers have experts, how many layers have, and experts that a token goes to.
-    pub(super) sparse: bool,
-    sparse_layers: u64,
-    top: u64,
-    /// Ranks that share the experts.
-    ep: u64,
+    pub(super) experts: Option<Experts>,
 }
 
 impl Shape {
@@ -54,19 +50,22 @@ impl Shape {
         let heads = (0..tp).map(of).collect::<Result<Vec<_>>>()?.into_iter().max_by_key(|heads| heads.queries.len());
         let heads = heads
             .unwrap_or(Heads { queries: 0..model.num_attention_heads, key_values: 0..model.num_key_value_heads() });
-        let (hidden, feed_forward) = (model.hidden_size, model.feed_forward_width().div_ceil(tp));
+        let experts = Experts::new(setup);
+        let layers = model.num_hidden_layers as u64;
+        let dense = experts.is_none_or(|experts| experts.layers < layers);
+        let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
         let input = |target: &String| match target.as_str() {
             "o_proj" => heads.queries.len() * model.head_dim(),
             "down_proj" => feed_forward,
-            _ => hidden,
+            _ => model.hidden_size,
         };
         let drops = config.lora.as_ref().filter(|lora| lora.dropout > 0.0);
         let dropped = drops.map_or(0, |lora| lora.targets.iter().map(input).sum::<usize>());
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,
-            layers: model.num_hidden_layers as u64,
-            hidden: hidden as u64,
+            layers,
+            hidden: model.hidden_size as u64,
             heads,
             dropped: dropped as u64,
             dim: model.head_dim() as u64,
@@ -85,10 +84,7 @@ impl Shape {
             strategy: config.strategy,
             recompute: config.recompute,
             storage: config.activations,
-            sparse: setup.decoder.experts() > 0,
-            sparse_layers: (0..model.num_hidden_layers).filter(|layer| setup.decoder.is_sparse(*layer)).count() as u64,
-            top: (setup.decoder.experts_seen() * setup.decoder.experts() as f64).round() as u64,
-            ep: setup.mesh.place(0).ep.1 as u64,
+            experts,
         })
     }
 
@@ -131,19 +127,18 @@ impl Shape {
         if self.tp > 1 {
             traffic.push(("rows of shared layers", self.shared_layers(layout) * times));
         }
-        if self.ep > 1 {
-            traffic.push(("tokens to experts", self.to_experts(layout) * times));
+        if let Some(experts) = self.experts.filter(|experts| experts.ep > 1) {
+            traffic.push(("tokens to experts", self.to_experts(&experts, layout) * times));
         }
         Ok(traffic)
     }
 
     /// Tokens there and back, forward, again where it is computed again, and backward, where experts are chosen evenly: a
     /// token goes once to each rank that has experts of it.
-    fn to_experts(&self, layout: &Layout) -> u64 {
+    fn to_experts(&self, experts: &Experts, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
-        let rows = tokens.div_ceil(self.tp);
-        let there = tokens_there(rows, self.top, self.ep);
-        self.sparse_layers * self.passes() * 2 * 4 * there * self.hidden
+        let there = experts.tokens_there(tokens.div_ceil(self.tp));
+        experts.layers * self.passes() * 2 * 4 * there * self.hidden
     }
 
     /// Times that a layer is computed, forward or backward.
@@ -156,34 +151,17 @@ impl Shape {
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let once = 4 * tokens * self.hidden * (self.tp - 1) / self.tp;
-        once * ((2 * self.layers - self.sparse_layers) * 2 * self.passes() + 4)
+        let with_experts = self.experts.map_or(0, |experts| experts.layers);
+        once * ((2 * self.layers - with_experts) * 2 * self.passes() + 4)
     }
 
     /// Whether layers are kept with all that their operations read, as those with experts are.
     pub(super) fn keeps_graphs(&self) -> bool {
-        self.sparse && self.recompute == Recompute::Nothing
+        self.experts.is_some() && self.recompute == Recompute::Nothing
     }
 
     fn sizes(&self) -> Sizes {
         let (heads, kv_heads, dim) = (self.heads.queries.len(), self.heads.key_values.len(), self.dim as usize);
         Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
-    }
-}
-
-/// Tokens that leave a rank with so many rows, each for `top` experts of `ep` ranks.
-fn tokens_there(rows: u64, top: u64, ep: u64) -> u64 {
-    // The product first: a token leaves for less than one other rank where it has one expert.
-    rows * top.min(ep) * (ep - 1) / ep.max(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::tokens_there;
-
-    #[test]
-    fn tokens_with_one_expert_travel_too() {
-        assert_eq!(tokens_there(100, 1, 4), 75);
-        assert_eq!(tokens_there(100, 8, 4), 300);
-        assert_eq!(tokens_there(100, 2, 1), 0);
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     config::TrainConfig,
     data::Batch,
     error::Result,
-    memory,
+    memory::{self, Allocated},
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
@@ -37,6 +37,7 @@ pub(crate) struct Host<'a> {
     pub(crate) observer: &'a mut dyn Observer,
     /// None in a process without rank 0.
     pub(crate) metrics: Option<MetricsFile>,
+    pub(crate) allocated: Allocated,
 }
 
 /// How a rank's loop ended.
@@ -106,7 +107,7 @@ impl<'a> Rank<'a> {
             let now: u64 = batches.iter().map(Batch::real_tokens).sum();
             tokens += now;
             let Use { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
-            let metrics = StepMetrics {
+            let mut metrics = StepMetrics {
                 step: step + 1,
                 loss,
                 lr: config.lr.at(step),
@@ -117,10 +118,12 @@ impl<'a> Rank<'a> {
                 waited,
                 attention_imbalance: imbalance,
                 peak_memory: memory::peak(),
+                peak_allocated: None,
                 seconds: began.elapsed().as_secs_f64(),
             };
             step += 1;
             self.on_host(host, |host| {
+                metrics.peak_allocated = host.allocated.most();
                 host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
                 host.observer.stepped(&metrics);
                 Ok(())

@@ -52,7 +52,11 @@ impl<'a> GradientShards<'a> {
         for (unit, sums) in &mut self.sums {
             let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);
             for (shard, sum) in trained.zip(sums) {
-                self.shards.families[shard.family].copies.all_reduce(sum)?;
+                let copies = &self.shards.families[shard.family].copies;
+                // Alone there is nothing to add, and no reason to hold the unit once more.
+                if copies.size() > 1 {
+                    copies.all_reduce(sum)?;
+                }
             }
         }
         Ok(self.sums)

@@ -29,15 +29,19 @@ pub(crate) fn tiny_model(folder_path: &Path) -> PathBuf {
     path
 }
 
-/// Makes the tiny model in a folder one of experts, whose load is kept even.
-pub(crate) fn sparse(path: &Path) {
-    let mut json = tiny_config();
-    let experts = serde_json::json!({
+/// What makes the tiny model one of experts, whose load is kept even.
+pub(crate) fn experts() -> serde_json::Value {
+    serde_json::json!({
         "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": true, "output_router_logits": true, "router_aux_loss_coef": 0.5, "mlp_only_layers": [],
         "decoder_sparse_step": 1, "tie_word_embeddings": false,
-    });
-    json.as_object_mut().unwrap().extend(experts.as_object().unwrap().clone());
+    })
+}
+
+/// Makes the tiny model in a folder such a one.
+pub(crate) fn sparse(path: &Path) {
+    let mut json = tiny_config();
+    json.as_object_mut().unwrap().extend(experts().as_object().unwrap().clone());
     let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
     folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
 }

@@ -43,15 +43,16 @@ pub(super) fn lines(len: usize) -> usize {
 pub(super) struct Pool(Mutex<Vec<Aligned>>);
 
 impl Pool {
-    /// A buffer of at least `len` numbers; the smallest kept one that fits, or a new one in place of the smallest.
+    /// A buffer of at least `len` numbers; the smallest kept one that fits, or a new one in place of the largest: calls of
+    /// another kind will find their place in the new one.
     pub(super) fn take(&self, len: usize) -> Aligned {
         let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let best = (0..kept.len()).filter(|&i| kept[i].len() >= len).min_by_key(|&i| kept[i].len());
         if let Some(best) = best {
             return kept.swap_remove(best);
         }
-        if let Some(smallest) = (0..kept.len()).min_by_key(|&i| kept[i].len()) {
-            kept.swap_remove(smallest);
+        if let Some(largest) = (0..kept.len()).max_by_key(|&i| kept[i].len()) {
+            kept.swap_remove(largest);
         }
         drop(kept);
         Aligned::new(len)

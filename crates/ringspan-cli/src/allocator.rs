@@ -1,0 +1,90 @@
+//! The program's allocator, counted, so that what a training takes can be compared with what its plan predicts.
+
+use mimalloc::MiMalloc;
+use std::alloc::{GlobalAlloc, Layout};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// mimalloc, with a count of the bytes that are asked of it. What it keeps for itself is not in the count.
+pub(crate) struct Counted;
+
+/// Bytes given out and not given back.
+static NOW: AtomicUsize = AtomicUsize::new(0);
+/// Most of them at once since [`most`] was asked last.
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Most bytes that were allocated at once since the last call, or since the program began.
+pub(crate) fn most() -> u64 {
+    MOST.swap(NOW.load(Relaxed), Relaxed) as u64
+}
+
+/// Counted before the block is there, so that no thread can give back what is not counted yet.
+fn taken(bytes: usize) {
+    let now = NOW.fetch_add(bytes, Relaxed).wrapping_add(bytes);
+    // Reading is cheap where all threads read; few blocks make a new peak.
+    if now > MOST.load(Relaxed) {
+        MOST.fetch_max(now, Relaxed);
+    }
+}
+
+fn given_back(bytes: usize) {
+    NOW.fetch_sub(bytes, Relaxed);
+}
+
+fn checked(at: *mut u8, bytes: usize) -> *mut u8 {
+    if at.is_null() {
+        given_back(bytes);
+    }
+    at
+}
+
+// SAFETY: everything is handed on to mimalloc as it came.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        taken(layout.size());
+        // SAFETY: the caller's promise.
+        checked(unsafe { MiMalloc.alloc(layout) }, layout.size())
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        taken(layout.size());
+        // SAFETY: the caller's promise.
+        checked(unsafe { MiMalloc.alloc_zeroed(layout) }, layout.size())
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        given_back(layout.size());
+        // SAFETY: the caller's promise.
+        unsafe { MiMalloc.dealloc(at, layout) }
+    }
+
+    /// Old and new are both counted for a moment: a block that cannot grow where it is, is copied.
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        taken(size);
+        // SAFETY: the caller's promise.
+        let new = unsafe { MiMalloc.realloc(at, layout, size) };
+        given_back(if new.is_null() { size } else { layout.size() });
+        new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_most_is_that_since_the_last_look() {
+        // Far more than other tests of this program allocate meanwhile.
+        const BLOCK: usize = 64 << 20;
+        let about = |bytes: u64, blocks: u64| (blocks * BLOCK as u64..(blocks + 1) * BLOCK as u64).contains(&bytes);
+        super::most();
+        drop(std::hint::black_box(vec![1_u8; BLOCK]));
+        let kept = std::hint::black_box(vec![0_u8; BLOCK]);
+        assert!(about(super::most(), 1));
+        drop(kept);
+        assert!(about(super::most(), 1), "it was there at the last look");
+        assert!(about(super::most(), 0));
+        let mut grown = std::hint::black_box(Vec::<u8>::with_capacity(BLOCK));
+        grown.reserve_exact(2 * BLOCK);
+        drop(std::hint::black_box(grown));
+        assert!(about(super::most(), 3));
+        assert!(about(super::most(), 0));
+    }
+}

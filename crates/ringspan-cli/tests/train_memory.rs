@@ -1,0 +1,47 @@
+//! What `train` says of memory after a run: the plan's figure, and the allocator's.
+
+use std::path::Path;
+use std::process::Command;
+
+/// The lines that a training prints.
+fn train(folder: &Path, more: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
+    command
+        .current_dir(folder)
+        .args(["train", "--data", "text.txt", "--steps", "2", "--sample-tokens", "0"])
+        .args(more);
+    let output = command.output().expect("the binary starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Megabytes before a word of the line `memory`.
+fn megabytes(said: &str, word: &str) -> f64 {
+    let line = said.lines().find(|line| line.starts_with("memory ")).unwrap_or_else(|| panic!("no memory in {said}"));
+    let before = line.split(word).next().unwrap_or_default();
+    let number = before.trim_end().strip_suffix("MB").and_then(|text| text.split_whitespace().last());
+    number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("no {word} in {line}"))
+}
+
+#[test]
+fn the_allocated_peak_is_what_the_plan_predicted() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    // The tokens of the text would be a tenth of the peak: they are read from their file, as in every later run.
+    let text = "the quick brown fox jumps over the lazy dog. ".repeat(50_000);
+    std::fs::write(folder.path().join("text.txt"), text).expect("room for a text");
+    for (name, ring) in [("one", "1"), ("two", "2")] {
+        let said = train(folder.path(), &["--out", name, "--eval-tokens", "8192", "--ring", ring]);
+        let [predicted, allocated] = ["predicted", "allocated"].map(|word| megabytes(&said, word));
+        assert!(predicted > 80.0, "{name}: {predicted} MB leave too little beside program and tokenizer");
+        let ratio = allocated / predicted;
+        assert!((0.9..1.1).contains(&ratio), "{name}: {predicted} MB predicted, {allocated} MB allocated");
+        if cfg!(target_os = "linux") {
+            assert!(megabytes(&said, "resident") > allocated, "{said}");
+        }
+        let metrics = std::fs::read_to_string(folder.path().join(name).join("metrics.jsonl")).expect("metrics");
+        let line: serde_json::Value =
+            metrics.lines().nth(1).and_then(|line| serde_json::from_str(line).ok()).expect("a second step");
+        let of_step = line["peak_allocated"].as_f64().expect("a number") / 1e6;
+        assert!(of_step <= allocated + 1.0 && of_step > 0.9 * allocated, "{name}: {of_step} MB of {allocated}");
+    }
+}

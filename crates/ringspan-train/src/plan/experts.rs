@@ -1,0 +1,87 @@
+//! What a mixture of experts adds to a layer's memory and traffic, where experts are chosen evenly.
+//!
+//! Shape letters: R rows of a rank, C hidden size, E experts, K experts that a token goes to, I a rank's part of an expert's
+//! width.
+
+use crate::setup::Setup;
+use ringspan_models::Place;
+
+/// The experts of a model, as a rank sees them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Experts {
+    /// Layers that have them.
+    pub(super) layers: u64,
+    /// E.
+    all: u64,
+    /// K.
+    top: u64,
+    /// I.
+    wide: u64,
+    /// Ranks that share them, each with whole ones.
+    pub(super) ep: u64,
+    /// Ranks that share the width of each.
+    width_ranks: u64,
+}
+
+impl Experts {
+    /// None where no layer has any.
+    pub(super) fn new(setup: &Setup) -> Option<Self> {
+        let (decoder, Place { ep: (_, ep), moe_tp: (_, width_ranks), .. }) = (&setup.decoder, setup.mesh.place(0));
+        let gate = |name: &str| name.contains(".experts.") && name.ends_with("gate_proj.weight");
+        let wide = setup.shapes.iter().find(|(name, _)| gate(name)).and_then(|(_, shape)| shape.first().copied())?;
+        let layers = 0..decoder.config().num_hidden_layers;
+        Some(Self {
+            layers: layers.filter(|layer| decoder.is_sparse(*layer)).count() as u64,
+            all: decoder.experts() as u64,
+            top: (decoder.experts_seen() * decoder.experts() as f64).round() as u64,
+            wide: wide.div_ceil(width_ranks) as u64,
+            ep: ep as u64,
+            width_ranks: width_ranks as u64,
+        })
+    }
+
+    /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output left
+    /// out. The factors are counts of what is there at once, found by the allocator.
+    pub(super) fn activations(&self, rows: u64, hidden: u64) -> u64 {
+        let gathered = rows * self.width_ranks;
+        // As many come from other ranks as go to them.
+        let choices = gathered * self.top;
+        // Tokens, the experts' outputs, and the gradients of both, on each way that they take.
+        let to_widths = if self.width_ranks > 1 { 4 * gathered * hidden } else { 0 };
+        let to_experts =
+            if self.ep > 1 { (4.0 * self.ranks_of_a_token() * (gathered * hidden) as f64) as u64 } else { 0 };
+        // Products with gate and up are kept of all experts; the rest is there of one at a time.
+        let of_one = choices * self.ep / self.all.max(1);
+        let router = 10 * rows * self.all;
+        to_widths + to_experts + router + 2 * choices * self.wide + of_one * (4 * hidden + 5 * self.wide)
+    }
+
+    /// Ranks that have experts of a token, on average.
+    fn ranks_of_a_token(&self) -> f64 {
+        let ranks = self.ep as f64;
+        ranks * (1.0 - (1.0 - 1.0 / ranks).powi(self.top as i32))
+    }
+
+    /// Tokens that leave a rank with so many rows: each goes once to each rank that has experts of it.
+    pub(super) fn tokens_there(&self, rows: u64) -> u64 {
+        tokens_there(rows, self.top, self.ep)
+    }
+}
+
+/// Of so many rows, each for `top` experts of `ep` ranks.
+fn tokens_there(rows: u64, top: u64, ep: u64) -> u64 {
+    // The product first: a token leaves for less than one other rank where it has one expert.
+    rows * top.min(ep) * (ep - 1) / ep.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::tokens_there;
+
+    #[test]
+    fn tokens_with_one_expert_travel_too() {
+        assert_eq!(tokens_there(100, 1, 4), 75);
+        assert_eq!(tokens_there(100, 8, 4), 300);
+        assert_eq!(tokens_there(100, 2, 1), 0);
+    }
+}
