@@ -1,6 +1,6 @@
 //! What ranks compute with: threads of the CPU, or GPUs.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
 use std::str::FromStr;
@@ -38,24 +38,29 @@ pub(crate) enum Devices {
 
 impl Devices {
     /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number.
-    pub(crate) fn open(name: DeviceName, threads: usize, given: bool) -> Result<Self> {
+    pub(crate) fn open(name: DeviceName, place: &Ranks, threads: usize, given: bool) -> Result<Self> {
         match name {
             DeviceName::Cpu => Ok(Self::Cpu(threads)),
-            DeviceName::Cuda(number) => open_gpus(number, given),
+            DeviceName::Cuda(number) => open_gpus(number, place, given),
         }
     }
 
     /// What rank `rank` computes with.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
-    pub(crate) fn kernel(&self, place: &Ranks, rank: usize) -> Result<Kernel> {
+    pub(crate) fn kernel(&self, rank: usize) -> Result<Kernel> {
         match self {
             Self::Cpu(threads) => Ok(Kernel::new(*threads)),
             #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => {
-                // The ranks of a machine have numbers in a row.
-                let here = place.local().map_or(rank, |local| rank % local.max(1));
-                Ok(Kernel::cuda(&gpus[here % gpus.len()])?)
-            }
+            Self::Gpus(gpus) => Ok(Kernel::cuda(&gpus[rank % gpus.len()])?),
+        }
+    }
+
+    /// The GPUs, by number and name; none where threads compute.
+    pub(crate) fn names(&self) -> Vec<String> {
+        match self {
+            Self::Cpu(_) => Vec::new(),
+            #[cfg(feature = "cuda")]
+            Self::Gpus(gpus) => gpus.iter().map(|gpu| format!("{gpu:?}")).collect(),
         }
     }
 
@@ -74,33 +79,32 @@ impl std::fmt::Display for Devices {
         match self {
             Self::Cpu(threads) => write!(f, "{threads} threads a rank"),
             #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => {
-                let names: Vec<String> = gpus.iter().map(|gpu| format!("{gpu:?}")).collect();
-                write!(f, "{}", names.join(", "))
-            }
+            Self::Gpus(_) => write!(f, "{}", self.names().join(", ")),
         }
     }
 }
 
 #[cfg(feature = "cuda")]
-fn open_gpus(number: Option<usize>, gives_threads: bool) -> Result<Devices> {
+fn open_gpus(number: Option<usize>, place: &Ranks, gives_threads: bool) -> Result<Devices> {
     use ringspan::kernel::Gpu;
     anyhow::ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
-    let numbers = match number {
-        Some(number) => number..number + 1,
-        // Without any, opening the first one says what is missing.
-        None => 0..Gpu::count()?.max(1),
+    // Without any, opening the first one says what is missing.
+    let count = Gpu::count()?.max(1);
+    let numbers = match (number, place.local_rank()) {
+        (Some(number), _) => number..number + 1,
+        // A process opens its own: memory of a GPU goes to every process that has it open.
+        (None, Some(rank)) => rank % count..rank % count + 1,
+        (None, None) => 0..count,
     };
     let gpus = numbers.map(Gpu::open).collect::<ringspan::error::Result<Vec<_>>>()?;
-    if gpus.is_empty() {
-        bail!("no GPU");
-    }
     Ok(Devices::Gpus(gpus))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_gpus(_: Option<usize>, _: bool) -> Result<Devices> {
-    bail!("--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`")
+fn open_gpus(_: Option<usize>, _: &Ranks, _: bool) -> Result<Devices> {
+    anyhow::bail!(
+        "--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`"
+    )
 }
 
 #[cfg(test)]

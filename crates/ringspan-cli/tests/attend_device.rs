@@ -46,6 +46,7 @@ mod with_gpus {
         let bench = bench();
         refuses(&bench, "--device cuda --threads 2", &["--threads are those of the CPU"]);
         if Gpu::count() == Ok(0) {
+            // No driver, or one that sees no GPU.
             refuses(&bench, "--device cuda", &["GPU 0: open:", "driver"]);
             return;
         }

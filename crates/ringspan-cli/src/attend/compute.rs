@@ -53,14 +53,14 @@ impl Work<'_> {
     pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        let own = place.run(ranks, options, |comm| self.rank(place, comm))?;
+        let own = place.run(ranks, options, |comm| self.rank(comm))?;
         gather(place, own)
     }
 
-    fn rank(&self, place: &Ranks, comm: Arc<dyn Communicator>) -> Result<Part> {
+    fn rank(&self, comm: Arc<dyn Communicator>) -> Result<Part> {
         let (rank, sizes, schedule) = (comm.rank(), self.input.sizes, self.schedule);
         let (queries, keys) = (schedule.query().rows(rank), schedule.key().rows(rank));
-        let kernel = self.devices.kernel(place, rank)?;
+        let kernel = self.devices.kernel(rank)?;
         let group = Group::new(comm.clone(), schedule.grid(), kernel)?.with_wire(self.wire);
         let local = |given: &Given<'_, 4>, rows: &[usize]| given.stored_rows(rows, given.shape[2] * given.shape[3]);
         let (q, k, v) = (local(&self.input.q, &queries), local(&self.input.k, &keys), local(&self.input.v, &keys));

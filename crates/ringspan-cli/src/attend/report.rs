@@ -48,9 +48,15 @@ struct Run {
     /// The type in which q, k and v travel.
     wire: String,
     scale: f32,
-    /// Threads of a rank, or the GPUs.
-    device: String,
+    /// `cpu` or `cuda`.
+    device: &'static str,
+    /// Which GPUs.
+    gpus: Vec<String>,
+    /// Of a rank, on CPUs.
     threads: Option<usize>,
+    /// Threads or GPUs, for people.
+    #[serde(skip)]
+    devices: String,
     repeat: usize,
 }
 
@@ -83,8 +89,10 @@ impl Report {
                 mask: schedule.mask().to_string(),
                 wire: format!("{:?}", work.wire).to_lowercase(),
                 scale: work.terms.score.scale,
-                device: work.devices.to_string(),
+                device: if work.devices.threads().is_some() { "cpu" } else { "cuda" },
+                gpus: work.devices.names(),
                 threads: work.devices.threads(),
+                devices: work.devices.to_string(),
                 repeat: work.repeat,
             },
             estimates: plan.choice.iter().flat_map(|choice| &choice.estimates).map(estimate).collect(),
@@ -105,7 +113,7 @@ fn median(times: &[f64]) -> f64 {
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, wire, device, .. } = &self.run;
+        let Run { sizes, dtype, ring, ulysses, strategy, layout, mask, wire, devices, .. } = &self.run;
         if let Some(choice) = &self.choice {
             writeln!(f, "{choice}")?;
         }
@@ -114,7 +122,7 @@ impl std::fmt::Display for Report {
             f,
             "B {batch}, Sq {queries}, Sk {keys}, H {heads}, G {kv_heads}, D {dim}, Dv {v_dim}, {dtype}; mask {mask}"
         )?;
-        writeln!(f, "ring {ring} x ulysses {ulysses}, {device}, {strategy}, {layout}, {wire} on the wire")?;
+        writeln!(f, "ring {ring} x ulysses {ulysses}, {devices}, {strategy}, {layout}, {wire} on the wire")?;
         writeln!(
             f,
             "{:>5} {:>9} {:>13} {:>13} {:>13} {:>13}",

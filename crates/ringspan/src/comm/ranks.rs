@@ -17,7 +17,7 @@ pub struct Ranks {
 struct Process {
     comm: Arc<dyn Communicator>,
     /// Ranks on this machine.
-    local: usize,
+    local: (usize, usize),
     set_deadline: Arc<dyn Fn(std::time::Duration) + Send + Sync>,
 }
 
@@ -30,7 +30,7 @@ impl Ranks {
     /// This process is one rank of `world`, as `comm`.
     #[cfg(feature = "mpi")]
     pub fn process(world: &super::mpi::World, comm: Arc<dyn Communicator>) -> Self {
-        let (local, set_deadline) = (world.local_size(), world.deadline_setter());
+        let (local, set_deadline) = ((world.local_size(), world.local_rank()), world.deadline_setter());
         Self { process: Some(Process { comm, local, set_deadline }) }
     }
 
@@ -41,7 +41,12 @@ impl Ranks {
 
     /// Ranks on this machine where each is a process of its own; `None` where they are threads.
     pub fn local(&self) -> Option<usize> {
-        self.process.as_ref().map(|process| process.local)
+        self.process.as_ref().map(|process| process.local.0)
+    }
+
+    /// This process's place among them.
+    pub fn local_rank(&self) -> Option<usize> {
+        self.process.as_ref().map(|process| process.local.1)
     }
 
     /// Runs `rank_main` on every rank of a mesh of `size`, and returns the results of the ranks of *this process*, in

@@ -103,6 +103,9 @@ impl Kernel {
             q.heads,
             v.dim
         );
+        if rows == 0 {
+            return Ok(());
+        }
         match &self.0 {
             Device::Cpu(cpu) => cpu.forward(inputs, tiles, partial),
             #[cfg(feature = "cuda")]
@@ -147,6 +150,9 @@ impl Kernel {
         let biases = bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
         let terms = [sums.d_table.len(), sums.d_bias.len()];
         assert_eq!(terms, [score.table_len(), biases], "the sizes of d_table and d_bias");
+        if rows == 0 {
+            return Ok(());
+        }
         match &self.0 {
             Device::Cpu(cpu) => cpu.backward(inputs, tiles, saved, sums),
             #[cfg(feature = "cuda")]

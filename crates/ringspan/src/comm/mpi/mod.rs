@@ -68,7 +68,8 @@ pub struct World {
     universe: ManuallyDrop<Universe>,
     world: Arc<world::World>,
     ranks: Arc<[usize]>,
-    local: usize,
+    /// Ranks on this machine, and this one's place among them.
+    local: (usize, usize),
     options: Options,
     ran: AtomicBool,
 }
@@ -117,7 +118,12 @@ impl World {
 
     /// Ranks on this machine.
     pub fn local_size(&self) -> usize {
-        self.local
+        self.local.0
+    }
+
+    /// This process's place among the ranks on this machine.
+    pub fn local_rank(&self) -> usize {
+        self.local.1
     }
 
     /// Sets the longest wait for another rank, from any thread.

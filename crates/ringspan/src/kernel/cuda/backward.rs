@@ -17,7 +17,7 @@ impl Cuda {
         sums: &mut Sums,
     ) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
-        let options = Options::backward(inputs, &saved.d_out);
+        let options = Options::backward(inputs, &saved.d_out, self.gpu.0.shared_memory);
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
@@ -27,6 +27,7 @@ impl Cuda {
         let (dq, dk, dv) = (self.upload_all(sums.dq)?, self.upload_all(sums.dk)?, self.upload_all(sums.dv)?);
         let d_bias = self.upload_all(sums.d_bias)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
+        let d_table_sum = self.zeros::<f64>(sums.d_table.len())?;
         let job = Job {
             q: View::new(q, self.at(&q_data)),
             k: View::new(k, self.at(&k_data)),
@@ -43,6 +44,8 @@ impl Cuda {
             dv: self.at(&dv),
             d_bias: self.at(&d_bias),
             d_table: self.at(&d_table),
+            d_table_sum: self.at(&d_table_sum),
+            blocks: count(queries.blocks, "blocks of queries")?,
             ..terms.job(self, inputs)?
         };
         // Heads that share a bias add to the same rows of its gradient: one after the other.
@@ -51,15 +54,16 @@ impl Cuda {
         self.launch(&options, "backward_queries", &queries.over(self, job), grid)?;
         let grid = (count(keys.blocks, "blocks of keys")?, count(k.heads, "key-value heads")?);
         self.launch(&options, "backward_keys", &keys.over(self, job), grid)?;
+        if !sums.d_table.is_empty() {
+            let blocks = count(sums.d_table.len().div_ceil(options.threads), "buckets")?;
+            self.launch(&options, "sum_buckets", &job, (blocks, 1))?;
+            let mut d_table = vec![0.0; sums.d_table.len()];
+            self.download(&d_table_sum, &mut d_table)?;
+            sums.d_table.iter_mut().zip(d_table).for_each(|(sum, x)| *sum += x as f32);
+        }
         self.download(&dq, sums.dq)?;
         self.download(&dk, sums.dk)?;
         self.download(&dv, sums.dv)?;
-        self.download(&d_bias, sums.d_bias)?;
-        let mut of_blocks = vec![0.0; queries.blocks * sums.d_table.len()];
-        self.download(&d_table, &mut of_blocks)?;
-        for of_block in of_blocks.chunks_exact(sums.d_table.len().max(1)) {
-            sums.d_table.iter_mut().zip(of_block).for_each(|(sum, x)| *sum += *x as f32);
-        }
-        Ok(())
+        self.download(&d_bias, sums.d_bias)
     }
 }

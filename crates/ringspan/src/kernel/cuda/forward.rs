@@ -11,7 +11,7 @@ impl Cuda {
     /// Adds the keys of `tiles` to the softmax state of the queries.
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
-        let options = Options::forward(inputs);
+        let options = Options::forward(inputs, self.gpu.0.shared_memory);
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
         let [q_data, k_data, v_data] = self.upload_each([q.data, k.data, v.data])?;

@@ -67,6 +67,7 @@ pub(super) struct Job {
     pub(super) dv: u64,
     pub(super) d_bias: u64,
     pub(super) d_table: u64,
+    pub(super) d_table_sum: u64,
     pub(super) seed: u64,
     pub(super) queries: i32,
     pub(super) keys: i32,
@@ -76,6 +77,7 @@ pub(super) struct Job {
     pub(super) bias_keys: i32,
     pub(super) buckets: i32,
     pub(super) buckets_of_one: i32,
+    pub(super) blocks: i32,
     pub(super) first_head: i32,
     pub(super) threshold: u32,
     pub(super) scale: f32,
@@ -90,7 +92,7 @@ unsafe impl cudarc::driver::DeviceRepr for Tile {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Part {}
 
-/// A size that was checked before.
-pub(super) fn count(size: usize) -> i32 {
+/// A size within those of the tensors, which were checked.
+pub(super) fn checked(size: usize) -> i32 {
     i32::try_from(size).unwrap_or(i32::MAX)
 }

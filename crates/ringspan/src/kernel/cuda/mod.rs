@@ -1,6 +1,7 @@
 //! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, compiled for the shapes at hand.
 //!
-//! Tensors come from and go to the memory of the CPU, call by call. The driver and the compiler are loaded when the first
+//! Tensors come from and go to the memory of the CPU, call by call, and while a kernel runs its caller drives communication
+//! on; copies do not. The driver and the compiler are loaded when the first
 //! [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
 
 mod backward;
@@ -63,15 +64,16 @@ impl Gpu {
         if !driver_is_there() {
             return Err(missing("no NVIDIA driver was found (libcuda.so.1)"));
         }
+        if count == 0 {
+            return Err(missing("the driver sees no GPU (CUDA_VISIBLE_DEVICES? a container that was given none?)"));
+        }
         if number >= count {
             return Err(missing(&format!("there are {count} GPUs, numbered from 0")));
         }
-        if !module::compiler_is_there() {
-            return Err(missing(
-                "no compiler for kernels was found (libnvrtc.so, part of CUDA and of the Python package \
-                 nvidia-cuda-nvrtc): put its folder into LD_LIBRARY_PATH",
-            ));
-        }
+        let mut driver = 0;
+        // SAFETY: the number is where the call may write.
+        unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(failed(&device, "ask for its driver"))?;
+        module::check_compiler(driver / 1000).map_err(|message| missing(&message))?;
         let context = CudaContext::new(number).map_err(failed(&device, "open"))?;
         // SAFETY: a stream uses only what was made on it, so cudarc need not order streams by events.
         unsafe { context.disable_event_tracking() };
@@ -165,7 +167,7 @@ impl Cuda {
         let module = self.gpu.0.modules.get(options, &format!("{:?}", self.gpu))?;
         let function = module.load_function(name).map_err(self.gpu.failed("find a kernel"))?;
         let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        function.set_attribute(most, job::count(bytes)).map_err(self.gpu.failed("ask for shared memory"))?;
+        function.set_attribute(most, job::checked(bytes)).map_err(self.gpu.failed("ask for shared memory"))?;
         let config = LaunchConfig {
             grid_dim: (grid.0.unsigned_abs(), grid.1.unsigned_abs(), 1),
             block_dim: (options.threads as u32, 1, 1),

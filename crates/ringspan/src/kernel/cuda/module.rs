@@ -9,7 +9,10 @@ use std::collections::HashMap;
 use std::ffi::{CStr, CString};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Bytes of shared memory that blocks are cut for, so that they run on every GPU since 2020.
+/// Rows and threads of a block: the first that fit are taken.
+const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
+
+/// Most bytes of shared memory of a block: two of them share a multiprocessor of a data centre's GPU.
 const SHARED_MEMORY: usize = 96 * 1024;
 
 const COMMON: &str = include_str!("source/common.cu");
@@ -61,12 +64,14 @@ pub(super) struct Options {
 }
 
 impl Options {
-    pub(super) fn forward(inputs: &Inputs) -> Self {
-        Self::fitted(inputs, Pass::Forward, None)
+    /// For blocks with `shared` bytes of shared memory.
+    pub(super) fn forward(inputs: &Inputs, shared: usize) -> Self {
+        Self::fitted(inputs, Pass::Forward, None, shared)
     }
 
-    pub(super) fn backward(inputs: &Inputs, d_out: &View) -> Self {
-        Self::fitted(inputs, Pass::Backward, Some(d_out))
+    /// As [`Self::forward`].
+    pub(super) fn backward(inputs: &Inputs, d_out: &View, shared: usize) -> Self {
+        Self::fitted(inputs, Pass::Backward, Some(d_out), shared)
     }
 
     pub(super) fn delta(out: &View, d_out: &View) -> Self {
@@ -86,15 +91,15 @@ impl Options {
         }
     }
 
-    fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>) -> Self {
+    fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>, shared: usize) -> Self {
         let Inputs { q, k, v, score, bias, .. } = inputs;
         let of = |view: Option<&View>| view.map_or(Stored::F32, Stored::of);
-        let wide = Self {
+        let of_block = |(rows, threads)| Self {
             pass,
             dim: q.dim,
             v_dim: v.dim,
-            rows: 32,
-            threads: 128,
+            rows,
+            threads,
             types: [Stored::of(q), Stored::of(k), Stored::of(v), of(bias.as_ref()), of(d_out), Stored::F32],
             softcap: score.softcap.is_some(),
             alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
@@ -102,7 +107,9 @@ impl Options {
             bias: bias.is_some(),
             dropout: score.dropout.is_some_and(|dropout| dropout.rate > 0.0),
         };
-        if wide.shared_bytes() <= SHARED_MEMORY { wide } else { Self { rows: 16, ..wide } }
+        let [.., smallest] = BLOCKS;
+        let fits = |options: &Self| options.shared_bytes() <= shared.min(SHARED_MEMORY);
+        BLOCKS.into_iter().map(of_block).find(fits).unwrap_or_else(|| of_block(smallest))
     }
 
     /// Shared memory of a block of threads, as the sources lay it out.
@@ -154,12 +161,15 @@ impl Options {
     }
 }
 
+/// Kernels that are there, or will be when whoever compiles them lets go of the lock.
+type Slot = Arc<Mutex<Option<Arc<CudaModule>>>>;
+
 /// The kernels of a GPU.
 pub(super) struct Modules {
     context: Arc<CudaContext>,
     /// Its architecture as the compiler names it.
     architecture: String,
-    compiled: Mutex<HashMap<Options, Arc<CudaModule>>>,
+    compiled: Mutex<HashMap<Options, Slot>>,
 }
 
 impl Modules {
@@ -169,9 +179,13 @@ impl Modules {
 
     /// Compiles what was not asked for before: a second or so.
     pub(super) fn get(&self, options: &Options, device: &str) -> Result<Arc<CudaModule>> {
-        // Ranks that ask for the same kernels wait for the first of them.
-        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = compiled.get(options) {
+        let slot: Slot = {
+            let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+            compiled.entry(options.clone()).or_default().clone()
+        };
+        // Only ranks that ask for the same kernels wait for the first of them.
+        let mut compiled = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*compiled {
             return Ok(module.clone());
         }
         let binary = compile(options, &self.architecture).map_err(|message| Error::Device {
@@ -183,12 +197,34 @@ impl Modules {
             .context
             .load_module(Ptx::from_binary(binary))
             .map_err(super::failed(device, "load compiled kernels"))?;
-        compiled.insert(options.clone(), module.clone());
+        *compiled = Some(module.clone());
         Ok(module)
     }
 }
 
-pub(super) fn compiler_is_there() -> bool {
+/// Whether there is a compiler whose code a driver for this version of CUDA takes; else what is missing.
+pub(super) fn check_compiler(driver: i32) -> std::result::Result<(), String> {
+    let package = "part of CUDA, and of the Python package nvidia-cuda-nvrtc";
+    if !compiler_is_there() {
+        return Err(format!(
+            "no compiler for kernels was found (libnvrtc.so, {package}): put the folder of one of version {driver} into \
+             LD_LIBRARY_PATH"
+        ));
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the numbers are where the call may write.
+    let asked = unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result();
+    asked.map_err(|error| format!("the compiler does not say its version: {error:?}"))?;
+    if major > driver {
+        return Err(format!(
+            "the compiler found is NVRTC {major}.{minor}, whose code a driver for CUDA {driver} does not take: put the \
+             folder of one of version {driver} ({package}) into LD_LIBRARY_PATH, or renew the driver"
+        ));
+    }
+    Ok(())
+}
+
+fn compiler_is_there() -> bool {
     // SAFETY: loads the compiler's library, whose initialisers are its own.
     unsafe { sys::is_culib_present() }
 }
@@ -236,7 +272,7 @@ mod tests {
 
     /// Without a GPU this still shows that the kernels are CUDA, fit its architectures, and agree on the job's size.
     #[test]
-    fn kernels_compile_for_the_architectures_of_data_centres() {
+    fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
         if !compiler_is_there() {
             println!("skipped: no NVRTC (libnvrtc.so) on this machine");
             return;
@@ -251,8 +287,9 @@ mod tests {
             ..plain.clone()
         };
         let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
-        for architecture in ["sm_80", "sm_90a"] {
-            for (dim, v_dim) in [(64, 64), (128, 128), (8, 24), (576, 512)] {
+        // Of an A100, an L40, an H100 (also with what only it has), a B200, and of what stands under desks.
+        for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
+            for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
                 let wide = 2 * dim.max(v_dim);
                 let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);
                 for (score, data, biased) in
@@ -262,11 +299,12 @@ mod tests {
                     let bias = biased.then(|| view(2));
                     let inputs = Inputs { q: view(dim), k: view(dim), v: view(v_dim), heads: &heads, score, bias };
                     let passes = [
-                        Options::forward(&inputs),
-                        Options::backward(&inputs, &view(v_dim)),
+                        Options::forward(&inputs, SHARED_MEMORY),
+                        Options::backward(&inputs, &view(v_dim), SHARED_MEMORY),
                         Options::delta(&view(v_dim), &view(v_dim)),
                     ];
                     for options in passes {
+                        assert!(options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
                         let binary = compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
                         assert!(!binary.is_empty(), "{options:?}");
                     }

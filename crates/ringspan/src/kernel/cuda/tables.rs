@@ -50,7 +50,7 @@ impl Tables {
         let (mut parts, mut parts_of) = (Vec::new(), vec![0]);
         for at in 0..plan.blocks() {
             for part in plan.parts(at).iter().filter(|part| !part.any.is_empty()) {
-                let (from, to) = (job::count(part.any.start), job::count(part.any.end));
+                let (from, to) = (job::checked(part.any.start), job::checked(part.any.end));
                 parts.push(Part { tile: count(part.tile, "tiles")?, from, to });
             }
             parts_of.push(count(parts.len(), "parts of tiles")?);
@@ -134,10 +134,10 @@ fn turned(tile: &Tile) -> Tile {
 fn for_kernel(tile: &Tile) -> job::Tile {
     let place = tile.place;
     job::Tile {
-        q: job::count(tile.q.start),
-        queries: job::count(tile.q.len()),
-        k: job::count(tile.k.start),
-        keys: job::count(tile.k.len()),
+        q: job::checked(tile.q.start),
+        queries: job::checked(tile.q.len()),
+        k: job::checked(tile.k.start),
+        keys: job::checked(tile.k.len()),
         // Cut to the tile's sizes before.
         lo: tile.band.lo as i32,
         hi: tile.band.hi as i32,
@@ -156,8 +156,8 @@ struct HeadLists {
 
 impl HeadLists {
     fn new(heads: &HeadMap) -> Self {
-        let kv_of = (0..heads.heads()).map(|head| job::count(heads.kv_of(head))).collect();
+        let kv_of = (0..heads.heads()).map(|head| job::checked(heads.kv_of(head))).collect();
         let starts = (0..heads.kv_heads()).map(|kv| heads.queries_of(kv).start).chain([heads.heads()]);
-        Self { kv_of, heads_of: starts.map(job::count).collect() }
+        Self { kv_of, heads_of: starts.map(job::checked).collect() }
     }
 }

@@ -99,6 +99,9 @@ mod tests {
                     for (lane, i) in plan.rows(block).enumerate() {
                         for j in part.any.clone() {
                             let at = (j - part.any.start) as f32;
+                            let visible = |tile: &Tile| tile.q.contains(&i) && tile.k.contains(&j)
+                                && tile.band.sees(i - tile.q.start, j - tile.k.start);
+                            prop_assert!(!part.all.contains(&j) || tiles.iter().any(visible), "query {}, key {}", i, j);
                             times[i * keys + j] += usize::from(low[lane] <= at && at < high[lane]);
                         }
                     }

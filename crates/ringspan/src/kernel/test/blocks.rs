@@ -198,6 +198,9 @@ fn one_query_over_a_cache_has_the_same_bits_with_any_threads() {
                 wanted.compare(answer, 5e-6, &format!("{isa:?}"));
             }
         }
+        if let Some(gpu) = gpu() {
+            wanted.compare(&problem.computed(&gpu, &values), 5e-6, &format!("{gpu:?}"));
+        }
     }
 }
 

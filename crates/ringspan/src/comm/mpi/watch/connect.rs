@@ -17,8 +17,8 @@ const NAME: usize = 256;
 pub(in super::super) struct Place {
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Ranks on this machine.
-    pub(in super::super) local: usize,
+    /// Ranks on this machine, and how many of them have a smaller number than this one.
+    pub(in super::super) local: (usize, usize),
     listener: Option<TcpListener>,
     host: String,
     port: u16,
@@ -35,7 +35,8 @@ impl Place {
         let len = name.len().min(NAME);
         own[..len].copy_from_slice(&name.as_bytes()[..len]);
         let names = wire.gather(&own)?;
-        let local = names.chunks(NAME).filter(|other| **other == own).count();
+        let here = |names: &[u8]| names.chunks(NAME).filter(|other| **other == own).count();
+        let (local, before) = (here(&names), here(&names[..wire.rank * NAME]));
         let mut listener = None;
         // Port, or 0 if rank 0 cannot listen: it must not leave the others alone in a call.
         let mut told = [0u8; 18];
@@ -70,7 +71,7 @@ impl Place {
             false => String::from_utf8(first).map_err(|_| "the name of rank 0's machine is no text")?,
         };
         let secret = [number(2..10), number(10..18)];
-        Ok(Self { rank: wire.rank, size: wire.size, local, listener, host, port, secret })
+        Ok(Self { rank: wire.rank, size: wire.size, local: (local, before), listener, host, port, secret })
     }
 
     /// The connections of this rank, by the rank at their other end.

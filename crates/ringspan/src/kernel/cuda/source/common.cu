@@ -55,12 +55,12 @@ struct Job {
     // The softmax state, as it goes on.
     float *out, *max, *sum;
     const float *lse, *delta;
-    // Gradients are added to; d_bias has d_bias_stride elements a token and head.
+    // Gradients are added to; d_bias [queries, bias_heads, bias_keys].
     float *dq, *dk, *dv, *d_bias;
-    // Sums of the buckets of each block of queries [blocks, H, buckets].
-    double *d_table;
+    // Sums of the buckets of each block of queries [blocks, H, buckets], and of all blocks [H, buckets].
+    double *d_table, *d_table_sum;
     u64 seed;
-    int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, first_head;
+    int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, blocks, first_head;
     u32 threshold;
     float scale, softcap, growth;
 };
