@@ -15,16 +15,15 @@ use std::sync::Arc;
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// A model: what it is, and its parameters before the first step.
+/// What a model is.
 pub(crate) struct Given {
     pub(crate) config: Config,
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
-    weights: First,
 }
 
-/// Where the first parameters come from.
-enum First {
+/// Where its first parameters come from. They are taken once: nothing can begin a second time from what is left.
+pub(crate) enum First {
     Folder(Arc<Folder>),
     /// Of a GGUF file, or with an adapter merged in.
     Whole(Weights),
@@ -36,8 +35,8 @@ enum First {
 
 impl Given {
     /// Reads what `--model` or `--model-config` name; of a folder and of a new model no weights yet.
-    pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
-        let (mut json, weights) = match (&config.model, &config.model_config) {
+    pub(crate) fn new(config: &TrainConfig) -> Result<(Self, First)> {
+        let (mut json, first) = match (&config.model, &config.model_config) {
             (Some(path), _) => given(config, path)?,
             (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New),
             (None, None) => (default_model::config(config.sequence_length), First::Default),
@@ -49,19 +48,7 @@ impl Given {
             Some(path) => Error::Model(format!("{}: {error}", path.display())),
             None => model_error(error),
         })?;
-        Ok(Self { config: parsed, json, weights })
-    }
-
-    /// The decoder, and its parameters, for so many ranks of this process.
-    pub(crate) fn start(&mut self, seed: u64, ranks: usize) -> Result<(Decoder, Start)> {
-        let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
-        let start = match std::mem::replace(&mut self.weights, First::New) {
-            First::Folder(folder) => Start::folder(folder, seed),
-            First::Whole(weights) => Start::weights(weights, ranks, seed),
-            First::Default => Start::weights(default_model::weights(&decoder, seed)?, ranks, seed),
-            First::New => Start::new_weights(NewWeights::new(&decoder, seed).map_err(model_error)?, seed),
-        };
-        Ok((decoder, start))
+        Ok((Self { config: parsed, json }, first))
     }
 
     /// The model's tokenizer; none where tokens are ready and nobody has one.
@@ -112,6 +99,18 @@ impl Given {
             keys.insert("eos_token_id".into(), json!(end));
         }
         Ok(Some(tokenizer))
+    }
+}
+
+impl First {
+    /// The parameters of a decoder, for so many ranks of this process.
+    pub(crate) fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
+        Ok(match self {
+            Self::Folder(folder) => Start::folder(folder, seed),
+            Self::Whole(weights) => Start::weights(weights, ranks, seed),
+            Self::Default => Start::weights(default_model::weights(decoder, seed)?, ranks, seed),
+            Self::New => Start::new_weights(NewWeights::new(decoder, seed).map_err(model_error)?, seed),
+        })
     }
 }
 

@@ -68,8 +68,9 @@ impl Unsaved {
 impl Setup {
     /// Reads and checks; writes nothing.
     pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
-        let mut given = Given::new(config)?;
-        let (mut decoder, start) = given.start(config.seed, ranks_here(config))?;
+        let (mut given, first) = Given::new(config)?;
+        let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
+        let start = first.start(&decoder, config.seed, ranks_here(config))?;
         if let Some(lora) = &config.lora {
             decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
         }
@@ -84,7 +85,7 @@ impl Setup {
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
         let tokenizer = given.tokenizer(config)?;
-        let Given { config: model_config, json: config_json, .. } = given;
+        let Given { config: model_config, json: config_json } = given;
         let data = open_data(config, tokenizer.as_ref(), model_config.vocab_size)?;
         let mut feed = data.feed.clone();
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
