@@ -71,12 +71,16 @@ impl Given {
 
     /// That of a new model: the one that is named, or lies beside its configuration, or else, for text, the byte-level one.
     fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
-        let beside = config.beside_model().unwrap_or_default().join(TOKENIZER);
-        let named =
-            config.tokenizer.as_ref().map(|path| if path.is_dir() { path.join(TOKENIZER) } else { path.clone() });
+        let beside = if shape.is_dir() { shape.join(TOKENIZER) } else { shape.with_file_name(TOKENIZER) };
         let vocabulary = self.config.vocab_size;
-        let tokenizer = match named.or_else(|| Some(beside.clone()).filter(|path| path.exists())) {
-            Some(path) => Tokenizer::read(&path)?,
+        let tokenizer = match &config.tokenizer {
+            Some(named) if named.is_dir() => Tokenizer::read(&named.join(TOKENIZER))?,
+            Some(named) => Tokenizer::read(named)?,
+            None if beside.exists() => {
+                let tokenizer = Tokenizer::read(&beside)?;
+                self.end_with(&tokenizer)?;
+                return Ok(Some(tokenizer));
+            }
             None if !text => return Ok(None),
             None if vocabulary < BYTE_LEVEL => {
                 let problem = format!(
@@ -86,19 +90,26 @@ impl Given {
                 );
                 return Err(Error::Tokenizer { path: beside, problem });
             }
-            None => {
-                // What the file says of tokens is of another tokenizer.
-                if let Some(keys) = self.json.as_object_mut() {
-                    keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
-                }
-                Tokenizer::byte_level(Path::new("byte-level"))?
-            }
+            None => Tokenizer::byte_level(Path::new("byte-level"))?,
         };
-        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
-        if let (Some(end), Some(keys), false) = (tokenizer.end_of_text(), self.json.as_object_mut(), says) {
-            keys.insert("eos_token_id".into(), json!(end));
+        // What the file says of tokens is of another tokenizer.
+        if let Some(keys) = self.json.as_object_mut() {
+            keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
         }
+        self.end_with(&tokenizer)?;
         Ok(Some(tokenizer))
+    }
+
+    /// Lets `config.json` say where texts end, if it does not: whoever generates stops there.
+    fn end_with(&mut self, tokenizer: &Tokenizer) -> Result<()> {
+        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
+        let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return Ok(()) };
+        match tokenizer.ends()?.as_slice() {
+            [] => {}
+            [end] => drop(keys.insert("eos_token_id".into(), json!(end))),
+            ends => drop(keys.insert("eos_token_id".into(), json!(ends))),
+        }
+        Ok(())
     }
 }
 

@@ -156,6 +156,33 @@ fn a_tokenizer_lies_beside_the_configuration_or_is_named() {
     assert!(message.contains("nowhere.json"), "{message}");
 }
 
+/// Ids are of the tokenizer that made the tokens: with those of another one, whoever generates stops anywhere or never.
+#[test]
+fn a_named_tokenizer_says_which_tokens_end_a_text() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let named = root.join("named");
+    fs::create_dir(&named).unwrap();
+    fs::write(named.join("tokenizer.json"), Tokenizer::byte_level(Path::new("mine")).unwrap().to_json().unwrap())
+        .unwrap();
+    shape(root, json!({ "eos_token_id": 100, "bos_token_id": 1, "pad_token_id": 2 }));
+    let exported = |name: &str, tokenizer: Option<&PathBuf>| {
+        let settings = Settings { tokenizer: tokenizer.cloned(), steps: Some(1), ..settings(root, name) };
+        let json = folder::config_json(&run(settings).0.out).unwrap();
+        ["eos", "bos", "pad"].map(|kind| json[format!("{kind}_token_id")].clone())
+    };
+    assert_eq!(exported("by-name", Some(&named)), [json!(256), Value::Null, Value::Null]);
+    // Its folder says it, too; documents end with the other one all the same.
+    fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": {"content": "a"}}"#).unwrap();
+    assert_eq!(exported("by-folder", Some(&named)), [json!([97, 256]), Value::Null, Value::Null]);
+    fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
+    assert_eq!(exported("by-both", Some(&named.join("tokenizer.json"))), [json!(256), Value::Null, Value::Null]);
+    // Beside the configuration lies the tokenizer that it speaks of.
+    fs::copy(named.join("tokenizer.json"), root.join("shape/tokenizer.json")).unwrap();
+    assert_eq!(exported("beside", None), [json!(100), json!(1), json!(2)]);
+}
+
 /// The plan of a model that would not fit into any machine here is made at once: nothing is drawn for it.
 #[test]
 fn the_plan_of_a_large_new_model_takes_no_weights() {
