@@ -94,13 +94,17 @@ impl Origin {
         }
     }
 
+    /// The tokenizer's own file, the nearest, if it has one.
+    pub fn tokenizer_file(&self) -> Option<PathBuf> {
+        self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists())
+    }
+
     /// The tokenizer, if there is one: `tokenizer.json`, or what a GGUF file holds.
     ///
     /// # Errors
     /// A file that is corrupt, or a kind that is unknown.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
-        let found = self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists());
-        let Some(path) = found else {
+        let Some(path) = self.tokenizer_file() else {
             return match self {
                 Self::Gguf(path) => gguf::tokenizer(path).map(Some),
                 Self::Adapter(_, adapter) if adapter.base.is_file() => gguf::tokenizer(&adapter.base).map(Some),

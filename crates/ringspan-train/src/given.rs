@@ -127,7 +127,11 @@ impl First {
 
 /// That of a model that is given.
 fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
-    match Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)? {
+    let origin = Origin::at(path).map_err(model_error)?;
+    if let Some(file) = origin.tokenizer_file() {
+        return Tokenizer::read(&file).map(Some);
+    }
+    match origin.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
             path: path.join(TOKENIZER),
             problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),

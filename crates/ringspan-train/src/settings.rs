@@ -42,7 +42,7 @@ pub struct Settings {
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokens: Option<PathBuf>,
-    /// Jinja file that makes text of `messages` [default: the model's chat template]
+    /// Jinja file that makes text of `messages` [default: the chat template beside the tokenizer]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub chat_template: Option<PathBuf>,
     /// Folder where the tokens of a text are kept, so that it is tokenised once [default: tokens, in the output folder]

@@ -227,7 +227,7 @@ fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: us
 fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result<Data> {
     let texts = read(path, std::slice::from_ref(&config.out))?;
     let chat = texts.documents.iter().any(|document| matches!(document.content, Content::Chat { .. }));
-    let template = match (&config.chat_template, config.beside_model()) {
+    let template = match (&config.chat_template, tokenizer.folder()) {
         (Some(file), _) if !chat => {
             return Err(Error::Settings(format!(
                 "--chat-template {} has no effect: {} holds no `messages`; leave it out",
@@ -235,8 +235,8 @@ fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result
                 path.display()
             )));
         }
-        (Some(file), folder) => Some(Template::read(file, folder.as_deref())?),
-        (None, Some(folder)) if chat => Template::of_model(&folder)?,
+        (Some(file), folder) => Some(Template::read(file, folder)?),
+        (None, Some(folder)) if chat => Template::of_model(folder)?,
         _ => None,
     };
     let encoder = Encoder::new(tokenizer, template.as_ref());

@@ -12,7 +12,7 @@ use crate::{
     rank::{Host, Rank},
     sample::{Sample, sample},
     setup::{Setup, write_settings},
-    tokenizer::Tokenizer,
+    tokenizer::{TOKENIZER_CONFIG, Tokenizer},
 };
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
@@ -114,7 +114,7 @@ pub fn train_on(
     if !end.interrupted && ranks.lead() {
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
-            keep_template(config)?;
+            keep_template(config, tokenizer)?;
         }
         shown = sample(config, &setup)?;
     }
@@ -145,12 +145,12 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     Ok(all)
 }
 
-/// Puts what says how people talk with the model beside it: a model is asked in the words it was trained with.
-fn keep_template(config: &TrainConfig) -> Result<()> {
+/// Puts what says how people talk with the model beside its tokenizer: a model is asked in the words it was trained with.
+fn keep_template(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
     const TEMPLATE: &str = "chat_template.jinja";
-    let of_model = |name: &str| config.beside_model().map(|folder| folder.join(name)).filter(|path| path.exists());
-    let template = config.chat_template.clone().or_else(|| of_model(TEMPLATE));
-    for (name, from) in [(TEMPLATE, template), ("tokenizer_config.json", of_model("tokenizer_config.json"))] {
+    let beside = |name: &str| tokenizer.folder().map(|folder| folder.join(name)).filter(|path| path.exists());
+    let template = config.chat_template.clone().or_else(|| beside(TEMPLATE));
+    for (name, from) in [(TEMPLATE, template), (TOKENIZER_CONFIG, beside(TOKENIZER_CONFIG))] {
         if let Some(from) = from {
             write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
         }

@@ -183,6 +183,49 @@ fn a_named_tokenizer_says_which_tokens_end_a_text() {
     assert_eq!(exported("beside", None), [json!(100), json!(1), json!(2)]);
 }
 
+/// What lies beside the configuration was written for the tokenizer beside it.
+#[test]
+fn the_chat_template_is_that_of_the_tokenizer() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let (data, template) = common::conversations(root);
+    let template = fs::read_to_string(template).unwrap();
+    let tokenizer = Tokenizer::byte_level(Path::new("mine")).unwrap().to_json().unwrap();
+    shape(root, json!({}));
+    fs::create_dir(root.join("named")).unwrap();
+    fs::write(root.join("named/tokenizer.json"), &tokenizer).unwrap();
+    fs::write(root.join("shape/chat_template.jinja"), "{{ raise_exception('of another tokenizer') }}").unwrap();
+    fs::write(root.join("shape/tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
+    let started = |name: &str, tokenizer: Option<PathBuf>| {
+        let data = Some(data.clone());
+        let settings = Settings { tokenizer, data, steps: Some(1), ..settings(root, name) };
+        let config = TrainConfig::resolve(settings).unwrap();
+        train(&config, &AtomicBool::new(false), &mut Memory::default()).map_err(|error| error.to_string())
+    };
+    let message = started("none", Some(root.join("named"))).unwrap_err();
+    assert!(message.contains("has no chat template") && message.contains("--chat-template"), "{message}");
+    // Bytes have none.
+    let message = started("bytes", None).unwrap_err();
+    assert!(message.contains("has no chat template"), "{message}");
+    fs::write(root.join("named/chat_template.jinja"), &template).unwrap();
+    fs::write(root.join("named/tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
+    for (name, tokenizer) in [("folder", "named"), ("file", "named/tokenizer.json")] {
+        let out = started(name, Some(root.join(tokenizer))).unwrap().out;
+        assert_eq!(fs::read_to_string(out.join("chat_template.jinja")).unwrap(), template);
+        assert!(fs::read_to_string(out.join("tokenizer_config.json")).unwrap().contains("endoftext"));
+    }
+    // Of bytes nothing is written that speaks of another tokenizer.
+    text(root);
+    let (bytes, _) = run(Settings { steps: Some(1), ..settings(root, "text") });
+    assert!(bytes.out.join("tokenizer.json").exists());
+    assert!(!bytes.out.join("tokenizer_config.json").exists() && !bytes.out.join("chat_template.jinja").exists());
+
+    // Beside the configuration, with its tokenizer, it is the model's.
+    fs::write(root.join("shape/tokenizer.json"), &tokenizer).unwrap();
+    let message = started("beside", None).unwrap_err();
+    assert!(message.contains("of another tokenizer"), "{message}");
+}
+
 /// The plan of a model that would not fit into any machine here is made at once: nothing is drawn for it.
 #[test]
 fn the_plan_of_a_large_new_model_takes_no_weights() {
