@@ -189,7 +189,7 @@ fn a_run_does_not_go_on_under_a_changed_configuration() {
         };
         for (key, value, before) in [
             ("rope_theta", 500_000.0.into(), "was 10000.0, now 500000.0"),
-            ("rms_norm_eps", 1e-6.into(), "was 1e-5, now 1e-6"),
+            ("rms_norm_eps", 1e-6.into(), "was 0.00001, now 1e-6"),
             ("rope_scaling", serde_json::json!({"rope_type": "linear", "factor": 2.0}), "was absent, now {"),
         ] {
             with(key, value);
