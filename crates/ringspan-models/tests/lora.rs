@@ -4,7 +4,7 @@ mod support;
 
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, Error, Lora, Origin, Weights, adapter, folder};
+use ringspan_models::{Base, Decoder, Error, Lora, Origin, Weights, adapter, folder};
 use serde_json::{Value, json};
 use support::{Answer, Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
 
@@ -63,7 +63,7 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
     let out = tempfile::tempdir().expect("a folder");
     adapter::save(out.path(), &fixture("llama"), &lora, &adapted).expect("room");
     let read = adapter::load(out.path()).expect("what was saved");
-    assert_eq!((read.base, &read.lora), (fixture("llama"), &lora));
+    assert_eq!((&read.base, &read.lora), (&Base::Folder(fixture("llama")), &lora));
     assert_eq!(read.weights.len(), 8);
     for (name, tensor) in &read.weights {
         let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
@@ -86,6 +86,11 @@ fn adapters_that_cannot_be_are_refused() {
     says(lora(2, 1.0, &[]), &["q_proj, k_proj"]);
     says(lora(2, 1.0, &["wq"]), &["'wq'", "q_proj"]);
     says(lora(2, 1.0, &["q_proj", "q_proj"]), &["twice"]);
+    let dropping = |share| lora(2, 1.0, &["q_proj"]).and_then(|lora| lora.with_dropout(share));
+    for share in [-0.1, 1.0, f64::NAN, 0.99999999] {
+        says(dropping(share), &["dropout is", &share.to_string(), "below 1"]);
+    }
+    assert!(dropping(0.0).is_ok() && dropping(0.9999999).is_ok());
     let (sparse, ..) = load("qwen3_moe");
     let message = sparse.with_lora(lora(2, 1.0, &["q_proj", "up_proj"]).expect("possible")).expect_err("experts");
     assert!(message.to_string().contains("'up_proj'"), "{message}");

@@ -8,23 +8,22 @@ use crate::{
     start::Start,
     tokenizer::{BYTE_LEVEL, Tokenizer},
 };
-use ringspan_models::{Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
+use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// A model: what it is, and its parameters before the first step.
+/// What a model is.
 pub(crate) struct Given {
     pub(crate) config: Config,
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
-    weights: First,
 }
 
-/// Where the first parameters come from.
-enum First {
+/// Where its first parameters come from. They are taken once: nothing can begin a second time from what is left.
+pub(crate) enum First {
     Folder(Arc<Folder>),
     /// Of a GGUF file, or with an adapter merged in.
     Whole(Weights),
@@ -36,8 +35,8 @@ enum First {
 
 impl Given {
     /// Reads what `--model` or `--model-config` name; of a folder and of a new model no weights yet.
-    pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
-        let (mut json, weights) = match (&config.model, &config.model_config) {
+    pub(crate) fn new(config: &TrainConfig) -> Result<(Self, First)> {
+        let (mut json, first) = match (&config.model, &config.model_config) {
             (Some(path), _) => given(config, path)?,
             (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New),
             (None, None) => (default_model::config(config.sequence_length), First::Default),
@@ -49,19 +48,7 @@ impl Given {
             Some(path) => Error::Model(format!("{}: {error}", path.display())),
             None => model_error(error),
         })?;
-        Ok(Self { config: parsed, json, weights })
-    }
-
-    /// The decoder, and its parameters, for so many ranks of this process.
-    pub(crate) fn start(&mut self, seed: u64, ranks: usize) -> Result<(Decoder, Start)> {
-        let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
-        let start = match std::mem::replace(&mut self.weights, First::New) {
-            First::Folder(folder) => Start::folder(folder, seed),
-            First::Whole(weights) => Start::weights(weights, ranks, seed),
-            First::Default => Start::weights(default_model::weights(&decoder, seed)?, ranks, seed),
-            First::New => Start::new_weights(NewWeights::new(&decoder, seed).map_err(model_error)?, seed),
-        };
-        Ok((decoder, start))
+        Ok((Self { config: parsed, json }, first))
     }
 
     /// The model's tokenizer; none where tokens are ready and nobody has one.
@@ -84,12 +71,16 @@ impl Given {
 
     /// That of a new model: the one that is named, or lies beside its configuration, or else, for text, the byte-level one.
     fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
-        let beside = config.beside_model().unwrap_or_default().join(TOKENIZER);
-        let named =
-            config.tokenizer.as_ref().map(|path| if path.is_dir() { path.join(TOKENIZER) } else { path.clone() });
+        let beside = if shape.is_dir() { shape.join(TOKENIZER) } else { shape.with_file_name(TOKENIZER) };
         let vocabulary = self.config.vocab_size;
-        let tokenizer = match named.or_else(|| Some(beside.clone()).filter(|path| path.exists())) {
-            Some(path) => Tokenizer::read(&path)?,
+        let tokenizer = match &config.tokenizer {
+            Some(named) if named.is_dir() => Tokenizer::read(&named.join(TOKENIZER))?,
+            Some(named) => Tokenizer::read(named)?,
+            None if beside.exists() => {
+                let tokenizer = Tokenizer::read(&beside)?;
+                self.end_with(&tokenizer)?;
+                return Ok(Some(tokenizer));
+            }
             None if !text => return Ok(None),
             None if vocabulary < BYTE_LEVEL => {
                 let problem = format!(
@@ -99,25 +90,48 @@ impl Given {
                 );
                 return Err(Error::Tokenizer { path: beside, problem });
             }
-            None => {
-                // What the file says of tokens is of another tokenizer.
-                if let Some(keys) = self.json.as_object_mut() {
-                    keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
-                }
-                Tokenizer::byte_level(Path::new("byte-level"))?
-            }
+            None => Tokenizer::byte_level(Path::new("byte-level"))?,
         };
-        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
-        if let (Some(end), Some(keys), false) = (tokenizer.end_of_text(), self.json.as_object_mut(), says) {
-            keys.insert("eos_token_id".into(), json!(end));
+        // What the file says of tokens is of another tokenizer.
+        if let Some(keys) = self.json.as_object_mut() {
+            keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
         }
+        self.end_with(&tokenizer)?;
         Ok(Some(tokenizer))
+    }
+
+    /// Lets `config.json` say where texts end, if it does not: whoever generates stops there.
+    fn end_with(&mut self, tokenizer: &Tokenizer) -> Result<()> {
+        let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
+        let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return Ok(()) };
+        match tokenizer.ends()?.as_slice() {
+            [] => {}
+            [end] => drop(keys.insert("eos_token_id".into(), json!(end))),
+            ends => drop(keys.insert("eos_token_id".into(), json!(ends))),
+        }
+        Ok(())
+    }
+}
+
+impl First {
+    /// The parameters of a decoder, for so many ranks of this process.
+    pub(crate) fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
+        Ok(match self {
+            Self::Folder(folder) => Start::folder(folder, seed),
+            Self::Whole(weights) => Start::weights(weights, ranks, seed),
+            Self::Default => Start::weights(default_model::weights(decoder, seed)?, ranks, seed),
+            Self::New => Start::new_weights(NewWeights::new(decoder, seed).map_err(model_error)?, seed),
+        })
     }
 }
 
 /// That of a model that is given.
 fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
-    match Origin::at(path).and_then(|origin| origin.tokenizer()).map_err(model_error)? {
+    let origin = Origin::at(path).map_err(model_error)?;
+    if let Some(file) = origin.tokenizer_file() {
+        return Tokenizer::read(&file).map(Some);
+    }
+    match origin.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
             path: path.join(TOKENIZER),
             problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
@@ -131,7 +145,7 @@ fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First)> {
     let origin = Origin::at(path).map_err(model_error)?;
     let json = origin.config_json().map_err(model_error)?;
     let weights = match origin {
-        Origin::Folder(path) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
+        Origin::Model(Base::Folder(path)) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
         // Its folder would name one that is no model either.
         Origin::Adapter(..) if config.lora.is_some() => {
             return Err(Error::Settings(format!(

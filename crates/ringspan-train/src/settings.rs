@@ -42,7 +42,7 @@ pub struct Settings {
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokens: Option<PathBuf>,
-    /// Jinja file that makes text of `messages` [default: the model's chat template]
+    /// Jinja file that makes text of `messages` [default: the chat template beside the tokenizer]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub chat_template: Option<PathBuf>,
     /// Folder where the tokens of a text are kept, so that it is tokenised once [default: tokens, in the output folder]
@@ -190,7 +190,8 @@ pub struct Settings {
     /// Folder for event files that TensorBoard reads [default: none are written]
     #[arg(long, value_name = "DIR", help_heading = "Saving and looking")]
     pub tensorboard: Option<PathBuf>,
-    /// Stop, with a checkpoint, when the loss stays above K times its running mean [default: never]
+    /// Stop, with a checkpoint, when the loss stays above K times its running mean, which begins anew after a stop; 0 for
+    /// never [default: 0]
     #[arg(long, value_name = "K", help_heading = "Saving and looking")]
     pub spike_factor: Option<f64>,
     /// Steps in a row above the limit of --spike-factor before a run is stopped [default: 10]

@@ -1,6 +1,9 @@
 //! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level one a new model starts with.
 
-use crate::error::{Error, Result};
+use crate::{
+    data::special_tokens,
+    error::{Error, Result},
+};
 use serde_json::json;
 use std::{
     ops::Range,
@@ -10,6 +13,9 @@ use std::{
 
 /// Names under which models keep the token that ends a document, in order of preference.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
+
+/// What Hugging Face keeps beside `tokenizer.json`: special tokens by what they are for, and often the chat template.
+pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
 /// Tokens of the byte-level tokenizer.
 pub(crate) const BYTE_LEVEL: usize = 257;
@@ -22,16 +28,19 @@ pub struct Tokenizer {
     templated: OnceLock<tokenizers::Tokenizer>,
     end_of_text: Option<u32>,
     path: PathBuf,
+    /// Where the files lie that belong to it; none for bytes, and for what a GGUF file holds.
+    folder: Option<PathBuf>,
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json`.
+    /// Reads a `tokenizer.json`. What lies beside it belongs to it: the chat template, the names of its tokens.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when the file is missing or damaged.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
-        Self::parse(&bytes, path)
+        let folder = path.parent().map(Path::to_path_buf);
+        Ok(Self { folder, ..Self::parse(&bytes, path)? })
     }
 
     /// 257 tokens: token b is the byte b, token 256 is `<|endoftext|>`. `path` names it in messages.
@@ -64,7 +73,7 @@ impl Tokenizer {
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
         let end_of_text = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        Self { inner, templated: OnceLock::new(), end_of_text, path: path.into() }
+        Self { inner, templated: OnceLock::new(), end_of_text, path: path.into(), folder: None }
     }
 
     /// The tokens of `text`, without special tokens.
@@ -119,6 +128,26 @@ impl Tokenizer {
     #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
         self.end_of_text
+    }
+
+    /// Tokens that end a text: the one that its [`TOKENIZER_CONFIG`] calls so, and the one that documents end with here.
+    ///
+    /// # Errors
+    /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
+    pub(crate) fn ends(&self) -> Result<Vec<u32>> {
+        let named = match &self.folder {
+            Some(folder) => special_tokens(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token"),
+            None => None,
+        };
+        let named = named.and_then(|name| self.inner.token_to_id(name.as_str()?));
+        let mut ends: Vec<u32> = named.into_iter().chain(self.end_of_text).collect();
+        ends.dedup();
+        Ok(ends)
+    }
+
+    /// The folder of the files that belong to it, where there is one.
+    pub(crate) fn folder(&self) -> Option<&Path> {
+        self.folder.as_deref()
     }
 
     /// Where it came from.

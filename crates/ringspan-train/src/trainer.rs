@@ -12,7 +12,7 @@ use crate::{
     rank::{Host, Rank},
     sample::{Sample, sample},
     setup::{Setup, write_settings},
-    tokenizer::Tokenizer,
+    tokenizer::{TOKENIZER_CONFIG, Tokenizer},
 };
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
@@ -42,6 +42,8 @@ pub struct Outcome {
     pub sample: Option<Sample>,
     /// The model's tokenizer, where it has one.
     pub tokenizer: Option<Tokenizer>,
+    /// The model beside which adapters were trained, if they alone are in the folder.
+    pub beside: Option<PathBuf>,
     /// Bytes that were predicted for the ranks of this process.
     pub predicted_memory: u64,
     /// Most bytes that this process had allocated at once since its plan was made, where the program counts them.
@@ -114,7 +116,7 @@ pub fn train_on(
     if !end.interrupted && ranks.lead() {
         if let Some(tokenizer) = &setup.tokenizer {
             write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
-            keep_template(config)?;
+            keep_template(config, tokenizer)?;
         }
         shown = sample(config, &setup)?;
     }
@@ -127,6 +129,7 @@ pub fn train_on(
         evaluation: end.evaluation,
         sample: shown,
         tokenizer: setup.tokenizer,
+        beside: config.model.clone().filter(|_| config.lora.is_some() && !config.lora_merge),
         predicted_memory,
         peak_allocated,
         peak_memory: memory::peak(),
@@ -139,18 +142,20 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
     let in_words = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
     all.push(("the model".into(), in_words(&setup.model)));
+    let keys = setup.config_json.as_object().into_iter().flatten();
+    all.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
     all.push(("the model's weights".into(), format!("{:016x}", setup.start.fingerprint(&setup.shapes)?)));
     all.push(("the data".into(), in_words(&setup.data)));
     all.push(("the first step".into(), setup.first_step.to_string()));
     Ok(all)
 }
 
-/// Puts what says how people talk with the model beside it: a model is asked in the words it was trained with.
-fn keep_template(config: &TrainConfig) -> Result<()> {
+/// Puts what says how people talk with the model beside its tokenizer: a model is asked in the words it was trained with.
+fn keep_template(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
     const TEMPLATE: &str = "chat_template.jinja";
-    let of_model = |name: &str| config.beside_model().map(|folder| folder.join(name)).filter(|path| path.exists());
-    let template = config.chat_template.clone().or_else(|| of_model(TEMPLATE));
-    for (name, from) in [(TEMPLATE, template), ("tokenizer_config.json", of_model("tokenizer_config.json"))] {
+    let beside = |name: &str| tokenizer.folder().map(|folder| folder.join(name)).filter(|path| path.exists());
+    let template = config.chat_template.clone().or_else(|| beside(TEMPLATE));
+    for (name, from) in [(TEMPLATE, template), (TOKENIZER_CONFIG, beside(TOKENIZER_CONFIG))] {
         if let Some(from) = from {
             write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
         }

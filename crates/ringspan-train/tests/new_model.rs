@@ -156,6 +156,76 @@ fn a_tokenizer_lies_beside_the_configuration_or_is_named() {
     assert!(message.contains("nowhere.json"), "{message}");
 }
 
+/// Ids are of the tokenizer that made the tokens: with those of another one, whoever generates stops anywhere or never.
+#[test]
+fn a_named_tokenizer_says_which_tokens_end_a_text() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let named = root.join("named");
+    fs::create_dir(&named).unwrap();
+    fs::write(named.join("tokenizer.json"), Tokenizer::byte_level(Path::new("mine")).unwrap().to_json().unwrap())
+        .unwrap();
+    shape(root, json!({ "eos_token_id": 100, "bos_token_id": 1, "pad_token_id": 2 }));
+    let exported = |name: &str, tokenizer: Option<&PathBuf>| {
+        let settings = Settings { tokenizer: tokenizer.cloned(), steps: Some(1), ..settings(root, name) };
+        let json = folder::config_json(&run(settings).0.out).unwrap();
+        ["eos", "bos", "pad"].map(|kind| json[format!("{kind}_token_id")].clone())
+    };
+    assert_eq!(exported("by-name", Some(&named)), [json!(256), Value::Null, Value::Null]);
+    // Its folder says it, too; documents end with the other one all the same.
+    fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": {"content": "a"}}"#).unwrap();
+    assert_eq!(exported("by-folder", Some(&named)), [json!([97, 256]), Value::Null, Value::Null]);
+    fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
+    assert_eq!(exported("by-both", Some(&named.join("tokenizer.json"))), [json!(256), Value::Null, Value::Null]);
+    // Beside the configuration lies the tokenizer that it speaks of.
+    fs::copy(named.join("tokenizer.json"), root.join("shape/tokenizer.json")).unwrap();
+    assert_eq!(exported("beside", None), [json!(100), json!(1), json!(2)]);
+}
+
+/// What lies beside the configuration was written for the tokenizer beside it.
+#[test]
+fn the_chat_template_is_that_of_the_tokenizer() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let (data, template) = common::conversations(root);
+    let template = fs::read_to_string(template).unwrap();
+    let tokenizer = Tokenizer::byte_level(Path::new("mine")).unwrap().to_json().unwrap();
+    shape(root, json!({}));
+    fs::create_dir(root.join("named")).unwrap();
+    fs::write(root.join("named/tokenizer.json"), &tokenizer).unwrap();
+    fs::write(root.join("shape/chat_template.jinja"), "{{ raise_exception('of another tokenizer') }}").unwrap();
+    fs::write(root.join("shape/tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
+    let started = |name: &str, tokenizer: Option<PathBuf>| {
+        let data = Some(data.clone());
+        let settings = Settings { tokenizer, data, steps: Some(1), ..settings(root, name) };
+        let config = TrainConfig::resolve(settings).unwrap();
+        train(&config, &AtomicBool::new(false), &mut Memory::default()).map_err(|error| error.to_string())
+    };
+    let message = started("none", Some(root.join("named"))).unwrap_err();
+    assert!(message.contains("has no chat template") && message.contains("--chat-template"), "{message}");
+    // Bytes have none.
+    let message = started("bytes", None).unwrap_err();
+    assert!(message.contains("has no chat template"), "{message}");
+    fs::write(root.join("named/chat_template.jinja"), &template).unwrap();
+    fs::write(root.join("named/tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
+    for (name, tokenizer) in [("folder", "named"), ("file", "named/tokenizer.json")] {
+        let out = started(name, Some(root.join(tokenizer))).unwrap().out;
+        assert_eq!(fs::read_to_string(out.join("chat_template.jinja")).unwrap(), template);
+        assert!(fs::read_to_string(out.join("tokenizer_config.json")).unwrap().contains("endoftext"));
+    }
+    // Of bytes nothing is written that speaks of another tokenizer.
+    text(root);
+    let (bytes, _) = run(Settings { steps: Some(1), ..settings(root, "text") });
+    assert!(bytes.out.join("tokenizer.json").exists());
+    assert!(!bytes.out.join("tokenizer_config.json").exists() && !bytes.out.join("chat_template.jinja").exists());
+
+    // Beside the configuration, with its tokenizer, it is the model's.
+    fs::write(root.join("shape/tokenizer.json"), &tokenizer).unwrap();
+    let message = started("beside", None).unwrap_err();
+    assert!(message.contains("of another tokenizer"), "{message}");
+}
+
 /// The plan of a model that would not fit into any machine here is made at once: nothing is drawn for it.
 #[test]
 fn the_plan_of_a_large_new_model_takes_no_weights() {
@@ -195,4 +265,10 @@ fn a_shape_that_cannot_be_begun_is_refused_with_its_file() {
     shape(root, json!({ "max_position_embeddings": 64 }));
     let warned = plan(&TrainConfig::resolve(settings(root, "none")).unwrap()).unwrap().warning;
     assert!(warned.contains("96 tokens pass the 64") && warned.contains("raise max_position_embeddings"), "{warned}");
+    // Which a run that is resumed could not follow.
+    let (begun, _) = run(Settings { steps: Some(1), warmup: Some(0), ..settings(root, "begun") });
+    let resume = Settings { resume: Some(begun.out), steps: Some(2), ..Settings::default() };
+    let args = TrainArgs { settings: resume, ..TrainArgs::default() };
+    let warned = plan(&TrainConfig::from_args(&args).unwrap()).unwrap().warning;
+    assert!(warned.contains("96 tokens pass the 64") && !warned.contains("raise"), "{warned}");
 }

@@ -223,14 +223,6 @@ impl TrainConfig {
         }
     }
 
-    /// Where the files beside the model are, or those beside a new model's configuration: tokenizer, chat template.
-    pub(crate) fn beside_model(&self) -> Option<PathBuf> {
-        match (&self.model, &self.model_config) {
-            (None, Some(file)) if !file.is_dir() => file.parent().map(PathBuf::from),
-            (model, shape) => model.clone().or_else(|| shape.clone()),
-        }
-    }
-
     /// Ranks in all.
     #[must_use]
     pub fn ranks(&self) -> usize {

@@ -21,6 +21,7 @@ pub use files::{Skipped, Text, Texts, read};
 pub use packing::{Packer, Packing, Position, Sequence};
 pub use split::{Corpus, fingerprint};
 pub use store::Store;
+pub(crate) use template::special_tokens;
 pub use template::{Rendered, Template};
 pub use tokens::read_tokens;
 

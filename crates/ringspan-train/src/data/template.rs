@@ -1,6 +1,9 @@
 //! Chat templates: conversations to text, and which of it the assistant said.
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    tokenizer::TOKENIZER_CONFIG,
+};
 use minijinja::{Environment, ErrorKind, Value as Term, value::Kwargs};
 use serde::Serialize;
 use serde_json::Value;
@@ -34,13 +37,13 @@ pub struct Rendered {
 }
 
 impl Template {
-    /// The template of a model folder: `chat_template.jinja`, or else `chat_template` in `tokenizer_config.json`, which
+    /// The template of the folder of a model, or of a tokenizer: `chat_template.jinja`, or else `chat_template` in `tokenizer_config.json`, which
     /// also names the special tokens. `None` where there is none.
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
     pub fn of_model(folder: &Path) -> Result<Option<Self>> {
-        let config_path = folder.join("tokenizer_config.json");
+        let config_path = folder.join(TOKENIZER_CONFIG);
         let config = special_tokens(&config_path)?;
         let path = folder.join("chat_template.jinja");
         if path.exists() {
@@ -58,12 +61,12 @@ impl Template {
         Self::parse(source, config, &config_path).map(Some)
     }
 
-    /// The template in a file of its own; the model's folder, where there is one, names the special tokens.
+    /// The template in a file of its own; the tokenizer's folder, where there is one, names the special tokens.
     ///
     /// # Errors
     /// As [`Self::of_model`].
-    pub fn read(path: &Path, model: Option<&Path>) -> Result<Self> {
-        let tokens = model.map(|folder| special_tokens(&folder.join("tokenizer_config.json"))).transpose()?;
+    pub fn read(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
+        let tokens = tokenizer.map(|folder| special_tokens(&folder.join(TOKENIZER_CONFIG))).transpose()?;
         Self::parse(read(path)?, tokens.unwrap_or_default(), path)
     }
 
@@ -142,7 +145,7 @@ fn read(path: &Path) -> Result<String> {
 }
 
 /// `tokenizer_config.json` with its special tokens as strings; empty where there is no such file.
-fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Value>> {
+pub(crate) fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Value>> {
     if !path.exists() {
         return Ok(serde_json::Map::new());
     }

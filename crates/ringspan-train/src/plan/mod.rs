@@ -100,8 +100,13 @@ impl Plan {
         if let Some(lora) = &config.lora {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
             let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
-            plan.adapters =
-                format!("LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; the model stays as it is");
+            let trained = setup.shapes.iter().filter(|(name, _)| setup.decoder.trains(name));
+            let trained = trained.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
+            plan.adapters = format!(
+                "LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; of the parameters {} are theirs and trained, the \
+                 others stay as they are",
+                grouped(trained)
+            );
         }
 
         let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
@@ -184,10 +189,12 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
 }
 
 fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
+    let told = Beyond { stretchable: false, ..beyond };
     match &config.model_config {
+        // Its checkpoint belongs to the model as it is.
+        _ if config.resume => told.to_string(),
         // Nothing is learnt yet that would have to be stretched.
         Some(path) => {
-            let told = Beyond { stretchable: false, ..beyond };
             format!("{told}; a new model can be made for more: raise max_position_embeddings in {}", path.display())
         }
         None => beyond.to_string(),
