@@ -1,7 +1,7 @@
 //! Everything read and checked before ranks start: model, data, the checkpoint to go on from, the plan.
 
 use crate::{
-    checkpoint::{Checkpoints, Identity, Losses},
+    checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
     config::{RUN_FILE, Source, TrainConfig},
     data::{
         Batch, Content, Corpus, Encoder, Packer, Position, Sequence, Template, cache, cache::Found, fingerprint, read,
@@ -19,12 +19,16 @@ use crate::{
 };
 use ringspan_candle::kept::Storage;
 use ringspan_models::{Config, Decoder, Weights};
-use std::{collections::BTreeMap, path::Path};
+use serde_json::Value;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
 
 /// A run that is ready to start. The same on every rank.
 pub(crate) struct Setup {
     /// `config.json` as it is saved with the model.
-    pub(crate) config_json: serde_json::Value,
+    pub(crate) config_json: Value,
     pub(crate) decoder: Decoder,
     pub(crate) mesh: RunMesh,
     pub(crate) shapes: BTreeMap<String, Vec<usize>>,
@@ -91,6 +95,7 @@ impl Setup {
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
+            same_configuration(config, &saved, &setup.config_json)?;
             if saved.progress.step >= config.lr.steps {
                 return Err(Error::Settings(format!(
                     "the run in {} has done {} of {} steps: to go on, give more with --steps",
@@ -118,7 +123,7 @@ impl Setup {
         let start = Start::weights(weights, ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None };
-        Ok(Self::of(serde_json::Value::Null, decoder, mesh, start, None, data))
+        Ok(Self::of(Value::Null, decoder, mesh, start, None, data))
     }
 
     /// Writes tokens that are in no file yet, and reads them from there, as later runs do: a text may be larger than what
@@ -134,7 +139,7 @@ impl Setup {
 
     /// Without a plan, at the first step.
     fn of(
-        config_json: serde_json::Value,
+        config_json: Value,
         decoder: Decoder,
         mesh: RunMesh,
         start: Start,
@@ -193,6 +198,46 @@ fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
         ),
         fingerprint: fingerprint(shapes.iter().flat_map(numbers)),
     }
+}
+
+/// Refuses a configuration that computes something else than the checkpoint's: names and shapes may be the same, and its
+/// weights would go on as those of another model. Keys that nothing is computed with may change.
+fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
+    let refuse = |problem: String| Err(Error::Checkpoint { path: saved.path.clone(), problem });
+    let before = &saved.progress.config;
+    if before.is_null() {
+        return Ok(());
+    }
+    let parse = |json: &Value| serde_json::from_value::<Config>(json.clone());
+    let old = match parse(before) {
+        Ok(old) => old,
+        Err(error) => return refuse(format!("damaged: the model's configuration: {error}")),
+    };
+    // Written and read as the other one was: a number may lose its last bit on the way.
+    let now: Value = serde_json::from_str(&now.to_string()).map_err(model_error)?;
+    let new = parse(&now).map_err(model_error)?;
+    if old == new {
+        return Ok(());
+    }
+    let keys = |json: &Value| json.as_object().into_iter().flat_map(|keys| keys.keys().cloned()).collect::<Vec<_>>();
+    let all: BTreeSet<String> = keys(before).into_iter().chain(keys(&now)).collect();
+    let matters = |key: &&String| {
+        let mut back = now.clone();
+        back[*key] = before.get(*key).cloned().unwrap_or_default();
+        before.get(*key) != now.get(*key) && parse(&back).ok().as_ref() != Some(&new)
+    };
+    let words = |json: &Value, key: &str| json.get(key).map_or("absent".into(), Value::to_string);
+    let changes: Vec<String> = all
+        .iter()
+        .filter(matters)
+        .map(|key| format!("{key} was {}, now {}", words(before, key), words(&now, key)))
+        .collect();
+    let file = config.model_config.as_ref().or(config.model.as_ref()).map(|path| path.display().to_string());
+    refuse(format!(
+        "it belongs to another model: the configuration in {} has changed since it was saved ({}); change it back to go on",
+        file.unwrap_or_default(),
+        changes.join("; ")
+    ))
 }
 
 pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {

@@ -139,6 +139,8 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));
     let in_words = |identity: &Identity| format!("{} ({:016x})", identity.summary, identity.fingerprint);
     all.push(("the model".into(), in_words(&setup.model)));
+    let keys = setup.config_json.as_object().into_iter().flatten();
+    all.extend(keys.map(|(key, value)| (format!("the model's {key}"), value.to_string())));
     all.push(("the model's weights".into(), format!("{:016x}", setup.start.fingerprint(&setup.shapes)?)));
     all.push(("the data".into(), in_words(&setup.data)));
     all.push(("the first step".into(), setup.first_step.to_string()));

@@ -265,4 +265,10 @@ fn a_shape_that_cannot_be_begun_is_refused_with_its_file() {
     shape(root, json!({ "max_position_embeddings": 64 }));
     let warned = plan(&TrainConfig::resolve(settings(root, "none")).unwrap()).unwrap().warning;
     assert!(warned.contains("96 tokens pass the 64") && warned.contains("raise max_position_embeddings"), "{warned}");
+    // Which a run that is resumed could not follow.
+    let (begun, _) = run(Settings { steps: Some(1), warmup: Some(0), ..settings(root, "begun") });
+    let resume = Settings { resume: Some(begun.out), steps: Some(2), ..Settings::default() };
+    let args = TrainArgs { settings: resume, ..TrainArgs::default() };
+    let warned = plan(&TrainConfig::from_args(&args).unwrap()).unwrap().warning;
+    assert!(warned.contains("96 tokens pass the 64") && !warned.contains("raise"), "{warned}");
 }

@@ -168,6 +168,53 @@ fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
     assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");
 }
 
+/// Names and shapes stay the same, and each step would be another one.
+#[test]
+fn a_run_does_not_go_on_under_a_changed_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let file = tiny_model(root).join("config.json");
+    text(root);
+    let given = settings(root, "given");
+    let new = Settings { model: None, model_config: Some(file.clone()), ..settings(root, "new") };
+    for settings in [given, new] {
+        let short = Settings { steps: Some(1), warmup: Some(0), ..settings };
+        let (whole, _) = run(short);
+        let more = |steps| Settings { steps: Some(steps), ..Settings::default() };
+        let text = fs::read_to_string(&file).unwrap();
+        let with = |key: &str, value: serde_json::Value| {
+            let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+            json[key] = value;
+            fs::write(&file, json.to_string()).unwrap();
+        };
+        for (key, value, before) in [
+            ("rope_theta", 500_000.0.into(), "was 10000.0, now 500000.0"),
+            ("rms_norm_eps", 1e-6.into(), "was 0.00001, now 1e-6"),
+            ("rope_scaling", serde_json::json!({"rope_type": "linear", "factor": 2.0}), "was absent, now {"),
+        ] {
+            with(key, value);
+            let message = resumed(&whole.out, more(2)).unwrap_err().to_string();
+            for word in ["another model", "tiny", key, before, "change it back"] {
+                assert!(message.contains(word), "`{word}` is not in: {message}");
+            }
+            assert!(!message.contains("hidden_size"), "{message}");
+        }
+        // Nothing is computed with this one.
+        fs::write(&file, &text).unwrap();
+        with("mine", "a word".into());
+        let (_, memory) = resumed(&whole.out, more(2)).unwrap();
+        assert_eq!(memory.steps.len(), 1);
+        // A checkpoint from before configurations were remembered goes on, as it did.
+        let state = whole.out.join("checkpoints/step-000002/state.json");
+        let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+        assert!(json.as_object_mut().unwrap().remove("config").is_some());
+        fs::write(&state, json.to_string()).unwrap();
+        with("rope_theta", 500_000.0.into());
+        assert_eq!(resumed(&whole.out, more(3)).unwrap().0.step, 3);
+        fs::write(&file, text).unwrap();
+    }
+}
+
 /// A watchdog that begins anew compares nothing for ten steps.
 #[test]
 fn a_spike_right_after_a_resume_is_found() {

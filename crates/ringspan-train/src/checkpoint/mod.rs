@@ -54,19 +54,29 @@ pub struct Progress {
     /// What is remembered of the losses; older checkpoints remember none.
     #[serde(default)]
     pub losses: Losses,
+    /// The model's `config.json`: names and shapes do not say everything. Null in older checkpoints.
+    #[serde(default)]
+    pub config: serde_json::Value,
 }
 
 impl Progress {
     /// The state of a run at `step`, in the current format.
     #[must_use]
     pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
-        Self { format: FORMAT, step, position, seed, tokens, model, data, losses: Losses::default() }
+        let (losses, config) = (Losses::default(), serde_json::Value::Null);
+        Self { format: FORMAT, step, position, seed, tokens, model, data, losses, config }
     }
 
     /// With what is remembered of the losses.
     #[must_use]
     pub fn with_losses(self, losses: Losses) -> Self {
         Self { losses, ..self }
+    }
+
+    /// With the model's `config.json`.
+    #[must_use]
+    pub fn with_config(self, config: serde_json::Value) -> Self {
+        Self { config, ..self }
     }
 }
 

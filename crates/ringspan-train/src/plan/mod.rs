@@ -184,10 +184,12 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
 }
 
 fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
+    let told = Beyond { stretchable: false, ..beyond };
     match &config.model_config {
+        // Its checkpoint belongs to the model as it is.
+        _ if config.resume => told.to_string(),
         // Nothing is learnt yet that would have to be stretched.
         Some(path) => {
-            let told = Beyond { stretchable: false, ..beyond };
             format!("{told}; a new model can be made for more: raise max_position_embeddings in {}", path.display())
         }
         None => beyond.to_string(),

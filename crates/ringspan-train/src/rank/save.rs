@@ -40,7 +40,7 @@ impl Rank<'_> {
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
         let progress = Progress::new(step, feed.position(), self.config.seed, tokens, model, data);
-        let progress = progress.with_losses(self.watchdog.losses());
+        let progress = progress.with_losses(self.watchdog.losses()).with_config(self.setup.config_json.clone());
         let own = self.writers.iter().position(|rank| *rank == self.world.rank());
         let writer = own.map(|own| self.writer(step, own)).transpose()?;
         self.saving = Some(Saving { progress, writer, part });
