@@ -70,8 +70,8 @@ pub enum Error {
     /// The loss stayed far above its mean.
     #[error(
         "the loss was above {factor} times its mean {mean:.4} in {steps} steps in a row, at step {step} it is {loss:.4}; the \
-         run as it is now is saved, and older checkpoints stay: look at the data of these steps, lower --lr, or raise \
-         --spike-factor, and go on with --resume"
+         run as it is now is saved, and older checkpoints stay: look at the data of these steps or lower --lr, and go on with \
+         --resume; the mean begins anew then, and --spike-factor 0 is no limit"
     )]
     Spike {
         /// The last of the steps.

@@ -190,7 +190,8 @@ pub struct Settings {
     /// Folder for event files that TensorBoard reads [default: none are written]
     #[arg(long, value_name = "DIR", help_heading = "Saving and looking")]
     pub tensorboard: Option<PathBuf>,
-    /// Stop, with a checkpoint, when the loss stays above K times its running mean [default: never]
+    /// Stop, with a checkpoint, when the loss stays above K times its running mean, which begins anew after a stop; 0 for
+    /// never [default: 0]
     #[arg(long, value_name = "K", help_heading = "Saving and looking")]
     pub spike_factor: Option<f64>,
     /// Steps in a row above the limit of --spike-factor before a run is stopped [default: 10]

@@ -43,14 +43,15 @@ impl Watchdog {
     /// kept where there is no limit, too, for a resumed run that has one.
     ///
     /// # Errors
-    /// [`Error::Spike`]. Whoever goes on all the same has all the patience again.
+    /// [`Error::Spike`]. For whoever goes on all the same everything begins anew: the loss may have settled where it is, and
+    /// above a mean that no longer moves each further run would be stopped as well.
     pub(crate) fn look(&mut self, step: u64, loss: f64) -> Result<()> {
         let Losses { mean, seen, high } = &mut self.losses;
         if let Some(factor) = self.factor.filter(|factor| *seen >= FIRST && loss > factor * *mean) {
             *high += 1;
             if *high >= self.patience {
-                let steps = std::mem::take(high);
-                return Err(Error::Spike { step, loss, steps, factor, mean: *mean });
+                let Losses { mean, high: steps, .. } = std::mem::take(&mut self.losses);
+                return Err(Error::Spike { step, loss, steps, factor, mean });
             }
             return Ok(());
         }
@@ -112,8 +113,24 @@ mod tests {
                 let from = if factor.is_some() { cut } else { cut.min(20) };
                 let noticed = feed(&mut second, &losses[from..]).map(|(step, _)| step + from);
                 assert_eq!(noticed, Some(23), "cut at {cut}, {factor:?}");
-                assert_eq!(second.losses().high, 0, "who goes on has all the patience again");
+                assert_eq!(second.losses(), Losses::default(), "who goes on begins anew");
             }
+        }
+    }
+
+    /// Whether the run is stopped and resumed at the alarm or not.
+    #[test]
+    fn a_loss_that_settled_higher_is_noticed_once() {
+        let settled = |i: u32| 30.0 + 0.1 * f64::from(i % 7);
+        let mut before = watchdog(Some(2.0), 3);
+        let losses: Vec<f64> = [3.0; 20].into_iter().chain((0..3).map(settled)).collect();
+        assert_eq!(feed(&mut before, &losses).map(|(step, _)| step), Some(23));
+        for mut after in [before.clone(), Watchdog::new(Some(2.0), 3, before.losses())] {
+            let on: Vec<f64> = (0..100).map(settled).collect();
+            assert!(feed(&mut after, &on).is_none());
+            // The mean is of the new level, above which there are spikes again.
+            let (step, error) = feed(&mut after, &[70.0, 71.0, 72.0]).expect("noticed");
+            assert_eq!((step, error.to_string().contains("times its mean 30.")), (3, true), "{error}");
         }
     }
 }

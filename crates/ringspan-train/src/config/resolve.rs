@@ -147,9 +147,12 @@ impl TrainConfig {
         within("grad-clip", grad_clip, 0.0, f64::MAX)?;
 
         match (s.spike_factor, s.spike_steps) {
-            (Some(factor), _) if !(factor > 1.0 && factor.is_finite()) => {
-                return Err(Error::Settings(format!("--spike-factor is {factor}, but must be above 1 and finite")));
+            (Some(factor), _) if factor != 0.0 && !(factor > 1.0 && factor.is_finite()) => {
+                return Err(Error::Settings(format!(
+                    "--spike-factor is {factor}, but must be above 1 and finite, or 0 for no limit"
+                )));
             }
+            // A run that is resumed without a limit keeps the steps that belonged to it.
             (None, Some(_)) => return no_effect("spike-steps", "without --spike-factor, which says what a spike is"),
             (_, Some(0)) => return Err(Error::Settings("--spike-steps is 0, but must be at least 1".into())),
             _ => {}
@@ -204,7 +207,7 @@ impl TrainConfig {
             eval_tokens: positive("eval-tokens", s.eval_tokens.unwrap_or(1 << 17))?,
             sample_tokens: s.sample_tokens.unwrap_or(200),
             tensorboard: s.tensorboard.clone(),
-            spike_factor: s.spike_factor,
+            spike_factor: s.spike_factor.filter(|factor| *factor > 0.0),
             spike_steps: s.spike_steps.unwrap_or(10),
             settings,
         })

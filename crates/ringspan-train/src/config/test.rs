@@ -91,6 +91,7 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("lr = -1.0", &["--lr is -1"]);
     refused("spike-factor = 1.0", &["--spike-factor is 1", "above 1"]);
     refused("spike-factor = nan", &["--spike-factor is NaN"]);
+    refused("spike-factor = -2.0", &["--spike-factor is -2", "0 for no limit"]);
     refused("spike-factor = 2.0\nspike-steps = 0", &["--spike-steps is 0"]);
     refused("eps = inf", &["--eps is inf"]);
     refused("deadline = 0.0", &["--deadline is 0"]);
@@ -114,6 +115,14 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     let message =
         TrainConfig::from_args(&TrainArgs { config: Some(path), ..TrainArgs::default() }).unwrap_err().to_string();
     assert!(message.contains("c.toml") && message.contains("stepz"), "{message}");
+}
+
+/// A resumed run has the steps of its limit, and must be able to go on without it.
+#[test]
+fn a_spike_factor_of_0_is_no_limit() {
+    let config = TrainConfig::resolve(settings("spike-factor = 0.0\nspike-steps = 3")).unwrap();
+    assert_eq!(config.spike_factor, None);
+    assert_eq!(TrainConfig::resolve(settings("spike-factor = 2.0")).unwrap().spike_factor, Some(2.0));
 }
 
 #[test]
