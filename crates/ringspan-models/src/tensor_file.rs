@@ -3,11 +3,8 @@
 use crate::error::{Error, Result};
 use safetensors::tensor::Metadata;
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::Path;
-
-/// Longest header that is read; the limit of the format's own library.
-const MAX_HEADER: u64 = 100_000_000;
 
 /// An open file, and what its header says.
 #[derive(Debug)]
@@ -21,6 +18,15 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
+    /// Longest header that is read; the limit of the format's own library.
+    const MAX_HEADER: u64 = 100_000_000;
+
+    /// Why a header of so many bytes must not be written, if so: nobody would read the file.
+    pub fn refused(header: usize) -> Option<String> {
+        let most = Self::MAX_HEADER;
+        (header as u64 > most).then(|| format!("its header would have {header} bytes; the most that is read is {most}"))
+    }
+
     /// Opens a file and reads its header.
     ///
     /// # Errors
@@ -33,19 +39,56 @@ impl TensorFile {
             path: path.to_owned(),
             problem: format!("not a whole safetensors file of {length} bytes: {problem}"),
         };
+        // A file that ends too early is no such file; what else keeps it from being read says nothing about it.
+        let short = |source: std::io::Error, problem: &str| match source.kind() {
+            ErrorKind::UnexpectedEof => broken(problem),
+            _ => io(source),
+        };
         let mut bytes = [0; 8];
-        file.read_exact(&mut bytes).map_err(|_| broken("it is shorter than the length of a header"))?;
+        file.read_exact(&mut bytes).map_err(|error| short(error, "it is shorter than the length of a header"))?;
         let header = u64::from_le_bytes(bytes);
-        if header > MAX_HEADER.min(length) {
+        if header > Self::MAX_HEADER.min(length) {
             return Err(broken(&format!("a header of {header} bytes")));
         }
         let mut text = vec![0; header as usize];
-        file.read_exact(&mut text).map_err(|_| broken("it ends inside its header"))?;
+        file.read_exact(&mut text).map_err(|error| short(error, "it ends inside its header"))?;
         let metadata: Metadata = serde_json::from_slice(&text).map_err(|error| broken(&error.to_string()))?;
         let data = 8 + header;
         if data.checked_add(metadata.data_len() as u64) != Some(length) {
             return Err(broken(&format!("its header speaks of {} bytes of data", metadata.data_len())));
         }
         Ok(Self { file, metadata, data })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(bytes: &[u8]) -> Error {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(file.path(), bytes).expect("written");
+        TensorFile::open(file.path()).expect_err("must be refused")
+    }
+
+    #[test]
+    fn a_file_that_ends_early_is_none_of_its_kind() {
+        for (bytes, words) in [
+            (&[0u8; 7][..], "shorter than the length of a header"),
+            (&[&9u64.to_le_bytes()[..], &[b' '; 3]].concat(), "ends inside its header"),
+            (&[&100_000_001u64.to_le_bytes()[..], &[b' '; 9]].concat(), "a header of 100000001 bytes"),
+        ] {
+            let error = open(bytes);
+            assert!(matches!(&error, Error::Format { problem, .. } if problem.contains(words)), "{error}");
+        }
+    }
+
+    /// A folder can be opened, and not be read.
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_cannot_be_read_is_what_the_system_says_of_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let error = TensorFile::open(folder.path()).expect_err("no file");
+        assert!(matches!(&error, Error::Io { path, .. } if path == folder.path()), "{error}");
     }
 }

@@ -4,6 +4,7 @@ use super::{CONFIG, INDEX, SINGLE};
 use crate::architecture::completed;
 use crate::decoder::Weights;
 use crate::error::{Error, Result};
+use crate::tensor_file::TensorFile;
 use candle_core::{DType, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -175,6 +176,9 @@ fn header(group: &Group<'_>) -> std::result::Result<(Vec<u8>, Vec<u64>), String>
     let mut text = serde_json::to_vec(&metadata).map_err(|error| error.to_string())?;
     // Data begins at a multiple of 8 bytes.
     text.resize(text.len().next_multiple_of(8), b' ');
+    if let Some(problem) = TensorFile::refused(text.len()) {
+        return Err(problem);
+    }
     let mut header = (text.len() as u64).to_le_bytes().to_vec();
     header.append(&mut text);
     let data = header.len() as u64;

@@ -145,6 +145,10 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
     let mut header = serde_json::Value::Object(header).to_string().into_bytes();
     // The format wants the data aligned to 8 bytes and allows spaces behind the header.
     header.resize(header.len().next_multiple_of(8), b' ');
+    // Before a byte is written: a checkpoint that cannot be read back would be trusted until it is needed.
+    if let Some(problem) = TensorFile::refused(header.len()) {
+        return Err(Error::Checkpoint { path: path.to_path_buf(), problem });
+    }
 
     let failed = || Error::io("write", path);
     let mut out = BufWriter::with_capacity(1 << 20, storage.create(path).map_err(failed())?);
@@ -291,6 +295,19 @@ mod tests {
             let words = Region::words(a.columns.as_ref(), a.elements.start);
             prop_assert_eq!(Region::parse(&words, a.elements.len()), Some(a));
         }
+    }
+
+    #[test]
+    fn a_file_that_could_not_be_read_back_is_not_written() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("shard");
+        // The header has each name twice.
+        let slice = |name: String| Slice { name, columns: None, start: 0, values: Arc::new(vec![1.0]) };
+        let error = write(&super::super::Disk, &path, &[slice("x".repeat(50_000_000))]).expect_err("refused");
+        assert!(error.to_string().contains("shard: its header would have 1000"), "{error}");
+        assert!(!path.exists());
+        write(&super::super::Disk, &path, &[slice("x".repeat(100))]).expect("written");
+        assert_eq!(Tensors::open(vec![path]).expect("read").names().count(), 1);
     }
 
     #[test]
