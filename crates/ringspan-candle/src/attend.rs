@@ -54,8 +54,6 @@ pub trait Attend {
     fn tensor_parallel(&self) -> &TensorParallel;
 
     /// What is dropped of the inputs of layers that have dropout; none where nothing is learnt. Who wraps another hands on
-    /// its own.
-    fn drops(&self) -> Option<&Drops> {
-        None
-    }
+    /// its own, and must say so: without it a model would train with nothing dropped, and nobody would notice.
+    fn drops(&self) -> Option<&Drops>;
 }

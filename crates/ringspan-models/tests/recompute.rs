@@ -8,7 +8,7 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::attention::Memory;
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Attend, Context, Experts, TensorParallel};
+use ringspan_candle::{Attend, Context, Drops, Experts, TensorParallel};
 use ringspan_models::{Keep, Recompute, gradients};
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -63,6 +63,10 @@ impl Attend for Counting {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         self.context.tensor_parallel()
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        self.context.drops()
     }
 }
 

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Experts, TensorParallel};
+use ringspan_candle::{Attend, Drops, Experts, TensorParallel};
 use ringspan_models::{Decoder, Error, Recompute, Unit, Weights, gradients};
 use support::load;
 
@@ -40,6 +40,10 @@ impl Attend for Values {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         &WHOLE
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        None
     }
 }
 

@@ -7,7 +7,7 @@ use ringspan::kernel::{Data, Score, View};
 use ringspan::{Mask, Run};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, Experts, TensorParallel};
+use ringspan_candle::{Attend, Context, Drops, Experts, TensorParallel};
 use std::cell::RefCell;
 
 /// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
@@ -52,6 +52,10 @@ impl Attend for Prefill<'_> {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         self.context.tensor_parallel()
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        self.context.drops()
     }
 }
 
@@ -120,6 +124,10 @@ impl Attend for Decode<'_> {
 
     fn tensor_parallel(&self) -> &TensorParallel {
         &WHOLE
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        None
     }
 }
 

@@ -120,6 +120,10 @@ impl Attend for Dense<'_> {
     fn tensor_parallel(&self) -> &TensorParallel {
         &WHOLE
     }
+
+    fn drops(&self) -> Option<&Drops> {
+        None
+    }
 }
 
 /// On one device, without ranks; also the units in the order their gradients came.
