@@ -59,11 +59,11 @@ impl Lora {
     /// The same, with dropout in training.
     ///
     /// # Errors
-    /// A share outside 0..1.
+    /// A share outside 0..1, as f32 in which it is used: just below 1 it would be 1 there, and leave nothing.
     pub fn with_dropout(self, dropout: f64) -> Result<Self> {
-        match (0.0..1.0).contains(&dropout) {
+        match dropout >= 0.0 && (dropout as f32) < 1.0 {
             true => Ok(Self { dropout, ..self }),
-            false => Err(Error::Lora(format!("its dropout is {dropout}, but must be at least 0 and below 1"))),
+            false => Err(Error::Lora(format!("its dropout is {dropout}, but must be at least 0 and, as f32, below 1"))),
         }
     }
 

@@ -86,6 +86,11 @@ fn adapters_that_cannot_be_are_refused() {
     says(lora(2, 1.0, &[]), &["q_proj, k_proj"]);
     says(lora(2, 1.0, &["wq"]), &["'wq'", "q_proj"]);
     says(lora(2, 1.0, &["q_proj", "q_proj"]), &["twice"]);
+    let dropping = |share| lora(2, 1.0, &["q_proj"]).and_then(|lora| lora.with_dropout(share));
+    for share in [-0.1, 1.0, f64::NAN, 0.99999999] {
+        says(dropping(share), &["dropout is", &share.to_string(), "below 1"]);
+    }
+    assert!(dropping(0.0).is_ok() && dropping(0.9999999).is_ok());
     let (sparse, ..) = load("qwen3_moe");
     let message = sparse.with_lora(lora(2, 1.0, &["q_proj", "up_proj"]).expect("possible")).expect_err("experts");
     assert!(message.to_string().contains("'up_proj'"), "{message}");
