@@ -4,6 +4,7 @@ use crate::decoder::Weights;
 use crate::error::{Error, Result};
 use crate::folder;
 use crate::lora::{Lora, is_adapter};
+use crate::origin::Base;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
@@ -54,8 +55,8 @@ enum Targets {
 /// An adapter as read.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The model that it was made for: a folder, or a GGUF file.
-    pub base: PathBuf,
+    /// The model that it was made for.
+    pub base: Base,
     /// Its size, and the layers it stands beside.
     pub lora: Lora,
     /// Its matrices, by the names they have in a [`Decoder`](crate::Decoder) with this `lora`.
@@ -149,5 +150,5 @@ pub fn load(folder: &Path) -> Result<Adapter> {
         }
     };
     let lora = Lora::new(config.r, config.lora_alpha, targets)?.with_dropout(config.lora_dropout)?;
-    Ok(Adapter { base, lora, weights })
+    Ok(Adapter { base: Base::at(base), lora, weights })
 }

@@ -35,7 +35,7 @@ pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
 pub use init::NewWeights;
 pub use lora::{Lora, TARGETS};
-pub use origin::Origin;
+pub use origin::{Base, Origin};
 pub use parameters::{Parameters, Unit};
 pub use portion::{Heads, Holders, Place, Portion};
 pub use recompute::{Keep, Recompute, constant};

@@ -11,15 +11,50 @@ use tokenizers::Tokenizer;
 
 const TOKENIZER: &str = "tokenizer.json";
 
+/// A model with its weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Base {
+    /// A folder as Hugging Face's.
+    Folder(PathBuf),
+    /// A GGUF file.
+    Gguf(PathBuf),
+}
+
+impl Base {
+    /// The model at `path`: a file is GGUF's.
+    pub fn at(path: PathBuf) -> Self {
+        if path.is_file() { Self::Gguf(path) } else { Self::Folder(path) }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Folder(path) | Self::Gguf(path) => path,
+        }
+    }
+
+    fn config_json(&self) -> Result<Value> {
+        match self {
+            Self::Folder(path) => folder::config_json(path),
+            Self::Gguf(path) => gguf::config_json(path),
+        }
+    }
+
+    fn load(&self) -> Result<(Config, Weights)> {
+        match self {
+            Self::Folder(path) => folder::load(path),
+            Self::Gguf(path) => gguf::load(path),
+        }
+    }
+}
+
 /// Where a model comes from.
 #[derive(Debug)]
 pub enum Origin {
-    /// A folder as Hugging Face's.
-    Folder(PathBuf),
-    /// A folder with an adapter, which is merged into its model: a folder, or a GGUF file.
+    /// A model as it is.
+    Model(Base),
+    /// A folder with an adapter, which is merged into its model.
     Adapter(PathBuf, Box<Adapter>),
-    /// A GGUF file.
-    Gguf(PathBuf),
 }
 
 impl Origin {
@@ -29,15 +64,19 @@ impl Origin {
     /// Nothing there, and an adapter that cannot be read.
     pub fn at(path: &Path) -> Result<Self> {
         let path = path.to_owned();
-        if path.is_file() {
-            return Ok(Self::Gguf(path));
-        }
-        if !path.is_dir() {
+        if !path.is_file() && !path.is_dir() {
             return Err(Error::Format { path, problem: "there is no such folder or file".into() });
         }
         match !path.join(folder::CONFIG).exists() && path.join(adapter::CONFIG).exists() {
             true => adapter::load(&path).map(|adapter| Self::Adapter(path, Box::new(adapter))),
-            false => Ok(Self::Folder(path)),
+            false => Ok(Self::Model(Base::at(path))),
+        }
+    }
+
+    fn base(&self) -> &Base {
+        match self {
+            Self::Model(base) => base,
+            Self::Adapter(_, adapter) => &adapter.base,
         }
     }
 
@@ -46,12 +85,7 @@ impl Origin {
     /// # Errors
     /// A file that is missing or corrupt.
     pub fn config_json(&self) -> Result<Value> {
-        match self {
-            Self::Folder(path) => folder::config_json(path),
-            Self::Adapter(_, adapter) if adapter.base.is_file() => gguf::config_json(&adapter.base),
-            Self::Adapter(_, adapter) => folder::config_json(&adapter.base),
-            Self::Gguf(path) => gguf::config_json(path),
-        }
+        self.base().config_json()
     }
 
     /// The configuration, and the weights as f32 with an adapter merged in.
@@ -59,15 +93,8 @@ impl Origin {
     /// # Errors
     /// Files that are missing or corrupt, and tensors that do not fit the model.
     pub fn load(self) -> Result<(Config, Weights)> {
-        let adapter = match self {
-            Self::Folder(path) => return folder::load(&path),
-            Self::Gguf(path) => return gguf::load(&path),
-            Self::Adapter(_, adapter) => adapter,
-        };
-        let (config, mut weights) = match adapter.base.is_file() {
-            true => gguf::load(&adapter.base)?,
-            false => folder::load(&adapter.base)?,
-        };
+        let (config, mut weights) = self.base().load()?;
+        let Self::Adapter(_, adapter) = self else { return Ok((config, weights)) };
         let expected = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?.shapes();
         for (name, tensor) in adapter.weights {
             match expected.get(&name) {
@@ -86,12 +113,15 @@ impl Origin {
 
     /// The folders that may hold files beside the weights, the nearest first.
     pub fn folders(&self) -> Vec<&Path> {
-        match self {
-            Self::Folder(path) => vec![path],
-            Self::Adapter(path, adapter) if adapter.base.is_file() => vec![path],
-            Self::Adapter(path, adapter) => vec![path, &adapter.base],
-            Self::Gguf(_) => Vec::new(),
-        }
+        let own = match self {
+            Self::Adapter(path, _) => Some(path.as_path()),
+            Self::Model(_) => None,
+        };
+        let of_base = match self.base() {
+            Base::Folder(path) => Some(path.as_path()),
+            Base::Gguf(_) => None,
+        };
+        own.into_iter().chain(of_base).collect()
     }
 
     /// The tokenizer's own file, the nearest, if it has one.
@@ -105,10 +135,9 @@ impl Origin {
     /// A file that is corrupt, or a kind that is unknown.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         let Some(path) = self.tokenizer_file() else {
-            return match self {
-                Self::Gguf(path) => gguf::tokenizer(path).map(Some),
-                Self::Adapter(_, adapter) if adapter.base.is_file() => gguf::tokenizer(&adapter.base).map(Some),
-                _ => Ok(None),
+            return match self.base() {
+                Base::Gguf(path) => gguf::tokenizer(path).map(Some),
+                Base::Folder(_) => Ok(None),
             };
         };
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;

@@ -4,7 +4,7 @@ mod support;
 
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, Error, Lora, Origin, Weights, adapter, folder};
+use ringspan_models::{Base, Decoder, Error, Lora, Origin, Weights, adapter, folder};
 use serde_json::{Value, json};
 use support::{Answer, Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
 
@@ -63,7 +63,7 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
     let out = tempfile::tempdir().expect("a folder");
     adapter::save(out.path(), &fixture("llama"), &lora, &adapted).expect("room");
     let read = adapter::load(out.path()).expect("what was saved");
-    assert_eq!((read.base, &read.lora), (fixture("llama"), &lora));
+    assert_eq!((&read.base, &read.lora), (&Base::Folder(fixture("llama")), &lora));
     assert_eq!(read.weights.len(), 8);
     for (name, tensor) in &read.weights {
         let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");

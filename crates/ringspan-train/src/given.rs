@@ -8,7 +8,7 @@ use crate::{
     start::Start,
     tokenizer::{BYTE_LEVEL, Tokenizer},
 };
-use ringspan_models::{Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
+use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -145,7 +145,7 @@ fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First)> {
     let origin = Origin::at(path).map_err(model_error)?;
     let json = origin.config_json().map_err(model_error)?;
     let weights = match origin {
-        Origin::Folder(path) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
+        Origin::Model(Base::Folder(path)) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
         // Its folder would name one that is no model either.
         Origin::Adapter(..) if config.lora.is_some() => {
             return Err(Error::Settings(format!(

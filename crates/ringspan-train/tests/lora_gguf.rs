@@ -5,7 +5,7 @@ mod common;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use common::{Memory, run, text};
-use ringspan_models::{Config, Decoder, Origin, Weights, adapter, folder, gguf};
+use ringspan_models::{Base, Config, Decoder, Origin, Weights, adapter, folder, gguf};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use serde_json::json;
 use std::fs::{self, File};
@@ -108,7 +108,7 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     assert_eq!(memory.losses(), expected.losses());
     let saved = adapter::load(&of_file.out).unwrap();
-    assert_eq!(saved.base, root.join("model.gguf").canonicalize().unwrap());
+    assert_eq!(saved.base, Base::Gguf(root.join("model.gguf").canonicalize().unwrap()));
     assert_eq!(values(&saved.weights), values(&adapter::load(&root.join("of-folder")).unwrap().weights));
 
     // Whoever reads the adapter gets its model with it, and its tokenizer.
