@@ -8,13 +8,13 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// A safetensors file in memory.
-pub(crate) struct TensorFile {
+/// A safetensors file that is whole in memory.
+pub(crate) struct TensorBytes {
     path: PathBuf,
     bytes: Vec<u8>,
 }
 
-impl TensorFile {
+impl TensorBytes {
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
         Ok(Self::new(path, bytes))

@@ -1,6 +1,6 @@
 //! Batches of tokens from safetensors files.
 
-use crate::files::TensorFile;
+use crate::files::TensorBytes;
 use anyhow::{Context, Result, ensure};
 use ringspan::Documents;
 use safetensors::Dtype;
@@ -23,7 +23,7 @@ impl TokenBatch {
 
     /// Reads `tokens` (i64 or u32, [B, S]) and, where given, `lengths` (i32, [B]).
     pub(crate) fn read(file: &Path, vocabulary: usize) -> Result<Self> {
-        let bytes = TensorFile::read(file)?;
+        let bytes = TensorBytes::read(file)?;
         let tensors = bytes.parse()?;
         let path = file.display();
         let given = tensors.get::<2>("tokens", &[Dtype::I64, Dtype::U32], "[B, S]")?;

@@ -23,7 +23,7 @@ pub struct NewWeights {
     /// Weight of a norm.
     norm: f32,
     /// Shapes, and how many numbers are drawn before those of a parameter.
-    places: BTreeMap<String, (Vec<usize>, u128)>,
+    parameters: BTreeMap<String, (Vec<usize>, u128)>,
 }
 
 impl NewWeights {
@@ -38,18 +38,18 @@ impl NewWeights {
             return Err(Error::Config(problem));
         }
         let mut drawn = 0;
-        let mut place = |(name, shape): (String, Vec<usize>)| {
+        let mut numbered = |(name, shape): (String, Vec<usize>)| {
             let before = drawn;
             drawn += if shape.len() > 1 { shape.iter().product::<usize>() as u128 } else { 0 };
             (name, (shape, before))
         };
-        let places = decoder.shapes().into_iter().map(&mut place).collect();
-        Ok(Self { seed, deviation, norm: 1.0 - decoder.model.norm_offset as f32, places })
+        let parameters = decoder.shapes().into_iter().map(&mut numbered).collect();
+        Ok(Self { seed, deviation, norm: 1.0 - decoder.model.norm_offset as f32, parameters })
     }
 
     /// Whether the model has a parameter.
     pub fn has(&self, name: &str) -> bool {
-        self.places.contains_key(name)
+        self.parameters.contains_key(name)
     }
 
     /// Rows `rows` of a parameter, its first dimension.
@@ -57,7 +57,7 @@ impl NewWeights {
     /// # Errors
     /// A parameter or rows that there are not.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Some((shape, before)) = self.places.get(name) else {
+        let Some((shape, before)) = self.parameters.get(name) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
         };
         let mut part = shape.clone();
@@ -89,7 +89,7 @@ impl Decoder {
         let whole = |(name, (shape, _)): (&String, &(Vec<usize>, u128))| {
             Ok((name.clone(), new.read(name, 0..shape.first().copied().unwrap_or(0))?))
         };
-        new.places.iter().map(whole).collect()
+        new.parameters.iter().map(whole).collect()
     }
 }
 

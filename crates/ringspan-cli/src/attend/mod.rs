@@ -11,7 +11,7 @@ mod results;
 pub(crate) use args::AttendArgs;
 
 use crate::device::Devices;
-use crate::files::{self, TensorFile};
+use crate::files::{self, TensorBytes};
 use crate::say;
 use anyhow::{Context, Result, ensure};
 use compute::Work;
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         files::check_output("--report", report)?;
         ensure!(report != out, "--report and --out name the same file, {}", report.display());
     }
-    let file = TensorFile::read(input)?;
+    let file = TensorBytes::read(input)?;
     let tensors = file.parse()?;
     let data = Input::new(&tensors, args.backward)?;
     let unknown = input::unknown(&tensors);

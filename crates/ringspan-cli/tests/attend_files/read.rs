@@ -1,7 +1,7 @@
 //! What `attend` does with a file before it computes.
 
 use crate::args::AttendArgs;
-use crate::files::{TensorFile, Tensors};
+use crate::files::{TensorBytes, Tensors};
 use crate::input::{self, Input};
 use crate::parameters;
 use clap::Parser;
@@ -23,7 +23,7 @@ fn flags(tensors: &Tensors<'_>) -> AttendArgs {
 
 /// Reads a file as `attend` does; what it gives is checked, and returned as text.
 pub(crate) fn read(bytes: &[u8], backward: bool) -> Result<(), String> {
-    let file = TensorFile::new(Path::new("in.safetensors"), bytes.to_vec());
+    let file = TensorBytes::new(Path::new("in.safetensors"), bytes.to_vec());
     let tensors = file.parse().map_err(|error| format!("{error:#}"))?;
     let input = Input::new(&tensors, backward).map_err(|error| format!("{error:#}"))?;
     input::unknown(&tensors);

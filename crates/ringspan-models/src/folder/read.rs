@@ -24,12 +24,12 @@ use std::path::{Path, PathBuf};
 pub struct Folder {
     config: Config,
     shapes: BTreeMap<String, Vec<usize>>,
-    places: BTreeMap<String, Place>,
+    stored: BTreeMap<String, Stored>,
 }
 
 /// Where a parameter is.
 #[derive(Debug, Clone)]
-struct Place {
+struct Stored {
     file: PathBuf,
     dtype: Dtype,
     /// Byte of the file where it begins.
@@ -48,17 +48,17 @@ pub fn open(folder: &Path) -> Result<Folder> {
         Error::Config(problem) => Error::Format { path, problem },
         other => other,
     })?;
-    let mut places = BTreeMap::new();
+    let mut stored = BTreeMap::new();
     for file in files(folder)? {
-        for (name, place) in tensors(&file, config.tie_word_embeddings)? {
-            if places.insert(name.clone(), place).is_some() {
+        for (name, parameter) in tensors(&file, config.tie_word_embeddings)? {
+            if stored.insert(name.clone(), parameter).is_some() {
                 return Err(Error::Format { path: file, problem: format!("tensor {name} is in another file, too") });
             }
         }
     }
     let shapes = decoder.shapes();
-    check_shapes(&shapes, places.iter().map(|(name, place)| (name, place.shape.as_slice())))?;
-    Ok(Folder { config, shapes, places })
+    check_shapes(&shapes, stored.iter().map(|(name, stored)| (name, stored.shape.as_slice())))?;
+    Ok(Folder { config, shapes, stored })
 }
 
 /// Whether tensors are the parameters of a model.
@@ -102,7 +102,7 @@ impl Folder {
     /// # Errors
     /// A parameter or rows that there are not, and what the file system says.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Some(Place { file, dtype, start, shape }) = self.places.get(name) else {
+        let Some(Stored { file, dtype, start, shape }) = self.stored.get(name) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
         };
         let mut part = shape.clone();
@@ -169,20 +169,20 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The parameters in a file, by its header.
-fn tensors(path: &Path, tied: bool) -> Result<Vec<(String, Place)>> {
+fn tensors(path: &Path, tied: bool) -> Result<Vec<(String, Stored)>> {
     let format = |problem: String| Error::Format { path: path.to_owned(), problem };
     let TensorFile { metadata, data, .. } = TensorFile::open(path)?;
-    let mut places = Vec::new();
+    let mut all = Vec::new();
     for (name, TensorInfo { dtype, shape, data_offsets }) in metadata.tensors() {
         for part in parts(&name, shape, tied) {
             if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
                 return Err(format(format!("tensor {name} is {dtype:?}: possible are F32, BF16, F16")));
             }
             let start = data + (data_offsets.0 + part.start * size(*dtype)) as u64;
-            places.push((part.name, Place { file: path.to_owned(), dtype: *dtype, start, shape: part.shape }));
+            all.push((part.name, Stored { file: path.to_owned(), dtype: *dtype, start, shape: part.shape }));
         }
     }
     // A map's order is no order; errors name the first tensor.
-    places.sort_by(|(a, _), (b, _)| a.cmp(b));
-    Ok(places)
+    all.sort_by(|(a, _), (b, _)| a.cmp(b));
+    Ok(all)
 }

@@ -61,9 +61,9 @@ impl Writer {
         let (mut shards, mut missing, mut map) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         for (n, group) in groups.iter().enumerate() {
             let path = folder.join(name(n));
-            let (header, places) = header(group).map_err(|problem| Error::Format { path: path.clone(), problem })?;
+            let (header, starts) = header(group).map_err(|problem| Error::Format { path: path.clone(), problem })?;
             shards.push((name(n), begun(&path, &header)?));
-            for ((tensor, shape), start) in group.iter().zip(places) {
+            for ((tensor, shape), start) in group.iter().zip(starts) {
                 missing.insert((*tensor).clone(), (n, start, (*shape).clone()));
                 map.insert((*tensor).clone(), name(n));
             }

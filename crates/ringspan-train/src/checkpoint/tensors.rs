@@ -71,10 +71,10 @@ impl Region {
         let row = |row: usize| {
             let (from_a, from_b) = (in_a.of_row(row, a), in_b.of_row(row, b));
             let (start, end) = (from_a.start.max(from_b.start), from_a.end.min(from_b.end));
-            let place = |columns: &Columns, elements: &Range<usize>| {
+            let index = |columns: &Columns, elements: &Range<usize>| {
                 row * columns.range.len() + start - columns.range.start - elements.start
             };
-            (start < end).then(|| (place(in_a, a), place(in_b, b), end - start))
+            (start < end).then(|| (index(in_a, a), index(in_b, b), end - start))
         };
         (rows_a.start.max(rows_b.start)..rows_a.end.min(rows_b.end)).filter_map(row).collect()
     }
@@ -165,11 +165,12 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
 #[derive(Debug)]
 pub struct Tensors {
     files: Vec<(PathBuf, Mutex<File>)>,
-    places: BTreeMap<String, Vec<Place>>,
+    slices: BTreeMap<String, Vec<Stored>>,
 }
 
+/// A slice that is in a file.
 #[derive(Debug)]
-struct Place {
+struct Stored {
     region: Region,
     file: usize,
     /// Byte in the file.
@@ -179,7 +180,7 @@ struct Place {
 impl Tensors {
     /// Opens files.
     pub(crate) fn open(paths: Vec<PathBuf>) -> Result<Self> {
-        let mut tensors = Self { files: Vec::new(), places: BTreeMap::new() };
+        let mut tensors = Self { files: Vec::new(), slices: BTreeMap::new() };
         for path in paths {
             tensors.add(path)?;
         }
@@ -203,8 +204,8 @@ impl Tensors {
             let Some(region) = starts.get(&name).and_then(|words| Region::parse(words, len)) else {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
-            let place = Place { region, file: self.files.len(), at: data + *from as u64 };
-            self.places.entry(name).or_default().push(place);
+            let stored = Stored { region, file: self.files.len(), at: data + *from as u64 };
+            self.slices.entry(name).or_default().push(stored);
         }
         self.files.push((path, Mutex::new(file)));
         Ok(())
@@ -212,12 +213,12 @@ impl Tensors {
 
     /// Names of the tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.places.keys().map(String::as_str)
+        self.slices.keys().map(String::as_str)
     }
 
     /// Elements of a tensor, if there is a slice of it.
     pub fn len(&self, name: &str) -> Option<usize> {
-        self.places.get(name)?.iter().map(|place| place.region.end()).max()
+        self.slices.get(name)?.iter().map(|stored| stored.region.end()).max()
     }
 
     /// Some elements of a tensor.
@@ -227,14 +228,14 @@ impl Tensors {
     pub fn read(&self, name: &str, region: &Region) -> Result<Vec<f32>> {
         let mut values = vec![0.0f32; region.elements.len()];
         let mut found = vec![false; values.len()];
-        for place in self.places.get(name).into_iter().flatten() {
-            let common = region.common(&place.region);
+        for stored in self.slices.get(name).into_iter().flatten() {
+            let common = region.common(&stored.region);
             let (Some((_, first, _)), Some((_, last, len))) = (common.first(), common.last()) else { continue };
-            let (path, file) = &self.files[place.file];
+            let (path, file) = &self.files[stored.file];
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
             // In one go, with what lies between.
             let mut bytes = vec![0; 4 * (last + len - first)];
-            file.seek(SeekFrom::Start(place.at + 4 * *first as u64))
+            file.seek(SeekFrom::Start(stored.at + 4 * *first as u64))
                 .and_then(|_| file.read_exact(&mut bytes))
                 .map_err(Error::io("read", path))?;
             for (to, from, len) in &common {
