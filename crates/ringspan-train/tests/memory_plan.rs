@@ -17,6 +17,9 @@ type Experts = (usize, usize, usize, usize);
 fn model(root: &Path, of: Model, experts: Option<Experts>) -> PathBuf {
     let (layers, hidden, heads, kv_heads, wide, vocabulary, tied) = of;
     let path = root.join(format!("{layers}-{hidden}-{heads}-{kv_heads}-{wide}-{vocabulary}-{tied}-{experts:?}"));
+    if path.exists() {
+        return path;
+    }
     let mut json = common::tiny_config();
     if let Some((experts, top, wide, every)) = experts {
         json.as_object_mut().unwrap().extend(common::experts().as_object().unwrap().clone());
