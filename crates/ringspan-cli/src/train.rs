@@ -60,7 +60,10 @@ fn report(outcome: &Outcome) {
             println!("  | {line}");
         }
     }
-    println!("model                {out}");
+    match &outcome.beside {
+        Some(model) => println!("adapter              {out}, beside {}", model.display()),
+        None => println!("model                {out}"),
+    }
     println!("metrics              {}", outcome.metrics.display());
     let megabytes = |bytes: u64| format!("{:.0} MB", bytes as f64 / 1e6);
     print!("memory               {} predicted for the ranks here", megabytes(outcome.predicted_memory));

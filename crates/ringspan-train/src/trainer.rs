@@ -42,6 +42,8 @@ pub struct Outcome {
     pub sample: Option<Sample>,
     /// The model's tokenizer, where it has one.
     pub tokenizer: Option<Tokenizer>,
+    /// The model beside which adapters were trained, if they alone are in the folder.
+    pub beside: Option<PathBuf>,
     /// Bytes that were predicted for the ranks of this process.
     pub predicted_memory: u64,
     /// Most bytes that this process had allocated at once since its plan was made, where the program counts them.
@@ -127,6 +129,7 @@ pub fn train_on(
         evaluation: end.evaluation,
         sample: shown,
         tokenizer: setup.tokenizer,
+        beside: config.model.clone().filter(|_| config.lora.is_some() && !config.lora_merge),
         predicted_memory,
         peak_allocated,
         peak_memory: memory::peak(),

@@ -107,6 +107,9 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     let (of_file, memory) = run(settings(root, "model.gguf", "of-file"));
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     assert_eq!(memory.losses(), expected.losses());
+    // Two layers of 32 wide: A and B of rank 4 beside matrices of 32, 16 and 64 rows.
+    assert!(memory.plan.adapters.contains("4,096 are theirs and trained"), "{}", memory.plan.adapters);
+    assert_eq!(of_file.beside, Some(root.join("model.gguf")));
     let saved = adapter::load(&of_file.out).unwrap();
     assert_eq!(saved.base, Base::Gguf(root.join("model.gguf").canonicalize().unwrap()));
     assert_eq!(values(&saved.weights), values(&adapter::load(&root.join("of-folder")).unwrap().weights));
@@ -128,6 +131,7 @@ fn it_is_resumed_bit_for_bit_and_merged_into_a_folder_with_the_files_tokenizer()
     text(root);
     let merging = |name| Settings { lora_merge: Some(true), ..settings(root, "model.gguf", name) };
     let (whole, _) = run(merging("whole"));
+    assert_eq!(whole.beside, None, "the model is there, too");
     let (cut, _) = run(merging("cut"));
     fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
     let resume = Settings { resume: Some(cut.out.clone()), ..Settings::default() };

@@ -100,8 +100,13 @@ impl Plan {
         if let Some(lora) = &config.lora {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
             let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
-            plan.adapters =
-                format!("LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; the model stays as it is");
+            let trained = setup.shapes.iter().filter(|(name, _)| setup.decoder.trains(name));
+            let trained = trained.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
+            plan.adapters = format!(
+                "LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; of the parameters {} are theirs and trained, the \
+                 others stay as they are",
+                grouped(trained)
+            );
         }
 
         let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
