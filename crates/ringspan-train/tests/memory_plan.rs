@@ -79,7 +79,7 @@ fn a_run_takes_what_its_plan_predicts() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     let s = Settings::default;
-    let deep: Model = (8, 256, 8, 4, 768, 512, true);
+    let deep: Model = (4, 256, 8, 4, 768, 512, true);
     let words: Model = (2, 256, 8, 4, 768, 16384, false);
     let tied: Model = (2, 256, 8, 4, 768, 16384, true);
     // Heads wider than the hidden size together, and other ratios of widths.
