@@ -16,7 +16,7 @@ pub struct Ranks {
 #[derive(Clone)]
 struct Process {
     comm: Arc<dyn Communicator>,
-    /// Ranks on this machine.
+    /// Ranks on this machine, and this one's place among them.
     local: (usize, usize),
     set_deadline: Arc<dyn Fn(std::time::Duration) + Send + Sync>,
 }
