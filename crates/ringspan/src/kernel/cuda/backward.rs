@@ -21,8 +21,8 @@ impl Cuda {
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
-        let [q_data, k_data, v_data, d_out] = self.upload_each([q.data, k.data, v.data, saved.d_out.data])?;
-        let bias = inputs.bias.map(|bias| self.upload(bias.data)).transpose()?;
+        let [q_data, k_data, v_data, d_out] = self.upload_each([q, k, v, &saved.d_out])?;
+        let bias = inputs.bias.as_ref().map(|bias| self.upload(bias)).transpose()?;
         let (lse, delta) = (self.upload_all(saved.lse)?, self.upload_all(saved.delta)?);
         let (dq, dk, dv) = (self.upload_all(sums.dq)?, self.upload_all(sums.dk)?, self.upload_all(sums.dv)?);
         let d_bias = self.upload_all(sums.d_bias)?;

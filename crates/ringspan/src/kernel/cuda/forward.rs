@@ -14,8 +14,8 @@ impl Cuda {
         let options = Options::forward(inputs, self.gpu.0.shared_memory);
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
-        let [q_data, k_data, v_data] = self.upload_each([q.data, k.data, v.data])?;
-        let bias = inputs.bias.map(|bias| self.upload(bias.data)).transpose()?;
+        let [q_data, k_data, v_data] = self.upload_each([q, k, v])?;
+        let bias = inputs.bias.as_ref().map(|bias| self.upload(bias)).transpose()?;
         let state = [&partial.out, &partial.max, &partial.sum].map(|state| self.upload_all(state));
         let [out, max, sum] = state;
         let (out, max, sum) = (out?, max?, sum?);

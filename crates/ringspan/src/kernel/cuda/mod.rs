@@ -135,7 +135,7 @@ impl Cuda {
             return Ok(sums);
         }
         let options = Options::delta(&out, &d_out);
-        let (out_data, d_out_data) = (self.upload(out.data)?, self.upload(d_out.data)?);
+        let (out_data, d_out_data) = (self.upload(&out)?, self.upload(&d_out)?);
         let result = self.zeros::<f32>(rows)?;
         let job = Job {
             q: job::View::new(&out, self.at(&out_data)),
@@ -187,8 +187,8 @@ impl Cuda {
         Ok(())
     }
 
-    fn upload_each<const N: usize>(&self, data: [Data; N]) -> Result<[CudaSlice<u8>; N]> {
-        let uploaded = data.into_iter().map(|data| self.upload(data)).collect::<Result<Vec<_>>>()?;
+    fn upload_each<const N: usize>(&self, views: [&View; N]) -> Result<[CudaSlice<u8>; N]> {
+        let uploaded = views.into_iter().map(|view| self.upload(view)).collect::<Result<Vec<_>>>()?;
         uploaded.try_into().map_err(|_| Error::Device {
             device: format!("{:?}", self.gpu),
             operation: "copy to the GPU",
@@ -196,8 +196,26 @@ impl Cuda {
         })
     }
 
-    /// The elements of a tensor, as they are stored.
-    fn upload(&self, data: Data) -> Result<CudaSlice<u8>> {
+    /// The elements of a tensor, as they are stored. On the GPU nothing stops a row that leaves them, so none may.
+    fn upload(&self, view: &View) -> Result<CudaSlice<u8>> {
+        let View { tokens, heads, dim, token_stride, head_stride, data } = *view;
+        let last = |count: usize, stride: usize| (count - 1).checked_mul(stride);
+        let end = match tokens == 0 || heads == 0 {
+            true => Some(0),
+            false => last(tokens, token_stride)
+                .zip(last(heads, head_stride))
+                .and_then(|(token, head)| token.checked_add(head)?.checked_add(dim)),
+        };
+        if end.is_none_or(|end| end > data.len()) {
+            return Err(Error::Device {
+                device: format!("{:?}", self.gpu),
+                operation: "copy to the GPU",
+                message: format!(
+                    "a tensor [{tokens}, {heads}, {dim}] with strides {token_stride} and {head_stride} leaves its {} elements",
+                    data.len()
+                ),
+            });
+        }
         match data {
             Data::F32(data) => self.upload_all(bytemuck::cast_slice(data)),
             Data::Bf16(data) => self.upload_all(bytemuck::cast_slice(data)),

@@ -69,3 +69,15 @@ fn rows_may_lie_anywhere() {
         assert_eq!(partial.finish(70, 4, 24, None), (wanted.out, wanted.lse), "{kernel:?}");
     }
 }
+
+#[test]
+fn a_gpu_is_given_no_rows_that_leave_their_tensor() {
+    let Some(gpu) = gpu() else { return };
+    let data = vec![0.0; 70 * 2 * 16];
+    let view = View::new(&data, 70, 2, 16).expect("its size");
+    assert!(gpu.delta(view, view).is_ok());
+    for (token_stride, head_stride) in [(33, 16), (32, 17), (usize::MAX, 16), (32, usize::MAX)] {
+        let error = gpu.delta(View { token_stride, head_stride, ..view }, view).expect_err("leaves it").to_string();
+        assert!(error.contains("[70, 2, 16]") && error.contains("leaves its 2240 elements"), "{error}");
+    }
+}
