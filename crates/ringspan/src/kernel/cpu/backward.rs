@@ -2,10 +2,9 @@
 
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
-use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
 use super::super::{Inputs, Saved, Sums, Tile, isa, workers};
-use super::{Cpu, SEGMENT};
+use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -18,10 +17,7 @@ impl Cpu {
         let code = self.code(inputs);
         let lanes = code.lanes();
         let terms = Terms::new(score, bias);
-        let plan = match terms {
-            None => Plan::joined(tiles, lanes, q.tokens, k.tokens),
-            Some(_) => Plan::new(tiles, lanes, q.tokens, k.tokens),
-        };
+        let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }

@@ -8,7 +8,7 @@ use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
 use super::super::{HeadMap, Inputs, Partial, Tile, isa, workers};
-use super::Cpu;
+use super::{Cpu, plan};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -35,10 +35,7 @@ impl Cpu {
             );
         }
         let code = self.code(inputs);
-        let plan = match terms {
-            None => Plan::joined(tiles, code.lanes(), q.tokens, k.tokens),
-            Some(_) => Plan::new(tiles, code.lanes(), q.tokens, k.tokens),
-        };
+        let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }

@@ -9,6 +9,8 @@ use super::buffer::{Pool, lines};
 use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::Keys;
+use super::plan::Plan;
+use super::terms::Terms;
 use super::{Data, Inputs, Isa, Progress, Tile};
 
 /// Queries whose packed forms a worker holds at a time in the backward pass: they should stay in the L3 cache.
@@ -86,6 +88,12 @@ impl Cpu {
     pub(super) fn held(&self) -> u64 {
         bytes(self.pool.held())
     }
+}
+
+/// What the blocks of a call compute. Terms depend on where tiles lie, so only without them tiles may be joined.
+fn plan<'a>(inputs: &Inputs, tiles: &'a [Tile], terms: Option<&Terms>, code: Code) -> Plan<'a> {
+    let make = if terms.is_some() { Plan::new } else { Plan::joined };
+    make(tiles, code.lanes(), inputs.q.tokens, inputs.k.tokens)
 }
 
 fn bytes(elements: usize) -> u64 {
