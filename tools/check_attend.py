@@ -51,10 +51,10 @@ class Call:
 
     def draw_mask(self):
         rng = self.rng
-        mask = rng.choice(["full", "causal", "causal", "causal-bottom-right"])
+        mask = rng.choice(["full", "full-bottom-right", "causal", "causal", "causal-bottom-right"])
         self.flags += ["--mask", mask]
         i, j = torch.arange(self.queries)[:, None], torch.arange(self.keys)[None]
-        shift = self.keys - self.queries if mask == "causal-bottom-right" else 0
+        shift = self.keys - self.queries if mask.endswith("bottom-right") else 0
         document = torch.zeros(self.batch, self.queries, dtype=torch.long)
         start = torch.zeros(self.batch, self.queries, dtype=torch.long)
         visible = torch.ones(self.batch, self.queries, self.keys, dtype=torch.bool)
@@ -87,10 +87,10 @@ class Call:
         j = (j[None, 0] - start)[:, None] if not plain_positions else j[None].expand(self.batch, -1, -1)
         self.distance = i + shift - j
         ahead = -self.distance
-        allowed = ahead <= 0 if mask != "full" else torch.ones_like(visible)
-        limited = mask != "full"
+        limited = causal = mask.startswith("causal")
+        allowed = ahead <= 0 if causal else torch.ones_like(visible)
         if rng.random() < 0.4:
-            left, right = rng.choice([(5, -1), (9, 3), (-1, 2), (40, 0)])
+            left, right = rng.choice([(5, -1), (40, 0)] if causal else [(5, -1), (9, 3), (-1, 2), (40, 0)])
             self.flags += ["--window", f"{left},{right}"]
             if left >= 0:
                 visible &= self.distance <= left

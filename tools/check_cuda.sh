@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What of feature cuda can be checked without a GPU: the kernels compile for the architectures of data centres (NVRTC, from
-# the Python package of NVIDIA), and compute what they should on a GPU made of a CPU (tools/cuda_on_cpu).
-# With a GPU, `cargo test -p ringspan --features cuda` runs the same tests on it.
+# What of the features for NVIDIA GPUs can be checked without one: the kernels compile for the architectures of data centres
+# (NVRTC, from the Python package of NVIDIA), and attention and models compute what they should on a GPU made of a CPU
+# (tools/cuda_on_cpu), which also stands for the CUDA that feature candle-cuda is built with.
+# With a GPU, the tests that are named here run on it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,9 +11,9 @@ cpu=$target/cuda-on-cpu
 compiler=$target/nvrtc
 
 mkdir -p "$cpu"
-cp tools/cuda_on_cpu/prelude.h "$cpu"
+cp -r tools/cuda_on_cpu/prelude.h tools/cuda_on_cpu/include "$cpu"
 c++ -std=c++17 -O2 -Wall -Wextra -shared -fPIC tools/cuda_on_cpu/*.cpp -ldl -Wl,-soname,libcuda.so.1 -o "$cpu/libcuda.so.1"
-ln -sf libcuda.so.1 "$cpu/libnvrtc.so"
+for name in cuda nvrtc cublas cublasLt curand cudart; do ln -sf libcuda.so.1 "$cpu/lib$name.so"; done
 
 if [ ! -e "$compiler/done" ]; then
   rm -rf "$compiler" && mkdir -p "$compiler"
@@ -27,5 +28,17 @@ if grep skipped "$cpu/compiles"; then exit 1; fi
 
 export LD_LIBRARY_PATH=$(realpath "$cpu")
 cargo test -p ringspan --features cuda --lib kernel::
+cargo test -p ringspan --features cuda --test attention_on_gpu
 RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features cuda --test attention_decode
 cargo test -p ringspan-cli --features cuda --test attend_device
+
+# Models: candle's kernels are built by an nvcc that is made of a CPU as well.
+toolkit=$(realpath "$cpu")/toolkit
+mkdir -p "$toolkit/bin"
+cp tools/cuda_on_cpu/nvcc "$toolkit/bin"
+ln -sfn .. "$toolkit/lib"
+export CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc CUDA_COMPUTE_CAP=80
+models=(-p ringspan-candle -p ringspan-cli --features ringspan-candle/cuda,ringspan-cli/candle-cuda)
+cargo clippy "${models[@]}" --all-targets -- -D warnings
+cargo test "${models[@]}" --test gpu --test device -- --nocapture | tee "$cpu/models"
+if grep skipped "$cpu/models"; then exit 1; fi

@@ -2,10 +2,11 @@
 
     pip install -r tools/requirements.txt && python tools/make_chat_fixture.py
 
-Writes below crates/ringspan-train/tests/fixtures/chat: conversations.json, and for each of three templates a folder with
+Writes below crates/ringspan-train/tests/fixtures/chat: conversations.json, and for each of four templates a folder with
 tokenizer.json, tokenizer_config.json, chat_template.jinja and expected.json (the text, the token ids, and which of them
 the assistant said). The mask is that of apply_chat_template(return_assistant_tokens_mask=True) where the template has
-generation blocks. Where it has none, it is what each answer adds to the prompt before it.
+generation blocks, and for `thinking`, which writes early answers differently when others follow, that of the same
+template with blocks put in. Where there are none, it is what each answer adds to the prompt before it.
 """
 
 import argparse
@@ -85,10 +86,118 @@ BRACKETS = """\
 {%- endfor -%}
 """
 
+# The logic of Qwen3's own template: it writes thoughts, empty ones too, into the answers behind the last question only.
+THINKING = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == 'user' and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == 'user') or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+            {%- endif %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index %}
+            {%- if loop.last or (not loop.last and reasoning_content) %}
+                {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+            {%- else %}
+                {{- '<|im_start|>' + message.role + '\\n' + content }}
+            {%- endif %}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+
+def with_blocks(template: str) -> str:
+    """THINKING, which has no generation blocks, with them: what an answer adds to the prompt before it."""
+    head = "'<|im_start|>' + message.role + '\\n"
+    start, middle = template.split("    {%- elif message.role == 'assistant' %}\n")
+    answer, rest = middle.split("    {%- elif message.role == 'tool' %}\n")
+    begin = "        {%- if loop.index0 > ns.last_query_index %}\n"
+    assert answer.count(begin) == 1 and answer.count(head) == 3
+    opened = "        {{- '<|im_start|>' + message.role + '\\n' }}\n        {%- generation %}\n" + begin
+    answer = answer.replace(head + "<think>", "'<think>").replace(head + "' + content", "content").replace(begin, opened)
+    parts = [start, "    {%- elif message.role == 'assistant' %}\n", answer, "        {%- endgeneration %}\n"]
+    return "".join([*parts, "    {%- elif message.role == 'tool' %}\n", rest])
+
+
 TEMPLATES = {
     "turns": (TURNS, ["<|begin|>", "<|end|>"], {"eos_token": "<|end|>"}),
     "headers": (HEADERS, ["<|text|>", "<|head|>", "<|body|>", "<|turn|>"], {"bos_token": "<|text|>", "eos_token": "<|turn|>"}),
     "brackets": (BRACKETS, ["<s>", "</s>", "[ASK]", "[/ASK]"], {"bos_token": "<s>", "eos_token": "</s>"}),
+    "thinking": (THINKING, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"eos_token": "<|im_end|>"}),
 }
 
 
@@ -111,6 +220,16 @@ CONVERSATIONS = [
         ],
         "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}],
     },
+    {
+        "messages": [
+            say("user", "Think."),
+            say("assistant", "<think>\nWhat of?\n</think>\n\nOf a ring."),
+            say("user", "<think>\n\n</think>\n\nOf a ring."),
+            say("assistant", "Of a ring."),
+            say("user", "Again."),
+            say("assistant", "\nOf a ring.", reasoning_content="Of a ring."),
+        ]
+    },
 ]
 
 
@@ -121,7 +240,7 @@ def tokenizer(folder: pathlib.Path, special: list[str], names: dict, trim: bool)
     inner.post_processor = processors.ByteLevel(trim_offsets=trim)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    words = [str(m["content"]) for c in CONVERSATIONS for m in c["messages"]] + ["system user assistant tool Answer briefly."]
+    words = [str(m["content"]) for c in CONVERSATIONS[:5] for m in c["messages"]] + ["system user assistant tool Answer briefly."]
     inner.train_from_iterator(sorted(words) * 3, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
     inner.save(str(folder / "tokenizer.json"))
@@ -154,16 +273,23 @@ def main() -> None:
         folder.mkdir(parents=True)
         (folder / "chat_template.jinja").write_text(template)
         # Where offsets leave spaces out, transformers finds no token at an answer that begins with one, and masks it all.
-        fast = tokenizer(folder, special, names, trim="generation %}" not in template)
+        marked = with_blocks(template) if template is THINKING else template
+        blocks = "generation %}" in marked
+        fast = tokenizer(folder, special, names, trim=not blocks)
         fast.chat_template = template
         expected = []
         for conversation in CONVERSATIONS:
             messages, tools = conversation["messages"], conversation.get("tools")
             text = fast.apply_chat_template(messages, tools=tools, tokenize=False)
             ids = fast(text, add_special_tokens=False)["input_ids"]
-            if "generation %}" in template:
+            if blocks:
                 both = fast.apply_chat_template(
-                    messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                    messages,
+                    tools=tools,
+                    chat_template=marked,
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
                 )
                 assert both["input_ids"] == ids
                 mask = both["assistant_masks"]

@@ -47,6 +47,8 @@ impl Stage {
             out: Some(new.clone()),
             token_cache: Some(out.join("tokens")),
             sequence_length: Some(self.length / parts),
+            // The control learns from both halves of a text, each by itself.
+            overlong: Some("split".into()),
             batch_size: Some(self.texts * parts),
             ring: Some(RANKS),
             layout: Some("contiguous".into()),

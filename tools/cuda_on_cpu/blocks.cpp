@@ -2,15 +2,16 @@
 #include "device.hpp"
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <ucontext.h>
 #include <vector>
 
-thread_local Index threadIdx, blockIdx, gridDim;
+thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 thread_local float shared[58112];
 
 namespace {
 
-constexpr size_t STACK = 128 * 1024;
+constexpr size_t STACK = 128 * 1024, WARP = 32, MOST_THREADS = 1024;
 
 // Where a fiber or the scheduler stands.
 #if defined(__x86_64__)
@@ -29,8 +30,8 @@ go_on:
 )");
 extern "C" void go_on(Place *from, Place *to) asm("go_on");
 
-void prepare(Place &place, std::vector<char> &stack, void (*start)()) {
-    auto top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) & ~uintptr_t(15);
+void prepare(Place &place, char *stack, void (*start)()) {
+    auto top = reinterpret_cast<uintptr_t>(stack + STACK) & ~uintptr_t(15);
     auto *words = reinterpret_cast<uintptr_t *>(top) - 8;
     std::fill(words, words + 6, 0);
     words[6] = reinterpret_cast<uintptr_t>(start);
@@ -41,19 +42,24 @@ using Place = ucontext_t;
 
 void go_on(Place *from, Place *to) { swapcontext(from, to); }
 
-void prepare(Place &place, std::vector<char> &stack, void (*start)()) {
+void prepare(Place &place, char *stack, void (*start)()) {
     getcontext(&place);
-    place.uc_stack.ss_sp = stack.data();
-    place.uc_stack.ss_size = stack.size();
+    place.uc_stack.ss_sp = stack;
+    place.uc_stack.ss_size = STACK;
     place.uc_link = nullptr;
     makecontext(&place, start, 0);
 }
 #endif
 
+// Where a thread stands when it does not run.
+enum class State { STARTS, AT_BARRIER, AT_SHUFFLE, ENDED };
+
 struct Fiber {
     Place place;
-    std::vector<char> stack;
-    bool ended;
+    // As it comes, so that what no fiber uses is no memory.
+    std::unique_ptr<char[]> stack;
+    State state;
+    size_t shuffles;
 };
 
 struct Block {
@@ -61,21 +67,44 @@ struct Block {
     Place scheduler;
     size_t current = 0;
     const std::function<void()> *body = nullptr;
+    // Values under way in a warp. Two of each: who is late still reads the one while others write the next.
+    unsigned char slots[2][MOST_THREADS][16];
 };
 
 thread_local Block block;
 
-void leave() { go_on(&block.fibers[block.current].place, &block.scheduler); }
+void leave(State state) {
+    Fiber &fiber = block.fibers[block.current];
+    fiber.state = state;
+    go_on(&fiber.place, &block.scheduler);
+}
 
 void enter() {
     (*block.body)();
-    block.fibers[block.current].ended = true;
-    leave();
+    leave(State::ENDED);
+}
+
+// How many of these threads stand there.
+size_t standing(size_t first, size_t end, State state) {
+    const auto begin = block.fibers.begin();
+    return static_cast<size_t>(std::count_if(begin + static_cast<long>(first), begin + static_cast<long>(end),
+                                             [=](const Fiber &fiber) { return fiber.state == state; }));
 }
 
 } // namespace
 
-void barrier() { leave(); }
+void barrier() { leave(State::AT_BARRIER); }
+
+void shuffle(void *value, size_t size, unsigned lane) {
+    const size_t self = block.current, from = self / WARP * WARP + lane;
+    auto &slots = block.slots[block.fibers[self].shuffles++ % 2];
+    std::memcpy(slots[self], value, size);
+    leave(State::AT_SHUFFLE);
+    if (from / WARP != self / WARP || from >= blockDim.x) {
+        fail("a thread asks for the value of one that is not in its warp");
+    }
+    std::memcpy(value, slots[from], size);
+}
 
 void run_block(size_t threads, size_t shared_bytes, const std::function<void()> &body) {
     if (shared_bytes > sizeof shared) {
@@ -91,23 +120,40 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
     }
     for (size_t i = 0; i < threads; i++) {
         Fiber &fiber = block.fibers[i];
-        fiber.stack.resize(STACK);
-        fiber.ended = false;
-        prepare(fiber.place, fiber.stack, enter);
-    }
-    for (bool forwards = true;; forwards = !forwards) {
-        for (size_t n = 0; n < threads; n++) {
-            block.current = forwards ? n : threads - 1 - n;
-            threadIdx = {static_cast<unsigned>(block.current), 0, 0};
-            go_on(&block.scheduler, &block.fibers[block.current].place);
+        if (fiber.stack == nullptr) {
+            fiber.stack.reset(new char[STACK]);
         }
-        const auto ended = std::count_if(block.fibers.begin(), block.fibers.begin() + static_cast<long>(threads),
-                                         [](const Fiber &fiber) { return fiber.ended; });
-        if (ended == static_cast<long>(threads)) {
+        fiber.state = State::STARTS;
+        fiber.shuffles = 0;
+        prepare(fiber.place, fiber.stack.get(), enter);
+    }
+    std::vector<bool> goes(threads, true);
+    for (bool forwards = true;;) {
+        for (size_t n = 0; n < threads; n++) {
+            const size_t next = forwards ? n : threads - 1 - n;
+            if (goes[next]) {
+                block.current = next;
+                threadIdx = {static_cast<unsigned>(next), 0, 0};
+                go_on(&block.scheduler, &block.fibers[next].place);
+            }
+        }
+        if (standing(0, threads, State::ENDED) == threads) {
             break;
         }
-        if (ended > 0) {
-            fail("some threads of a block wait at a barrier and others have ended");
+        if (standing(0, threads, State::AT_BARRIER) == threads) {
+            goes.assign(threads, true);
+            forwards = !forwards;
+            continue;
+        }
+        bool any = false;
+        for (size_t first = 0; first < threads; first += WARP) {
+            const size_t end = std::min(first + WARP, threads);
+            const bool whole = standing(first, end, State::AT_SHUFFLE) == end - first;
+            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), whole);
+            any = any || whole;
+        }
+        if (!any) {
+            fail("some threads of a block wait for each other, and others have ended or wait elsewhere");
         }
     }
     for (size_t i = shared_bytes; i < fenced; i++) {

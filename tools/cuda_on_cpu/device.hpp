@@ -1,8 +1,12 @@
 // What the parts of the GPU on a CPU know of each other.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <string>
 
 enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600 };
@@ -14,13 +18,41 @@ constexpr size_t PAGE = 4096;
 // Ends the process with a message.
 [[noreturn]] void fail(const std::string &what);
 
-Result allocate(uintptr_t *to, size_t size);
+Result allocate(uintptr_t *to, size_t size, int device);
 Result release(uintptr_t at);
-// Fails unless the bytes lie within one buffer.
-void check_copy(uintptr_t at, size_t size);
+// Fails unless the bytes lie within one buffer, of this device.
+void check_copy(uintptr_t at, size_t size, int device);
+
+// Work in its order, done by whoever needs it.
+struct Stream {
+    int device;
+    std::mutex queue_lock, running;
+    std::deque<std::function<void()>> queue;
+    std::atomic<uint64_t> pushed{0}, done{0};
+
+    void push(std::function<void()> work);
+    // Does what was pushed up to there.
+    void run(uint64_t position);
+    // Does one piece of it; false if there was none.
+    bool step(uint64_t position);
+};
+
+Stream *new_stream(int device);
+// That of a handle of the driver's.
+Stream *stream(void *given);
+// Does all that is left on any stream.
+void run_all();
 
 // Runs a block of threads, each of them `body`, with this much shared memory.
 void run_block(size_t threads, size_t shared_bytes, const std::function<void()> &body);
+
+// Compile a source to a library, whose path they return; it is empty where the compiler refuses, with its words in `log`.
+// The first takes everything as it is, the second puts prelude.h before it, the third takes the place of a source of candle's.
+std::string compile(const std::string &source, const std::string &flags, std::string &log);
+std::string compile_text(const std::string &source, const std::string &flags, std::string &log);
+std::string compile_candle(const std::string &include, std::string &log);
+// What binds a kernel to the parameters of a launch.
+std::string entry(const std::string &kernel);
 
 struct Index {
     unsigned x, y, z;
@@ -28,7 +60,8 @@ struct Index {
 
 // As in prelude.h.
 extern "C" {
-extern thread_local Index threadIdx, blockIdx, gridDim;
+extern thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 extern thread_local float shared[58112];
 void barrier();
+void shuffle(void *value, size_t size, unsigned lane);
 }

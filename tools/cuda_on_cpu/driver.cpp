@@ -1,8 +1,43 @@
-// CUDA's driver: one device, whose streams do everything at once.
+// CUDA's driver: two devices, whose streams are as late as they may be.
 #include "device.hpp"
 #include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
+#include <vector>
+
+namespace {
+
+constexpr int DEVICES = 2;
+
+// By the address of one of these a context is known.
+int contexts[DEVICES];
+
+int device_of(const void *context) { return static_cast<int>(static_cast<const int *>(context) - contexts); }
+
+// Up to where a stream was told to get; a new one is over.
+struct Event {
+    Stream *stream;
+    uint64_t position;
+};
+
+// Binds a kernel to its parameters (prelude.h).
+using Entry = std::function<void()> *(void **);
+
+} // namespace
+
+thread_local void *current;
+
+namespace {
+
+int device() { return current == nullptr ? 0 : device_of(current); }
+
+} // namespace
+
+Stream *stream(void *given) {
+    // The stream without a name: one for each device.
+    static Stream *nameless[DEVICES] = {new_stream(0), new_stream(1)};
+    return given == nullptr ? nameless[device()] : static_cast<Stream *>(given);
+}
 
 extern "C" {
 
@@ -14,13 +49,13 @@ int cuDriverGetVersion(int *version) {
 }
 
 int cuDeviceGetCount(int *count) {
-    *count = 1;
+    *count = DEVICES;
     return SUCCESS;
 }
 
 int cuDeviceGet(int *device, int number) {
     *device = number;
-    return number == 0 ? SUCCESS : INVALID_VALUE;
+    return 0 <= number && number < DEVICES ? SUCCESS : INVALID_VALUE;
 }
 
 int cuDeviceGetName(char *name, int size, int) {
@@ -38,15 +73,12 @@ int cuDeviceGetAttribute(int *value, int attribute, int) {
     }
 }
 
-int cuDevicePrimaryCtxRetain(void **context, int) {
-    static int there;
-    *context = &there;
+int cuDevicePrimaryCtxRetain(void **context, int number) {
+    *context = &contexts[number];
     return SUCCESS;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
-
-thread_local void *current;
 
 int cuCtxSetCurrent(void *context) {
     current = context;
@@ -58,65 +90,139 @@ int cuCtxGetCurrent(void **context) {
     return SUCCESS;
 }
 
-int cuCtxSynchronize() { return SUCCESS; }
-
-int cuStreamCreate(void **stream, unsigned) {
-    *stream = new int(0);
+int cuCtxSynchronize() {
+    run_all();
     return SUCCESS;
 }
 
-int cuStreamDestroy_v2(void *stream) {
-    delete static_cast<int *>(stream);
+int cuStreamCreate(void **made, unsigned) {
+    *made = new_stream(device());
     return SUCCESS;
 }
 
-int cuStreamSynchronize(void *) { return SUCCESS; }
-int cuStreamWaitEvent(void *, void *, unsigned) { return SUCCESS; }
+// What is left on it is still done.
+int cuStreamDestroy_v2(void *) { return SUCCESS; }
 
-// An event counts down to its end, so that a wait is a wait.
+int cuStreamSynchronize(void *given) {
+    stream(given)->run(stream(given)->pushed);
+    return SUCCESS;
+}
+
+int cuStreamWaitEvent(void *given, void *event, unsigned) {
+    const Event until = *static_cast<Event *>(event);
+    if (until.stream != nullptr) {
+        stream(given)->push([until] { until.stream->run(until.position); });
+    }
+    return SUCCESS;
+}
+
 int cuEventCreate(void **event, unsigned) {
-    *event = new int(0);
+    *event = new Event{nullptr, 0};
     return SUCCESS;
 }
 
 int cuEventDestroy_v2(void *event) {
-    delete static_cast<int *>(event);
+    delete static_cast<Event *>(event);
     return SUCCESS;
 }
 
-int cuEventRecord(void *event, void *) {
-    *static_cast<int *>(event) = 3;
+int cuEventRecord(void *event, void *given) {
+    *static_cast<Event *>(event) = {stream(given), stream(given)->pushed};
     return SUCCESS;
 }
 
-int cuEventQuery(void *event) { return (*static_cast<int *>(event))-- > 0 ? NOT_READY : SUCCESS; }
-int cuEventSynchronize(void *) { return SUCCESS; }
+// Each question brings its stream a piece further, so that a wait is a wait.
+int cuEventQuery(void *event) {
+    const Event until = *static_cast<Event *>(event);
+    return until.stream != nullptr && until.stream->step(until.position) ? NOT_READY : SUCCESS;
+}
 
-int cuMemAllocAsync(uintptr_t *to, size_t size, void *) { return allocate(to, size); }
-int cuMemAlloc_v2(uintptr_t *to, size_t size) { return allocate(to, size); }
-int cuMemFreeAsync(uintptr_t at, void *) { return release(at); }
-int cuMemFree_v2(uintptr_t at) { return release(at); }
-
-int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *) {
-    check_copy(to, size);
-    std::memcpy(reinterpret_cast<void *>(to), from, size);
+int cuEventSynchronize(void *event) {
+    const Event until = *static_cast<Event *>(event);
+    if (until.stream != nullptr) {
+        until.stream->run(until.position);
+    }
     return SUCCESS;
 }
 
-int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *) {
-    check_copy(from, size);
+// Of a pool, no memory is had for the asking.
+int cuMemAllocAsync(uintptr_t *to, size_t size, void *given) {
+    *to = 0;
+    return size == 0 ? SUCCESS : allocate(to, size, stream(given)->device);
+}
+
+int cuMemAlloc_v2(uintptr_t *to, size_t size) { return allocate(to, size, device()); }
+
+int cuMemFreeAsync(uintptr_t at, void *given) {
+    if (at != 0) {
+        stream(given)->push([at] { release(at); });
+    }
+    return SUCCESS;
+}
+
+int cuMemFree_v2(uintptr_t at) {
+    run_all();
+    return release(at);
+}
+
+// Memory of the CPU is read before the call returns, as a driver reads what is not pinned.
+int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *given) {
+    const auto *bytes = static_cast<const unsigned char *>(from);
+    Stream *on = stream(given);
+    on->push([=, held = std::vector<unsigned char>(bytes, bytes + size)] {
+        check_copy(to, size, on->device);
+        std::memcpy(reinterpret_cast<void *>(to), held.data(), size);
+    });
+    return SUCCESS;
+}
+
+// Such memory is written before the call returns.
+int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *given) {
+    stream(given)->run(stream(given)->pushed);
+    check_copy(from, size, stream(given)->device);
     std::memcpy(to, reinterpret_cast<const void *>(from), size);
     return SUCCESS;
 }
 
-int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *) {
-    check_copy(to, size);
-    std::memset(reinterpret_cast<void *>(to), value, size);
+int cuMemcpyDtoDAsync_v2(uintptr_t to, uintptr_t from, size_t size, void *given) {
+    Stream *on = stream(given);
+    on->push([=] {
+        check_copy(from, size, on->device);
+        check_copy(to, size, on->device);
+        std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), size);
+    });
     return SUCCESS;
 }
 
+int cuMemcpyPeerAsync(uintptr_t to, void *to_context, uintptr_t from, void *from_context, size_t size, void *given) {
+    const int to_device = device_of(to_context), from_device = device_of(from_context);
+    stream(given)->push([=] {
+        check_copy(from, size, from_device);
+        check_copy(to, size, to_device);
+        std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), size);
+    });
+    return SUCCESS;
+}
+
+int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *given) {
+    Stream *on = stream(given);
+    on->push([=] {
+        check_copy(to, size, on->device);
+        std::memset(reinterpret_cast<void *>(to), value, size);
+    });
+    return SUCCESS;
+}
+
+// The path of a library, or where a source of candle's lies.
 int cuModuleLoadData(void **module, const void *image) {
-    *module = dlopen(static_cast<const char *>(image), RTLD_NOW | RTLD_LOCAL);
+    std::string library = static_cast<const char *>(image), log;
+    if (library.rfind("#include ", 0) == 0) {
+        library = compile_candle(library, log);
+        if (library.empty()) {
+            fail(log);
+        }
+    }
+    *module = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (*module == nullptr) {
         fail(dlerror());
     }
@@ -133,18 +239,22 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
 int cuFuncSetAttribute(void *, int, int) { return SUCCESS; }
 
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared_bytes, void *, void **parameters, void **) {
+                   unsigned shared_bytes, void *given, void **parameters, void **) {
     if (gx == 0 || gy == 0 || gz != 1 || gy > 65535 || bx == 0 || bx > 1024 || by != 1 || bz != 1) {
         return INVALID_VALUE;
     }
-    auto *entry = reinterpret_cast<void (*)(void **)>(function);
-    gridDim = {gx, gy, gz};
-    for (unsigned y = 0; y < gy; y++) {
-        for (unsigned x = 0; x < gx; x++) {
-            blockIdx = {x, y, 0};
-            run_block(bx, shared_bytes, [=] { entry(parameters); });
+    // Bound to its parameters as they are now: the launch may come later.
+    std::shared_ptr<std::function<void()>> kernel(reinterpret_cast<Entry *>(function)(parameters));
+    stream(given)->push([=] {
+        gridDim = {gx, gy, gz};
+        blockDim = {bx, by, bz};
+        for (unsigned y = 0; y < gy; y++) {
+            for (unsigned x = 0; x < gx; x++) {
+                blockIdx = {x, y, 0};
+                run_block(bx, shared_bytes, *kernel);
+            }
         }
-    }
+    });
     return SUCCESS;
 }
 

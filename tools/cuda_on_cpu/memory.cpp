@@ -4,9 +4,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <sys/mman.h>
-#include <unordered_map>
+#include <thread>
 
 void fail(const std::string &what) {
     std::fprintf(stderr, "GPU on a CPU: %s\n", what.c_str());
@@ -16,14 +17,19 @@ void fail(const std::string &what) {
 namespace {
 
 std::mutex lock;
-std::unordered_map<uintptr_t, size_t> sizes;
+struct Buffer {
+    size_t size;
+    int device;
+};
+
+std::map<uintptr_t, Buffer> buffers;
 
 // Pages of a buffer, with one before and one behind it that nobody may touch.
 size_t pages(size_t size) { return (size + PAGE - 1) / PAGE * PAGE; }
 
 } // namespace
 
-Result allocate(uintptr_t *to, size_t size) {
+Result allocate(uintptr_t *to, size_t size, int device) {
     if (size == 0) {
         return INVALID_VALUE;
     }
@@ -38,42 +44,49 @@ Result allocate(uintptr_t *to, size_t size) {
     std::memset(first + held - size, UNWRITTEN, size);
     *to = reinterpret_cast<uintptr_t>(first + held - size);
     std::lock_guard<std::mutex> guard(lock);
-    sizes[*to] = size;
+    buffers[*to] = {size, device};
     return SUCCESS;
 }
 
 Result release(uintptr_t at) {
     std::lock_guard<std::mutex> guard(lock);
-    auto found = sizes.find(at);
-    if (found == sizes.end()) {
+    auto found = buffers.find(at);
+    if (found == buffers.end()) {
         fail("memory is given back that was not taken");
     }
-    const size_t size = found->second, held = pages(size);
+    const size_t size = found->second.size, held = pages(size);
     auto *first = reinterpret_cast<unsigned char *>(at + size - held);
     if (!std::all_of(first, first + held - size, [](unsigned char x) { return x == FENCE; })) {
         fail("a kernel wrote before a buffer of " + std::to_string(size) + " bytes");
     }
     munmap(first - PAGE, held + 2 * PAGE);
-    sizes.erase(found);
+    buffers.erase(found);
     return SUCCESS;
 }
 
-void check_copy(uintptr_t at, size_t size) {
+void check_copy(uintptr_t at, size_t size, int device) {
+    if (size == 0) {
+        return;
+    }
     std::lock_guard<std::mutex> guard(lock);
-    for (const auto &[start, length] : sizes) {
-        if (start <= at && at + size <= start + length) {
+    const auto behind = buffers.upper_bound(at);
+    if (behind != buffers.begin()) {
+        const auto &[start, buffer] = *std::prev(behind);
+        if (at + size <= start + buffer.size && buffer.device == device) {
             return;
         }
     }
-    fail("a copy of " + std::to_string(size) + " bytes leaves its buffer");
+    fail("a copy of " + std::to_string(size) + " bytes leaves its buffer, or comes before its stream or behind its end");
 }
 
 namespace {
 
 struct AtEnd {
     ~AtEnd() {
-        if (!sizes.empty()) {
-            fail(std::to_string(sizes.size()) + " buffers were never given back");
+        // The kernels of this thread are gone by now.
+        std::thread(run_all).join();
+        if (!buffers.empty()) {
+            fail(std::to_string(buffers.size()) + " buffers were never given back");
         }
     }
 } at_end;

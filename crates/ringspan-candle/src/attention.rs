@@ -2,7 +2,7 @@
 
 use crate::kept::{self, Storage as Stored};
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 use ringspan::attention::{self, Forward, Group, Inputs};
 use ringspan::kernel::{Data, View};
 use ringspan::{Schedule, Score};
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
 ///
 /// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32. All ranks must call this in the same order,
-/// forward and backward.
+/// forward and backward. Tensors on a GPU go through the memory of the CPU, where the group's kernel takes them.
 ///
 /// # Errors
 /// Other types or shapes than these, and failures of other ranks.
@@ -70,8 +70,9 @@ pub fn attention_keeping(
     memory: &mut Memory,
 ) -> Result<Tensor> {
     let readable = |tensor: &Tensor| match tensor.stride().last() {
-        Some(1) => Ok(tensor.clone()),
-        _ => tensor.contiguous(),
+        Some(1) if tensor.device().is_cpu() => Ok(tensor.clone()),
+        // Moving a tensor moves all that it is a part of.
+        _ => tensor.contiguous()?.to_device(&Device::Cpu),
     };
     let before = memory.kept.take();
     let first = before.is_none();
@@ -82,7 +83,7 @@ pub fn attention_keeping(
     if first {
         memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, lse });
     }
-    Ok(out)
+    out.to_device(q.device())
 }
 
 /// One call. Candle gives an operation one output, so the log-sum-exp waits here for the backward pass.

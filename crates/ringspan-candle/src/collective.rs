@@ -2,6 +2,7 @@
 //!
 //! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
 
+use crate::gpu;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
@@ -29,7 +30,7 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     if counts.len() != comm.size() || counts[rank] != rows {
         bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
     }
-    x.contiguous()?.apply_op1(AllGather { comm: comm.clone(), counts })
+    gpu::on_host(x, AllGather { comm: comm.clone(), counts })
 }
 
 /// The rows of the sum over the ranks that are this rank's: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r gets
@@ -38,11 +39,20 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
 /// # Errors
 /// Counts that do not add up, failures of other ranks.
 pub fn reduce_scatter(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
+    scattered(comm, x, counts, true)
+}
+
+/// The same where nothing looks at the result: zeros, that no rank sends, with the backward of [`reduce_scatter`].
+pub(crate) fn reduce_scatter_unseen(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
+    scattered(comm, x, counts, false)
+}
+
+fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen: bool) -> Result<Tensor> {
     let rows = x.dim(0)?;
     if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
         bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
     }
-    x.contiguous()?.apply_op1(ReduceScatter { comm: comm.clone(), counts })
+    gpu::on_host(x, ReduceScatter { comm: comm.clone(), counts, seen })
 }
 
 /// Sum over the ranks, the same on each. Backward sums the gradients over the ranks.
@@ -50,7 +60,7 @@ pub fn reduce_scatter(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usiz
 /// # Errors
 /// Failures of other ranks, ranks with other shapes.
 pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(AllReduce { comm: comm.clone() })
+    gpu::on_host(x, AllReduce { comm: comm.clone() })
 }
 
 /// `send[r]` rows to each rank r, in order; returns what each rank sent here, in rank order, `receive[r]` rows from r.
@@ -59,12 +69,27 @@ pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// Counts that do not add up, failures of other ranks.
 pub fn all_to_all(comm: &Arc<dyn Communicator>, x: &Tensor, send: &[usize], receive: &[usize]) -> Result<Tensor> {
+    exchanged(comm, x, [send, receive], true)
+}
+
+/// The same where nothing looks at the result: zeros, that no rank sends, with the backward of [`all_to_all`].
+pub(crate) fn all_to_all_unseen(
+    comm: &Arc<dyn Communicator>,
+    x: &Tensor,
+    send: &[usize],
+    receive: &[usize],
+) -> Result<Tensor> {
+    exchanged(comm, x, [send, receive], false)
+}
+
+fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], seen: bool) -> Result<Tensor> {
+    let [send, receive] = counts;
     let rows = x.dim(0)?;
     if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
         bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
     }
-    let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec() };
-    x.contiguous()?.apply_op1(op)
+    let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), seen };
+    gpu::on_host(x, op)
 }
 
 struct AllGather {
@@ -95,6 +120,7 @@ impl CustomOp1 for AllGather {
 struct ReduceScatter {
     comm: Arc<dyn Communicator>,
     counts: Vec<usize>,
+    seen: bool,
 }
 
 impl CustomOp1 for ReduceScatter {
@@ -104,9 +130,14 @@ impl CustomOp1 for ReduceScatter {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width: usize = layout.dims()[1..].iter().product();
-        let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
-        let own = self.comm.reduce_scatter(values(storage, layout)?, &counts).map_err(candle_core::Error::wrap)?;
-        Ok((CpuStorage::F32(own), with_rows(layout.shape(), self.counts[self.comm.rank()])))
+        let rows = self.counts[self.comm.rank()];
+        let own = if self.seen {
+            let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
+            self.comm.reduce_scatter(values(storage, layout)?, &counts).map_err(candle_core::Error::wrap)?
+        } else {
+            vec![0.0; rows * width]
+        };
+        Ok((CpuStorage::F32(own), with_rows(layout.shape(), rows)))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -142,6 +173,7 @@ struct AllToAll {
     comm: Arc<dyn Communicator>,
     send: Vec<usize>,
     receive: Vec<usize>,
+    seen: bool,
 }
 
 impl AllToAll {
@@ -164,8 +196,11 @@ impl CustomOp1 for AllToAll {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width: usize = layout.dims()[1..].iter().product();
-        let received = self.exchange(&values(storage, layout)?, &self.send, width)?;
         let rows: usize = self.receive.iter().sum();
+        let received = match self.seen {
+            true => self.exchange(&values(storage, layout)?, &self.send, width)?,
+            false => vec![0.0; rows * width],
+        };
         if received.len() != rows * width {
             bail!("all_to_all: expected {rows} rows of {width}, received {} elements", received.len());
         }

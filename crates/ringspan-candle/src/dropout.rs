@@ -1,8 +1,8 @@
 //! Dropout of a layer's inputs in training (Srivastava et al., 2014), the same on every mesh.
 
-use crate::pool;
 use crate::slices::cpu;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use crate::{gpu, pool};
+use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 use ringspan::kernel::Dropout;
 use std::sync::Arc;
 
@@ -34,7 +34,13 @@ impl Drops {
             bail!("{rows} rows are to be dropped from, but {} tokens are at hand", self.tokens.len());
         }
         let dropout = Dropout { rate: rate as f32, seed: self.seed, first_head: 0 };
-        x.contiguous()?.apply_op1(DropInputs { dropout, layer, first, tokens: self.tokens.clone() })
+        let op = DropInputs { dropout, layer, first, tokens: self.tokens.clone() };
+        if gpu::holds(x) {
+            // The generator is the CPU's.
+            let factors = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?.apply_op1_no_bwd(&op)?;
+            return gpu::masked(x, factors.to_device(x.device())?);
+        }
+        x.contiguous()?.apply_op1(op)
     }
 }
 

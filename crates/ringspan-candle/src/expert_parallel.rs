@@ -3,8 +3,9 @@
 //!
 //! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to.
 
-use crate::collective::{all_gather, all_to_all, reduce_scatter};
-use crate::experts::{Expert, Experts, NOWHERE, Routing, mixed};
+use crate::collective::{all_gather, all_to_all, all_to_all_unseen, reduce_scatter, reduce_scatter_unseen};
+use crate::experts::{Expert, Experts, Memory, NOWHERE, Routing, mixed_keeping};
+use crate::gpu;
 use crate::slices::{cpu, values};
 use crate::tensor_parallel::part;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -36,11 +37,17 @@ impl ExpertParallel {
         }
     }
 
-    /// As [`Experts::mix`], of the tokens of all ranks that share the width of experts.
-    fn exchanged(&self, x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
-        let ranks = self.ep.size();
+    /// As [`Experts::mix_keeping`], of the tokens of all ranks that share the width of experts.
+    fn exchanged(
+        &self,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+        memory: &mut Memory,
+    ) -> Result<Tensor> {
+        let (ranks, again) = (self.ep.size(), !memory.is_empty());
         if ranks == 1 {
-            return mixed(x, routing, expert);
+            return mixed_keeping(x, routing, expert, memory);
         }
         let (tokens, top) = routing.weights.dims2()?;
         let holds = |rank: usize| part(self.experts, rank, ranks);
@@ -74,22 +81,37 @@ impl ExpertParallel {
 
         let picked = |of: &Tensor| all_to_all(&self.ep, &picked(of, rows.clone())?, &send, &receive);
         let (here, weights) = (picked(x)?, picked(&routing.weights)?);
-        let out = mixed(&here, &Routing { chosen, weights }, expert)?;
-        put_back(&all_to_all(&self.ep, &out, &receive, &send)?, rows, tokens)
+        let out = mixed_keeping(&here, &Routing { chosen, weights }, expert, memory)?;
+        let back = if again { all_to_all_unseen } else { all_to_all };
+        put_back(&back(&self.ep, &out, &receive, &send)?, rows, tokens)
     }
 }
 
 impl Experts for ExpertParallel {
     fn mix(
         &self,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        self.mix_keeping(&mut Memory::default(), layer, x, routing, expert)
+    }
+
+    /// Tokens travel to their experts again: kept where these are, they would take about as much memory as the products.
+    /// What experts computed of them does not travel back again.
+    fn mix_keeping(
+        &self,
+        memory: &mut Memory,
         _layer: usize,
         x: &Tensor,
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
         if self.width.size() == 1 {
-            return self.exchanged(x, routing, expert);
+            return self.exchanged(x, routing, expert, memory);
         }
+        let again = !memory.is_empty();
         let own = Buffer::U64(routing.chosen.iter().map(|expert| u64::from(*expert)).collect());
         let top = routing.weights.dim(1)?;
         let (mut chosen, mut counts) = (Vec::new(), Vec::new());
@@ -101,20 +123,21 @@ impl Experts for ExpertParallel {
             chosen.extend(choices.iter().map(|choice| *choice as u32));
         }
         let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)? };
-        let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert)?;
-        reduce_scatter(&self.width, &partial, counts)
+        let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert, memory)?;
+        let dealt = if again { reduce_scatter_unseen } else { reduce_scatter };
+        dealt(&self.width, &partial, counts)
     }
 }
 
 /// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     let of = x.dim(0)?;
-    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: false })
+    gpu::on_host(x, Pick { rows: Rows { rows, of }, back: false })
 }
 
 /// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
 fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: true })
+    gpu::on_host(x, Pick { rows: Rows { rows, of }, back: true })
 }
 
 /// Numbers of rows, and how many rows there are.

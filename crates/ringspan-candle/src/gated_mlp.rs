@@ -4,11 +4,13 @@
 //! hold those of a tile, and the backward computes the tile's gate and up again; unless the forward pass is told to keep
 //! them as [`Wide`].
 
+mod on_gpu;
 mod wide;
 
-pub use wide::Wide;
+pub use wide::{Tiles, Wide};
 
 use crate::activation::Activation;
+use crate::gpu;
 use crate::kept::{Kept, Storage};
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
@@ -25,6 +27,10 @@ pub const TILE: usize = 1024;
 /// # Errors
 /// Other types and shapes.
 pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activation: Activation) -> Result<Tensor> {
+    if gpu::holds(x) {
+        check([x, gate, up, down])?;
+        return on_gpu::forward(x, [gate, up, down], activation).map(|(out, _)| out);
+    }
     layer([x, gate, up, down], activation, Pass::Whole)
 }
 
@@ -38,11 +44,16 @@ pub fn gated_mlp_keeping(
     activation: Activation,
     storage: Storage,
 ) -> Result<(Tensor, Wide)> {
-    let wide = Arc::new(Mutex::new(None));
     let [gate, up, down] = weights;
+    if gpu::holds(x) {
+        check([x, gate, up, down])?;
+        let (out, [gate, up]) = on_gpu::forward(x, weights, activation)?;
+        return Ok((out, Wide::Gpu([Kept::new(&gate, storage)?, Kept::new(&up, storage)?])));
+    }
+    let wide = Arc::new(Mutex::new(None));
     let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
     let kept = wide.lock().unwrap_or_else(PoisonError::into_inner).take();
-    Ok((out, kept.unwrap_or_else(|| Wide::new(0, storage))))
+    Ok((out, Wide::Cpu(kept.unwrap_or_else(|| Tiles::new(0, storage)))))
 }
 
 /// The same for a layer that was computed before, and is now only to be differentiated: its values are `known`, or zeros
@@ -63,6 +74,15 @@ pub fn gated_mlp_again(
     if let Some(kept) = wide.as_ref().map(Wide::len).filter(|kept| *kept != size) {
         bail!("a gated layer kept {kept} numbers of {size}");
     }
+    if gpu::holds(x) {
+        check([x, gate, up, down])?;
+        return on_gpu::again(x, weights, activation, wide, known);
+    }
+    let wide = match wide {
+        Some(Wide::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),
+        Some(Wide::Cpu(tiles)) => Some(tiles),
+        None => None,
+    };
     let out = known.map_or_else(|| Ok(vec![0.0; x.elem_count()]), |known| known.values(x.dims()))?;
     layer([x, gate, up, down], activation, Pass::Again(Mutex::new((out, wide))))
 }
@@ -70,18 +90,23 @@ pub fn gated_mlp_again(
 /// What a pass is for.
 enum Pass {
     Whole,
-    Keep(Storage, Arc<Mutex<Option<Wide>>>),
+    Keep(Storage, Arc<Mutex<Option<Tiles>>>),
     /// With the result, and gate and up if they were kept.
-    Again(Mutex<(Vec<f32>, Option<Wide>)>),
+    Again(Mutex<(Vec<f32>, Option<Tiles>)>),
 }
 
-fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Tensor> {
-    let [x, gate, up, down] = inputs;
+fn check([x, gate, up, down]: [&Tensor; 4]) -> Result<()> {
     let ((_, hidden), (wide, gate_hidden)) = (x.dims2()?, gate.dims2()?);
     if gate_hidden != hidden || up.dims() != gate.dims() || down.dims() != [hidden, wide] {
         let shapes = [gate, up, down].map(|weight| weight.dims().to_vec());
         bail!("a gated layer of {:?} with gate, up and down {shapes:?}: the shapes do not fit", x.shape());
     }
+    Ok(())
+}
+
+fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Tensor> {
+    check(inputs)?;
+    let [x, gate, up, down] = inputs;
     let [x, gate, up, down] = [x, gate, up, down].map(Tensor::contiguous);
     let (x, gate, up, down) = (x?, gate?, up?, down?);
     let share = Arc::new(Mutex::new(None));
@@ -195,9 +220,9 @@ impl Layer<'_> {
     }
 
     /// With gate and up of all tokens, if they are to be kept.
-    fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<f32>, Option<Wide>) {
+    fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<f32>, Option<Tiles>) {
         let mut out = vec![0.0; self.tokens * self.hidden];
-        let mut kept = keep.map(|storage| Wide::new(self.tokens * self.wide, storage));
+        let mut kept = keep.map(|storage| Tiles::new(self.tokens * self.wide, storage));
         let [mut gate, mut up] = self.buffers();
         for tile in self.tiles() {
             let size = tile.len() * self.wide;
@@ -221,7 +246,7 @@ impl Layer<'_> {
         activation: Activation,
         trained: [bool; 3],
         d_out: Matrix,
-        kept: Option<Wide>,
+        kept: Option<Tiles>,
     ) -> (Vec<f32>, [Option<Vec<f32>>; 3]) {
         let mut dx = vec![0.0; self.tokens * self.hidden];
         let [mut d_gate, mut d_up, mut d_down] =

@@ -1,5 +1,6 @@
 //! The gated activation of Gemma's feed-forward layer as one operation with a backward (Shazeer, 2020).
 
+use crate::gpu;
 use crate::slices::{cpu, values};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
@@ -11,6 +12,9 @@ use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.shape() != up.shape() {
         bail!("geglu of {:?} and {:?}: the shapes differ", gate.shape(), up.shape());
+    }
+    if gpu::holds(gate) {
+        return gate.gelu()? * up;
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, GeGlu)
 }

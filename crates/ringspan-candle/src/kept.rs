@@ -1,9 +1,9 @@
 //! Numbers that wait from a layer's forward pass for its backward, whole or rounded.
 
-use crate::{pool, slices};
-use candle_core::{Device, Result, Tensor, bail};
+use crate::{gpu, pool, slices};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::Arc};
 
 /// The type in which what waits is stored. What is computed with is f32 in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,7 +47,7 @@ impl Storage {
     }
 }
 
-/// A tensor that waits.
+/// A tensor that waits. Clones share its numbers.
 #[derive(Debug, Clone)]
 pub struct Kept {
     shape: Vec<usize>,
@@ -56,9 +56,9 @@ pub struct Kept {
 
 #[derive(Debug, Clone)]
 enum Numbers {
-    /// As it was computed: nothing is copied.
+    /// As it was computed: nothing is copied; on a GPU also rounded ones.
     Whole(Tensor),
-    Rounded(Vec<bf16>),
+    Rounded(Arc<Vec<bf16>>),
 }
 
 impl Kept {
@@ -69,7 +69,8 @@ impl Kept {
     pub fn new(tensor: &Tensor, storage: Storage) -> Result<Self> {
         let numbers = match storage {
             Storage::F32 => Numbers::Whole(tensor.detach()),
-            Storage::Bf16 => Numbers::Rounded(slices::values(tensor, |values| Ok(rounded(values)))?),
+            Storage::Bf16 if gpu::holds(tensor) => Numbers::Whole(tensor.detach().to_dtype(DType::BF16)?),
+            Storage::Bf16 => Numbers::Rounded(Arc::new(slices::values(tensor, |values| Ok(rounded(values)))?)),
         };
         Ok(Self { shape: tensor.dims().to_vec(), numbers })
     }
@@ -78,21 +79,38 @@ impl Kept {
     ///
     /// # Errors
     /// None that a caller can cause.
-    pub fn tensor(self) -> Result<Tensor> {
-        match self.numbers {
-            Numbers::Whole(tensor) => Ok(tensor),
-            Numbers::Rounded(values) => Tensor::from_vec(widened(&values), self.shape, &Device::Cpu),
+    pub fn tensor(&self) -> Result<Tensor> {
+        match &self.numbers {
+            Numbers::Whole(tensor) => tensor.to_dtype(DType::F32),
+            Numbers::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
         }
+    }
+
+    /// Its shape.
+    #[must_use]
+    pub fn dims(&self) -> &[usize] {
+        &self.shape
     }
 }
 
 impl Kept {
-    /// What was kept, of this shape.
-    pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
+    /// Numbers in it.
+    pub(crate) fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The same, if it has this shape.
+    pub(crate) fn of(self, shape: &[usize]) -> Result<Self> {
         if self.shape != shape {
             bail!("kept {:?}, and asked for {shape:?}", self.shape);
         }
-        match self.numbers {
+        Ok(self)
+    }
+
+    /// What was kept, of this shape, on the CPU.
+    pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
+        let kept = self.of(shape)?;
+        match kept.numbers {
             Numbers::Rounded(values) => Ok(widened(&values)),
             Numbers::Whole(tensor) => slices::values(&tensor, |values| {
                 let mut out = vec![0.0; values.len()];

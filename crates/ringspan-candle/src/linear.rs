@@ -1,9 +1,11 @@
 //! A linear layer as one operation with a backward.
 
+use crate::gpu;
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
 use crate::slices::{cpu, cpu_matrix, matrix, rows, values};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
 use std::sync::{Mutex, PoisonError};
 
 /// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32.
@@ -23,11 +25,18 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// As for [`linear`]; something known of another shape.
 pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
     let shape = [x.dim(0)?, weight.dim(0)?];
+    if gpu::holds(x) {
+        let known = match known {
+            None => Tensor::zeros(&shape, DType::F32, x.device())?,
+            Some(known) => known.of(&shape)?.tensor()?,
+        };
+        return layer(x, weight, bias, Linear { uploaded: Some(known), ..Linear::default() });
+    }
     let values = match known {
         None => vec![0.0; shape[0] * shape[1]],
         Some(known) => known.values(&shape)?,
     };
-    layer(x, weight, bias, Linear { known: Mutex::new(Some(values)) })
+    layer(x, weight, bias, Linear { known: Mutex::new(Some(values)), ..Linear::default() })
 }
 
 fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Result<Tensor> {
@@ -36,7 +45,9 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
         let bias = bias.map_or(String::new(), |bias| format!(" and bias {:?}", bias.shape()));
         bail!("linear of {:?} with weight {:?}{bias}: the shapes do not fit", x.shape(), weight.shape());
     }
-    let (x, weight) = (rows(x)?, weight.contiguous()?);
+    // cuBLAS is asked for rows that follow each other.
+    let x = if gpu::holds(x) { x.contiguous()? } else { rows(x)? };
+    let weight = weight.contiguous()?;
     match bias {
         None => x.apply_op2(&weight, op),
         Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, op),
@@ -47,6 +58,8 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
 struct Linear {
     /// The result, if it was computed before.
     known: Mutex<Option<Vec<f32>>>,
+    /// The same on a GPU.
+    uploaded: Option<Tensor>,
 }
 
 impl Linear {
@@ -54,9 +67,28 @@ impl Linear {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// The result on a GPU, without a bias unless it is known.
+    fn on_gpu(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
+        let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
+        match &self.uploaded {
+            Some(known) => gpu::copied(known),
+            None if tokens * outs * width == 0 => gpu::zeros(x, (tokens, outs)),
+            None => {
+                let product = x.matmul(w, (1, tokens, outs, width), x_at, &w_at.transpose(0, 1)?)?;
+                Ok((product, Shape::from((tokens, outs))))
+            }
+        }
+    }
+
     fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
         let d_out = d_out.contiguous()?;
+        if gpu::holds(x) {
+            // Without the graphs of x and weight, which the gradients would hold.
+            let dx = x.track_op().then(|| d_out.matmul(&weight.detach())).transpose()?;
+            let dw = weight.track_op().then(|| d_out.t()?.matmul(&x.detach())).transpose()?;
+            return Ok((dx, dw));
+        }
         values(&d_out, |dy| {
             let dy = Matrix::new(dy, tokens, outs);
             let of_x = |w: &[f32]| {
@@ -91,6 +123,10 @@ impl CustomOp2 for Linear {
         Ok((CpuStorage::F32(out), (tokens, outs).into()))
     }
 
+    fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
+        self.on_gpu(x, x_at, w, w_at)
+    }
+
     fn bwd(&self, x: &Tensor, w: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         Self::backward(x, w, d_out)
     }
@@ -117,6 +153,23 @@ impl CustomOp3 for Linear {
         let mut out = bias.repeat(tokens);
         product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, bias.len(), width).t(), &mut out, Into::Sum);
         Ok((CpuStorage::F32(out), (tokens, bias.len()).into()))
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_at: &Layout,
+        w: &CudaStorage,
+        w_at: &Layout,
+        b: &CudaStorage,
+        b_at: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let (out, shape) = self.on_gpu(x, x_at, w, w_at)?;
+        if self.uploaded.is_some() || shape.elem_count() == 0 {
+            return Ok((out, shape));
+        }
+        let sum = out.binary_impl::<op::Add>(b, &Layout::contiguous(&shape), &b_at.broadcast_as(&shape)?)?;
+        Ok((sum, shape))
     }
 
     fn bwd(

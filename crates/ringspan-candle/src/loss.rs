@@ -1,6 +1,9 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens.
 
+mod on_gpu;
+
 use crate::activation::exp;
+use crate::gpu;
 use crate::linear::linear;
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
@@ -47,6 +50,9 @@ pub fn head_loss(
     let vocabulary = Vocabulary::new(head, shared)?;
     let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
+    if gpu::holds(&hidden) {
+        return on_gpu::head_loss(&hidden, &head, targets, scale, trains_head, &vocabulary);
+    }
     let mut nll_sum = 0.0;
     let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
     of_chunks(&hidden, &head, targets, |chunk, logits| {
@@ -73,6 +79,9 @@ pub fn head_loss(
 pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &TensorParallel) -> Result<Vec<f32>> {
     let vocabulary = Vocabulary::new(head, shared)?;
     check(hidden, head, targets, &vocabulary)?;
+    if gpu::holds(hidden) {
+        return on_gpu::log_probs(&hidden.contiguous()?, &head.contiguous()?, targets, &vocabulary);
+    }
     let mut out = Vec::with_capacity(targets.len());
     of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
@@ -214,6 +223,11 @@ impl Sums {
         f64::from(self.max) + self.sum.ln() - self.of_target
     }
 
+    /// What turns the exponentials of a part of the vocabulary, of which `part` is known, into `scale` times probabilities.
+    fn factor(&self, part: &Self, scale: f32) -> f32 {
+        (f64::from(scale) / self.sum * f64::from(part.max - self.max).exp()) as f32
+    }
+
     /// Takes in another part of the vocabulary.
     fn add(&mut self, other: &Self) {
         // f32::max would lose a NaN.
@@ -262,7 +276,7 @@ fn gradient(row: &mut [f32], target: u32, place: Option<usize>, scale: f32, sums
     if target == IGNORE {
         return row.fill(0.0);
     }
-    let factor = (f64::from(scale) / totals.sum * f64::from(sums.max - totals.max).exp()) as f32;
+    let factor = totals.factor(sums, scale);
     row.iter_mut().for_each(|x| *x *= factor);
     if let Some(place) = place {
         row[place] -= scale;

@@ -1,7 +1,7 @@
 //! Root-mean-square normalisation as one operation with a backward (Zhang and Sennrich, 2019).
 
-use crate::pool;
 use crate::slices::{cpu, values};
+use crate::{gpu, pool};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32.
@@ -12,6 +12,9 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = x.dims().last().copied().unwrap_or(0);
     if weight.dims() != [width] {
         candle_core::bail!("rms_norm of {:?} needs a weight [{width}], given {:?}", x.shape(), weight.shape());
+    }
+    if gpu::holds(x) {
+        return gpu::rms_norm(x, weight, eps);
     }
     x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
 }

@@ -1,9 +1,9 @@
 //! Rotary position embedding as one operation with a backward (Su et al., 2021), in the rotate-half convention.
 
-use crate::pool;
 use crate::slices::cpu;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use std::sync::Arc;
+use crate::{gpu, pool};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
+use std::sync::{Arc, OnceLock};
 
 /// The angles of T tokens: cosines and sines `[T, D/2]`, shared by all heads and layers.
 #[derive(Debug, Clone)]
@@ -11,6 +11,8 @@ pub struct Rotation {
     cos: Arc<[f32]>,
     sin: Arc<[f32]>,
     half: usize,
+    /// The same `[T, 1, D/2]` on the GPU that asked first.
+    uploaded: Arc<OnceLock<[Tensor; 2]>>,
 }
 
 impl Rotation {
@@ -23,7 +25,19 @@ impl Rotation {
             turns.unzip::<f32, f32, Vec<_>, Vec<_>>()
         });
         let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Self { cos: cos.concat().into(), sin: sin.concat().into(), half }
+        Self { cos: cos.concat().into(), sin: sin.concat().into(), half, uploaded: Arc::default() }
+    }
+
+    /// Cosines and sines on a device, `[T, 1, D/2]`.
+    pub(crate) fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        if let Some(uploaded) = self.uploaded.get().filter(|[cos, _]| cos.device().same_device(device)) {
+            return Ok(uploaded.clone());
+        }
+        let shape = (self.cos.len() / self.half.max(1), 1, self.half);
+        let made = [Tensor::from_slice(&self.cos, shape, device)?, Tensor::from_slice(&self.sin, shape, device)?];
+        // A rank has one device. Who comes second with another makes its own.
+        let _ = self.uploaded.set(made.clone());
+        Ok(made)
     }
 }
 
@@ -36,6 +50,9 @@ pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     if dim != 2 * rotation.half || rotation.cos.len() != tokens * rotation.half {
         let pairs = rotation.half.max(1);
         bail!("a rotation of {} tokens x {pairs} pairs does not fit {:?}", rotation.cos.len() / pairs, x.shape());
+    }
+    if gpu::holds(x) {
+        return gpu::rope(x, rotation);
     }
     x.contiguous()?.apply_op1(Rope { rotation: rotation.clone(), back: false })
 }

@@ -1,8 +1,8 @@
 //! The gate of a feed-forward layer as one operation with a backward (Shazeer, 2020).
 
 use crate::activation::Activation;
-use crate::pool;
 use crate::slices::{cpu, values};
+use crate::{gpu, pool};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
 /// `silu(gate) * up`, element by element: two f32 tensors of one shape.
@@ -28,6 +28,12 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 pub fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
     if gate.shape() != up.shape() {
         bail!("a gate of {:?} for {:?}: the shapes differ", gate.shape(), up.shape());
+    }
+    if gpu::holds(gate) {
+        return match activation {
+            Activation::Silu => gate.silu()? * up,
+            Activation::GeluTanh => gate.gelu()? * up,
+        };
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, Gated(activation))
 }

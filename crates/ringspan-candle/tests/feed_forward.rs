@@ -1,8 +1,9 @@
 //! Gated layers and mixtures of experts equal their definition in f64, forward and backward.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use ringspan_candle::experts::{Local, Pressure, mixed, pressed};
+use ringspan_candle::experts::{Local, Memory, Pressure, mixed, mixed_keeping, pressed};
 use ringspan_candle::geglu::geglu;
+use ringspan_candle::kept::Storage;
 use ringspan_candle::{Expert, Experts, Routing};
 
 fn random(shape: &[usize], seed: usize) -> Tensor {
@@ -119,6 +120,61 @@ fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
     let empty = Tensor::zeros((0, 6), DType::F32, &Device::Cpu)?;
     assert_eq!(mixed(&empty, &none, &|_| unreachable!("no token chose"))?.dims(), [0, 6]);
     Ok(())
+}
+
+/// Gradients of x, of the weights and of all parameters, whose experts remember.
+fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
+    let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
+    let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() };
+    let y = mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)?;
+    let gradients = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
+    let of = |var: &Var| match gradients.get(var) {
+        Some(gradient) => gradient.flatten_all()?.to_vec1(),
+        None => Ok(Vec::new()),
+    };
+    Ok((y.detach(), vars.iter().map(of).collect::<Result<_>>()?))
+}
+
+#[test]
+fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result<()> {
+    let (_, wanted) = gradients_of(&mut Memory::default())?;
+    for (storage, bound) in [(Storage::F32, 0.0), (Storage::Bf16, 1e-2)] {
+        let mut memory = Memory::new(storage);
+        let (first, _) = gradients_of(&mut memory)?;
+        assert!(!memory.is_empty() && first.abs()?.sum_all()?.to_scalar::<f32>()? > 1.0);
+        let (second, got) = gradients_of(&mut memory)?;
+        assert!(memory.is_empty(), "what was kept is taken");
+        assert_eq!(second.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0, "nothing is computed but the backward");
+        for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+            assert_eq!(got.len(), wanted.len());
+            let sum = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
+            let off = sum(&mut got.iter().zip(wanted).map(|(a, b)| a - b));
+            let size = sum(&mut wanted.iter().copied());
+            assert!(off <= bound * size, "{storage}: gradient {index} is off by {off:e} of {size:e}");
+        }
+        let off = |(got, wanted): (&Vec<f32>, &Vec<f32>)| got != wanted;
+        assert_eq!(got.iter().zip(&wanted).any(off), storage == Storage::Bf16, "only bf16 is rounded");
+    }
+    Ok(())
+}
+
+#[test]
+fn products_of_other_choices_are_refused() -> Result<()> {
+    let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
+    let mix = |chosen: [u32; 10], memory: &mut Memory| {
+        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone() };
+        mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)
+    };
+    let refused = |chosen: [u32; 10], words: [&str; 2]| -> Result<()> {
+        let mut memory = Memory::default();
+        mix(CHOSEN, &mut memory)?;
+        let message = mix(chosen, &mut memory).expect_err("another routing").to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+        Ok(())
+    };
+    refused([0, 1, 1, 2, 3, 1, 0, 3, 1, 0], ["3 experts", "4"])?;
+    refused([0, 1, 1, 0, 3, 1, 0, 3, 1, 0], ["[3, 5]", "[4, 5]"])
 }
 
 #[test]

@@ -1,31 +1,9 @@
-//! What ranks compute with: threads of the CPU, or GPUs.
+//! What the ranks of `attend` compute with: threads of the CPU, or GPUs. Those of models are opened by the tensors' crate.
 
 use anyhow::Result;
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
-use std::str::FromStr;
-
-/// A device as it is asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum DeviceName {
-    Cpu,
-    /// The GPU of this number, or all of them in turn.
-    Cuda(Option<usize>),
-}
-
-impl FromStr for DeviceName {
-    type Err = String;
-
-    fn from_str(given: &str) -> Result<Self, String> {
-        let unknown = || format!("{given} is no device; possible: cpu, cuda (all GPUs, in turn), cuda:N (one of them)");
-        match given.split_once(':') {
-            None if given == "cpu" => Ok(Self::Cpu),
-            None if given == "cuda" => Ok(Self::Cuda(None)),
-            Some(("cuda", number)) => number.parse().map(|number| Self::Cuda(Some(number))).map_err(|_| unknown()),
-            _ => Err(unknown()),
-        }
-    }
-}
+use ringspan_candle::DeviceName;
 
 /// The devices of the ranks of this process.
 pub(crate) enum Devices {
@@ -105,19 +83,4 @@ fn open_gpus(_: Option<usize>, _: &Ranks, _: bool) -> Result<Devices> {
     anyhow::bail!(
         "--device cuda: this program was built without GPUs; build it with `cargo build --release --features cuda`"
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_of_devices_are_read_and_others_refused() {
-        let read = |name: &str| name.parse::<DeviceName>();
-        assert_eq!(read("cpu"), Ok(DeviceName::Cpu));
-        assert_eq!((read("cuda"), read("cuda:3")), (Ok(DeviceName::Cuda(None)), Ok(DeviceName::Cuda(Some(3)))));
-        for wrong in ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"] {
-            assert!(read(wrong).is_err_and(|message| message.contains("possible: cpu, cuda")), "{wrong}");
-        }
-    }
 }

@@ -43,10 +43,11 @@ pub(crate) struct DrawArgs {
     /// zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
     layout: Option<LayoutKind>,
-    /// full, causal or causal-bottom-right (here the same, as there are as many keys as queries)
+    /// full or causal; full-bottom-right and causal-bottom-right are the same here, where there are as many keys as queries
     #[arg(long, default_value = "causal", value_name = "NAME")]
     mask: MaskName,
-    /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit
+    /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit. A RIGHT above 0 needs a full
+    /// mask
     #[arg(long, value_name = "LEFT,RIGHT", allow_hyphen_values = true, value_parser = window)]
     window: Option<Window>,
     /// Cut the tokens of each document into chunks of N; a query sees keys of its own chunk
@@ -98,12 +99,11 @@ pub(crate) fn run(args: &DrawArgs, ranks: &Ranks) -> Result<()> {
 impl DrawArgs {
     fn sizes(&self) -> Sizes {
         let wire = if self.dtype == WireName::F32 { 4 } else { 2 };
-        Sizes { heads: self.heads, kv_heads: self.kv_heads, dim: self.dim, v_dim: self.dim, wire }
+        Sizes { heads: self.heads, kv_heads: self.kv_heads, dim: self.dim, v_dim: self.dim, wire, bias_heads: 0 }
     }
 
     fn mask(&self, longest: usize) -> Result<Mask> {
-        let Window { left, right } = self.window.unwrap_or_default();
-        let mut mask = self.mask.mask().window(left, right);
+        let mut mask = self.mask.within(self.window)?;
         if let Some(size) = self.chunk {
             mask = mask.chunked(size).context("--chunk")?;
             let chunks = longest.div_ceil(size);

@@ -5,6 +5,7 @@ mod allocator;
 mod attend;
 mod device;
 mod draw;
+mod export;
 mod files;
 mod generate;
 mod header;
@@ -39,7 +40,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Train a model, or adapters beside one, on text cut across ranks
     Train(Box<train::TrainArgs>),
+    Export(export::ExportArgs),
     Generate(generate::GenerateArgs),
     Score(score::ScoreArgs),
     Attend(attend::AttendArgs),
@@ -74,6 +77,7 @@ fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
     }
     match command {
         Command::Train(args) => return train::run(*args, ranks),
+        Command::Export(args) => export::run(&args, ranks),
         Command::Generate(args) => generate::run(&args, ranks),
         Command::Score(args) => score::run(&args, ranks),
         Command::Attend(args) => attend::run(&args, ranks),

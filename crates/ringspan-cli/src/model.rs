@@ -1,18 +1,20 @@
 //! Model folders: the decoder, its tokenizer, and the tokens that end a text.
 
 use crate::mesh::{DEADLINE, MeshArgs};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
-use ringspan_models::{Decoder, Origin, RopeScaling};
+use ringspan_candle::{DeviceName, Devices};
+use ringspan_models::{Decoder, Origin, RopeScaling, texts::Around};
 use ringspan_serve::{Mesh, Model};
-use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
-pub(crate) fn mesh(args: &MeshArgs, ranks: &Ranks) -> Result<Mesh> {
+pub(crate) fn mesh(args: &MeshArgs, device: DeviceName, ranks: &Ranks) -> Result<Mesh> {
     let (_, threads) = args.start(ranks)?;
-    Ok(Mesh { ring: args.ring, ulysses: args.ulysses, threads, deadline: DEADLINE, ranks: ranks.clone() })
+    let devices = Devices::open(device, ranks.local_rank()).context("--device")?;
+    let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
+    Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
 }
 
 /// Which model, and for how long texts.
@@ -21,9 +23,13 @@ pub(crate) struct ModelArgs {
     /// A model folder as Hugging Face's (config.json, safetensors, tokenizer.json), an adapter's as PEFT's, or a GGUF file
     #[arg(long = "model", value_name = "PATH")]
     pub(crate) path: PathBuf,
-    /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F or yarn:F, F times as long
+    /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F, yarn:F or llama3:F, F times as long; or
+    /// theta:BASE, another base
     #[arg(long, value_name = "KIND:F")]
     rope_scaling: Option<RopeScaling>,
+    /// What computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
+    #[arg(long, default_value_t = DeviceName::Cpu, value_name = "NAME")]
+    pub(crate) device: DeviceName,
 }
 
 impl ModelArgs {
@@ -33,12 +39,13 @@ impl ModelArgs {
         let json = origin.config_json()?;
         let (mut config, weights) = origin.load()?;
         if let Some(scaling) = &self.rope_scaling {
-            config = serde_json::from_value(scaling.apply(&json)?)?;
+            config = serde_json::from_value(scaling.apply(&json, None)?)?;
         }
         let heads = config.num_attention_heads;
         ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
         let decoder = Decoder::new(config)?;
-        Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))
+        let model = Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))?;
+        Ok(model.on(&mesh.devices)?)
     }
 }
 
@@ -55,56 +62,60 @@ pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
     found.with_context(|| format!("{} has no tokenizer.json", path.display()))
 }
 
-/// The tokens of `text`, with the special tokens that the tokenizer puts around a text.
+/// The tokens of `text`, behind the special tokens that a text begins with, as training puts them; none at its end, which a
+/// prompt has not reached.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    match tokenizer.encode(text, true) {
-        Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-        Err(error) => bail!("the tokenizer cannot encode the text: {error}"),
-    }
+    let encoded = Around::of(tokenizer).and_then(|around| {
+        let encoding = tokenizer.encode_fast(text, false)?;
+        Ok(around.begin(encoding.get_ids().to_vec()))
+    });
+    encoded.map_err(|error| anyhow!("the tokenizer cannot encode the text: {error}"))
 }
 
-/// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`; a number or a list.
+/// The tokens that end a text: `eos_token_id` of `generation_config.json`, else of `config.json`.
 pub(crate) fn end_tokens(path: &Path) -> Result<Vec<u32>> {
-    let origin = Origin::at(path)?;
-    let id = |value: &Value| {
-        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-        id.with_context(|| format!("{}: eos_token_id {value} is not a token", path.display()))
-    };
-    let of = |json: &Value| match json.get("eos_token_id") {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::Array(list)) => list.iter().map(id).collect::<Result<_>>().map(Some),
-        Some(value) => Ok(Some(vec![id(value)?])),
-    };
-    for file in origin.folders().into_iter().map(|folder| folder.join("generation_config.json")) {
-        if !file.exists() {
-            continue;
-        }
-        let text = std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let json = serde_json::from_str(&text).with_context(|| format!("{} is not JSON", file.display()))?;
-        if let Some(tokens) = of(&json)? {
-            return Ok(tokens);
-        }
-    }
-    Ok(of(&origin.config_json()?)?.unwrap_or_default())
+    Origin::at(path).and_then(|origin| origin.end_tokens()).with_context(|| format!("--model {}", path.display()))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::end_tokens;
+    use super::encode;
+    use ringspan_train::{
+        Tokenizer,
+        data::{Content, Encoder, GIVEN},
+    };
+    use std::path::Path;
 
+    /// A model that is asked otherwise than it was trained answers otherwise.
     #[test]
-    fn end_tokens_come_from_the_generation_config_first() {
-        let folder = tempfile::tempdir().expect("folder");
-        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).expect("file");
-        write("config.json", "{}");
-        assert_eq!(end_tokens(folder.path()).expect("none"), [0; 0]);
-        write("config.json", r#"{"eos_token_id": 7}"#);
-        assert_eq!(end_tokens(folder.path()).expect("one"), [7]);
-        write("generation_config.json", r#"{"eos_token_id": [8, 9]}"#);
-        assert_eq!(end_tokens(folder.path()).expect("two"), [8, 9]);
-        write("generation_config.json", r#"{"eos_token_id": null}"#);
-        assert_eq!(end_tokens(folder.path()).expect("none here"), [7]);
-        write("config.json", r#"{"eos_token_id": -1}"#);
-        assert!(end_tokens(folder.path()).expect_err("no token").to_string().contains("-1"));
+    fn a_prompt_begins_as_a_text_does_in_training() {
+        let bytes = Tokenizer::byte_level(Path::new("bytes")).and_then(|bytes| bytes.to_json()).expect("JSON");
+        let mut json: serde_json::Value = serde_json::from_str(&bytes).expect("JSON");
+        for (processor, begins) in [
+            (serde_json::Value::Null, 0),
+            (
+                serde_json::json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|endoftext|>",
+                    "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>",
+                    "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B",
+                    "type_id": 0}}], "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [256],
+                    "tokens": ["<|endoftext|>"]}}}),
+                1,
+            ),
+        ] {
+            json["post_processor"] = processor;
+            let inner = tokenizers::Tokenizer::from_bytes(json.to_string()).expect("a tokenizer");
+            let prompt = encode(&inner, "hi").expect("tokens");
+            assert_eq!(prompt, [&[256][..begins], &[104, 105]].concat());
+            // Who spells it gets it once.
+            assert_eq!(encode(&inner, "<|endoftext|>hi").expect("tokens"), [256, 104, 105]);
+            let trained = Tokenizer::new(inner, Path::new("t")).expect("a tokenizer");
+            let encoder = Encoder::new(&trained, None);
+            let words = |content| encoder.encode(&content, Path::new("d"), "1").expect("words");
+            let bare = |words: Vec<u32>| words.into_iter().map(|word| word & !GIVEN).collect::<Vec<_>>();
+            let whole = [&prompt[..], &[256]].concat();
+            assert_eq!(bare(words(Content::Text("hi".into()))), whole, "one token at the end");
+            let pair = Content::Completion { prompt: "h".into(), completion: "i".into() };
+            assert_eq!(bare(words(pair)), whole);
+        }
     }
 }

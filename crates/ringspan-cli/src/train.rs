@@ -49,6 +49,8 @@ fn report(outcome: &Outcome) {
     if outcome.interrupted {
         println!("stopped after step {} of {}; nothing is lost, go on with:", outcome.step, outcome.steps);
         println!("  ringspan train --resume {out}");
+        println!("or take the model as it is:");
+        println!("  ringspan export {out}");
         return;
     }
     if let Some(evaluation) = &outcome.evaluation {

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::comm::ranks::Ranks;
+use ringspan_candle::DeviceName;
 use ringspan_candle::loss::IGNORE;
 use ringspan_models::{Config, Decoder, Origin, Weights};
 use ringspan_train::data::{Batch, Sequence};
@@ -57,6 +58,10 @@ pub(crate) struct VerifyArgs {
     /// Threads of each rank [default: cores / ranks, at least 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     threads: Option<usize>,
+    /// What computes the mesh: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them). The one rank it is
+    /// compared with computes on the CPU
+    #[arg(long, value_name = "NAME", help_heading = "Mesh")]
+    device: Option<String>,
     /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: String,
@@ -86,6 +91,7 @@ impl VerifyArgs {
             moe_dp: self.moe_dp,
             sharding: self.sharding.clone(),
             threads: self.threads,
+            device: self.device.clone(),
             layout: Some(self.layout.clone()),
             strategy: Some(self.strategy.clone()),
             ..self.settings()
@@ -129,6 +135,9 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses} x tp {tp}");
     for (name, size) in [("ep", config.ep), ("moe_dp", config.moe_dp)] {
         mesh += &size.map_or_else(String::new, |size| format!(", {name} {size}"));
+    }
+    if config.device != DeviceName::Cpu {
+        mesh += &format!(" on {} (the one rank is on the CPU)", config.device);
     }
     say::line(format_args!(
         "{rows} rows of {} tokens in {} documents, {} of them tokens to predict: 1 rank against {mesh}, {}, {}",

@@ -45,7 +45,7 @@ fn causal_attention_on_every_mesh_and_layout() {
 fn windows_count_to_both_sides() {
     check(&SIZES, &SIZES.tensors(), &on_meshes("--window 5,2"), |_, i, j| j + 5 >= i && j <= i + 2);
     check(&SIZES, &SIZES.tensors(), &on_meshes("--window -1,4"), |_, i, j| j <= i + 4);
-    check(&SIZES, &SIZES.tensors(), &on_meshes("--mask causal --window 0,9"), |_, i, j| j == i);
+    check(&SIZES, &SIZES.tensors(), &on_meshes("--mask causal --window 0,-1"), |_, i, j| j == i);
 }
 
 #[test]
@@ -59,6 +59,8 @@ fn causal_is_aligned_to_the_first_key_and_causal_bottom_right_to_the_last() {
         assert_eq!(rows.lse[0].is_finite(), sk >= sq);
         let window = move |_, i: usize, j: usize| j + sq <= i + sk && j + sq + 3 >= i + sk;
         check(&s, &s.tensors(), &on_meshes("--mask causal-bottom-right --window 3,-1"), window);
+        let both = move |_, i: usize, j: usize| j + sq <= i + sk + 2 && j + sq + 3 >= i + sk;
+        check(&s, &s.tensors(), &on_meshes("--mask full-bottom-right --window 3,2"), both);
     }
 }
 

@@ -27,7 +27,7 @@ fn refuses(bench: &Bench, flags: &str, words: &[&str]) {
 
 #[test]
 fn a_device_that_is_not_one_is_refused_with_those_that_are() {
-    refuses(&bench(), "--device gpu", &["gpu is no device", "cuda:N"]);
+    refuses(&bench(), "--device gpu", &["unknown device 'gpu'", "cuda:N"]);
 }
 
 #[cfg(not(feature = "cuda"))]

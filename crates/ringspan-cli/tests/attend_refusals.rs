@@ -166,6 +166,14 @@ fn flags_that_make_no_sense_are_a_usage_error() {
 }
 
 #[test]
+fn a_causal_mask_with_a_window_ahead_is_refused() {
+    for mask in ["causal", "causal-bottom-right"] {
+        let flags = format!("--mask {mask} --window 0,9");
+        refused(&SIZES.tensors(), &flags, &["9 keys ahead", mask, "RIGHT of 0 or -1"]);
+    }
+}
+
+#[test]
 fn a_prefix_that_opens_nothing_is_refused() {
     let lengths = with(&SIZES, &[("prefix_lengths", Some(Tensor::i32(&[1], &[2])))]);
     refused(&SIZES.tensors(), "--prefix 2", &["prefix", "full", "--mask causal"]);

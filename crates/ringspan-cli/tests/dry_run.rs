@@ -1,9 +1,9 @@
-//! `train --dry-run`: the plan, and nothing else.
+//! `train --dry-run`: the plan, and the tokens of the text for the training that follows; nothing else.
 
 use std::process::Command;
 
 #[test]
-fn the_plan_is_printed_and_nothing_written_whether_it_fits_or_not() {
+fn the_plan_is_printed_and_only_tokens_are_written_whether_it_fits_or_not() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let text = "the quick brown fox jumps over the lazy dog. ".repeat(400);
     std::fs::write(folder.path().join("text.txt"), text).expect("room for a text");
@@ -30,5 +30,32 @@ fn the_plan_is_printed_and_nothing_written_whether_it_fits_or_not() {
             assert!(said.contains(part), "{part}: {said}");
         }
     }
-    assert_eq!(std::fs::read_dir(folder.path()).expect("the folder").count(), 1);
+    let names = |path: &std::path::Path| {
+        let entries = std::fs::read_dir(path).expect("the folder").map(|entry| entry.expect("an entry").file_name());
+        let mut names: Vec<String> = entries.map(|name| name.to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(folder.path()), ["ringspan-out", "text.txt"]);
+    assert_eq!(names(&folder.path().join("ringspan-out")), ["tokens"]);
+    assert_eq!(names(&folder.path().join("ringspan-out/tokens")).len(), 1, "both plans have the same tokens");
+}
+
+#[test]
+fn a_plan_is_made_where_nothing_can_be_written() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(folder.path().join("text.txt"), "words ".repeat(400)).expect("room for a text");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
+    // A file stands where the folder would be.
+    command.current_dir(folder.path()).args([
+        "train",
+        "--data",
+        "text.txt",
+        "--dry-run",
+        "--token-cache",
+        "text.txt/x",
+    ]);
+    let output = command.output().expect("the binary starts");
+    let plan = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && plan.contains("warning    the tokens are not kept: "), "{plan}");
 }

@@ -136,16 +136,18 @@ fn a_model_is_stretched_by_a_flag_as_by_its_configuration() {
     for word in ["5000 tokens", "4096 positions", "yarn:2"] {
         assert!(warning.contains(word), "{warning}");
     }
-    for scaling in ["yarn:2", "linear:4", "dynamic:2"] {
-        let (by_flag, warning) = score("model", &format!("--rope-scaling {scaling}"));
+    for by in ["yarn:2", "linear:4", "dynamic:2", "llama3:2"] {
+        let (by_flag, warning) = score("model", &format!("--rope-scaling {by}"));
         assert!(!warning.contains("warning"), "{warning}");
-        assert_ne!(by_flag, plain, "{scaling}");
-        let scaling: RopeScaling = scaling.parse().expect("a scaling");
-        let json = scaling.apply(&folder::config_json(&bench.path("model")).expect("JSON")).expect("stretched");
+        assert_ne!(by_flag, plain, "{by}");
+        let scaling: RopeScaling = by.parse().expect("a scaling");
+        let json = scaling.apply(&folder::config_json(&bench.path("model")).expect("JSON"), None).expect("stretched");
         let (_, weights) = folder::load(&bench.path("model")).expect("loads");
         folder::save(&bench.path("stretched"), &json, &weights).expect("saved");
-        assert_eq!(score("stretched", "").0, by_flag, "{scaling}");
-        let twice = run(&bench, "score", "--model stretched --rope-scaling yarn:2 --tokens tokens.safetensors --out x");
+        assert_eq!(score("stretched", "").0, by_flag, "{by}");
+        let another = if by == "yarn:2" { "linear:2" } else { "yarn:2" };
+        let flags = format!("--model stretched --rope-scaling {another} --tokens tokens.safetensors --out x");
+        let twice = run(&bench, "score", &flags);
         assert!(message(&twice).contains("already stretched"), "{}", message(&twice));
     }
     let unknown = run(&bench, "generate", "--model model --prompt x --rope-scaling su:2");

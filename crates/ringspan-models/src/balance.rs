@@ -1,7 +1,7 @@
 //! The loss that keeps the load of experts even (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
 
 use candle_core::{Result, Tensor, bail};
-use ringspan_candle::experts::Pressure;
+use ringspan_candle::experts::{Memory, Pressure};
 use ringspan_candle::{Expert, Experts, Load, Routing};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -72,6 +72,17 @@ impl Experts for Balanced {
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
         self.inner.mix(layer, x, routing, expert)
+    }
+
+    fn mix_keeping(
+        &self,
+        memory: &mut Memory,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        self.inner.mix_keeping(memory, layer, x, routing, expert)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {

@@ -218,7 +218,7 @@ impl Config {
     }
 
     /// Experts of sparse layers: transformers 5 writes another name than the files before.
-    pub(crate) fn num_experts(&self) -> Option<usize> {
+    pub fn num_experts(&self) -> Option<usize> {
         self.num_experts.or(self.num_local_experts)
     }
 

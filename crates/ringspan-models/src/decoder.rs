@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::lora::Lora;
 use crate::parameters::{Parameters, Unit};
 use crate::recompute::Keeper;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Tensor, Var};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
@@ -66,12 +66,13 @@ impl Decoder {
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(Error::Token { token, vocabulary });
         }
-        if tokens.is_empty() {
-            return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, &Device::Cpu)?);
-        }
         let embedding = self.get(weights, EMBEDDING)?;
+        let device = embedding.device();
+        if tokens.is_empty() {
+            return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, device)?);
+        }
         if shared.is_whole() {
-            return self.embedding_scaled(embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?);
+            return self.embedding_scaled(embedding.index_select(&Tensor::new(tokens, device)?, 0)?);
         }
         // Each rank knows part of the vocabulary, and has zeros for other tokens.
         let (width, known) = (self.config.hidden_size, shared.part(vocabulary));
@@ -79,12 +80,11 @@ impl Decoder {
         let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
         let mut rows = vec![0.0f32; tokens.len() * width];
         if !places.is_empty() {
-            let own =
-                embedding.index_select(&Tensor::new(places, &Device::Cpu)?, 0)?.flatten_all()?.to_vec1::<f32>()?;
+            let own = embedding.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?.to_vec1::<f32>()?;
             let here = rows.chunks_exact_mut(width).zip(tokens).filter(|(_, token)| place(**token).is_some());
             here.zip(own.chunks_exact(width)).for_each(|((row, _), own)| row.copy_from_slice(own));
         }
-        let rows = Tensor::from_vec(rows, (tokens.len(), width), &Device::Cpu)?;
+        let rows = Tensor::from_vec(rows, (tokens.len(), width), device)?;
         self.embedding_scaled(shared.reduce(&rows)?)
     }
 
@@ -127,16 +127,13 @@ impl Decoder {
     /// # Errors
     /// Failures of other ranks, and missing weights.
     pub(crate) fn take_part(&self, weights: &Weights, index: usize, attend: &dyn Attend) -> Result<Tensor> {
-        let empty = |heads: usize| -> Result<Tensor> {
-            Ok(Var::zeros((0, heads, self.config.head_dim()), DType::F32, &Device::Cpu)?.into_inner())
-        };
-        // As many as the weights at hand have, so that all ranks of an attention agree.
-        let heads = |name: &str| -> Result<usize> {
+        let dim = self.config.head_dim();
+        // As many heads as the weights at hand have, so that all ranks of an attention agree.
+        let empty = |name: &str| -> Result<Tensor> {
             let weight = self.get(weights, &format!("model.layers.{index}.self_attn.{name}.weight"))?;
-            Ok(weight.dim(0)? / self.config.head_dim())
+            Ok(Var::zeros((0, weight.dim(0)? / dim, dim), DType::F32, weight.device())?.into_inner())
         };
-        let (heads, kv_heads) = (heads("q_proj")?, heads("k_proj")?);
-        let (q, k, v) = (empty(heads)?, empty(kv_heads)?, empty(kv_heads)?);
+        let (q, k, v) = (empty("q_proj")?, empty("k_proj")?, empty("v_proj")?);
         let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
         let out = out.reshape((0, self.config.hidden_size))?;
         Block { decoder: self, weights, index, keeper: None }.take_part(&out, attend)

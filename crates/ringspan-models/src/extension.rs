@@ -7,10 +7,11 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::str::FromStr;
 
-/// A rotary embedding to be stretched by a factor; written `yarn:4`.
+/// A rotary embedding to be stretched by a factor, written `yarn:4`, or to have another base, written `theta:8e6`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeScaling {
     kind: Kind,
+    /// The base, where that is what changes.
     factor: f64,
 }
 
@@ -22,10 +23,20 @@ enum Kind {
     Dynamic,
     /// Slow pairs stretched, fast ones kept (Peng et al., 2023).
     Yarn,
+    /// The same idea with borders by wavelength (Dubey et al., 2024, "The Llama 3 Herd of Models").
+    Llama3,
+    /// Another base: all pairs slower, the slow ones most (Xiong et al., 2023).
+    Theta,
 }
 
 impl Kind {
-    const ALL: [(Self, &str); 3] = [(Self::Linear, "linear"), (Self::Dynamic, "dynamic"), (Self::Yarn, "yarn")];
+    const ALL: [(Self, &str); 5] = [
+        (Self::Linear, "linear"),
+        (Self::Dynamic, "dynamic"),
+        (Self::Yarn, "yarn"),
+        (Self::Llama3, "llama3"),
+        (Self::Theta, "theta"),
+    ];
 
     fn name(self) -> &'static str {
         Self::ALL[self as usize].1
@@ -38,7 +49,9 @@ impl FromStr for RopeScaling {
     fn from_str(text: &str) -> Result<Self> {
         let refuse = |problem: &str| {
             let kinds = Kind::ALL.map(|(_, name)| name).join(", ");
-            Error::RopeScaling(format!("'{text}' {problem}: it is a kind and a factor, as yarn:4; kinds are {kinds}"))
+            Error::RopeScaling(format!(
+                "'{text}' {problem}: it is a kind and a factor, as yarn:4, or a base, as theta:8e6; kinds are {kinds}"
+            ))
         };
         let (name, factor) = text.split_once(':').ok_or_else(|| refuse("has no factor"))?;
         let found = Kind::ALL.into_iter().find(|(_, known)| *known == name);
@@ -57,12 +70,14 @@ impl fmt::Display for RopeScaling {
 impl RopeScaling {
     /// `config.json` of the model with its rotary embedding stretched, to be computed with, and saved with the weights.
     ///
-    /// Linear and YaRN multiply `max_position_embeddings`; dynamic leaves it, since its base is counted from there. A
-    /// model with local layers is stretched in its global ones, which are the ones that look far.
+    /// Linear, YaRN and Llama 3's multiply `max_position_embeddings`; dynamic leaves it, since its base is counted from there;
+    /// another base says nothing of positions, so they become `length`, where it is known and more. A model that is stretched
+    /// already is stretched further by the same kind, or has another base in it. One with local layers is stretched in its
+    /// global ones, which are the ones that look far.
     ///
     /// # Errors
-    /// A model that is stretched already, or does not say for how many positions it is made.
-    pub fn apply(&self, config: &Value) -> Result<Value> {
+    /// A model that is stretched by another kind, or does not say for how many positions it is made.
+    pub fn apply(&self, config: &Value, length: Option<usize>) -> Result<Value> {
         let mut json = completed(config.clone());
         let parsed: Config = serde_json::from_value(json.clone()).map_err(|error| Error::Config(error.to_string()))?;
         let refuse = |problem: String| Err(Error::RopeScaling(format!("{self} cannot stretch this model: {problem}")));
@@ -70,23 +85,47 @@ impl RopeScaling {
             return refuse("config.json has no max_position_embeddings".into());
         };
         let Some(keys) = json.as_object_mut() else { return refuse("config.json is no object".into()) };
+        if self.kind == Kind::Theta {
+            new_base(keys, self.factor);
+            keys.insert("max_position_embeddings".into(), positions.max(length.unwrap_or(0)).into());
+            return Ok(json);
+        }
         let parameters = parameters(keys);
         let kind = ["rope_type", "type"].iter().find_map(|key| parameters.get(*key)?.as_str().map(str::to_owned));
-        if let Some(kind) = kind.filter(|kind| kind != "default") {
-            let factor = parameters.get("factor").unwrap_or(&Value::Null);
-            return refuse(format!("its rotary embedding is already stretched ({kind}, factor {factor})"));
+        let before = parameters.get("factor").and_then(Value::as_f64);
+        if let Some(kind) = kind.as_ref().filter(|kind| *kind != "default" && *kind != self.kind.name()) {
+            return refuse(format!(
+                "its rotary embedding is already stretched ({kind}, factor {}): {kind}:F stretches it further, theta:BASE \
+                 changes its base",
+                before.unwrap_or(1.0)
+            ));
         }
+        let before = kind.filter(|kind| kind != "default").and(before).unwrap_or(1.0);
         parameters.remove("type");
         parameters.insert("rope_type".into(), self.kind.name().into());
-        parameters.insert("factor".into(), json!(self.factor));
-        if self.kind == Kind::Yarn {
-            parameters.insert("original_max_position_embeddings".into(), positions.into());
+        parameters.insert("factor".into(), json!(before * self.factor));
+        if let Kind::Yarn | Kind::Llama3 = self.kind {
+            parameters.entry("original_max_position_embeddings").or_insert(positions.into());
+        }
+        if self.kind == Kind::Llama3 {
+            // Those of Llama 3.1.
+            parameters.entry("low_freq_factor").or_insert(json!(1.0));
+            parameters.entry("high_freq_factor").or_insert(json!(4.0));
         }
         if self.kind != Kind::Dynamic {
             let more = (positions as f64 * self.factor).round() as usize;
             keys.insert("max_position_embeddings".into(), more.into());
         }
         Ok(json)
+    }
+}
+
+/// Changes the base where the file keeps it: beside the other parameters, or above them.
+fn new_base(keys: &mut Map<String, Value>, base: f64) {
+    const BASE: &str = "rope_theta";
+    match keys.get("rope_parameters") {
+        Some(Value::Object(_)) => drop(parameters(keys).insert(BASE.into(), json!(base))),
+        _ => drop(keys.insert(BASE.into(), json!(base))),
     }
 }
 
@@ -116,16 +155,16 @@ pub struct Beyond {
     pub length: usize,
     /// Positions the model is made for.
     pub positions: usize,
-    /// Whether its rotary embedding could still be stretched.
-    pub stretchable: bool,
+    /// The kind of scaling that would stretch its rotary embedding.
+    pub by: Option<&'static str>,
 }
 
 impl fmt::Display for Beyond {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { length, positions, .. } = self;
         write!(f, "{length} tokens pass the {positions} positions that the model is made for")?;
-        if self.stretchable {
-            write!(f, "; rope scaling yarn:{} would stretch them", length.div_ceil(*positions))?;
+        if let Some(kind) = self.by {
+            write!(f, "; rope scaling {kind}:{} would stretch them", length.div_ceil(*positions))?;
         }
         Ok(())
     }
@@ -143,7 +182,9 @@ impl Config {
             "yarn" => trained.max((original.unwrap_or(trained as f64) * factor) as usize),
             _ => trained,
         };
-        Some(Beyond { length, positions, stretchable: kind == "default" }).filter(|_| length > positions)
+        let own = Kind::ALL.iter().map(|(_, name)| *name).find(|name| *name == kind);
+        let by = own.or((kind == "default").then_some("yarn"));
+        Some(Beyond { length, positions, by }).filter(|_| length > positions)
     }
 }
 
@@ -185,7 +226,7 @@ mod tests {
             assert_eq!(scaling(text).to_string(), text);
         }
         refused("yarn".parse::<RopeScaling>(), &["'yarn'", "yarn:4"]);
-        refused("su:4".parse::<RopeScaling>(), &["'su'", "linear, dynamic, yarn"]);
+        refused("su:4".parse::<RopeScaling>(), &["'su'", "linear, dynamic, yarn, llama3, theta"]);
         for factor in ["1", "0", "-2", "nan", "inf", "four", ""] {
             refused(format!("linear:{factor}").parse::<RopeScaling>(), &["above 1", factor]);
         }
@@ -194,17 +235,17 @@ mod tests {
     /// In the spelling that the file has, so that other programs read it as before.
     #[test]
     fn a_stretched_configuration_says_what_it_was_made_for() {
-        let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 }))).expect("stretched");
+        let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 })), None).expect("stretched");
         let wanted = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000 });
         assert_eq!((&yarn["rope_scaling"], &yarn["max_position_embeddings"]), (&wanted, &json!(4000)));
         assert_eq!(yarn["rope_theta"], json!(5e5));
 
         let new = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } });
-        let linear = scaling("linear:2.5").apply(&model(new)).expect("stretched");
+        let linear = scaling("linear:2.5").apply(&model(new), None).expect("stretched");
         let wanted = json!({ "rope_type": "linear", "factor": 2.5, "rope_theta": 5e5 });
         assert_eq!((&linear["rope_parameters"], &linear["max_position_embeddings"]), (&wanted, &json!(2500)));
 
-        let dynamic = scaling("dynamic:2").apply(&model(json!({ "rope_scaling": null }))).expect("stretched");
+        let dynamic = scaling("dynamic:2").apply(&model(json!({ "rope_scaling": null })), None).expect("stretched");
         assert_eq!(dynamic["rope_scaling"], json!({ "rope_type": "dynamic", "factor": 2.0 }));
         assert_eq!(dynamic["max_position_embeddings"], json!(1000), "its base is counted from there");
         for json in [yarn, linear, dynamic] {
@@ -219,23 +260,63 @@ mod tests {
             all["model_type"] = "gemma3_text".into();
             all
         };
-        let old = scaling("linear:2").apply(&gemma(json!({}))).expect("stretched");
+        let old = scaling("linear:2").apply(&gemma(json!({})), None).expect("stretched");
         assert_eq!(old["rope_scaling"], json!({ "rope_type": "linear", "factor": 2.0 }));
         let own = json!({ "full_attention": { "rope_type": "default" }, "sliding_attention": { "rope_theta": 1e4 } });
-        let new = scaling("linear:2").apply(&gemma(json!({ "rope_parameters": own }))).expect("stretched");
+        let new = scaling("linear:2").apply(&gemma(json!({ "rope_parameters": own })), None).expect("stretched");
         assert_eq!(new["rope_parameters"]["full_attention"], json!({ "rope_type": "linear", "factor": 2.0 }));
         assert_eq!(new["rope_parameters"]["sliding_attention"], json!({ "rope_theta": 1e4 }));
         config(&old);
-        assert_eq!(config(&new).beyond(2001).map(|beyond| beyond.stretchable), Some(false));
+        assert_eq!(config(&new).beyond(2001).and_then(|beyond| beyond.by), Some("linear"));
+    }
+
+    /// Llama 3.1 comes stretched: it goes on by its own kind.
+    #[test]
+    fn a_stretched_model_is_stretched_further_by_its_own_kind() {
+        let rope = json!({
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 125
+        });
+        let llama = model(json!({ "rope_scaling": rope, "rope_theta": 5e5 }));
+        let further = scaling("llama3:4").apply(&llama, None).expect("stretched");
+        assert_eq!(further["rope_scaling"]["factor"], json!(32.0));
+        assert_eq!(further["rope_scaling"]["original_max_position_embeddings"], json!(125));
+        assert_eq!(further["max_position_embeddings"], json!(4000));
+        refused(scaling("yarn:4").apply(&llama, None), &["yarn:4", "already", "llama3", "8", "llama3:F", "theta:BASE"]);
+        let fresh = scaling("llama3:8").apply(&model(json!({})), None).expect("stretched");
+        let wanted = json!({
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1000
+        });
+        assert_eq!(fresh["rope_scaling"], wanted);
+        for json in [further, fresh] {
+            config(&json);
+        }
+        let mut endless = model(json!({}));
+        endless.as_object_mut().expect("an object").remove("max_position_embeddings");
+        refused(scaling("yarn:4").apply(&endless, None), &["max_position_embeddings"]);
     }
 
     #[test]
-    fn a_model_is_stretched_once() {
-        let twice = scaling("yarn:4").apply(&scaling("linear:2").apply(&model(json!({}))).expect("once"));
-        refused(twice, &["yarn:4", "already", "linear", "2"]);
-        let mut endless = model(json!({}));
-        endless.as_object_mut().expect("an object").remove("max_position_embeddings");
-        refused(scaling("yarn:4").apply(&endless), &["max_position_embeddings"]);
+    fn another_base_stands_where_the_old_one_stood() {
+        let rope = json!({ "rope_type": "linear", "factor": 2.0 });
+        let old = scaling("theta:8e6").apply(&model(json!({ "rope_theta": 1e4, "rope_scaling": rope })), Some(4000));
+        let old = old.expect("a base");
+        assert_eq!((&old["rope_theta"], &old["rope_scaling"]), (&json!(8e6), &rope));
+        assert_eq!(old["max_position_embeddings"], json!(4000));
+        let new = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 5e5 } });
+        let new = scaling("theta:8e6").apply(&model(new), Some(10)).expect("a base");
+        assert_eq!(new["rope_parameters"]["rope_theta"], json!(8e6));
+        assert_eq!((new.get("rope_theta"), &new["max_position_embeddings"]), (None, &json!(1000)));
+        let own = json!({ "full_attention": { "rope_theta": 1e6 }, "sliding_attention": { "rope_theta": 1e4 } });
+        let mut gemma = model(json!({ "rope_parameters": own }));
+        gemma["model_type"] = "gemma3_text".into();
+        let gemma = scaling("theta:8e6").apply(&gemma, None).expect("a base");
+        assert_eq!(gemma["rope_parameters"]["full_attention"]["rope_theta"], json!(8e6));
+        assert_eq!(gemma["rope_parameters"]["sliding_attention"]["rope_theta"], json!(1e4));
+        for json in [old, new, gemma] {
+            config(&json);
+        }
     }
 
     #[test]
@@ -243,15 +324,15 @@ mod tests {
         let plain = config(&model(json!({})));
         assert_eq!(plain.beyond(1000), None);
         let beyond = plain.beyond(2001).expect("longer");
-        assert_eq!(beyond, Beyond { length: 2001, positions: 1000, stretchable: true });
+        assert_eq!(beyond, Beyond { length: 2001, positions: 1000, by: Some("yarn") });
         for word in ["2001", "1000", "yarn:3"] {
             assert!(beyond.to_string().contains(word), "{beyond}");
         }
         for kind in ["linear", "dynamic", "yarn"] {
-            let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({}))).expect("stretched"));
+            let config = config(&scaling(&format!("{kind}:2")).apply(&model(json!({})), None).expect("stretched"));
             assert_eq!(config.beyond(2000), None, "{kind}");
             let beyond = config.beyond(2001).expect("longer");
-            assert!(!beyond.stretchable && !beyond.to_string().contains("scaling"), "{beyond}");
+            assert!(beyond.to_string().contains(&format!("{kind}:2")), "{beyond}");
         }
         // As Qwen's cards say to do it.
         let rope = json!({ "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1000 });

@@ -7,7 +7,7 @@ mod write;
 pub(crate) use read::check_shapes;
 pub use read::{Folder, open};
 pub(crate) use write::replace;
-pub use write::{Writer, save};
+pub use write::{SavedType, Writer, save};
 
 use crate::architecture::completed;
 use crate::config::Config;

@@ -3,8 +3,8 @@
 use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
 use crate::parameters::{Parameters, Unit};
-use crate::recompute::{Graph, Keep, Keeper, Recompute, constant};
-use candle_core::{Device, Tensor};
+use crate::recompute::{Graph, Keep, Keeper, constant};
+use candle_core::{DType, Tensor};
 use ringspan_candle::kept::Kept;
 use ringspan_candle::{Attend, loss};
 use std::collections::BTreeMap;
@@ -44,12 +44,9 @@ pub fn loss_and_gradients(
     let shared = attend.tensor_parallel();
     let keep = keep.into();
     let keeper = Keeper::new(attend, keep);
-    // A layer with experts would ask other ranks again for what is to be kept.
-    let whole = |index: usize| keep.recompute == Recompute::Nothing && decoder.is_sparse(index);
     let trains = |name: &str| decoder.trains(name);
     let graph = |index: usize, weights: Weights, x: &Tensor| {
         Graph::new(x, weights, trains, |local, x| match tokens.is_empty() {
-            false if whole(index) => decoder.layer(local, index, x, attend),
             false => decoder.layer_keeping(local, index, x, &keeper, Some(&keeper)),
             // What this rank does for others.
             true => decoder.take_part(local, index, &keeper),
@@ -65,15 +62,9 @@ pub fn loss_and_gradients(
     for index in 0..layers {
         let layer = parameters.unit(decoder, Unit::Layer(index))?;
         parameters.prefetch(after(layers, Some(index)))?;
-        if whole(index) {
-            let layer = graph(index, layer, &x)?;
-            x = layer.output();
-            kept.push(Layer::Graph(layer));
-        } else {
-            let next = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
-            kept.push(Layer::Input(Kept::new(&x, keep.storage)?));
-            x = next;
-        }
+        let next = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
+        kept.push(Kept::new(&x, keep.storage)?);
+        x = next;
     }
     attend.experts().forward_ended(decoder.experts())?;
 
@@ -92,17 +83,13 @@ pub fn loss_and_gradients(
     on_gradients(Unit::Head, gradients)?;
 
     keeper.again();
-    for (index, layer) in kept.into_iter().enumerate().rev() {
-        let layer = match layer {
-            Layer::Graph(graph) => graph,
-            Layer::Input(x) => {
-                let weights = parameters.unit(decoder, Unit::Layer(index))?;
-                if index > 0 {
-                    parameters.prefetch(before(index))?;
-                }
-                graph(index, weights, &x.tensor()?)?
-            }
-        };
+    for (index, input) in kept.into_iter().enumerate().rev() {
+        let weights = parameters.unit(decoder, Unit::Layer(index))?;
+        if index > 0 {
+            parameters.prefetch(before(index))?;
+        }
+        let layer = graph(index, weights, &input.tensor()?)?;
+        drop(input);
         let (d_input, gradients) = layer.backward(&dx)?;
         dx = d_input;
         on_gradients(Unit::Layer(index), gradients)?;
@@ -135,15 +122,11 @@ fn before(layers: usize) -> Unit {
     layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
 }
 
-/// What a layer's forward pass leaves for its backward.
-enum Layer {
-    /// The input `[T, C]`.
-    Input(Kept),
-    Graph(Graph),
-}
-
 /// Rows of `dx` `[T, C]` added up by token, of those that the embedding knows from the token `first` on: `[V, C]`.
 fn scatter(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
+    if !dx.device().is_cpu() {
+        return scatter_on_gpu(dx, tokens, first, shape);
+    }
     let width = shape.last().copied().unwrap_or(0);
     let mut sums = vec![0.0f32; shape.iter().product()];
     let rows: Vec<f32> = dx.flatten_all()?.to_vec1()?;
@@ -153,5 +136,20 @@ fn scatter(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result
             sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
         }
     }
-    Ok(Tensor::from_vec(sums, shape, &Device::Cpu)?)
+    Ok(Tensor::from_vec(sums, shape, dx.device())?)
+}
+
+/// The same where rows stay on a GPU, which adds them up in the order of the tokens, too.
+fn scatter_on_gpu(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
+    let known = |(row, token): (usize, &u32)| {
+        let place = (*token as usize).checked_sub(first).filter(|place| *place < shape[0])?;
+        Some((row as u32, place as u32))
+    };
+    let (rows, places): (Vec<_>, Vec<_>) = tokens.iter().enumerate().filter_map(known).unzip();
+    let zeros = Tensor::zeros(shape, DType::F32, dx.device())?;
+    if rows.is_empty() {
+        return Ok(zeros);
+    }
+    let dx = dx.contiguous()?.index_select(&Tensor::new(rows, dx.device())?, 0)?;
+    Ok(zeros.index_add(&Tensor::new(places, dx.device())?, &dx, 0)?)
 }

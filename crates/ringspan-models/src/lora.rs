@@ -12,6 +12,9 @@ use ringspan_candle::linear::linear;
 /// The linear layers that adapters can stand beside.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
+/// Those of attention, which sparse layers have, too.
+pub const ATTENTION_TARGETS: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
+
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
 
@@ -152,7 +155,7 @@ impl Decoder {
     pub fn with_lora(mut self, lora: Lora) -> Result<Self> {
         let experts = lora.targets.iter().find(|target| TARGETS[4..].contains(&target.as_str()));
         if let (Some(target), true) = (experts, self.experts() > 0) {
-            let possible = TARGETS[..4].join(", ");
+            let possible = ATTENTION_TARGETS.join(", ");
             return Err(Error::Lora(format!(
                 "'{target}' belongs to experts here, which have no adapters: possible are {possible}"
             )));

@@ -4,7 +4,7 @@ use crate::adapter::{self, Adapter};
 use crate::config::Config;
 use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
-use crate::{folder, gguf};
+use crate::{folder, gguf, texts};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -129,7 +129,16 @@ impl Origin {
         self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists())
     }
 
-    /// The tokenizer, if there is one: `tokenizer.json`, or what a GGUF file holds.
+    /// Tokens that end a text: `eos_token_id` of the nearest `generation_config.json` that has any, else of `config.json`.
+    ///
+    /// # Errors
+    /// A file that is missing or corrupt, and what is no token.
+    pub fn end_tokens(&self) -> Result<Vec<u32>> {
+        texts::end_tokens(&self.folders(), &self.config_json()?)
+    }
+
+    /// The tokenizer, if there is one: `tokenizer.json`, or what a GGUF file holds; without the cuts and the padding that
+    /// the file may ask for.
     ///
     /// # Errors
     /// A file that is corrupt, or a kind that is unknown.
@@ -142,6 +151,6 @@ impl Origin {
         };
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
         let broken = |error| Error::Format { path, problem: format!("not a tokenizer: {error}") };
-        Tokenizer::from_bytes(&bytes).map(Some).map_err(broken)
+        Tokenizer::from_bytes(&bytes).and_then(texts::uncut).map(Some).map_err(broken)
     }
 }

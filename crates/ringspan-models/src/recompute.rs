@@ -3,15 +3,16 @@
 use crate::decoder::Weights;
 use crate::error::Result;
 use crate::gradients::Gradients;
-use candle_core::{Tensor, Var};
+use candle_core::{Device, Tensor, Var};
 use ringspan::{Mask, Score};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::attention::Memory;
+use ringspan_candle::experts::{self, Load, Pressure};
 use ringspan_candle::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_keeping};
 use ringspan_candle::kept::{Kept, Storage};
 use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::rope::Rotation;
-use ringspan_candle::{Attend, Drops, Experts, TensorParallel, cotangent};
+use ringspan_candle::{Attend, Drops, Expert, Experts, Routing, TensorParallel, cotangent};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::{fmt, str::FromStr};
@@ -26,9 +27,10 @@ pub enum Recompute {
     /// All but attention: C + H (Dv + 1) numbers. The longer the sequence, the more of a layer is attention.
     #[default]
     KeepAttention,
-    /// No product: 2 C + 2 (H + G) Dv + H + 2 I numbers. Norms, rotations and gates are computed again.
+    /// No product: 2 C + 2 (H + G) Dv + H + 2 I numbers. Norms, rotations and gates are computed again, and where ranks share
+    /// experts, tokens travel to them again.
     ///
-    /// A layer with experts is kept whole, with the fused operations' inputs and a copy of its weights.
+    /// A layer with E experts keeps I of each of those that a token goes to, and E of the router.
     Nothing,
 }
 
@@ -84,6 +86,7 @@ pub(crate) struct Keeper<'a> {
     /// Results of products, by name.
     products: RefCell<BTreeMap<String, Kept>>,
     wide: RefCell<BTreeMap<String, Wide>>,
+    mixtures: RefCell<BTreeMap<usize, experts::Memory>>,
     /// By the place of the model's rotary embedding: layers share them.
     rotations: RefCell<BTreeMap<usize, Rotation>>,
 }
@@ -98,6 +101,7 @@ impl<'a> Keeper<'a> {
             attentions: RefCell::default(),
             products: RefCell::default(),
             wide: RefCell::default(),
+            mixtures: RefCell::default(),
             rotations: RefCell::default(),
         }
     }
@@ -120,6 +124,27 @@ impl<'a> Keeper<'a> {
         bias: Option<&Tensor>,
         seen: bool,
     ) -> Result<Tensor> {
+        let keep = (self.keeps_products() && seen).then_some(self.keep.storage);
+        self.product(name, x, weight, bias, seen, keep)
+    }
+
+    /// A router's logits, called `name`. They are never rounded, and kept wherever anything else is: near a tie, what was
+    /// rounded would send a token to other experts than before.
+    pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let keep = (self.keeps_products() || self.keep.storage != Storage::F32).then_some(Storage::F32);
+        self.product(name, x, weight, None, true, keep)
+    }
+
+    /// A linear layer, kept as `keep` says.
+    fn product(
+        &self,
+        name: &str,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        seen: bool,
+        keep: Option<Storage>,
+    ) -> Result<Tensor> {
         if self.again.get() {
             let known = self.products.borrow_mut().remove(name);
             return Ok(match known.is_some() || !seen {
@@ -128,8 +153,8 @@ impl<'a> Keeper<'a> {
             });
         }
         let out = linear(x, weight, bias)?;
-        if self.keeps_products() && seen {
-            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, self.keep.storage)?);
+        if let Some(storage) = keep {
+            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, storage)?);
         }
         Ok(out)
     }
@@ -195,7 +220,7 @@ impl Attend for Keeper<'_> {
     }
 
     fn experts(&self) -> &dyn Experts {
-        self.attend.experts()
+        self
     }
 
     fn tensor_parallel(&self) -> &TensorParallel {
@@ -207,9 +232,46 @@ impl Attend for Keeper<'_> {
     }
 }
 
+impl Experts for Keeper<'_> {
+    fn mix(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> candle_core::Result<Expert>,
+    ) -> candle_core::Result<Tensor> {
+        if !self.keeps_products() {
+            return self.attend.experts().mix(layer, x, routing, expert);
+        }
+        let mut layers = self.mixtures.borrow_mut();
+        let memory = layers.entry(layer).or_insert_with(|| experts::Memory::new(self.keep.storage));
+        self.attend.experts().mix_keeping(memory, layer, x, routing, expert)
+    }
+
+    fn routed(&self, layer: usize, load: Load) -> candle_core::Result<()> {
+        self.attend.experts().routed(layer, load)
+    }
+
+    fn forward_ended(&self, experts: usize) -> candle_core::Result<()> {
+        self.attend.experts().forward_ended(experts)
+    }
+
+    fn pressures(&self, layer: usize) -> Vec<Pressure> {
+        self.attend.experts().pressures(layer)
+    }
+}
+
 /// The same parameters, without a graph of what is computed from them: where they come from, they may be variables.
 pub fn constant(parameters: Weights) -> Weights {
     parameters.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect()
+}
+
+/// The same parameters on a device; those that are there already are not copied.
+///
+/// # Errors
+/// A GPU without memory for them.
+pub fn on_device(parameters: &Weights, device: &Device) -> Result<Weights> {
+    parameters.iter().map(|(name, tensor)| Ok((name.clone(), tensor.to_device(device)?))).collect()
 }
 
 /// A computed function of an input and parameters that can still be differentiated.
@@ -238,11 +300,6 @@ impl Graph {
         let output = f(&parameters, input.as_tensor())?;
         parameters.retain(|name, _| trains(name));
         Ok(Self { input, parameters, output })
-    }
-
-    /// The result, free of the graph.
-    pub(crate) fn output(&self) -> Tensor {
-        self.output.detach()
     }
 
     /// Gradients of `sum(dy * output)`: of the input, and of each parameter that is trained.

@@ -1,7 +1,7 @@
 //! Model folders: what is written comes back, and what is wrong is named.
 
 use candle_core::{DType, Device, Tensor};
-use ringspan_models::folder::Writer;
+use ringspan_models::folder::{SavedType, Writer};
 use ringspan_models::{Decoder, Weights, folder};
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -218,7 +218,8 @@ fn a_large_model_is_written_in_shards_in_any_order() {
         let decoder = decoder(&config(tied));
         let weights = decoder.init(9).expect("weights");
         assert_ne!(bits(&old), bits(&weights));
-        let mut writer = Writer::new(folder.path(), &config(tied), &decoder.shapes(), limit).expect("begun");
+        let mut writer =
+            Writer::new(folder.path(), &config(tied), &decoder.shapes(), SavedType::F32, limit).expect("begun");
         for (name, tensor) in weights.iter().rev() {
             writer.write(name, tensor).expect("written");
         }
@@ -246,11 +247,33 @@ fn a_large_model_is_written_in_shards_in_any_order() {
 }
 
 #[test]
+fn a_model_saved_in_bf16_says_so_and_is_rounded_to_even() {
+    let (folder, _) = model(false);
+    let decoder = decoder(&config(false));
+    let weights = decoder.init(9).expect("weights");
+    let json = config(false);
+    let mut writer = Writer::new(folder.path(), &json, &decoder.shapes(), SavedType::Bf16, u64::MAX).expect("begun");
+    weights.iter().try_for_each(|(name, tensor)| writer.write(name, tensor)).expect("written");
+    writer.finish().expect("named");
+    let saved = folder::config_json(folder.path()).expect("JSON");
+    assert_eq!(SavedType::of(&saved), SavedType::Bf16);
+    let on_disk = candle_core::safetensors::load(folder.path().join(SINGLE), &Device::Cpu).expect("whole");
+    for (name, tensor) in &weights {
+        let wanted = tensor.to_dtype(DType::BF16).expect("rounded");
+        assert_eq!(on_disk[name].dtype(), DType::BF16);
+        let values = |t: &Tensor| t.to_dtype(DType::F32).expect("wide").flatten_all().expect("flat").to_vec1::<f32>();
+        assert_eq!(values(&on_disk[name]).expect("values"), values(&wanted).expect("values"), "{name}");
+    }
+    assert_eq!("f16".parse::<SavedType>().expect_err("unknown").to_string().matches("f32, bf16").count(), 1);
+}
+
+#[test]
 fn a_writer_takes_what_it_was_told_once() {
     let folder = tempfile::tempdir().expect("a folder");
     let decoder = decoder(&config(false));
     let weights = decoder.init(9).expect("weights");
-    let begin = || Writer::new(folder.path(), &config(false), &decoder.shapes(), u64::MAX).expect("begun");
+    let begin =
+        || Writer::new(folder.path(), &config(false), &decoder.shapes(), SavedType::F32, u64::MAX).expect("begun");
     let mut writer = begin();
     writer.write(Q, &weights[Q]).expect("written");
     contains(&writer.write(Q, &weights[Q]).expect_err("twice").to_string(), &[Q]);

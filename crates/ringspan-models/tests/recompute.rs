@@ -7,12 +7,13 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::attention::Memory;
+use ringspan_candle::experts::{Local, Memory as MixtureMemory};
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Attend, Context, Drops, Experts, TensorParallel};
+use ringspan_candle::{Attend, Context, Drops, Expert, Experts, Load, Routing, TensorParallel};
 use ringspan_models::{Keep, Recompute, gradients};
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use support::{load, relative_l2};
 
 /// Counts the calls that compute attention forward.
@@ -108,7 +109,7 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
 /// the last bit, and gradients, sums over tokens of products of a few such numbers, are wrong by a few of these errors.
 #[test]
 fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
-    for name in ["llama", "qwen3", "gemma3"] {
+    for name in ["llama", "qwen3", "gemma3", "qwen3_moe"] {
         let (decoder, weights, batch, _) = load(name);
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch.rows, batch.len), 1).expect("a rank");
         let layout = Arc::new(layout);
@@ -140,7 +141,70 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
             assert_eq!(rounded_loss, loss, "{name}, recompute {recompute}");
             let off = |name: &String| relative_l2(&rounded[name], &exact[name]);
             let worst = exact.keys().map(off).fold(0.0, f64::max);
-            assert!((1e-5..1e-2).contains(&worst), "{name}, recompute {recompute}: gradients are off by {worst:.1e}");
+            assert!((1e-5..1.5e-2).contains(&worst), "{name}, recompute {recompute}: gradients are off by {worst:.1e}");
+        }
+    }
+}
+
+/// Experts that note what their routers do.
+#[derive(Default)]
+struct Noting {
+    loads: Mutex<Vec<(usize, Load)>>,
+}
+
+impl Experts for Noting {
+    fn mix(
+        &self,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        Local.mix(layer, x, routing, expert)
+    }
+
+    fn mix_keeping(
+        &self,
+        memory: &mut MixtureMemory,
+        layer: usize,
+        x: &Tensor,
+        routing: &Routing,
+        expert: &dyn Fn(usize) -> Result<Expert>,
+    ) -> Result<Tensor> {
+        Local.mix_keeping(memory, layer, x, routing, expert)
+    }
+
+    fn routed(&self, layer: usize, load: Load) -> Result<()> {
+        self.loads.lock().expect("no panics").push((layer, load));
+        Ok(())
+    }
+}
+
+/// A layer that is computed again from a rounded input must not send its tokens elsewhere.
+#[test]
+fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
+    let (decoder, weights, batch, _) = load("qwen3_moe");
+    let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch.rows, batch.len), 1).expect("a rank");
+    let layout = Arc::new(layout);
+    for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
+        for storage in [Storage::F32, Storage::Bf16] {
+            let noting = Arc::new(Noting::default());
+            threads::run(1, Options::default(), |comm| {
+                let run = || {
+                    let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
+                    let context = Context::new(group, layout.clone(), Strategy::Ring)?.with_experts(noting.clone());
+                    let (tokens, targets) = (&batch.tokens, &batch.targets());
+                    let keep = Keep { recompute, storage };
+                    let mut drop = |_, _| Ok(());
+                    gradients::loss_and_gradients(&decoder, &weights, tokens, targets, 1.0, keep, &context, &mut drop)
+                };
+                run().map_err(|error| ringspan::Error::Layout(error.to_string()))
+            })
+            .expect("runs");
+            let loads = noting.loads.lock().expect("no panics");
+            let (first, again) = loads.split_at(loads.len() / 2);
+            assert!(!first.is_empty());
+            assert!(first.iter().rev().eq(again), "recompute {recompute}, {storage}: {first:?}, then {again:?}");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Attention of a model that generates: over the ranks while the prompt is read, over the caches afterwards.
 
 use crate::cache::{Cache, owner};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
 use ringspan::kernel::{Data, Score, View};
 use ringspan::{Mask, Run};
@@ -97,8 +97,9 @@ impl Attend for Decode<'_> {
         if self.keeps {
             self.cache.borrow_mut().append(layer, k, v)?;
         }
-        let q = q.flatten_all()?.to_vec1::<f32>()?;
-        let Some(q) = View::new(&q, 1, heads, dim) else { bail!("a query of {} elements", q.len()) };
+        let query = q.flatten_all()?.to_vec1::<f32>()?;
+        let device = q.device();
+        let Some(q) = View::new(&query, 1, heads, dim) else { bail!("a query of {} elements", query.len()) };
         let cache = self.cache.borrow();
         let (k, v) = cache.layer(layer).unwrap_or_else(|| (empty(kv_heads, dim), empty(kv_heads, v_dim)));
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
@@ -107,7 +108,7 @@ impl Attend for Decode<'_> {
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
         let (out, _) = decode(self.group, mask, &tokens, &Inputs::new(q, k, v, score), Merge::AllGather)
             .map_err(candle_core::Error::wrap)?;
-        Tensor::from_vec(out, (1, heads, v_dim), &Device::Cpu)
+        Tensor::from_vec(out, (1, heads, v_dim), device)
     }
 
     fn positions(&self) -> &[usize] {

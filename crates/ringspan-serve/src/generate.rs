@@ -5,7 +5,7 @@ use crate::context::{Decode, Prefill};
 use crate::error::{Error, Result};
 use crate::model::{Mesh, Model};
 use crate::sampler::{Sampler, Sampling};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
@@ -103,7 +103,7 @@ pub fn generate_on_rank(
         let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache, total)?;
         loop {
             // One rank draws and tells the others: they need neither logits nor a random stream.
-            let drawn = if leads { Some(sampler.sample(&next_logits(model, &hidden)?)?) } else { None };
+            let drawn = if leads { Some(sampler.sample(&next_logits(model, group.rank(), &hidden)?)?) } else { None };
             if tokens.is_empty() {
                 prefill = began.elapsed();
             }
@@ -124,7 +124,8 @@ pub fn generate_on_rank(
                 break;
             }
             let position = prompt.len() + tokens.len() - 1;
-            hidden = model.hidden(&[token], &Decode::new(group, &mut cache, position, total))?;
+            let decode = Decode::new(group, &mut cache, position, total);
+            hidden = model.hidden(group.rank(), &[token], &decode)?;
         }
     }
     let decode = began.elapsed().saturating_sub(prefill);
@@ -151,7 +152,7 @@ fn read_prompt(
     let rank = group.rank();
     let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.growing_to(total);
     let own = layout.shard(rank, prompt, 1)?;
-    let hidden = model.hidden(&own, &Prefill::new(&context, cache))?;
+    let hidden = model.hidden(rank, &own, &Prefill::new(&context, cache))?;
     // Which token is the last is a question to the whole prompt; its owner answers it for all.
     let last = prompt.len() - 1;
     let mut place = None;
@@ -165,15 +166,15 @@ fn read_prompt(
     };
     let own = if owner == rank { Some(Buffer::F32(hidden.get(row)?.to_vec1::<f32>()?)) } else { None };
     match &*group.cp().broadcast(owner, own)? {
-        Buffer::F32(state) => Ok(Tensor::from_slice(state, (1, state.len()), &Device::Cpu)?),
+        Buffer::F32(state) => Ok(Tensor::from_slice(state, (1, state.len()), hidden.device())?),
         _ => Err(unexpected(group, "the last hidden state", owner)),
     }
 }
 
 /// Logits `[V]` of the token that follows the one whose hidden state `[1, C]` is given.
-fn next_logits(model: &Model, hidden: &Tensor) -> Result<Vec<f32>> {
-    let normed = model.decoder().norm(model.weights(), hidden)?;
-    let head = model.decoder().head(model.weights())?;
+fn next_logits(model: &Model, rank: usize, hidden: &Tensor) -> Result<Vec<f32>> {
+    let normed = model.decoder().norm(model.weights(rank), hidden)?;
+    let head = model.decoder().head(model.weights(rank))?;
     Ok(loss::logits(&normed, &head)?.flatten_all()?.to_vec1()?)
 }
 

@@ -2,20 +2,20 @@
 
 use crate::error::{Error, Result};
 use candle_core::Tensor;
-use ringspan::Kernel;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads;
-use ringspan_candle::{Attend, pool};
-use ringspan_models::{Decoder, Weights};
+use ringspan_candle::{Attend, Devices, pool};
+use ringspan_models::{Decoder, Weights, on_device};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A decoder and its weights; ranks of one process share them.
+/// A decoder and its weights; ranks of one process share them, or those of a device its own.
 #[derive(Debug)]
 pub struct Model {
     decoder: Decoder,
-    weights: Weights,
+    /// On each device.
+    weights: Vec<Weights>,
     vocabulary: usize,
 }
 
@@ -26,7 +26,17 @@ impl Model {
     /// Weights without an embedding.
     pub fn new(decoder: Decoder, weights: Weights) -> Result<Self> {
         let vocabulary = decoder.head(&weights)?.dim(0)?;
-        Ok(Self { decoder, weights, vocabulary })
+        Ok(Self { decoder, weights: vec![weights], vocabulary })
+    }
+
+    /// The same with its weights on the devices of the ranks that will compute with it.
+    ///
+    /// # Errors
+    /// A GPU without memory for them.
+    pub fn on(self, devices: &Devices) -> Result<Self> {
+        let copy = |device: &ringspan_candle::RankDevice| on_device(&self.weights[0], device.tensors());
+        let weights = devices.iter().map(copy).collect::<ringspan_models::Result<_>>()?;
+        Ok(Self { weights, ..self })
     }
 
     /// The computation.
@@ -34,9 +44,9 @@ impl Model {
         &self.decoder
     }
 
-    /// The numbers.
-    pub fn weights(&self) -> &Weights {
-        &self.weights
+    /// The numbers, where a rank computes.
+    pub fn weights(&self, rank: usize) -> &Weights {
+        &self.weights[rank % self.weights.len()]
     }
 
     /// Tokens V that the model knows.
@@ -49,14 +59,15 @@ impl Model {
         self.decoder.config().num_hidden_layers
     }
 
-    /// Hidden states of `tokens` before the last norm: `[T, C]`.
+    /// Hidden states of `tokens` before the last norm, by a rank: `[T, C]`.
     ///
     /// # Errors
     /// Tokens the model does not know, failures of other ranks.
-    pub fn hidden(&self, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
-        let mut hidden = self.decoder.embed(&self.weights, tokens, attend.tensor_parallel())?;
+    pub fn hidden(&self, rank: usize, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
+        let weights = self.weights(rank);
+        let mut hidden = self.decoder.embed(weights, tokens, attend.tensor_parallel())?;
         for layer in 0..self.layers() {
-            hidden = self.decoder.layer(&self.weights, layer, &hidden, attend)?;
+            hidden = self.decoder.layer(weights, layer, &hidden, attend)?;
         }
         Ok(hidden)
     }
@@ -82,6 +93,8 @@ pub struct Mesh {
     pub threads: usize,
     /// How long a rank waits for another.
     pub deadline: Duration,
+    /// What ranks compute on.
+    pub devices: Devices,
     /// Threads of this process, or processes.
     pub ranks: Ranks,
 }
@@ -89,7 +102,14 @@ pub struct Mesh {
 impl Mesh {
     /// One rank with one thread.
     pub const fn single() -> Self {
-        Self { ring: 1, ulysses: 1, threads: 1, deadline: Duration::from_secs(600), ranks: Ranks::threads() }
+        Self {
+            ring: 1,
+            ulysses: 1,
+            threads: 1,
+            deadline: Duration::from_secs(600),
+            devices: Devices::CPU,
+            ranks: Ranks::threads(),
+        }
     }
 
     /// Runs `work` on every rank and returns what each rank of this process returns, in rank order.
@@ -101,7 +121,8 @@ impl Mesh {
         let options = threads::Options { deadline, ..Default::default() };
         let ranks = ring.saturating_mul(ulysses);
         self.ranks.run(ranks, options, |comm| {
-            let group = Arc::new(Group::new(comm, (ring, ulysses), Kernel::new(threads))?);
+            let kernel = self.devices.of(comm.rank()).kernel(threads)?;
+            let group = Arc::new(Group::new(comm, (ring, ulysses), kernel)?);
             pool::run(threads, || work(group))?
         })
     }

@@ -88,9 +88,9 @@ fn score_on_rank(
     let rank = group.rank();
     let (tokens, targets) = (layout.shard(rank, tokens, 1)?, layout.shard(rank, targets, 1)?);
     let context = Context::new(group.clone(), layout.clone(), strategy)?;
-    let hidden = model.hidden(&tokens, &context)?;
-    let hidden = model.decoder().norm(model.weights(), &hidden)?;
-    let head = model.decoder().head(model.weights())?;
+    let hidden = model.hidden(rank, &tokens, &context)?;
+    let hidden = model.decoder().norm(model.weights(rank), &hidden)?;
+    let head = model.decoder().head(model.weights(rank))?;
     let log_probs = loss::log_probs(&hidden, &head, &targets, &WHOLE)?;
     let logits = if logits { Some(loss::logits(&hidden, &head)?.flatten_all()?.to_vec1()?) } else { None };
     Ok((log_probs, logits))

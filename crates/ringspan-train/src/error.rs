@@ -54,16 +54,19 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The loss stopped being a number.
+    /// The loss or its gradient stopped being a number.
     #[error(
-        "the loss is {loss} at step {step} (learning rate {lr:.3e}): lower --lr, lengthen --warmup or set --grad-clip; \
-         nothing of this step was kept"
+        "step {step} computed a loss of {loss} and a gradient norm of {norm} (learning rate {lr:.3e}): nothing of this step was \
+         kept, and the run as it was before it is saved; go on with --resume and a lower --lr or --grad-clip, or look at the \
+         data of this step"
     )]
     Diverged {
         /// The step.
         step: u64,
         /// Its loss.
         loss: f64,
+        /// The norm of its gradients.
+        norm: f64,
         /// Its learning rate.
         lr: f64,
     },

@@ -24,6 +24,16 @@ impl Feed {
         }
     }
 
+    /// A micro-batch as full as any, where they differ.
+    pub(crate) fn fullest(&self) -> Option<Batch> {
+        match self {
+            Self::Text { packer, length, batch_size } => {
+                packer.fullest(*batch_size).map(|sequences| Batch::new(&sequences, *length))
+            }
+            Self::Tokens(_) => None,
+        }
+    }
+
     /// Where the next step begins; always the beginning for a file of tokens.
     pub(crate) fn position(&self) -> Position {
         match self {

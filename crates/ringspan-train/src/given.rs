@@ -8,7 +8,7 @@ use crate::{
     start::Start,
     tokenizer::{BYTE_LEVEL, Tokenizer},
 };
-use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder};
+use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder, texts};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;
@@ -42,12 +42,23 @@ impl Given {
             (None, None) => (default_model::config(config.sequence_length), First::Default),
         };
         if let Some(scaling) = &config.rope_scaling {
-            json = scaling.apply(&json).map_err(model_error)?;
+            json = scaling.apply(&json, Some(config.sequence_length)).map_err(model_error)?;
         }
-        let parsed = serde_json::from_value(json.clone()).map_err(|error| match &config.model_config {
+        // A matter of the training, not of the model that is saved.
+        let mut trained = json.clone();
+        if let (Some(factor), Some(keys)) = (config.router_aux_loss, trained.as_object_mut()) {
+            keys.insert("output_router_logits".into(), json!(factor > 0.0));
+            keys.insert("router_aux_loss_coef".into(), json!(factor));
+        }
+        let parsed: Config = serde_json::from_value(trained).map_err(|error| match &config.model_config {
             Some(path) => Error::Model(format!("{}: {error}", path.display())),
             None => model_error(error),
         })?;
+        if config.router_aux_loss.is_some() && parsed.num_experts().is_none() {
+            return Err(Error::Settings(
+                "--router-aux-loss has no effect: the model has no experts; leave it out".into(),
+            ));
+        }
         Ok((Self { config: parsed, json }, first))
     }
 
@@ -60,9 +71,10 @@ impl Given {
             (None, None) => Some(Tokenizer::byte_level(Path::new("byte-level"))?),
         };
         let Some(tokenizer) = found else { return Ok(None) };
-        // Models often have more rows than their tokenizer has tokens, never fewer.
+        // Models often have more rows than their tokenizer has tokens. Few that are published have fewer, and then the data
+        // decides; a new one can be made to fit.
         let (tokens, vocabulary) = (tokenizer.vocabulary(), self.config.vocab_size);
-        if text && tokens > vocabulary {
+        if text && config.model.is_none() && tokens > vocabulary {
             let problem = format!("has {tokens} tokens, but the model's vocabulary is {vocabulary}");
             return Err(Error::Tokenizer { path: tokenizer.path().into(), problem });
         }
@@ -77,8 +89,9 @@ impl Given {
             Some(named) if named.is_dir() => Tokenizer::read(&named.join(TOKENIZER))?,
             Some(named) => Tokenizer::read(named)?,
             None if beside.exists() => {
-                let tokenizer = Tokenizer::read(&beside)?;
-                self.end_with(&tokenizer)?;
+                let ends = texts::end_tokens(&[], &self.json).map_err(model_error)?;
+                let tokenizer = Tokenizer::read(&beside)?.or_ends(&ends);
+                self.end_with(&tokenizer);
                 return Ok(Some(tokenizer));
             }
             None if !text => return Ok(None),
@@ -96,20 +109,17 @@ impl Given {
         if let Some(keys) = self.json.as_object_mut() {
             keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
         }
-        self.end_with(&tokenizer)?;
+        self.end_with(&tokenizer);
         Ok(Some(tokenizer))
     }
 
     /// Lets `config.json` say where texts end, if it does not: whoever generates stops there.
-    fn end_with(&mut self, tokenizer: &Tokenizer) -> Result<()> {
+    fn end_with(&mut self, tokenizer: &Tokenizer) {
         let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
-        let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return Ok(()) };
-        match tokenizer.ends()?.as_slice() {
-            [] => {}
-            [end] => drop(keys.insert("eos_token_id".into(), json!(end))),
-            ends => drop(keys.insert("eos_token_id".into(), json!(ends))),
+        let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return };
+        if let Some(end) = tokenizer.end_of_text() {
+            keys.insert("eos_token_id".into(), json!(end));
         }
-        Ok(())
     }
 }
 
@@ -129,14 +139,15 @@ impl First {
 fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     let origin = Origin::at(path).map_err(model_error)?;
     if let Some(file) = origin.tokenizer_file() {
-        return Tokenizer::read(&file).map(Some);
+        return Ok(Some(Tokenizer::read(&file)?.or_ends(&origin.end_tokens().map_err(model_error)?)));
     }
     match origin.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
             path: path.join(TOKENIZER),
             problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
         }),
-        found => Ok(found.map(|found| Tokenizer::new(found, path))),
+        None => Ok(None),
+        Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_ends(&origin.end_tokens().map_err(model_error)?))),
     }
 }
 

@@ -14,9 +14,11 @@
 //! ```
 #![deny(missing_docs)]
 
+mod beside;
 pub mod checkpoint;
 mod config;
 pub mod data;
+mod dataset;
 mod default_model;
 mod error;
 mod events;
@@ -27,6 +29,7 @@ mod lr_schedule;
 mod memory;
 mod mesh;
 mod metrics;
+mod model_folder;
 mod observer;
 mod optimizer;
 mod plan;
@@ -47,11 +50,12 @@ pub use events::EventFile;
 pub use hidden::hidden;
 pub use lr_schedule::{Decay, LrSchedule};
 pub use metrics::{EvaluationMetrics, MetricsFile, StepMetrics};
+pub use model_folder::{Exported, export};
 pub use observer::{Observer, Silent, Terminal};
 pub use optimizer::{Method, Optimizer, OptimizerKind, State, Update, clip_scale, sum_of_squares};
 pub use plan::Plan;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{End, Tokenizer};
 pub use trainer::{Outcome, plan, train, train_on};
 pub use trial::{Trial, trial};

@@ -29,8 +29,9 @@ pub struct StepMetrics {
     /// Tokens of this step per second of this step.
     pub tokens_per_second: f64,
     /// Operations of the model per second, as a share of what the ranks reach together in matrix products, measured when
-    /// training began. What is computed twice counts once.
-    pub peak_share: f64,
+    /// training began. What is computed twice counts once. Of GPUs it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_share: Option<f64>,
     /// Share of the step in which the rank that waited most waited for others: transfers that nothing hid, and ranks that
     /// were late.
     pub waited: f64,
@@ -128,7 +129,7 @@ mod tests {
             grad_norm: 1.0,
             tokens: 8,
             tokens_per_second: 4.0,
-            peak_share: 0.5,
+            peak_share: Some(0.5),
             waited: 0.1,
             attention_imbalance: 1.0,
             peak_memory: None,

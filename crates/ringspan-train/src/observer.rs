@@ -103,9 +103,9 @@ impl Observer for Terminal {
 
     fn stepped(&mut self, m: &StepMetrics) {
         let left = self.left(m.step);
-        let (speed, share) = (grouped(m.tokens_per_second.round() as u64), 100.0 * m.peak_share);
-        let text =
-            format!("loss {:.4}, {speed} tokens/s ({share:.0}% of peak, {:.0}% waiting)", m.loss, 100.0 * m.waited);
+        let speed = grouped(m.tokens_per_second.round() as u64);
+        let share = m.peak_share.map_or_else(String::new, |share| format!("{:.0}% of peak, ", 100.0 * share));
+        let text = format!("loss {:.4}, {speed} tokens/s ({share}{:.0}% waiting)", m.loss, 100.0 * m.waited);
         if let Some(bar) = &self.bar {
             bar.set_position(m.step);
             bar.set_message(text);

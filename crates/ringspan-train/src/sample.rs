@@ -11,14 +11,14 @@ use rand_chacha::{
     rand_core::{RngCore, SeedableRng},
 };
 use ringspan::{
-    Documents, Group, Kernel, Layout, LayoutKind, Strategy,
+    Documents, Group, Layout, LayoutKind, Strategy,
     comm::{
         Communicator,
         threads::{self, Options},
     },
 };
-use ringspan_candle::{context::Context, loss, pool};
-use ringspan_models::{Decoder, Origin};
+use ringspan_candle::{RankDevice, context::Context, loss, pool};
+use ringspan_models::{Decoder, Origin, on_device};
 use std::sync::Arc;
 
 /// Tokens of the held-out text that the sample goes on from.
@@ -39,7 +39,7 @@ pub struct Sample {
 }
 
 /// A sample of the model in the run's folder, at a fixed temperature; none where there is no text, or the model is too large for a moment's work.
-pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sample>> {
+pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -> Result<Option<Sample>> {
     let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
     let affordable = (BUDGET / (2 * parameters.max(1) * WINDOW as u64)) as usize;
     let (Some(tokenizer), Some(sequence)) = (&setup.tokenizer, setup.held_out.first()) else { return Ok(None) };
@@ -53,9 +53,10 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup) -> Result<Option<Sampl
     }
     let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
+    let weights = on_device(&weights, device.tensors()).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let one = |world: Arc<dyn Communicator>| {
-        let group = Arc::new(Group::new(world, (1, 1), Kernel::new(config.threads))?);
+        let group = Arc::new(Group::new(world, (1, 1), device.kernel(config.threads)?)?);
         let mut random = ChaCha8Rng::seed_from_u64(config.seed);
         let mut tokens = tokens.clone();
         for _ in 0..count {

@@ -11,7 +11,8 @@ pub struct TrainArgs {
     /// A TOML file with any of the settings below; flags override it
     #[arg(value_name = "CONFIG.toml")]
     pub config: Option<PathBuf>,
-    /// Print the plan, memory and bytes sent included, and stop; the exit code is 1 if it does not fit into memory
+    /// Print the plan, memory and bytes sent included, keep the tokens of the text, and stop; the exit code is 1 if it does
+    /// not fit into memory
     #[arg(long)]
     pub dry_run: bool,
     /// The settings given as flags.
@@ -36,7 +37,7 @@ pub struct Settings {
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokenizer: Option<PathBuf>,
     /// Text: a folder of text, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and
-    /// `completion`, or a folder of such files [default: the current folder]
+    /// `completion`, or a folder of such files with no other text beside them [default: the current folder]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub data: Option<PathBuf>,
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
@@ -45,13 +46,25 @@ pub struct Settings {
     /// Jinja file that makes text of `messages` [default: the chat template beside the tokenizer]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub chat_template: Option<PathBuf>,
-    /// Folder where the tokens of a text are kept, so that it is tokenised once [default: tokens, in the output folder]
+    /// Texts to judge the model by, as --data: none of them is learned, and nothing is held out of --data [default: none]
+    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
+    pub eval_data: Option<PathBuf>,
+    /// Share of the documents, or of the end of a lone text, that is held out to judge the model by; 0 for nothing
+    /// [default: 0.05]
+    #[arg(long, value_name = "SHARE", help_heading = "Model and data")]
+    pub held_out: Option<f64>,
+    /// Folder where the tokens of a text are kept, so that it is tokenised once, by a dry run too [default: tokens, in the output folder]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub token_cache: Option<PathBuf>,
-    /// How documents fill the sequences of a step: in-order, or balanced, which deals the same tokens so that attention
+    /// How documents fill the sequences of a step: in-order, or balanced, which deals the same documents so that attention
     /// costs each sequence about the same [default: in-order]
     #[arg(long, value_name = "NAME", help_heading = "Model and data")]
     pub packing: Option<String>,
+    /// What becomes of a document that is longer than a sequence: split (it goes on in another one), truncate (its end is
+    /// left out), drop (it is left out) [default: split for text; truncate for conversations and completions, which are
+    /// never cut otherwise]
+    #[arg(long, value_name = "NAME", help_heading = "Model and data")]
+    pub overlong: Option<String>,
     /// Folder for the trained model, metrics and checkpoints [default: ringspan-out]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub out: Option<PathBuf>,
@@ -66,8 +79,8 @@ pub struct Settings {
     #[arg(long, value_name = "B", help_heading = "Model and data")]
     pub batch_size: Option<usize>,
 
-    /// Stretch the rotary embedding of the given model for longer sequences: linear:F, dynamic:F, yarn:F, as yarn:4
-    /// [default: as config.json says]
+    /// Stretch the rotary embedding of the given model for longer sequences: linear:F, dynamic:F, yarn:F, llama3:F, as
+    /// yarn:4; or give it another base, as theta:8e6 [default: as config.json says]
     #[arg(long, value_name = "KIND:FACTOR", help_heading = "Model and data")]
     pub rope_scaling: Option<String>,
 
@@ -77,7 +90,8 @@ pub struct Settings {
     /// Adapters count alpha / rank times [default: 2 x lora-rank]
     #[arg(long, value_name = "ALPHA", help_heading = "LoRA")]
     pub lora_alpha: Option<f64>,
-    /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]
+    /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj, and without experts
+    /// gate_proj,up_proj,down_proj]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
     /// Share of an adapter's input that is dropped in training, the same on every mesh [default: 0]
@@ -122,6 +136,10 @@ pub struct Settings {
     /// Threads of a rank [default: cores / ranks]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     pub threads: Option<usize>,
+    /// What computes the model: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them). The optimiser, and what
+    /// it updates, stay on the CPU [default: cpu]
+    #[arg(long, value_name = "NAME", help_heading = "Mesh")]
+    pub device: Option<String>,
     /// What is computed again for the backward pass, to save memory: full, keep-attention, nothing
     /// [default: keep-attention]
     #[arg(long, help_heading = "Mesh")]
@@ -144,7 +162,7 @@ pub struct Settings {
     /// for a given one, 2e-4 for adapters; sgd 0.1 for new ones and 1e-3]
     #[arg(long, help_heading = "Optimisation")]
     pub lr: Option<f64>,
-    /// Weight decay of matrices [default: adamw 0.1, sgd 0]
+    /// Weight decay of matrices [default: adamw 0.1, but 0 for adapters; sgd 0]
     #[arg(long, help_heading = "Optimisation")]
     pub weight_decay: Option<f64>,
     /// AdamW: decay of the mean [default: 0.9]
@@ -171,6 +189,10 @@ pub struct Settings {
     /// Micro-batches of a step [default: 1]
     #[arg(long, value_name = "N", help_heading = "Optimisation")]
     pub grad_accumulation: Option<usize>,
+    /// Factor of the loss that keeps the experts of a sparse model even; 0 for none [default: as config.json says:
+    /// router_aux_loss_coef where output_router_logits is true]
+    #[arg(long, value_name = "F", help_heading = "Optimisation")]
+    pub router_aux_loss: Option<f64>,
     /// Seed of the new model and of the order of the documents [default: 0]
     #[arg(long, help_heading = "Optimisation")]
     pub seed: Option<u64>,
@@ -187,6 +209,9 @@ pub struct Settings {
     /// Most held-out tokens of a look [default: 131072]
     #[arg(long, value_name = "N", help_heading = "Saving and looking")]
     pub eval_tokens: Option<usize>,
+    /// Type in which the trained model is saved: f32, bf16 [default: that of --model, f32 for a new one]
+    #[arg(long, value_name = "TYPE", help_heading = "Saving and looking")]
+    pub export_dtype: Option<String>,
     /// Folder for event files that TensorBoard reads [default: none are written]
     #[arg(long, value_name = "DIR", help_heading = "Saving and looking")]
     pub tensorboard: Option<PathBuf>,

@@ -3,10 +3,8 @@
 use crate::{
     checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
     config::{RUN_FILE, Source, TrainConfig},
-    data::{
-        Batch, Content, Corpus, Encoder, Packer, Position, Sequence, Template, cache, cache::Found, fingerprint, read,
-        read_tokens,
-    },
+    data::{Batch, Sequence, fingerprint},
+    dataset::{Dataset, Unsaved},
     error::{Error, Result},
     feed::Feed,
     given::Given,
@@ -17,7 +15,6 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
-use ringspan_candle::kept::Storage;
 use ringspan_models::{Config, Decoder, Weights};
 use serde_json::Value;
 use std::{
@@ -46,27 +43,15 @@ pub(crate) struct Setup {
     pub(crate) losses: Losses,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
+    /// How documents end and are packed, in words.
+    pub(crate) notes: Vec<String>,
+    /// What a person should look at before the data is learned.
+    pub(crate) warnings: Vec<String>,
+    /// The token that ends what is learned, where there is one.
+    pub(crate) end: Option<u32>,
     pub(crate) plan: Plan,
     /// Tokens that are in no file yet.
     pub(crate) unsaved: Option<Unsaved>,
-}
-
-/// Tokens to be kept, under their key.
-pub(crate) struct Unsaved {
-    key: u64,
-    corpus: Corpus,
-}
-
-impl Unsaved {
-    /// Writes them into `folder`; the same tokens, in that file.
-    fn save(self, folder: &Path) -> Result<Corpus> {
-        cache::save(folder, self.key, &self.corpus)?;
-        Ok(match cache::open(folder, self.key)? {
-            Found::Tokens(mapped) if mapped.fingerprint == self.corpus.fingerprint => mapped,
-            // Somebody else has been there meanwhile.
-            _ => self.corpus,
-        })
-    }
 }
 
 impl Setup {
@@ -75,22 +60,16 @@ impl Setup {
         let (mut given, first) = Given::new(config)?;
         let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
         let start = first.start(&decoder, config.seed, ranks_here(config))?;
-        if let Some(lora) = &config.lora {
-            decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
+        if let Some(lora) = config.lora_of(&decoder) {
+            decoder = decoder.with_lora(lora).map_err(model_error)?;
         }
-        let start = start.with_lora(config.lora.as_ref());
-        if decoder.experts() > 0 && config.activations != Storage::F32 {
-            return Err(Error::Settings(format!(
-                "--activations {} does not go with experts: what a router sees when a layer is computed again would be rounded, \
-                 and tokens near a tie would go to other experts than before",
-                config.activations
-            )));
-        }
+        let start = start.with_lora(decoder.lora());
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
         let tokenizer = given.tokenizer(config)?;
         let Given { config: model_config, json: config_json } = given;
-        let data = open_data(config, tokenizer.as_ref(), model_config.vocab_size)?;
+        let threads = config.threads * ranks_here(config);
+        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads)?;
         let mut feed = data.feed.clone();
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
         if config.resume {
@@ -98,10 +77,11 @@ impl Setup {
             same_configuration(config, &saved, &setup.config_json)?;
             if saved.progress.step >= config.lr.steps {
                 return Err(Error::Settings(format!(
-                    "the run in {} has done {} of {} steps: to go on, give more with --steps",
-                    config.out.display(),
+                    "the run in {out} has done {} of {} steps: to go on, give more with --steps; `ringspan export {out}` writes \
+                     its model once more",
                     saved.progress.step,
-                    config.lr.steps
+                    config.lr.steps,
+                    out = config.out.display()
                 )));
             }
             if let Feed::Text { packer, .. } = &mut feed {
@@ -122,7 +102,7 @@ impl Setup {
         let mesh = RunMesh::new(config, &decoder)?;
         let start = Start::weights(weights, ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
-        let data = Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None };
+        let data = Dataset::fed(Feed::Tokens(batch), identity);
         Ok(Self::of(Value::Null, decoder, mesh, start, None, data))
     }
 
@@ -144,11 +124,11 @@ impl Setup {
         mesh: RunMesh,
         start: Start,
         tokenizer: Option<Tokenizer>,
-        data: Data,
+        data: Dataset,
     ) -> Self {
         let shapes = decoder.shapes();
         let model = identity(decoder.config(), &shapes);
-        let Data { feed, held_out, identity: data, unsaved } = data;
+        let Dataset { feed, held_out, identity: data, notes, warnings, end, unsaved } = data;
         Self {
             plan: Plan::default(),
             config_json,
@@ -162,15 +142,19 @@ impl Setup {
             losses: Losses::default(),
             model,
             data,
+            notes,
+            warnings,
+            end,
             feed,
             shapes,
             unsaved,
         }
     }
 
-    /// The batch whose shape the plan is made for: the first one of the run.
-    pub(crate) fn first_batch(&self, accumulation: usize) -> Option<Batch> {
-        self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens)
+    /// The batch whose shape the plan is made for: the fullest of the first step, or of all where some are fuller.
+    pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
+        let first = self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
+        self.feed.fullest().or(first)
     }
 }
 
@@ -180,7 +164,7 @@ fn ranks_here(config: &TrainConfig) -> usize {
 }
 
 /// What a checkpoint of a model belongs to.
-fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
+pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
     let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
     let numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
         name.bytes().map(u64::from).chain(shape.iter().map(|&d| d as u64)).collect()
@@ -202,7 +186,7 @@ fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
 
 /// Refuses a configuration that computes something else than the checkpoint's: names and shapes may be the same, and its
 /// weights would go on as those of another model. Keys that nothing is computed with may change.
-fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
+pub(crate) fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
     let refuse = |problem: String| Err(Error::Checkpoint { path: saved.path.clone(), problem });
     let before = &saved.progress.config;
     if before.is_null() {
@@ -244,83 +228,20 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
     Error::Model(error.to_string())
 }
 
-/// Data as it is fed, and what it is.
-struct Data {
-    feed: Feed,
-    held_out: Vec<Sequence>,
-    identity: Identity,
-    unsaved: Option<Unsaved>,
-}
-
-fn open_data(config: &TrainConfig, tokenizer: Option<&Tokenizer>, vocabulary: usize) -> Result<Data> {
-    match (&config.source, tokenizer) {
-        (Source::Tokens(path), _) => {
-            let batch = read_tokens(path, vocabulary)?;
-            let identity = Identity {
-                summary: format!("{} sequences of {} tokens in {}", batch.rows, batch.length, path.display()),
-                fingerprint: fingerprint(batch.tokens.iter().map(|&t| u64::from(t)).chain([batch.length as u64])),
-            };
-            Ok(Data { feed: Feed::Tokens(batch), held_out: Vec::new(), identity, unsaved: None })
-        }
-        (Source::Text(path), Some(tokenizer)) => open_text(config, path, tokenizer),
-        (Source::Text(path), None) => {
-            Err(Error::Data { path: path.clone(), problem: "text needs a tokenizer, and there is none".into() })
-        }
-    }
-}
-
-fn open_text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer) -> Result<Data> {
-    let texts = read(path, std::slice::from_ref(&config.out))?;
-    let chat = texts.documents.iter().any(|document| matches!(document.content, Content::Chat { .. }));
-    let template = match (&config.chat_template, tokenizer.folder()) {
-        (Some(file), _) if !chat => {
-            return Err(Error::Settings(format!(
-                "--chat-template {} has no effect: {} holds no `messages`; leave it out",
-                file.display(),
-                path.display()
-            )));
-        }
-        (Some(file), folder) => Some(Template::read(file, folder)?),
-        (None, Some(folder)) if chat => Template::of_model(folder)?,
-        _ => None,
-    };
-    let encoder = Encoder::new(tokenizer, template.as_ref());
-    let key = Corpus::key(&texts, &encoder)?;
-    let mut notes: Vec<String> = texts.skipped.words().map(|words| format!("skipped {words}")).into_iter().collect();
-    let (corpus, kept) = match cache::open(&config.token_cache, key)? {
-        Found::Tokens(corpus) => (corpus, true),
-        Found::Nothing => (Corpus::new(&texts, &encoder, path)?, false),
-        Found::Damaged(why) => {
-            notes.push(format!("{} is made again: {why}", cache::path(&config.token_cache, key).display()));
-            (Corpus::new(&texts, &encoder, path)?, false)
-        }
-    };
-    let notes = if notes.is_empty() { String::new() } else { format!(" ({})", notes.join("; ")) };
-    let identity = Identity {
-        summary: format!(
-            "{} documents of {}: {} tokens to train on, {} held out{notes}",
-            texts.documents.len(),
-            path.display(),
-            grouped(corpus.train_tokens() as u64),
-            grouped(corpus.held_out_tokens() as u64)
-        ),
-        fingerprint: corpus.fingerprint,
-    };
-    let length = config.sequence_length;
-    let held_out = Packer::once(&corpus.held_out, length, config.eval_tokens);
-    let packer = Packer::new(corpus.train.clone(), length, config.seed, Position::default()).with(config.packing);
-    let feed = Feed::Text { packer, length, batch_size: config.batch_size };
-    Ok(Data { feed, held_out, identity, unsaved: (!kept).then_some(Unsaved { key, corpus }) })
-}
-
 /// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.
 pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
     std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
     let mut settings = config.settings.clone();
     let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
     settings.out = None;
-    let Settings { model, model_config, tokenizer, chat_template, token_cache, tensorboard, .. } = &mut settings;
-    for path in [model, chat_template].into_iter().flatten() {
+    // Defaults that other settings decide, which a resumed run may change: it goes on with those it began with.
+    settings.warmup = Some(config.lr.warmup);
+    if let Source::Text(_) = config.source {
+        settings.batch_size = Some(config.batch_size);
+    }
+    let Settings { model, model_config, tokenizer, chat_template, eval_data, token_cache, tensorboard, .. } =
+        &mut settings;
+    for path in [model, chat_template, eval_data].into_iter().flatten() {
         *path = absolute(path)?;
     }
     // Links stay: what lies beside a file lies beside the link that names it. Others may not be there yet.

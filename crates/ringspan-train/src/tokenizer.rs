@@ -4,15 +4,21 @@ use crate::{
     data::special_tokens,
     error::{Error, Result},
 };
-use serde_json::json;
+use ringspan_models::texts::{self, Around};
+use serde_json::{Value, json};
 use std::{
+    fmt,
     ops::Range,
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
-/// Names under which models keep the token that ends a document, in order of preference.
+/// Names under which models keep the token that ends a document, in order of preference, for those that do not say.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
+
+/// Who says which token ends a document: its configuration, and its name.
+const NAMED: &str = "eos_token of tokenizer_config.json";
+const USUAL: &str = "by its name";
 
 /// What Hugging Face keeps beside `tokenizer.json`: special tokens by what they are for, and often the chat template.
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
@@ -20,27 +26,84 @@ pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// Tokens of the byte-level tokenizer.
 pub(crate) const BYTE_LEVEL: usize = 257;
 
-/// A tokenizer and the token that ends a document.
+/// The token that ends a document, and who says so.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct End {
+    /// The token.
+    pub id: u32,
+    /// How it is spelled.
+    pub token: String,
+    /// Where this is said, in words.
+    pub said: &'static str,
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (token {}, {})", self.token, self.id, self.said)
+    }
+}
+
+/// A tokenizer, what it puts before a text, and the token that ends a document.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    around: Around,
     /// The same, to which text that spells a special token is that token. Large, so made when it is needed.
     templated: OnceLock<tokenizers::Tokenizer>,
-    end_of_text: Option<u32>,
+    end: Option<End>,
     path: PathBuf,
     /// Where the files lie that belong to it; none for bytes, and for what a GGUF file holds.
     folder: Option<PathBuf>,
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json`. What lies beside it belongs to it: the chat template, the names of its tokens.
+    /// Reads a `tokenizer.json`. What lies beside it belongs to it: the chat template, the names of its tokens. Documents
+    /// end with the `eos_token` of `tokenizer_config.json`, else with the first `eos_token_id` of `generation_config.json`
+    /// or `config.json` that is a special token, else with a special token of a usual name.
     ///
     /// # Errors
-    /// [`Error::Tokenizer`] when the file is missing or damaged.
+    /// [`Error::Tokenizer`] when the file is missing or damaged, [`Error::Template`] and [`Error::Model`] for a damaged file
+    /// beside it.
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
         let folder = path.parent().map(Path::to_path_buf);
-        Ok(Self { folder, ..Self::parse(&bytes, path)? })
+        let mut read = Self { folder, ..Self::parse(&bytes, path)? };
+        let Some(folder) = &read.folder else { return Ok(read) };
+        let named = special_tokens(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token");
+        if let Some(named) = named.as_ref().and_then(Value::as_str)
+            && let Some(id) = read.inner.token_to_id(named)
+        {
+            read.end = Some(End { id, token: named.into(), said: NAMED });
+        }
+        let config = ringspan_models::folder::config_json(folder).ok().unwrap_or_default();
+        let ends = texts::end_tokens(&[folder.as_path()], &config).map_err(|e| Error::Model(e.to_string()))?;
+        Ok(read.or_ends(&ends))
+    }
+
+    /// The same with the first special token of `ends`, the `eos_token_id` of a model, as that which ends documents, unless
+    /// a file beside the tokenizer names one.
+    #[must_use]
+    pub fn or_ends(mut self, ends: &[u32]) -> Self {
+        let asked = self.end.as_ref().is_none_or(|end| end.said == USUAL);
+        if let Some(end) = ends.iter().find_map(|&id| self.end_if_special(id, "eos_token_id")).filter(|_| asked) {
+            self.end = Some(end);
+        }
+        self
+    }
+
+    fn end_if_special(&self, id: u32, said: &'static str) -> Option<End> {
+        self.special(id).map(|token| End { id, token: token.into(), said })
+    }
+
+    /// The spelling of a token that is special.
+    pub(crate) fn special(&self, id: u32) -> Option<&str> {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.get(&id).filter(|token| token.special).map(|token| token.content.as_str())
+    }
+
+    /// The spelling of a token.
+    pub(crate) fn spelling(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
     }
 
     /// 257 tokens: token b is the byte b, token 256 is `<|endoftext|>`. `path` names it in messages.
@@ -64,16 +127,23 @@ impl Tokenizer {
     fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         let inner = tokenizers::Tokenizer::from_bytes(bytes)
             .map_err(|e| Error::Tokenizer { path: path.into(), problem: e.to_string() })?;
-        Ok(Self::new(inner, path))
+        Self::new(inner, path)
     }
 
-    /// A tokenizer that is here; `path` names it in messages.
-    #[must_use]
-    pub fn new(mut inner: tokenizers::Tokenizer, path: &Path) -> Self {
+    /// A tokenizer that is here, without the cuts and the padding that it may ask for; `path` names it in messages.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] for a post-processor that fails.
+    pub fn new(inner: tokenizers::Tokenizer, path: &Path) -> Result<Self> {
+        let wrong = |e: tokenizers::Error| Error::Tokenizer { path: path.into(), problem: e.to_string() };
+        let mut inner = texts::uncut(inner).map_err(wrong)?;
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
-        let end_of_text = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
-        Self { inner, templated: OnceLock::new(), end_of_text, path: path.into(), folder: None }
+        let around = Around::of(&inner).map_err(wrong)?;
+        let read = Self { inner, around, templated: OnceLock::new(), end: None, path: path.into(), folder: None };
+        let usual = END_OF_TEXT.iter().filter_map(|name| read.inner.token_to_id(name));
+        let end = usual.into_iter().find_map(|id| read.end_if_special(id, USUAL));
+        Ok(Self { end, ..read })
     }
 
     /// The tokens of `text`, without special tokens.
@@ -85,6 +155,21 @@ impl Tokenizer {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
             Err(e) => Err(Error::Tokenizer { path: self.path.clone(), problem: e.to_string() }),
         }
+    }
+
+    /// Special tokens that stand before a text, as `<s>`.
+    #[must_use]
+    pub fn before(&self) -> &[u32] {
+        &self.around.before
+    }
+
+    /// Special tokens that stand behind a text: those of the post-processor, then that which ends a document unless it is
+    /// among them.
+    #[must_use]
+    pub fn behind(&self) -> Vec<u32> {
+        let mut behind = self.around.behind.clone();
+        behind.extend(self.end_of_text().filter(|end| !behind.contains(end)));
+        behind
     }
 
     /// The tokens of what a template wrote, in which special tokens are spelled out, with the bytes each stands for.
@@ -127,22 +212,13 @@ impl Tokenizer {
     /// The token that ends a document, when the tokenizer has one.
     #[must_use]
     pub fn end_of_text(&self) -> Option<u32> {
-        self.end_of_text
+        self.end.as_ref().map(|end| end.id)
     }
 
-    /// Tokens that end a text: the one that its [`TOKENIZER_CONFIG`] calls so, and the one that documents end with here.
-    ///
-    /// # Errors
-    /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
-    pub(crate) fn ends(&self) -> Result<Vec<u32>> {
-        let named = match &self.folder {
-            Some(folder) => special_tokens(&folder.join(TOKENIZER_CONFIG))?.remove("eos_token"),
-            None => None,
-        };
-        let named = named.and_then(|name| self.inner.token_to_id(name.as_str()?));
-        let mut ends: Vec<u32> = named.into_iter().chain(self.end_of_text).collect();
-        ends.dedup();
-        Ok(ends)
+    /// The same, with who says so.
+    #[must_use]
+    pub fn end(&self) -> Option<&End> {
+        self.end.as_ref()
     }
 
     /// The folder of the files that belong to it, where there is one.
@@ -213,6 +289,60 @@ mod tests {
         let again = Tokenizer::read(&path).unwrap();
         assert_eq!(again.encode("Ünï\n").unwrap(), tokenizer.encode("Ünï\n").unwrap());
         assert_eq!(again.to_json().unwrap(), tokenizer.to_json().unwrap());
+    }
+
+    /// A tokenizer in which `</s>` is an HTML tag, as in Gemma's, with two special tokens.
+    fn with_tag(folder: &Path) -> PathBuf {
+        let bytes = Tokenizer::byte_level(Path::new("bytes")).unwrap();
+        let mut json: Value = serde_json::from_str(&bytes.to_json().unwrap()).unwrap();
+        let token = |id: u32, content: &str, special: bool| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": special})
+        };
+        json["added_tokens"] =
+            json!([token(256, "</s>", false), token(257, "<eos>", true), token(258, "<turn>", true)]);
+        let path = folder.join("tokenizer.json");
+        std::fs::write(&path, json.to_string()).unwrap();
+        path
+    }
+
+    #[test]
+    fn documents_end_with_what_the_files_say_and_never_with_a_tag() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = with_tag(folder.path());
+        let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
+        let end = || Tokenizer::read(&path).unwrap().end().map(|end| (end.token.clone(), end.said));
+        assert_eq!(end(), Some(("<eos>".into(), USUAL)));
+        write("config.json", r#"{"eos_token_id": [256, 258]}"#);
+        assert_eq!(end(), Some(("<turn>".into(), "eos_token_id")));
+        write("generation_config.json", r#"{"eos_token_id": 257}"#);
+        assert_eq!(end(), Some(("<eos>".into(), "eos_token_id")));
+        write("tokenizer_config.json", r#"{"eos_token": {"content": "<turn>"}}"#);
+        assert_eq!(end(), Some(("<turn>".into(), NAMED)));
+        // The model of an adapter's folder says it after the files beside the tokenizer.
+        assert_eq!(Tokenizer::read(&path).unwrap().or_ends(&[257]).end_of_text(), Some(258));
+        write("generation_config.json", "{");
+        let message = Tokenizer::read(&path).unwrap_err().to_string();
+        assert!(message.contains("generation_config.json"), "{message}");
+    }
+
+    #[test]
+    fn a_long_text_is_whole_whatever_the_file_asks_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = with_tag(folder.path());
+        let mut json: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        json["truncation"] = json!({"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0});
+        json["padding"] = json!({"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": null,
+            "pad_id": 257, "pad_type_id": 0, "pad_token": "<eos>"});
+        std::fs::write(&path, json.to_string()).unwrap();
+        let tokenizer = Tokenizer::read(&path).unwrap();
+        for len in [3, 100] {
+            let text = "x".repeat(len);
+            assert_eq!(tokenizer.encode(&text).unwrap().len(), len);
+            assert_eq!(tokenizer.encode_templated(&text).unwrap().len(), len);
+        }
+        let saved: Value = serde_json::from_str(&tokenizer.to_json().unwrap()).unwrap();
+        assert_eq!((&saved["truncation"], &saved["padding"]), (&Value::Null, &Value::Null));
     }
 
     #[test]

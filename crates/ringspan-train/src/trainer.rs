@@ -1,7 +1,8 @@
 //! From a configuration to a trained model folder.
 
 use crate::{
-    checkpoint::{Identity, write_file},
+    beside,
+    checkpoint::Identity,
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
@@ -12,12 +13,12 @@ use crate::{
     rank::{Host, Rank},
     sample::{Sample, sample},
     setup::{Setup, write_settings},
-    tokenizer::{TOKENIZER_CONFIG, Tokenizer},
+    tokenizer::Tokenizer,
 };
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads::Options;
-use ringspan_candle::pool;
+use ringspan_candle::{Devices, pool};
 use std::{
     path::PathBuf,
     sync::{Mutex, PoisonError, atomic::AtomicBool},
@@ -63,12 +64,17 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
     train_on(&Ranks::threads(), config, stop, observer)
 }
 
-/// What [`train`] would do, in numbers. Reads model, data and checkpoint, computes and writes nothing.
+/// What [`train`] would do, in numbers. Reads model, data and checkpoint, and computes nothing. Of the data it keeps the
+/// tokens, so that the training does not make them a second time; where they cannot be kept, the plan says so.
 ///
 /// # Errors
 /// What [`train`] refuses; that it does not fit into memory is said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
-    Setup::new(config).map(|setup| setup.plan)
+    let mut setup = Setup::new(config)?;
+    if let Err(error) = setup.keep_tokens(config) {
+        setup.plan.data_warnings.push(format!("the tokens are not kept: {error}"));
+    }
+    Ok(setup.plan)
 }
 
 /// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
@@ -89,6 +95,7 @@ pub fn train_on(
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }
+    let devices = Devices::open(config.device, ranks.local_rank())?;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");
@@ -106,7 +113,7 @@ pub fn train_on(
     let host = Mutex::new(Host { observer, metrics, allocated: Allocated::new(config.allocated) });
     let options = Options { deadline: config.deadline, ..Options::default() };
     let ends = ranks.run(config.ranks(), options, |world| {
-        pool::run(config.threads, || Rank::new(config, &setup, world)?.train(stop, &host))?
+        pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &host))?
     })?;
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
@@ -114,11 +121,8 @@ pub fn train_on(
     let peak_allocated = host.into_inner().unwrap_or_else(PoisonError::into_inner).allocated.most();
     let mut shown = None;
     if !end.interrupted && ranks.lead() {
-        if let Some(tokenizer) = &setup.tokenizer {
-            write_file(&config.out.join("tokenizer.json"), tokenizer.to_json()?.as_bytes())?;
-            keep_template(config, tokenizer)?;
-        }
-        shown = sample(config, &setup)?;
+        beside::keep(config, setup.tokenizer.as_ref(), &setup.config_json, setup.end)?;
+        shown = sample(config, &setup, devices.of(0))?;
     }
     Ok(Outcome {
         step: end.step,
@@ -148,17 +152,4 @@ fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     all.push(("the data".into(), in_words(&setup.data)));
     all.push(("the first step".into(), setup.first_step.to_string()));
     Ok(all)
-}
-
-/// Puts what says how people talk with the model beside its tokenizer: a model is asked in the words it was trained with.
-fn keep_template(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
-    const TEMPLATE: &str = "chat_template.jinja";
-    let beside = |name: &str| tokenizer.folder().map(|folder| folder.join(name)).filter(|path| path.exists());
-    let template = config.chat_template.clone().or_else(|| beside(TEMPLATE));
-    for (name, from) in [(TEMPLATE, template), (TOKENIZER_CONFIG, beside(TOKENIZER_CONFIG))] {
-        if let Some(from) = from {
-            write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
-        }
-    }
-    Ok(())
 }

@@ -8,7 +8,7 @@ use crate::{
     setup::Setup,
 };
 use ringspan::comm::{ranks::Ranks, threads::Options};
-use ringspan_candle::pool;
+use ringspan_candle::{Devices, pool};
 use ringspan_models::{Decoder, Weights};
 use std::collections::BTreeMap;
 
@@ -35,11 +35,12 @@ pub fn trial(
     (decoder, weights): (&Decoder, &Weights),
     batch: &Batch,
 ) -> Result<Option<Trial>> {
+    let devices = Devices::open(config.device, ranks.local_rank())?;
     let setup = Setup::of_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let trials = ranks.run(config.ranks(), options, |world| {
         let first = world.rank() == 0;
-        let mine = pool::run(config.threads, || on_rank(Rank::new(config, &setup, world)?, &setup, batch))??;
+        let mine = pool::run(config.threads, || on_rank(Rank::new(config, &setup, &devices, world)?, &setup, batch))??;
         Ok::<_, crate::Error>(mine).map(|trial| if first { trial } else { Trial::default() })
     })?;
     Ok(trials.into_iter().next().filter(|_| ranks.lead()))

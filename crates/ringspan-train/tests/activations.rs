@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Memory, run, text, tiny_model};
+use common::{Memory, run, sparse, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::sync::atomic::AtomicBool;
 
@@ -51,4 +51,43 @@ fn losses_stay_close_on_every_mesh() {
     let mut memory = Memory::default();
     train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
     assert_eq!(memory.steps.iter().map(|step| step.step).collect::<Vec<_>>(), [11, 12]);
+}
+
+/// Experts, too, whose tokens go where they went before their layer was computed again.
+#[test]
+fn losses_of_a_sparse_model_stay_close_on_every_mesh() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let (model, data) = (tiny_model(root), text(root));
+    sparse(&model);
+    let settings = |name: &str, activations: &str, recompute: &str| Settings {
+        model: Some(model.clone()),
+        data: Some(data.clone()),
+        out: Some(root.join(name)),
+        activations: Some(activations.into()),
+        recompute: Some(recompute.into()),
+        sequence_length: Some(64),
+        batch_size: Some(4),
+        steps: Some(10),
+        lr: Some(1e-2),
+        sample_tokens: Some(0),
+        ..Settings::default()
+    };
+    let losses = |settings: Settings| run(settings).1.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
+    let whole = losses(Settings { ring: Some(1), ..settings("whole", "f32", "keep-attention") });
+    assert!(whole[0] - whole[9] > 1.0, "it learns: {whole:?}");
+    for (name, recompute, ring, tp, ep, moe_dp) in [
+        ("one", "nothing", 1, 1, None, None),
+        ("inputs", "full", 2, 1, None, None),
+        ("dealt", "nothing", 3, 1, Some(3), None),
+        ("by width", "nothing", 2, 1, Some(1), Some(1)),
+        ("both", "nothing", 2, 2, Some(2), None),
+        ("both, with attention", "keep-attention", 4, 1, Some(2), Some(1)),
+    ] {
+        let mesh = Settings { ring: Some(ring), tp: Some(tp), ep, moe_dp, ..settings(name, "bf16", recompute) };
+        let rounded = losses(mesh);
+        assert!((rounded[0] - whole[0]).abs() < 1e-5, "{name}: the first step knows no rounding");
+        let off = rounded.iter().zip(&whole).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+        assert!(off > 1e-9 && off < 5e-3, "{name}: losses are off by {off:.1e}: {rounded:?}, {whole:?}");
+    }
 }

@@ -32,7 +32,7 @@ fn read<T: serde::de::DeserializeOwned>(path: &Path) -> T {
 #[test]
 fn text_tokens_and_learned_words_are_those_of_transformers() {
     let conversations: Vec<Conversation> = read(&fixtures().join("conversations.json"));
-    for name in ["turns", "headers", "brackets"] {
+    for name in ["turns", "headers", "brackets", "thinking"] {
         let folder = fixtures().join(name);
         let expected: Vec<Expected> = read(&folder.join("expected.json"));
         assert_eq!(conversations.len(), expected.len());

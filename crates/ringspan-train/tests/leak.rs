@@ -10,7 +10,7 @@ use ringspan::{
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{context::Context, loss};
 use ringspan_models::{Config, Decoder};
-use ringspan_train::data::{Batch, IGNORE, Packer, Store};
+use ringspan_train::data::{Batch, Fit, IGNORE, Packer, Store};
 use std::sync::Arc;
 
 const LENGTHS: [usize; 4] = [13, 29, 1, 21];
@@ -21,7 +21,8 @@ fn batch(change: Option<usize>) -> Batch {
     if let Some(index) = change {
         documents[1][index] = 255;
     }
-    Batch::new(&Packer::once(&Store::new(&documents), 64, usize::MAX), 64)
+    let store = Store::new(&documents);
+    Batch::new(&Packer::once(&store, &Fit::text(&store), 64, usize::MAX), 64)
 }
 
 /// Log-probability of every target of the batch, in the batch's order.

@@ -8,7 +8,7 @@ use meshes::{meshes, meshes_of_experts};
 use ringspan_models::{Weights, folder};
 use ringspan_train::{
     Settings, Tokenizer,
-    data::{Batch, Corpus, Encoder, IGNORE, Packer, Position, Template, read},
+    data::{Batch, Corpus, Encoder, Fit, HeldOut, Overlong, Packer, Position, Template, read},
 };
 use std::path::Path;
 
@@ -144,6 +144,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     let settings = |name: &str| Settings {
         data: Some(data.clone()),
         chat_template: Some(template.clone()),
+        overlong: Some("split".into()),
         sequence_length: Some(40),
         batch_size: Some(3),
         ..settings(root, name)
@@ -151,11 +152,14 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     // What the three steps of three rows are made of.
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
     let parsed = Template::read(&template, None).unwrap();
-    let corpus = Corpus::new(&read(&data, &[]).unwrap(), &Encoder::new(&tokenizer, Some(&parsed)), &data).unwrap();
-    let mut packer = Packer::new(corpus.train, 40, 0, Position::default());
+    let texts = read(&data, &[]).unwrap();
+    let encoder = Encoder::new(&tokenizer, Some(&parsed));
+    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &encoder, &data).unwrap();
+    let fit = Fit::new(&corpus.train, 40, true, Overlong::Split);
+    let mut packer = Packer::new(corpus.train, 40, 0, Position::default()).fitted(fit);
     let steps: Vec<Batch> = (0..3).map(|_| Batch::new(&packer.next_sequences(3), 40)).collect();
-    let silent = |targets: &[u32]| targets.iter().all(|&target| target == IGNORE);
-    assert!(steps.iter().any(|step| step.targets.chunks(40).any(silent)), "a row without any target");
+    let rows = |step: &Batch| (0..3).map(|row| step.part(row, 3).real_tokens()).collect::<Vec<_>>();
+    assert!(steps.iter().any(|step| rows(step).iter().any(|&tokens| tokens < 40)), "a row with padding");
     let learned: u64 = steps.iter().map(Batch::valid_targets).sum();
     assert!((10..120).contains(&learned), "{learned} of 360 tokens are learned");
 

@@ -173,9 +173,9 @@ fn a_named_tokenizer_says_which_tokens_end_a_text() {
         ["eos", "bos", "pad"].map(|kind| json[format!("{kind}_token_id")].clone())
     };
     assert_eq!(exported("by-name", Some(&named)), [json!(256), Value::Null, Value::Null]);
-    // Its folder says it, too; documents end with the other one all the same.
+    // Its folder says it, too, and is heard first.
     fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": {"content": "a"}}"#).unwrap();
-    assert_eq!(exported("by-folder", Some(&named)), [json!([97, 256]), Value::Null, Value::Null]);
+    assert_eq!(exported("by-folder", Some(&named)), [json!(97), Value::Null, Value::Null]);
     fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
     assert_eq!(exported("by-both", Some(&named.join("tokenizer.json"))), [json!(256), Value::Null, Value::Null]);
     // Beside the configuration lies the tokenizer that it speaks of.

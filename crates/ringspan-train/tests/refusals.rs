@@ -63,15 +63,6 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     refused(root, ready(Some(2), Some(4)), &["ep 2", "moe_dp 4", "6"]);
     fs::write(model.join("config.json"), dense).unwrap();
     fs::write(model.join("model.safetensors"), weights).unwrap();
-    let experts = root.join("experts");
-    sparse(&experts);
-    let rounded = |recompute: &str| Settings {
-        activations: Some("bf16".into()),
-        recompute: Some(recompute.into()),
-        ..with(&experts, &data)
-    };
-    refused(root, rounded("nothing"), &["--activations bf16", "experts"]);
-    refused(root, rounded("full"), &["--activations bf16", "experts"]);
     let tokens = tokens(root, &[1, 2, 999]);
     let ready = Settings { model: Some(model.clone()), tokens: Some(tokens), ..Settings::default() };
     refused(root, ready, &["[0, 2] is 999", "0 to 256"]);

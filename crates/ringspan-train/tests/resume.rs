@@ -281,3 +281,64 @@ fn balanced_packing_and_conversations_go_on_where_they_stood() {
     let message = resumed(&cut.out, Settings { steps: Some(9), ..Settings::default() }).unwrap_err().to_string();
     assert!(message.contains("another data"), "{message}");
 }
+
+/// Steps are seen to be no numbers before anything is updated, so what was trained until then is worth keeping.
+#[test]
+fn a_run_that_diverges_keeps_the_steps_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    for (name, save_every) in [("never", 0), ("always", 1)] {
+        let wild = Settings {
+            optimizer: Some("sgd".into()),
+            lr: Some(1e30),
+            warmup: Some(0),
+            save_every: Some(save_every),
+            ..settings(root, name)
+        };
+        let config = TrainConfig::resolve(wild).unwrap();
+        let error = train(&config, &AtomicBool::new(false), &mut Memory::default()).unwrap_err();
+        assert!(matches!(error, ringspan_train::Error::Diverged { step: 2, .. }), "{error}");
+        for word in ["step 2", "norm", "--resume"] {
+            assert!(error.to_string().contains(word), "{error}");
+        }
+        assert!(config.out.join("checkpoints/step-000001/state.json").exists(), "{name}");
+        // Read, and told the same: its parameters are too far off for another step.
+        let again = resumed(&config.out, Settings { lr: Some(1e-3), ..Settings::default() }).unwrap_err();
+        assert!(matches!(again, ringspan_train::Error::Diverged { step: 2, .. }), "{again}");
+    }
+}
+
+/// What other settings decide by default stays as it was when those change.
+#[test]
+fn a_resumed_run_keeps_its_batches_and_tells_of_other_learning_rates() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let begun = Settings { batch_size: None, dp_shard: Some(2), ring: None, ..settings(root, "run") };
+    let (outcome, first) = run(begun);
+    let given = Settings { dp_shard: Some(1), ring: Some(2), steps: Some(40), ..Settings::default() };
+    let args =
+        TrainArgs { settings: Settings { resume: Some(outcome.out.clone()), ..given.clone() }, ..TrainArgs::default() };
+    let plan = ringspan_train::plan(&TrainConfig::from_args(&args).unwrap()).unwrap();
+    for word in ["begun", "8 steps", "step 9", "0.000e0"] {
+        assert!(plan.optimizer.contains(word), "'{word}' is not in: {}", plan.optimizer);
+    }
+    let (_, memory) = resumed(&outcome.out, Settings { steps: Some(9), ..given }).unwrap();
+    let of_step = first.steps[0].tokens;
+    assert_eq!(memory.steps[0].tokens - first.steps.last().unwrap().tokens, of_step, "tokens of a step");
+    let same = TrainArgs {
+        settings: Settings { resume: Some(outcome.out), steps: Some(9), ..Settings::default() },
+        ..TrainArgs::default()
+    };
+    assert_eq!(TrainConfig::from_args(&same).unwrap().lr.warmup, 0, "a tenth of 8 steps, not of 40");
+    // A run that is cut shorter than its warm-up still ends.
+    let (longer, _) = run(Settings { warmup: Some(6), ..settings(root, "longer") });
+    let shorter = TrainArgs {
+        settings: Settings { resume: Some(longer.out), steps: Some(4), ..Settings::default() },
+        ..TrainArgs::default()
+    };
+    assert_eq!(TrainConfig::from_args(&shorter).unwrap().lr.warmup, 3);
+}

@@ -5,7 +5,7 @@ mod common;
 use common::{run, text, tiny_model};
 use ringspan_train::{
     Settings, Tokenizer,
-    data::{Content, Corpus, Encoder, Skipped, Text, Texts, cache},
+    data::{Content, Corpus, Encoder, HeldOut, Skipped, Text, Texts, cache},
 };
 use std::{fs, path::Path};
 
@@ -47,9 +47,9 @@ fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
 
     // That the tokens come from the file shows where it holds those of another text.
     let other = Text { name: "x".into(), content: Content::Text("quite another text ".repeat(40)) };
-    let texts = Texts { documents: vec![other], skipped: Skipped::default() };
+    let texts = Texts { documents: vec![other], skipped: Skipped::default(), suspects: Vec::new() };
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
-    let corpus = Corpus::new(&texts, &Encoder::new(&tokenizer, None), root).unwrap();
+    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &Encoder::new(&tokenizer, None), root).unwrap();
     let name = file.file_stem().unwrap().to_str().unwrap();
     let key = u64::from_str_radix(name.strip_prefix("tokens-").unwrap(), 16).unwrap();
     cache::save(&kept, key, &corpus).unwrap();

@@ -11,7 +11,8 @@
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::bf16;
 use ringspan::kernel::{
-    Buckets, Data, Dropout, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score, Sums, Tile, View,
+    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score, Sums,
+    Tile, View,
 };
 use ringspan::mask::Band;
 use std::hint::black_box;
@@ -110,8 +111,9 @@ impl Case {
     fn backward(&self, kernel: &Kernel, (lse, delta): &(Vec<f32>, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
         let [dq, dk, dv] = sums;
         let mut d_table = vec![0.0; score(self.h, self.d).table_len()];
-        let mut sums = Sums { dq, dk, dv, d_table: &mut d_table, d_bias: &mut [] };
-        let saved = Saved { lse, delta, d_out: self.d_out() };
+        let (dq, dk, dv, d_table) = (dq.into(), dk.into(), dv.into(), (&mut d_table).into());
+        let mut sums = Sums { dq, dk, dv, d_table, d_bias: FloatsMut::Host(&mut []) };
+        let saved = Saved { lse: Data::F32(lse), delta: Data::F32(delta), d_out: self.d_out() };
         self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums).expect("a CPU does not fail"));
     }
 

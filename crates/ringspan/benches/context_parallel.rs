@@ -2,7 +2,8 @@
 //! in turn in one process, on the same problem.
 //!
 //! The ratio of speeds is the efficiency; beside it stands the balance that the schedule counts, which is what a layout
-//! can reach when every rank has a core of its own. `cargo bench -p ringspan --bench context_parallel [-- S]`
+//! can reach when every rank has a core of its own. `cargo bench -p ringspan --bench context_parallel [-- S [ROW..]]`, where
+//! a row is named by words as printed: `8192 "8 ring zigzag"`.
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads;
@@ -70,6 +71,7 @@ fn main() -> Result<(), Error> {
     // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
     let quick = !std::env::args().any(|argument| argument == "--bench");
     let len = arguments.next().and_then(|given| given.parse().ok()).unwrap_or(if quick { 256 } else { 8192 });
+    let wanted: Vec<String> = arguments.collect();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     println!("S={len} H={HEADS} G={KV_HEADS} D={DIM} causal, f32; efficiency against 1 rank of {cores} threads");
     println!("{:>5} {:>20} {:>20} {:>8} {:>8} {:>8}", "ranks", "strategy", "layout", "forward", "backward", "balance");
@@ -88,6 +90,11 @@ fn main() -> Result<(), Error> {
         of(LayoutKind::Balanced(None)),
     ];
     for case in cases {
+        let Case { ranks, kind, strategy, .. } = case;
+        let row = format!("{ranks} {strategy} {kind}");
+        if !wanted.is_empty() && !wanted.contains(&row) {
+            continue;
+        }
         let mut rounds: [Vec<f64>; 2] = Default::default();
         for _ in 0..if quick { 1 } else { ROUNDS } {
             let (alone, many) = (run(one, len)?, run(case, len)?);
@@ -96,7 +103,6 @@ fn main() -> Result<(), Error> {
             }
         }
         let [forward, backward] = rounds.map(median);
-        let Case { ranks, kind, strategy, .. } = case;
         let (kind, strategy, balance) = (kind.to_string(), strategy.to_string(), balance(case, len)?);
         println!("{ranks:>5} {strategy:>20} {kind:>20} {forward:>8.3} {backward:>8.3} {balance:>8.3}");
     }

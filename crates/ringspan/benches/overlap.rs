@@ -49,7 +49,7 @@ fn main() -> Result<(), Error> {
     let ranks = std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8);
     let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, len), ranks)?;
     let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::full(), (ranks, 1))?;
-    let sizes = Sizes { heads: HEADS, kv_heads: HEADS, dim: DIM, v_dim: DIM, wire: 4 };
+    let sizes = Sizes { heads: HEADS, kv_heads: HEADS, dim: DIM, v_dim: DIM, wire: 4, bias_heads: 0 };
     let hops = ranks - 1;
     let block = schedule.bytes_sent(Pass::Forward, 0, &sizes)? as f64 / hops as f64;
     let rounds = if quick { 1 } else { ROUNDS };

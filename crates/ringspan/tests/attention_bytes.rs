@@ -2,7 +2,10 @@
 
 mod support;
 
-use ringspan::{Documents, LayoutKind, Mask, Strategy};
+use ringspan::attention::{Inputs, Wire, forward};
+use ringspan::comm::threads;
+use ringspan::kernel::{Data, View};
+use ringspan::{Documents, Group, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use support::{On, Problem};
 
 const LEN: usize = 96;
@@ -63,4 +66,43 @@ fn a_window_asks_only_the_neighbours_it_reaches() {
         problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (4, 1))).expect("runs");
     let block = all_keys(&problem) / 4;
     assert_eq!(got.bytes_forward, vec![block, block, block, 0]);
+}
+
+#[test]
+fn tensors_travel_as_they_are_stored() {
+    let problem = Problem::new(1, LEN, 4, 4, 16, Mask::full());
+    let inputs = problem.inputs_of(Wire::Bf16, 3);
+    let wanted = problem.reference(&inputs);
+    for (grid, elements) in [((4, 1), 3 * all_keys(&problem) / 4 / 4), ((1, 4), LEN as u64 / 4 * 3 * 3 * 16)] {
+        for stored in [Wire::F32, Wire::Bf16, Wire::F16] {
+            // No wire is given.
+            let on = On { stored, wire: stored, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
+            let got = problem.on_mesh(&inputs, on).expect("runs");
+            assert!(wanted.difference(&got, 8e-3).is_none(), "{on:?}");
+            let width = if stored == Wire::F32 { 4 } else { 2 };
+            // Out and log-sum-exp of Ulysses come back in f32.
+            let back = if grid.1 > 1 { 3 * (LEN as u64 / 4) * (16 + 1) * 4 } else { 0 };
+            assert_eq!(got.bytes_forward, vec![elements * width + back; 4], "{on:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_with_tensors_of_other_types_do_not_take_one_for_the_other() {
+    let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 8), 2).expect("ranks");
+    for grid in [(2, 1), (1, 2)] {
+        let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::full(), grid).expect("fits");
+        let (long, bf16, f16) =
+            (vec![0.5f32; 4 * 2 * 8], vec![half::bf16::ONE; 4 * 2 * 8], vec![half::f16::ONE; 4 * 2 * 8]);
+        let types = [Data::F32(&long), Data::Bf16(&bf16), Data::F16(&f16)];
+        for (a, b) in [(0, 1), (1, 2), (2, 1), (2, 0)] {
+            let call = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
+                let data = types[if comm.rank() == 0 { a } else { b }];
+                let group = Group::new(comm, grid, support::kernel()?)?;
+                let view = View::stored(data, 4, 2, 8).expect("its size");
+                forward(&group, &schedule, &Inputs::new(view, view, view, &Score::new(0.3)))
+            };
+            assert!(threads::run(2, threads::Options::default(), call).is_err(), "{a} and {b} on {grid:?}");
+        }
+    }
 }

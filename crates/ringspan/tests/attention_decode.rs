@@ -9,13 +9,21 @@ use ringspan::{Error, Layout, LayoutKind, Mask, Run};
 use support::{Problem, relative_l2};
 
 /// Output, log-sum-exp and bytes sent of every rank.
-fn on_ranks(problem: &Problem, ranks: usize, block: usize, merge: Merge) -> Vec<(Vec<f32>, Vec<f32>, u64)> {
+fn on_ranks(
+    problem: &Problem,
+    ranks: usize,
+    block: usize,
+    together: bool,
+    merge: Merge,
+) -> Vec<(Vec<f32>, Vec<f32>, u64)> {
     let inputs = problem.inputs(5);
     let Problem { queries, keys, heads, kv_heads, dim, v_dim, .. } = *problem;
     let layout = Layout::new(LayoutKind::Striped(block), &problem.k_documents, ranks).expect("ranks");
     let query = [Run { document: 0, start: 0, len: queries, step: 1 }];
-    // Blocks wider than a token have runs of step 1; single tokens a step of P, which queries in a row do not have.
     let each: Vec<Run> = (0..queries).map(|start| Run { start, len: 1, ..query[0] }).collect();
+    // Stripes of up to 16 tokens are runs with a step of P times their width, wider ones have a step of 1: queries in a row
+    // pair up with the latter alone.
+    let queries_of = if together { &query[..] } else { &each };
     let run = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
         let rank = comm.rank();
         let group = Group::new(comm.clone(), (ranks, 1), support::kernel()?)?;
@@ -24,7 +32,7 @@ fn on_ranks(problem: &Problem, ranks: usize, block: usize, merge: Merge) -> Vec<
         let held = layout.tokens(rank);
         let q = view(&inputs.q, queries, heads, dim);
         let local = Inputs::new(q, view(&k, held, kv_heads, dim), view(&v, held, kv_heads, v_dim), &problem.score);
-        let tokens = Tokens { queries: &each, keys: layout.runs(rank), frames: (queries, keys) };
+        let tokens = Tokens { queries: queries_of, keys: layout.runs(rank), frames: (queries, keys) };
         let before = comm.bytes_sent();
         let (out, lse) = decode(&group, &problem.mask, &tokens, &local, merge)?;
         Ok::<_, Error>((out, lse, comm.bytes_sent() - before))
@@ -35,10 +43,14 @@ fn on_ranks(problem: &Problem, ranks: usize, block: usize, merge: Merge) -> Vec<
 fn check(problem: Problem) {
     let wanted = problem.reference(&problem.inputs(5));
     for ranks in [1, 2, 3, 4, 7, 8] {
-        for (block, merge) in [(1, Merge::AllGather), (16, Merge::Tree), (64, Merge::AllGather), (1, Merge::Tree)] {
-            let answers = on_ranks(&problem, ranks, block, merge);
+        for (block, merge) in
+            [(1, Merge::AllGather), (16, Merge::Tree), (17, Merge::Tree), (64, Merge::AllGather), (1, Merge::Tree)]
+        {
+            let together = block > 1 || merge == Merge::Tree;
+            let answers = on_ranks(&problem, ranks, block, together, merge);
             for (rank, (out, lse, _)) in answers.iter().enumerate() {
-                let what = format!("{}, rank {rank} of {ranks}, blocks of {block}, {merge:?}", problem.name);
+                let what =
+                    format!("{}, rank {rank} of {ranks}, blocks of {block}, {together}, {merge:?}", problem.name);
                 assert!(relative_l2(out, &wanted.out) <= 1e-5, "{what}: out");
                 assert!(relative_l2(lse, &wanted.lse) <= 1e-5, "{what}: lse");
                 assert_eq!((out, lse), (&answers[0].0, &answers[0].1), "{what}: other bits than rank 0");
@@ -94,7 +106,8 @@ fn the_exchange_is_one_state_a_message() {
     let problem = Problem::cross(1, 1, 64, 4, 2, 32, Mask::causal_bottom_right());
     let state = (4 * (32 + 2) * 4) as u64;
     for ranks in [2, 4, 8] {
-        let sent = |merge| on_ranks(&problem, ranks, 16, merge).into_iter().map(|answer| answer.2).collect::<Vec<_>>();
+        let sent =
+            |merge| on_ranks(&problem, ranks, 16, true, merge).into_iter().map(|answer| answer.2).collect::<Vec<_>>();
         assert_eq!(sent(Merge::AllGather), vec![(ranks as u64 - 1) * state; ranks]);
         let tree = sent(Merge::Tree);
         assert_eq!(tree.iter().sum::<u64>(), 2 * (ranks as u64 - 1) * state);

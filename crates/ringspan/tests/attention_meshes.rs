@@ -97,7 +97,7 @@ fn windows() {
         [(Some(9), None), (Some(40), Some(0)), (Some(3), Some(5)), (None, Some(7))].into_iter().enumerate()
     {
         on_all_meshes(&Problem::new(1, 150, 4, 2, 16, Mask::full().window(left, right)), turn);
-        on_all_meshes(&Problem::new(1, 150, 4, 2, 16, Mask::causal().window(left, right)), turn + 1);
+        on_all_meshes(&Problem::new(1, 150, 4, 2, 16, Mask::causal().window(left, None)), turn + 1);
     }
 }
 
@@ -150,6 +150,7 @@ fn cross_attention_and_queries_behind_a_cache() {
             Mask::causal(),
             Mask::causal_bottom_right(),
             Mask::causal_bottom_right().window(Some(6), None),
+            Mask::full_bottom_right().window(Some(6), Some(3)),
         ]
         .into_iter()
         .enumerate()

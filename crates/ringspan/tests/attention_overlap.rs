@@ -76,6 +76,9 @@ impl Communicator for Noted {
         let number = self.started(Event::Receives);
         Ok(self.pending(self.inner.receive(from, tag)?, Event::HasReceived(number)))
     }
+    fn progress(&self) {
+        self.inner.progress();
+    }
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
         self.inner.all_to_all(parts)
     }
@@ -102,16 +105,18 @@ impl Communicator for Noted {
     }
 }
 
-/// What each rank of a ring does in a forward pass, and in a backward pass.
-fn events(ranks: usize) -> Vec<[Vec<Event>; 2]> {
-    let (len, heads, dim) = (300 * ranks, 2, 32);
+/// What each rank of a mesh does in a forward pass, and in a backward pass.
+fn events(ring: usize, ulysses: usize, chunks: usize) -> Vec<[Vec<Event>; 2]> {
+    let ranks = ring * ulysses;
+    let (len, heads, dim) = (300 * ranks, 2 * ulysses, 32);
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), ranks).expect("ranks");
-    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("fits");
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ring, ulysses)).expect("fits");
+    let schedule = schedule.with_head_chunks(chunks);
     let run = threads::run(ranks, threads::Options::default(), |comm| {
         let log = Log::default();
         let own = log.clone();
         let kernel = Kernel::new(1).with_progress(Arc::new(move || note(&own, Event::Computes)));
-        let group = Group::new(Arc::new(Noted { inner: comm, log: log.clone() }), (ranks, 1), kernel)?;
+        let group = Group::new(Arc::new(Noted { inner: comm, log: log.clone() }), (ring, ulysses), kernel)?;
         let values = random(layout.tokens(0) * heads * dim, 1);
         let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");
         let score = Score::new(0.1);
@@ -128,7 +133,7 @@ fn events(ranks: usize) -> Vec<[Vec<Event>; 2]> {
 #[test]
 fn every_block_travels_while_its_receiver_computes() {
     for ranks in [2, 4] {
-        for (rank, [forward, backward]) in events(ranks).into_iter().enumerate() {
+        for (rank, [forward, backward]) in events(ranks, 1, 1).into_iter().enumerate() {
             let position = |events: &[Event], event: Event| events.iter().position(|e| *e == event);
             let computes_between = |events: &[Event], from: usize, to: usize| {
                 events[from..to].iter().filter(|event| **event == Event::Computes).count()
@@ -158,5 +163,25 @@ fn every_block_travels_while_its_receiver_computes() {
             let hidden = backward.iter().enumerate().filter(hidden).count();
             assert!(hidden >= 2 * (ranks - 1) - 1, "rank {rank} of {ranks}: {hidden} hidden in {backward:?}");
         }
+    }
+}
+
+#[test]
+fn a_part_of_the_heads_travels_while_another_is_computed() {
+    for (rank, [forward, backward]) in events(1, 2, 2).into_iter().enumerate() {
+        let hidden = |events: &[Event]| {
+            let ends = |number| events.iter().position(|event| *event == Event::HasReceived(number));
+            let computes = |from: usize, to: usize| events[from..to].iter().filter(|e| **e == Event::Computes).count();
+            let of = |(at, event): (usize, &Event)| match *event {
+                Event::Receives(number) => Some(computes(at, ends(number)?) >= 2),
+                _ => None,
+            };
+            let received: Vec<bool> = events.iter().enumerate().filter_map(of).collect();
+            (received.iter().filter(|hidden| **hidden).count(), received.len())
+        };
+        // q, k and v of the second part come while the first is computed; out and lse of the first return while the
+        // second is. Backward d_out and two statistics come with them, and dq, dk and dv return.
+        assert_eq!(hidden(&forward), (5, 10), "rank {rank}: {forward:?}");
+        assert_eq!(hidden(&backward), (9, 18), "rank {rank}: {backward:?}");
     }
 }

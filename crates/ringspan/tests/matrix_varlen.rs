@@ -168,7 +168,7 @@ fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
 
         let layout = Layout::new(LayoutKind::Zigzag, &problem.q_documents, ranks).expect("ranks");
         let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &problem.mask, (ranks, 1)).expect("plans");
-        let sizes = Sizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: width as usize };
+        let sizes = Sizes { heads: 4, kv_heads: 2, dim: 32, v_dim: 32, wire: width as usize, bias_heads: 0 };
         for rank in 0..ranks {
             let sends = |pass| {
                 let plan = schedule.plan(pass, rank);

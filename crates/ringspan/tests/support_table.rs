@@ -38,7 +38,12 @@ fn problems(feature: Feature) -> Vec<Problem> {
         Feature::CausalBottomRight => vec![Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right())],
         Feature::Window => masked(Mask::full().window(Some(6), Some(3))),
         Feature::WindowBehindCache => {
-            vec![Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right().window(Some(9), Some(2)))]
+            // 11 queries behind a cache of 26 keys: query i stands at key 26 + i.
+            let of = |mask, sees| Problem { visible: Some(sees), ..Problem::cross(2, 11, 37, 4, 2, 16, mask) };
+            vec![
+                of(Mask::full_bottom_right().window(Some(9), Some(2)), |i, j| 17 + i <= j && j <= 28 + i),
+                of(Mask::causal_bottom_right().window(Some(9), None), |i, j| 17 + i <= j && j <= 26 + i),
+            ]
         }
         Feature::Chunked => masked(Mask::causal().chunked(10).expect("not 0")),
         Feature::PrefixLm => masked(Mask::causal().prefix_lm([5, 12])),

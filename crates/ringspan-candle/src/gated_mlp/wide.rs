@@ -1,11 +1,30 @@
 //! Gate and up of all tokens, which wait for the backward.
 
-use crate::kept::{Storage, copy, round, widen};
+use crate::kept::{Kept, Storage, copy, round, widen};
 use half::bf16;
 
-/// The two wide results of a gated layer, `[T, W]` each.
+/// The two wide results of a gated layer, `[T, W]` each, where it was computed.
 #[derive(Debug, Clone)]
-pub struct Wide(Numbers);
+pub enum Wide {
+    /// Kept tile by tile.
+    Cpu(Tiles),
+    /// Kept whole.
+    Gpu([Kept; 2]),
+}
+
+impl Wide {
+    /// Numbers of each of the two.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Cpu(tiles) => tiles.len(),
+            Self::Gpu([gate, _]) => gate.len(),
+        }
+    }
+}
+
+/// Both on the CPU.
+#[derive(Debug, Clone)]
+pub struct Tiles(Numbers);
 
 #[derive(Debug, Clone)]
 enum Numbers {
@@ -13,7 +32,7 @@ enum Numbers {
     Rounded([Vec<bf16>; 2]),
 }
 
-impl Wide {
+impl Tiles {
     /// Room for `size` numbers twice.
     pub(super) fn new(size: usize, storage: Storage) -> Self {
         Self(match storage {
@@ -22,8 +41,7 @@ impl Wide {
         })
     }
 
-    /// Numbers of each of the two.
-    pub(super) fn len(&self) -> usize {
+    fn len(&self) -> usize {
         match &self.0 {
             Numbers::Whole([gate, _]) => gate.len(),
             Numbers::Rounded([gate, _]) => gate.len(),

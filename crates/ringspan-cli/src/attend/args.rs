@@ -1,9 +1,10 @@
 //! The flags of `ringspan attend`.
 
-use crate::device::DeviceName;
 use crate::mesh::MeshArgs;
+use anyhow::{Result, bail};
 use ringspan::schedule::Strategy;
 use ringspan::{LayoutKind, Mask};
+use ringspan_candle::DeviceName;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -65,10 +66,12 @@ pub(crate) struct AttendArgs {
     /// zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
     pub(crate) layout: Option<LayoutKind>,
-    /// full, causal (aligned to the first key) or causal-bottom-right (aligned to the last: i counts from Sk - Sq)
+    /// full or causal (aligned to the first key), full-bottom-right or causal-bottom-right (aligned to the last: i counts
+    /// from Sk - Sq)
     #[arg(long, default_value = "full", value_name = "NAME")]
     pub(crate) mask: MaskName,
-    /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit
+    /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit. A RIGHT above 0 needs a full
+    /// mask
     #[arg(long, value_name = "LEFT,RIGHT", allow_hyphen_values = true, value_parser = window)]
     pub(crate) window: Option<Window>,
     /// Cut the tokens of each document into chunks of N; a query sees keys of its own chunk
@@ -114,9 +117,11 @@ pub(crate) struct AttendArgs {
 
 impl AttendArgs {
     /// The mask that --mask and --window ask for together.
-    pub(crate) fn visibility(&self) -> Mask {
-        let Window { left, right } = self.window.unwrap_or_default();
-        self.mask.mask().window(left, right)
+    ///
+    /// # Errors
+    /// A window that sees ahead, and a causal mask.
+    pub(crate) fn visibility(&self) -> Result<Mask> {
+        self.mask.within(self.window)
     }
 
     /// The layout asked for, or the one that suits the mask.
@@ -182,21 +187,38 @@ pub(crate) enum MaskName {
     Causal,
     /// Query i sees keys up to i + Sk - Sq
     CausalBottomRight,
+    /// Every query sees every key; windows and chunks count from i + Sk - Sq
+    FullBottomRight,
 }
 
 impl MaskName {
-    pub(crate) fn mask(self) -> Mask {
-        match self {
-            Self::Full => Mask::full(),
-            Self::Causal => Mask::causal(),
-            Self::CausalBottomRight => Mask::causal_bottom_right(),
+    /// The mask within a window.
+    ///
+    /// # Errors
+    /// A window that sees ahead, and a causal mask.
+    pub(crate) fn within(self, window: Option<Window>) -> Result<Mask> {
+        let Window { left, right } = window.unwrap_or_default();
+        let ahead = right.unwrap_or(0);
+        let (mask, causal) = match self {
+            Self::Full => (Mask::full(), None),
+            Self::FullBottomRight => (Mask::full_bottom_right(), None),
+            Self::Causal => (Mask::causal(), Some(("causal", "full"))),
+            Self::CausalBottomRight => {
+                (Mask::causal_bottom_right(), Some(("causal-bottom-right", "full-bottom-right")))
+            }
+        };
+        if let Some((name, other)) = causal.filter(|_| ahead > 0) {
+            bail!(
+                "--window sees {ahead} keys ahead, which --mask {name} hides: give --mask {other}, or a RIGHT of 0 or -1"
+            );
         }
+        Ok(mask.window(left, right))
     }
 
     /// The layout that suits it.
     pub(crate) fn layout(self) -> LayoutKind {
         match self {
-            Self::Full => LayoutKind::Contiguous,
+            Self::Full | Self::FullBottomRight => LayoutKind::Contiguous,
             Self::Causal | Self::CausalBottomRight => LayoutKind::Zigzag,
         }
     }
@@ -224,6 +246,17 @@ pub(crate) fn window(text: &str) -> Result<Window, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_window_that_sees_ahead_needs_a_full_mask() {
+        let ahead = Some(Window { left: None, right: Some(9) });
+        for (name, other) in [(MaskName::Causal, "--mask full,"), (MaskName::CausalBottomRight, "full-bottom-right")] {
+            let message = name.within(ahead).expect_err("keys ahead").to_string();
+            assert!(message.contains("9 keys ahead") && message.contains(other), "{message}");
+            assert!(name.within(Some(Window { left: Some(3), right: Some(0) })).is_ok());
+        }
+        assert!(MaskName::Full.within(ahead).is_ok() && MaskName::FullBottomRight.within(ahead).is_ok());
+    }
 
     #[test]
     fn windows_are_two_numbers_and_minus_one_is_no_limit() {

@@ -6,10 +6,10 @@ use crate::device::Devices;
 use crate::files::Given;
 use crate::mesh::DEADLINE;
 use anyhow::{Context, Result, bail};
-use ringspan::attention::{self, Forward, Gradients, Inputs, Wire};
+use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
-use ringspan::kernel::{Data, View};
+use ringspan::kernel::{Data, Held, Kernel, View};
 use ringspan::schedule::HeadShare;
 use ringspan::{Group, Schedule};
 use std::sync::Arc;
@@ -71,28 +71,36 @@ impl Work<'_> {
         let d_out =
             d_out.as_ref().map(|d_out| view(d_out.data(), queries.len(), sizes.heads, sizes.v_dim)).transpose()?;
         let bias = self.terms.bias.as_ref().map(|bias| (self.bias_rows(bias, &queries), bias.shape[1]));
-        let mut inputs = Inputs::new(q, k, v, &self.terms.score);
-        if let Some((rows, heads)) = &bias {
-            inputs = inputs.with_bias(view(Data::F32(rows), queries.len(), *heads, sizes.keys)?);
-        }
+        let bias =
+            bias.as_ref().map(|(rows, heads)| view(Data::F32(rows), queries.len(), *heads, sizes.keys)).transpose()?;
+        // A GPU gets them once, whatever is repeated.
+        let kernel = group.kernel();
+        let (q, k, v) = (kernel.hold(q)?, kernel.hold(k)?, kernel.hold(v)?);
+        let (d_out, bias) = (hold(kernel, d_out)?, hold(kernel, bias)?);
+        let bias = bias.as_ref().map(Held::view);
+        let inputs = Inputs { bias, ..Inputs::new(q.view(), k.view(), v.view(), &self.terms.score) };
 
         let (mut seconds_forward, mut seconds_backward) = (Vec::new(), Vec::new());
         let mut last = None;
         for _ in 0..self.repeat {
             drop(last.take());
             let start = (together(&*comm)?, comm.bytes_sent());
-            let forward = attention::forward(&group, schedule, &inputs)?;
+            let forward = on_device::forward(&group, schedule, &inputs)?;
+            kernel.wait()?;
             let middle = (comm.bytes_sent(), together(&*comm)?, comm.bytes_sent());
             seconds_forward.push((middle.1 - start.0).as_secs_f64());
-            let gradients = match d_out {
-                Some(d_out) => Some(attention::backward(&group, schedule, &inputs, &forward, d_out)?),
+            let gradients = match &d_out {
+                Some(d_out) => Some(on_device::backward(&group, schedule, &inputs, &forward, d_out.view())?),
                 None => None,
             };
+            kernel.wait()?;
             let end = (comm.bytes_sent(), together(&*comm)?);
             seconds_backward.push((end.1 - middle.1).as_secs_f64());
             last = Some((forward, gradients, middle.0 - start.1, end.0 - middle.2));
         }
         let (forward, gradients, bytes_sent_forward, bytes_sent_backward) = last.context("nothing was computed")?;
+        let forward = forward.to_host(kernel)?;
+        let gradients = gradients.map(|gradients| gradients.to_host(kernel)).transpose()?;
         let shares = HeadShare::all(sizes.heads, sizes.kv_heads, schedule.grid())?;
         let heads = shares[schedule.grid().place(rank).1].query.len();
         let report = RankReport {
@@ -172,6 +180,11 @@ const TENSORS: [Place; 8] = [
 fn together(comm: &dyn Communicator) -> Result<Instant> {
     comm.barrier()?;
     Ok(Instant::now())
+}
+
+/// A tensor that may be missing, where a rank's kernel computes.
+fn hold<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<Held<'a>>> {
+    Ok(view.map(|view| kernel.hold(view)).transpose()?)
 }
 
 fn view(data: Data<'_>, tokens: usize, heads: usize, dim: usize) -> Result<View<'_>> {

@@ -12,7 +12,7 @@ use safetensors::Dtype;
 /// The mask that flags and tensors ask for together; `documents` is their number.
 pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<Mask> {
     let path = file.path().display();
-    let mut mask = args.visibility();
+    let mut mask = args.visibility()?;
     if let Some(size) = args.chunk {
         mask = mask.chunked(size).context("--chunk")?;
     }

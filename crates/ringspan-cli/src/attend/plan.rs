@@ -72,7 +72,8 @@ impl Plan {
                 let machine = Machine { flops, ring: link, ulysses: link, line: false };
                 let bytes = if wire == Wire::F32 { 4 } else { 2 };
                 let input::Sizes { heads, kv_heads, dim, v_dim, .. } = sizes;
-                let sizes = Sizes { heads, kv_heads, dim, v_dim, wire: bytes };
+                let bias_heads = terms.bias.as_ref().map_or(0, |bias| bias.shape[1]);
+                let sizes = Sizes { heads, kv_heads, dim, v_dim, wire: bytes, bias_heads };
                 let passes = if args.backward { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
                 let choice = Choice::cheapest(candidates, &sizes, &machine, passes)?;
                 Ok(Self { schedule: choice.schedule.clone(), layout, wire, choice: Some(choice) })

@@ -5,8 +5,9 @@
 use super::Block;
 use crate::architecture::Sparse;
 use crate::error::Result;
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, Tensor};
 use ringspan_candle::experts::pressed;
+use ringspan_candle::linear::linear;
 use ringspan_candle::{Attend, Expert, Experts, Load, Routing};
 
 impl Block<'_> {
@@ -16,14 +17,14 @@ impl Block<'_> {
             return self.no_tokens(sparse, h, attend);
         }
         let experts = attend.experts();
-        let mut probabilities = softmax(&self.linear("mlp.gate", h, false, attend)?)?;
+        let mut probabilities = softmax(&self.router(h)?)?;
         for pressure in experts.pressures(self.index) {
             probabilities = pressed(&probabilities, pressure)?;
         }
         let rows = probabilities.to_vec2::<f32>()?;
         let chosen: Vec<u32> = rows.iter().flat_map(|row| largest(row, sparse.top)).collect();
         experts.routed(self.index, load(&rows, &chosen, sparse.experts))?;
-        let places = Tensor::from_slice(&chosen, (rows.len(), sparse.top), &Device::Cpu)?;
+        let places = Tensor::from_slice(&chosen, (rows.len(), sparse.top), probabilities.device())?;
         let mut weights = probabilities.gather(&places, 1)?;
         if sparse.normed {
             weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
@@ -40,11 +41,22 @@ impl Block<'_> {
         self.mix(x, &Routing { chosen: Vec::new(), weights }, experts)
     }
 
+    /// Logits `[T, E]`.
+    fn router(&self, h: &Tensor) -> Result<Tensor> {
+        let (name, weight) = ("mlp.gate", self.get("mlp.gate.weight")?);
+        match self.keeper {
+            Some(keeper) => keeper.router(&self.name(name), h, weight),
+            None => Ok(linear(h, weight, None)?),
+        }
+    }
+
     fn mix(&self, x: &Tensor, routing: &Routing, experts: &dyn Experts) -> Result<Tensor> {
         let expert = |index: usize| -> Result<Expert> {
             let part = |name: &str| self.get(&format!("mlp.experts.{index}.{name}.weight")).cloned();
             Ok(Expert { gate: part("gate_proj")?, up: part("up_proj")?, down: part("down_proj")? })
         };
+        // A layer that is computed again need not have its values.
+        debug_assert!(!self.decoder.model.post_norms, "what experts give is only added to the layer's input");
         let expert = |index: usize| expert(index).map_err(candle_core::Error::wrap);
         Ok(experts.mix(self.index, x, routing, &expert)?)
     }

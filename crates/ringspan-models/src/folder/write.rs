@@ -6,16 +6,71 @@ use crate::decoder::Weights;
 use crate::error::{Error, Result};
 use crate::tensor_file::TensorFile;
 use candle_core::{DType, Tensor};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use tempfile::NamedTempFile;
 
 /// Bytes of data from which a model is cut into several files.
 const SHARD: u64 = 5_000_000_000;
+
+/// The type in which a model is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SavedType {
+    /// As it is trained.
+    #[default]
+    F32,
+    /// Rounded, in half the bytes.
+    Bf16,
+}
+
+impl SavedType {
+    /// That of the weights beside a `config.json`: bf16 where it says so, else f32.
+    pub fn of(config: &Value) -> Self {
+        let word = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(*key)?.as_str());
+        if word == Some("bfloat16") { Self::Bf16 } else { Self::F32 }
+    }
+
+    fn dtype(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::Bf16 => Dtype::BF16,
+        }
+    }
+
+    fn width(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    fn bytes(self, shape: &[usize]) -> usize {
+        shape.iter().product::<usize>() * self.width()
+    }
+}
+
+impl FromStr for SavedType {
+    type Err = Error;
+
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "f32" => Ok(Self::F32),
+            "bf16" => Ok(Self::Bf16),
+            _ => Err(Error::Config(format!("'{word}' is no type that models are saved in: possible are f32, bf16"))),
+        }
+    }
+}
+
+impl fmt::Display for SavedType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Self::F32 { "f32" } else { "bf16" })
+    }
+}
 
 /// Writes a model in f32. Files are written beside and renamed: a failure leaves those that were there.
 ///
@@ -23,7 +78,7 @@ const SHARD: u64 = 5_000_000_000;
 /// What the file system says, with the file.
 pub fn save(folder: &Path, config: &Value, weights: &Weights) -> Result<()> {
     let shapes = weights.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
-    let mut writer = Writer::new(folder, config, &shapes, SHARD)?;
+    let mut writer = Writer::new(folder, config, &shapes, SavedType::F32, SHARD)?;
     weights.iter().try_for_each(|(name, tensor)| writer.write(name, tensor))?;
     writer.finish()
 }
@@ -34,6 +89,7 @@ pub fn save(folder: &Path, config: &Value, weights: &Weights) -> Result<()> {
 #[derive(Debug)]
 pub struct Writer {
     folder: PathBuf,
+    saved: SavedType,
     config: NamedTempFile,
     index: Option<NamedTempFile>,
     shards: Vec<(String, NamedTempFile)>,
@@ -42,18 +98,26 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Tensors of these shapes, f32, in files of at most `limit` bytes of data, or one tensor. One file has no index.
+    /// Tensors of these shapes, stored as `saved`, in files of at most `limit` bytes of data, or one tensor. One file has no
+    /// index.
     ///
     /// # Errors
     /// What the file system says, with the file.
-    pub fn new(folder: &Path, config: &Value, shapes: &BTreeMap<String, Vec<usize>>, limit: u64) -> Result<Self> {
+    pub fn new(
+        folder: &Path,
+        config: &Value,
+        shapes: &BTreeMap<String, Vec<usize>>,
+        saved: SavedType,
+        limit: u64,
+    ) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.to_owned(), source })?;
         let mut config = completed(config.clone());
         if let Some(keys) = config.as_object_mut() {
             let key = if keys.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-            keys.insert(key.to_owned(), "float32".into());
+            let name = if saved == SavedType::F32 { "float32" } else { "bfloat16" };
+            keys.insert(key.to_owned(), name.into());
         }
-        let groups = groups(shapes, limit);
+        let groups = groups(shapes, saved, limit);
         let name = |n: usize| match groups.len() {
             1 => SINGLE.to_owned(),
             count => format!("model-{:05}-of-{count:05}.safetensors", n + 1),
@@ -61,21 +125,22 @@ impl Writer {
         let (mut shards, mut missing, mut map) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
         for (n, group) in groups.iter().enumerate() {
             let path = folder.join(name(n));
-            let (header, starts) = header(group).map_err(|problem| Error::Format { path: path.clone(), problem })?;
+            let (header, starts) =
+                header(group, saved).map_err(|problem| Error::Format { path: path.clone(), problem })?;
             shards.push((name(n), begun(&path, &header)?));
             for ((tensor, shape), start) in group.iter().zip(starts) {
                 missing.insert((*tensor).clone(), (n, start, (*shape).clone()));
                 map.insert((*tensor).clone(), name(n));
             }
         }
-        let total: usize = shapes.values().map(|shape| bytes(shape)).sum();
+        let total: usize = shapes.values().map(|shape| saved.bytes(shape)).sum();
         let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
         let index = match shards.len() {
             1 => None,
             _ => Some(begun(&folder.join(INDEX), format!("{index:#}").as_bytes())?),
         };
         let config = begun(&folder.join(CONFIG), format!("{config:#}").as_bytes())?;
-        Ok(Self { folder: folder.to_owned(), config, index, shards, missing })
+        Ok(Self { folder: folder.to_owned(), saved, config, index, shards, missing })
     }
 
     /// Writes a tensor to its place.
@@ -93,9 +158,16 @@ impl Writer {
         let values: Vec<f32> = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
         let (shard, file) = &mut self.shards[*shard];
         let path = self.folder.join(shard);
-        file.seek(SeekFrom::Start(*start))
-            .and_then(|_| file.write_all(bytemuck::cast_slice(&values)))
-            .map_err(|source| Error::Io { path, source })?;
+        let mut write = |bytes: &[u8]| file.seek(SeekFrom::Start(*start)).and_then(|_| file.write_all(bytes));
+        let written = match self.saved {
+            SavedType::F32 => write(bytemuck::cast_slice(&values)),
+            SavedType::Bf16 => {
+                let mut rounded = vec![bf16::ZERO; values.len()];
+                rounded.convert_from_f32_slice(&values);
+                write(bytemuck::cast_slice(&rounded))
+            }
+        };
+        written.map_err(|source| Error::Io { path, source })?;
         self.missing.remove(name);
         Ok(())
     }
@@ -105,7 +177,7 @@ impl Writer {
     /// # Errors
     /// A tensor that was not written, and what the file system says.
     pub fn finish(self) -> Result<()> {
-        let Self { folder, config, index, shards, missing } = self;
+        let Self { folder, config, index, shards, missing, .. } = self;
         if let Some((name, (.., shape))) = missing.into_iter().next() {
             return Err(Error::Missing { name, shape });
         }
@@ -138,15 +210,11 @@ impl Writer {
 
 type Group<'a> = Vec<(&'a String, &'a Vec<usize>)>;
 
-fn bytes(shape: &[usize]) -> usize {
-    shape.iter().product::<usize>() * size_of::<f32>()
-}
-
 /// Tensors in the order of their names, cut where the next one would pass `limit`.
-fn groups(shapes: &BTreeMap<String, Vec<usize>>, limit: u64) -> Vec<Group<'_>> {
+fn groups(shapes: &BTreeMap<String, Vec<usize>>, saved: SavedType, limit: u64) -> Vec<Group<'_>> {
     let (mut groups, mut full) = (vec![Vec::new()], 0);
     for (name, shape) in shapes {
-        let bytes = bytes(shape) as u64;
+        let bytes = saved.bytes(shape) as u64;
         if full > 0 && full + bytes > limit {
             groups.push(Vec::new());
             full = 0;
@@ -160,13 +228,13 @@ fn groups(shapes: &BTreeMap<String, Vec<usize>>, limit: u64) -> Vec<Group<'_>> {
 }
 
 /// The header of a file, its length before it, and where in the file each tensor begins.
-fn header(group: &Group<'_>) -> std::result::Result<(Vec<u8>, Vec<u64>), String> {
+fn header(group: &Group<'_>, saved: SavedType) -> std::result::Result<(Vec<u8>, Vec<u64>), String> {
     let (mut infos, mut starts, mut start) = (Vec::new(), Vec::new(), 0);
     for (name, shape) in group {
-        let end = start + bytes(shape);
+        let end = start + saved.bytes(shape);
         infos.push((
             (*name).clone(),
-            TensorInfo { dtype: Dtype::F32, shape: (*shape).clone(), data_offsets: (start, end) },
+            TensorInfo { dtype: saved.dtype(), shape: (*shape).clone(), data_offsets: (start, end) },
         ));
         starts.push(start as u64);
         start = end;

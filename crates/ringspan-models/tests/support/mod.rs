@@ -6,10 +6,11 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
+use ringspan_candle::kept::Storage;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, Context, Drops, ExpertParallel, Experts, TensorParallel, loss};
 use ringspan_models::{
-    Balanced, Decoder, Error, Parameters, Place, Portion, Recompute, Unit, Weights, folder, gradients,
+    Balanced, Decoder, Error, Keep, Parameters, Place, Portion, Recompute, Unit, Weights, folder, gradients,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -329,10 +330,10 @@ fn local(
     }
     let hidden = shared.gather(&decoder.norm(weights, &x)?, tokens.len())?;
     let logits = loss::logits(&hidden, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
-    let differentiate = |recompute: Recompute| {
+    let differentiate = |keep: Keep| {
         let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
         let scale = 1.0 / valid as f32;
-        let mut keep = |unit, of_unit: gradients::Gradients| {
+        let mut take = |unit, of_unit: gradients::Gradients| {
             order.push(unit);
             let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
             // Other ranks may have some of the experts.
@@ -345,14 +346,23 @@ fn local(
             Ok(())
         };
         let own = Own(weights);
-        let nll = gradients::loss_and_gradients(decoder, &own, tokens, targets, scale, recompute, attend, &mut keep)?;
+        let nll = gradients::loss_and_gradients(decoder, &own, tokens, targets, scale, keep, attend, &mut take)?;
         Ok::<_, Error>((nll, gradients, order))
     };
-    let one = differentiate(Recompute::default())?;
+    let one = differentiate(Keep::default())?;
     // Routers that are kept even serve one pass.
     if decoder.config().router_aux_loss().is_none() {
         for recompute in [Recompute::Full, Recompute::Nothing] {
-            assert!(differentiate(recompute)? == one, "recompute {recompute} gives other gradients");
+            assert!(differentiate(recompute.into())? == one, "recompute {recompute} gives other gradients");
+        }
+        for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
+            let (nll, rounded, _) = differentiate(Keep { recompute, storage: Storage::Bf16 })?;
+            assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
+            // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
+            let all =
+                |gradients: &BTreeMap<String, Vec<f32>>| gradients.values().flatten().copied().collect::<Vec<_>>();
+            let off = relative_l2(&all(&rounded), &all(&one.1));
+            assert!(off < 1e-2, "recompute {recompute}: gradients are off by {off:e} in bf16");
         }
     }
     let (nll, gradients, order) = one;

@@ -99,8 +99,8 @@ fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>>
     let work = |group: Arc<Group>| -> Result<Vec<Vec<f32>>> {
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
         let context = Context::new(group, Arc::new(layout), Strategy::Ring)?.growing_to(length);
-        let hidden = model.decoder().norm(model.weights(), &model.hidden(tokens, &context)?)?;
-        Ok(loss::logits(&hidden, &model.decoder().head(model.weights())?)?.to_vec2()?)
+        let hidden = model.decoder().norm(model.weights(0), &model.hidden(0, tokens, &context)?)?;
+        Ok(loss::logits(&hidden, &model.decoder().head(model.weights(0))?)?.to_vec2()?)
     };
     Mesh::single().run(work).expect("one rank").remove(0)
 }

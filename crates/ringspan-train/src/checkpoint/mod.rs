@@ -57,6 +57,9 @@ pub struct Progress {
     /// The model's `config.json`: names and shapes do not say everything. Null in older checkpoints.
     #[serde(default)]
     pub config: serde_json::Value,
+    /// The token that ends what is learned; older checkpoints do not say.
+    #[serde(default)]
+    pub end: Option<u32>,
 }
 
 impl Progress {
@@ -64,7 +67,7 @@ impl Progress {
     #[must_use]
     pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
         let (losses, config) = (Losses::default(), serde_json::Value::Null);
-        Self { format: FORMAT, step, position, seed, tokens, model, data, losses, config }
+        Self { format: FORMAT, step, position, seed, tokens, model, data, losses, config, end: None }
     }
 
     /// With what is remembered of the losses.
@@ -73,10 +76,10 @@ impl Progress {
         Self { losses, ..self }
     }
 
-    /// With the model's `config.json`.
+    /// With the model's `config.json`, and the token at which it learns to end.
     #[must_use]
-    pub fn with_config(self, config: serde_json::Value) -> Self {
-        Self { config, ..self }
+    pub fn with_config(self, config: serde_json::Value, end: Option<u32>) -> Self {
+        Self { config, end, ..self }
     }
 }
 
@@ -251,30 +254,41 @@ impl Checkpoints {
     /// Reads the newest checkpoint, which must be of this model and this data.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model or data.
+    /// As [`of_model`](Self::of_model), and for another data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
-        let Some(&step) = self.steps()?.last() else {
-            return Err(Error::Checkpoint {
-                path: self.folder.clone(),
-                problem: "there is no checkpoint to resume from".into(),
+        let checkpoint = self.of_model(None, model)?;
+        if checkpoint.progress.data.fingerprint != data.fingerprint {
+            let advice =
+                "a run goes on only over the same text; to train its model on new text, start one with --model";
+            return Err(other(&checkpoint.path, "data", &checkpoint.progress.data, data, advice));
+        }
+        Ok(checkpoint)
+    }
+
+    /// Reads the checkpoint of a step, or the newest, which must be of this model.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] when there is none, it is damaged, of another format, or of another model.
+    pub fn of_model(&self, step: Option<u64>, model: &Identity) -> Result<Checkpoint> {
+        let steps = self.steps()?;
+        let refuse = |problem: String| Err(Error::Checkpoint { path: self.folder.clone(), problem });
+        let found = match step {
+            None => steps.last(),
+            Some(step) => steps.iter().find(|there| **there == step),
+        };
+        let Some(&step) = found else {
+            let there: Vec<String> = steps.iter().map(u64::to_string).collect();
+            return refuse(match step {
+                Some(step) if !steps.is_empty() => {
+                    format!("there is no checkpoint of step {step}; there are those of steps {}", there.join(", "))
+                }
+                _ => "there is no checkpoint to resume from".into(),
             });
         };
         let path = self.path(step);
         let State { progress, files } = read_state(&path)?;
-        let other = |what: &str, saved: &Identity, here: &Identity, advice: &str| Error::Checkpoint {
-            path: path.clone(),
-            problem: format!(
-                "it belongs to another {what}: saved with {}; now {}; {advice}",
-                saved.summary, here.summary
-            ),
-        };
         if progress.model.fingerprint != model.fingerprint {
-            return Err(other("model", &progress.model, model, "resume with the model it was made with"));
-        }
-        if progress.data.fingerprint != data.fingerprint {
-            let advice =
-                "a run goes on only over the same text; to train its model on new text, start one with --model";
-            return Err(other("data", &progress.data, data, advice));
+            return Err(other(&path, "model", &progress.model, model, "resume with the model it was made with"));
         }
         for (name, expected) in &files {
             let file = path.join(name);
@@ -287,6 +301,11 @@ impl Checkpoints {
         let tensors = Tensors::open(files.into_iter().map(|(name, _)| path.join(name)).collect())?;
         Ok(Checkpoint { path, progress, tensors })
     }
+}
+
+fn other(path: &Path, what: &str, saved: &Identity, here: &Identity, advice: &str) -> Error {
+    let problem = format!("it belongs to another {what}: saved with {}; now {}; {advice}", saved.summary, here.summary);
+    Error::Checkpoint { path: path.to_owned(), problem }
 }
 
 /// The file of one of `ranks` ranks.

@@ -53,6 +53,30 @@ pub(super) fn shape(s: &Settings) -> Result<()> {
     }
 }
 
+/// The share of the documents that is held out.
+pub(super) fn held_out(s: &Settings) -> Result<f64> {
+    let share = s.held_out.unwrap_or(if s.eval_data.is_some() { 0.0 } else { 0.05 });
+    below_one("held-out", share)?;
+    if s.eval_data.is_some() && s.held_out.is_some() {
+        return Err(Error::Settings(
+            "--held-out has no effect with --eval-data: the model is judged by that, and all of --data is learned; leave one \
+             out"
+                .into(),
+        ));
+    }
+    let looks = [
+        ("eval-every", s.eval_every.is_some_and(|steps| steps > 0)),
+        ("eval-tokens", s.eval_tokens.is_some()),
+        ("sample-tokens", s.sample_tokens.is_some_and(|tokens| tokens > 0)),
+    ];
+    match looks.into_iter().find(|(_, given)| *given && share == 0.0 && s.eval_data.is_none()) {
+        Some((flag, _)) => Err(Error::Settings(format!(
+            "--{flag} has no effect with --held-out 0: nothing is there to look at; leave it out, or give --eval-data"
+        ))),
+        None => Ok(share),
+    }
+}
+
 pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
     let wrong = |flag: &str, other: &str| {
         Err(Error::Settings(format!("--{flag} has no effect with --optimizer {kind}: it belongs to {other}")))
@@ -63,7 +87,9 @@ pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
                 return wrong("momentum", "sgd");
             }
             let (beta1, beta2) = (s.beta1.unwrap_or(0.9), s.beta2.unwrap_or(0.95));
-            let (eps, weight_decay) = (s.eps.unwrap_or(1e-8), s.weight_decay.unwrap_or(0.1));
+            // Adapters begin at nothing, and are few: peft's users do not pull them back there.
+            let decay = if s.lora_rank.is_some() { 0.0 } else { 0.1 };
+            let (eps, weight_decay) = (s.eps.unwrap_or(1e-8), s.weight_decay.unwrap_or(decay));
             below_one("beta1", beta1)?;
             below_one("beta2", beta2)?;
             within("eps", eps, 0.0, 1.0)?;

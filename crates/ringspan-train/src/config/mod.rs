@@ -4,7 +4,7 @@ mod checks;
 mod resolve;
 
 use crate::{
-    data::Packing,
+    data::{Overlong, Packing},
     error::{Error, Result},
     lr_schedule::LrSchedule,
     optimizer::Method,
@@ -13,15 +13,16 @@ use crate::{
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
+use ringspan_candle::DeviceName;
 use ringspan_candle::kept::Storage;
-use ringspan_models::{Lora, Recompute, RopeScaling};
+use ringspan_models::{ATTENTION_TARGETS, Decoder, Lora, Recompute, RopeScaling, folder::SavedType};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// The settings of a run, kept in its folder so that it can be resumed.
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 30] = [
+const CHANGEABLE: [&str; 32] = [
     "steps",
     "lr",
     "weight-decay",
@@ -40,6 +41,7 @@ const CHANGEABLE: [&str; 30] = [
     "strategy",
     "layout",
     "threads",
+    "device",
     "recompute",
     "activations",
     "deadline",
@@ -48,6 +50,7 @@ const CHANGEABLE: [&str; 30] = [
     "eval-every",
     "eval-tokens",
     "sample-tokens",
+    "export-dtype",
     "token-cache",
     "tensorboard",
     "spike-factor",
@@ -100,10 +103,16 @@ pub struct TrainConfig {
     pub source: Source,
     /// Template of conversations, instead of the model's.
     pub chat_template: Option<PathBuf>,
+    /// Texts that the model is judged by; none where documents of the data are held out.
+    pub eval_data: Option<PathBuf>,
+    /// Share of the documents that is held out where there are no such texts.
+    pub held_out: f64,
     /// Where the tokens of a text are kept.
     pub token_cache: PathBuf,
     /// How documents fill sequences.
     pub packing: Packing,
+    /// What becomes of documents longer than a sequence; none for what is usual for their kind.
+    pub overlong: Option<Overlong>,
     /// Output folder.
     pub out: PathBuf,
     /// Whether to go on from the newest checkpoint in `out`.
@@ -114,6 +123,8 @@ pub struct TrainConfig {
     pub lora: Option<Lora>,
     /// Whether the model is saved, too, with the adapters merged in.
     pub lora_merge: bool,
+    /// Type in which the trained model is saved; none for that of the model it began with.
+    pub export_dtype: Option<SavedType>,
     /// Tokens S of a sequence (of text; a token file brings its own).
     pub sequence_length: usize,
     /// Sequences B of a micro-batch, over all ranks (of text).
@@ -140,6 +151,8 @@ pub struct TrainConfig {
     pub layout: LayoutKind,
     /// Threads of a rank.
     pub threads: usize,
+    /// What computes the model.
+    pub device: DeviceName,
     /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
     /// Where the program's allocator counts: most bytes that it gave out at once since this was called last.
@@ -154,10 +167,14 @@ pub struct TrainConfig {
     pub method: Method,
     /// Learning rates, and with them the number of steps.
     pub lr: LrSchedule,
+    /// Those of the run that is resumed, as far as is known.
+    pub lr_before: Option<LrSchedule>,
     /// Longest gradient.
     pub grad_clip: Option<f64>,
     /// Micro-batches of a step.
     pub grad_accumulation: usize,
+    /// Factor of the loss that keeps experts even, if not as the model's configuration says.
+    pub router_aux_loss: Option<f64>,
     /// Seed of all random draws.
     pub seed: u64,
     /// Steps between checkpoints; none for one at the end.
@@ -210,9 +227,24 @@ impl TrainConfig {
                 kept.display()
             )));
         }
-        let mut settings = given.over(&Settings::read(&kept)?)?;
-        settings.out = Some(out);
-        Ok(Self { resume: true, ..Self::resolve(settings)? })
+        let before = Settings { out: Some(out.clone()), ..Settings::read(&kept)? };
+        let mut settings = Settings { out: Some(out), ..given.over(&before)? };
+        // The warm-up of a longer run than is asked for now.
+        if let (None, Some(warmup), Some(steps)) = (given.warmup, settings.warmup, settings.steps) {
+            settings.warmup = Some(warmup.min(steps.saturating_sub(1)));
+        }
+        // What cannot be resolved now was written by another version: nothing is said of it then.
+        let lr_before = Self::resolve(before).ok().map(|before| before.lr);
+        Ok(Self { resume: true, lr_before, ..Self::resolve(settings)? })
+    }
+
+    /// The adapters of a model of this kind: beside the layers that are named, or else all that can have them.
+    pub(crate) fn lora_of(&self, decoder: &Decoder) -> Option<Lora> {
+        let lora = self.lora.clone()?;
+        Some(match (&self.settings.lora_targets, decoder.experts()) {
+            (None, 1..) => Lora { targets: ATTENTION_TARGETS.map(str::to_owned).to_vec(), ..lora },
+            _ => lora,
+        })
     }
 
     /// Takes note of where the ranks run: those of a machine share its memory and, where nothing is set, its cores.

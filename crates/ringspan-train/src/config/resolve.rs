@@ -1,6 +1,6 @@
 //! Settings to a configuration: defaults filled in, contradictions refused.
 
-use super::checks::{lora, method, shape, within};
+use super::checks::{held_out, lora, method, shape, within};
 use super::{Sharding, Source, TrainConfig, cores};
 use crate::{
     data::Packing,
@@ -9,6 +9,7 @@ use crate::{
     optimizer::OptimizerKind,
     settings::Settings,
 };
+use ringspan_candle::DeviceName;
 use ringspan_candle::kept::Storage;
 use ringspan_models::Recompute;
 use std::time::Duration;
@@ -38,7 +39,10 @@ impl TrainConfig {
             for (flag, given) in [
                 ("chat-template", s.chat_template.is_some()),
                 ("token-cache", s.token_cache.is_some()),
+                ("eval-data", s.eval_data.is_some()),
+                ("held-out", s.held_out.is_some()),
                 ("packing", s.packing.is_some()),
+                ("overlong", s.overlong.is_some()),
                 ("sequence-length", s.sequence_length.is_some()),
                 ("batch-size", s.batch_size.is_some()),
                 ("eval-every", s.eval_every.is_some()),
@@ -51,6 +55,7 @@ impl TrainConfig {
             }
         }
 
+        let held_out = held_out(s)?;
         shape(s)?;
         let lora = lora(s)?;
         let rope_scaling = match &s.rope_scaling {
@@ -73,6 +78,16 @@ impl TrainConfig {
                     .into(),
             ));
         }
+        let export_dtype = match &s.export_dtype {
+            Some(_) if s.lora_rank.is_some() && s.lora_merge != Some(true) => {
+                return no_effect("export-dtype", "on adapters, which are saved in f32, without --lora-merge");
+            }
+            Some(word) => Some(
+                word.parse()
+                    .map_err(|error: ringspan_models::Error| Error::Settings(format!("--export-dtype: {error}")))?,
+            ),
+            None => None,
+        };
         let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
         let another = axes.iter().any(Option::is_some);
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
@@ -145,6 +160,9 @@ impl TrainConfig {
         let decay: Decay = s.schedule.as_deref().unwrap_or("cosine").parse()?;
         let grad_clip = s.grad_clip.unwrap_or(1.0);
         within("grad-clip", grad_clip, 0.0, f64::MAX)?;
+        if let Some(factor) = s.router_aux_loss {
+            within("router-aux-loss", factor, 0.0, f64::MAX)?;
+        }
 
         match (s.spike_factor, s.spike_steps) {
             (Some(factor), _) if factor != 0.0 && !(factor > 1.0 && factor.is_finite()) => {
@@ -171,13 +189,17 @@ impl TrainConfig {
             tokenizer: s.tokenizer.clone(),
             source,
             chat_template: s.chat_template.clone(),
+            eval_data: s.eval_data.clone(),
+            held_out,
             token_cache: s.token_cache.clone().unwrap_or_else(|| out.join("tokens")),
             packing,
+            overlong: s.overlong.as_deref().map(str::parse).transpose()?,
             out,
             resume: false,
             rope_scaling,
             lora,
             lora_merge: s.lora_merge.unwrap_or(false),
+            export_dtype,
             sequence_length,
             batch_size,
             ring,
@@ -191,6 +213,7 @@ impl TrainConfig {
             strategy,
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
+            device: s.device.as_deref().map_or(Ok(DeviceName::default()), str::parse)?,
             local_ranks: None,
             allocated: None,
             recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
@@ -198,8 +221,10 @@ impl TrainConfig {
             deadline,
             method,
             lr: LrSchedule { peak, warmup, steps, decay },
+            lr_before: None,
             grad_clip: (grad_clip > 0.0).then_some(grad_clip),
             grad_accumulation,
+            router_aux_loss: s.router_aux_loss,
             seed: s.seed.unwrap_or(0),
             save_every: every(s.save_every, 50),
             keep: positive("keep", s.keep.unwrap_or(2))?,

@@ -44,6 +44,7 @@ fn an_unknown_word_is_told_the_possible_ones() {
     refused("strategy = 'star'", &["'star'", "ring"]);
     refused("sharding = 'some'", &["'some'", "full, none"]);
     refused("packing = 'tight'", &["'tight'", "in-order, balanced"]);
+    refused("overlong = 'fold'", &["'fold'", "split, truncate, drop"]);
     refused("layout = 'spiral'", &["'spiral'", "zigzag"]);
 }
 
@@ -53,6 +54,11 @@ fn a_setting_without_effect_is_refused() {
     refused("tokens = 't'\nbatch-size = 8", &["--batch-size has no effect"]);
     refused("tokens = 't'\neval-every = 8", &["--eval-every has no effect"]);
     refused("tokens = 't'\npacking = 'balanced'", &["--packing has no effect"]);
+    refused("tokens = 't'\noverlong = 'drop'", &["--overlong has no effect"]);
+    refused("tokens = 't'\nheld-out = 0.1", &["--held-out has no effect"]);
+    refused("tokens = 't'\neval-data = 'e'", &["--eval-data has no effect"]);
+    refused("eval-data = 'e'\nheld-out = 0.1", &["--held-out has no effect with --eval-data"]);
+    refused("held-out = 0.0\neval-every = 5", &["--eval-every has no effect with --held-out 0"]);
     refused("tokens = 't'\ntoken-cache = 'c'", &["--token-cache has no effect"]);
     refused("tokens = 't'\nchat-template = 'c'", &["--chat-template has no effect"]);
     refused("packing = 'balanced'", &["--packing balanced has no effect", "--batch-size 1 x --grad-accumulation 1"]);
@@ -87,6 +93,8 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);
     refused("beta2 = 1.0", &["--beta2 is 1"]);
+    refused("held-out = 1.0", &["--held-out is 1", "below 1"]);
+    refused("held-out = -0.1", &["--held-out is -0.1"]);
     refused("lr = nan", &["--lr is NaN"]);
     refused("lr = -1.0", &["--lr is -1"]);
     refused("spike-factor = 1.0", &["--spike-factor is 1", "above 1"]);

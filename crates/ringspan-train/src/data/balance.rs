@@ -19,6 +19,14 @@ struct Bin {
     pairs: u64,
 }
 
+impl Bin {
+    fn push(&mut self, place: usize, span: Span) {
+        self.spans.push((place, span));
+        self.tokens += span.len;
+        self.pairs += pairs(span.len);
+    }
+}
+
 /// Deals `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
 pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
     let mut bins = vec![Bin::default(); count];
@@ -31,15 +39,38 @@ pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Spa
         let widest = || (0..count).max_by_key(|&i| (room(&bins[i]), Reverse(i))).filter(|&i| room(&bins[i]) > 0);
         let Some(index) = whole.or_else(widest) else { break };
         let take = len.min(room(&bins[index]));
-        let bin = &mut bins[index];
-        bin.spans.push((place, Span { document: spans[place].document, start, len: take }));
-        bin.tokens += take;
-        bin.pairs += pairs(take);
+        bins[index].push(place, Span { document: spans[place].document, start, len: take });
         if take < len {
             heap.push((len - take, Reverse((place, start + take))));
         }
     }
-    let mut order: Vec<usize> = (0..count).collect();
+    in_halves(bins)
+}
+
+/// Deals the whole spans of `sequences` of at most `length` tokens anew, none of them cut. Where one finds no room, the
+/// sequences stay as they are, in another order.
+pub(super) fn deal_whole(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Span>> {
+    let mut spans: Vec<(usize, Span)> = sequences.iter().flatten().copied().enumerate().collect();
+    spans.sort_by_key(|(place, span)| (Reverse(span.len), *place));
+    let mut bins = vec![Bin::default(); sequences.len()];
+    for (place, span) in spans {
+        let room = (0..bins.len()).filter(|&i| bins[i].tokens + span.len <= length);
+        let Some(index) = room.min_by_key(|&i| (bins[i].pairs, i)) else {
+            let bin = |spans: &Vec<Span>| {
+                let mut bin = Bin::default();
+                spans.iter().enumerate().for_each(|(place, span)| bin.push(place, *span));
+                bin
+            };
+            return in_halves(sequences.iter().map(bin).collect());
+        };
+        bins[index].push(place, span);
+    }
+    in_halves(bins)
+}
+
+/// The spans of each bin, in the order of the documents; the bins in the order of [`halve`].
+fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
+    let mut order: Vec<usize> = (0..bins.len()).collect();
     halve(&mut order, &bins);
     let spans = |index: usize| {
         let mut spans = std::mem::take(&mut bins[index].spans);
@@ -167,6 +198,25 @@ mod tests {
         let dealt = deal(given.clone(), 8192, 8);
         assert!([2, 4, 8].iter().all(|&parts| most(&dealt, parts) < 1.02), "{}", most(&dealt, 8));
         assert_eq!(dealt, deal(given, 8192, 8));
+    }
+
+    #[test]
+    fn whole_documents_are_dealt_evenly_where_there_is_room() {
+        let sequence = |lens: &[usize]| lens.iter().map(|&len| Span { document: len, start: 0, len }).collect();
+        let given: Vec<Vec<Span>> = vec![sequence(&[90]), sequence(&[40, 41]), sequence(&[10, 11]), sequence(&[80])];
+        let dealt = deal_whole(given.clone(), 100);
+        assert!(most(&given, 2) > 1.25 && most(&dealt, 2) < 1.1, "{}", most(&dealt, 2));
+        let lens = |sequences: &[Vec<Span>]| {
+            let mut all: Vec<usize> = sequences.concat().iter().map(|span| span.len).collect();
+            all.sort_unstable();
+            all
+        };
+        assert_eq!(lens(&dealt), lens(&given));
+        // Best fit found places that dealing by cost does not find.
+        let tight: Vec<Vec<Span>> = vec![sequence(&[60, 40]), sequence(&[35, 35, 30])];
+        let kept = deal_whole(tight.clone(), 100);
+        assert!(kept.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() <= 100));
+        assert_eq!(lens(&kept), lens(&tight));
     }
 
     #[test]

@@ -15,14 +15,14 @@ use crate::{
 use memmap2::Mmap;
 use std::{
     fs::{self, File},
-    io::{BufWriter, Write},
+    io::{BufWriter, ErrorKind, Write},
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 const MAGIC: u64 = u64::from_ne_bytes(*b"ringspan");
 /// Of the layout of the file, and of the way text becomes words.
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const HEADER: usize = 64;
 
 /// What a folder has for a key.
@@ -49,7 +49,7 @@ pub fn path(folder: &Path, key: u64) -> PathBuf {
 pub fn open(folder: &Path, key: u64) -> Result<Found> {
     let path = path(folder, key);
     let file = match File::open(&path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Found::Nothing),
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(Found::Nothing),
         opened => opened.map_err(Error::io("read", &path))?,
     };
     // SAFETY: the file is never written in place, only replaced by renaming; whoever else shortens it while it is mapped

@@ -5,6 +5,7 @@ use crate::{
     error::{Error, Result},
     tokenizer::Tokenizer,
 };
+use serde_json::Value;
 use std::{ops::Range, path::Path};
 
 /// Set in a word whose token is given, not learned: nothing has to predict it.
@@ -27,9 +28,10 @@ impl<'a> Encoder<'a> {
     /// The words of a document: token ids, with [`GIVEN`] set where the token is not to be learned. `source` and `name`
     /// say in messages where it comes from.
     ///
-    /// Text, and a completion, end with the tokenizer's end of text; a conversation ends as its template says. A prompt and
-    /// its completion become tokens each for itself, as they do when the model is asked. A token of a conversation is
-    /// learned if any byte of it is the assistant's.
+    /// Text, and a prompt with its completion, begin with the special tokens that the tokenizer puts before a text, which are
+    /// given, and end with those behind it and the end of text; a conversation begins and ends as its template says. A
+    /// prompt and its completion become tokens each for itself, as they do when the model is asked. A token of a
+    /// conversation is learned if any byte of it is the assistant's.
     ///
     /// # Errors
     /// [`Error::Data`] for a conversation that the template refuses or that spells a special token, and where there is no
@@ -38,14 +40,16 @@ impl<'a> Encoder<'a> {
         let given = |token: u32| token | GIVEN;
         match content {
             Content::Text(text) => {
-                let mut words = self.tokenizer.encode(text)?;
-                words.extend(self.tokenizer.end_of_text());
+                let mut words: Vec<u32> = self.tokenizer.before().iter().copied().map(given).collect();
+                words.extend(self.tokenizer.encode(text)?);
+                words.extend(self.tokenizer.behind());
                 Ok(words)
             }
             Content::Completion { prompt, completion } => {
-                let mut words: Vec<u32> = self.tokenizer.encode(prompt)?.into_iter().map(given).collect();
+                let before = self.tokenizer.before().iter().copied();
+                let mut words: Vec<u32> = before.chain(self.tokenizer.encode(prompt)?).map(given).collect();
                 words.extend(self.tokenizer.encode(completion)?);
-                words.extend(self.tokenizer.end_of_text());
+                words.extend(self.tokenizer.behind());
                 Ok(words)
             }
             Content::Chat { messages, tools } => {
@@ -59,9 +63,10 @@ impl<'a> Encoder<'a> {
                     ));
                 };
                 for (index, message) in messages.iter().enumerate() {
-                    let content = message["content"].as_str().unwrap_or_default();
+                    let said = strings(message);
+                    let spelled = |token: &&str| said.iter().any(|text| text.contains(*token));
                     // The template's own special tokens mean something; those of the data would end turns it did not open.
-                    if let Some(token) = self.tokenizer.special_tokens().find(|token| content.contains(*token)) {
+                    if let Some(token) = self.tokenizer.special_tokens().find(spelled) {
                         return Err(wrong(format!("message {} spells the special token {token}; mask it", index + 1)));
                     }
                 }
@@ -77,14 +82,26 @@ impl<'a> Encoder<'a> {
     pub(crate) fn fingerprint(&self) -> Result<u64> {
         let template = self.template.map(Template::identity).unwrap_or_default();
         let json = self.tokenizer.to_json()?;
-        Ok(fingerprint(json.bytes().chain([0]).chain(template.bytes()).map(u64::from)))
+        // Which token ends a document is said by other files.
+        let end = self.tokenizer.end_of_text().map_or(0, |end| u64::from(end) + 1);
+        Ok(fingerprint(json.bytes().chain([0]).chain(template.bytes()).map(u64::from).chain([end])))
+    }
+}
+
+/// Every text in a message: its content, its thoughts, the tools it calls and with what.
+fn strings(value: &Value) -> Vec<&str> {
+    match value {
+        Value::String(text) => vec![text],
+        Value::Array(all) => all.iter().flat_map(strings).collect(),
+        Value::Object(keys) => keys.values().flat_map(strings).collect(),
+        _ => Vec::new(),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     fn tokenizer() -> Tokenizer {
         Tokenizer::byte_level(Path::new("byte-level")).expect("a tokenizer")
@@ -137,5 +154,12 @@ mod tests {
         assert!(message.contains("line 7") && message.contains("roles must alternate"), "{message}");
         let message = encode(Some(&template), "so <|endoftext|> ends it");
         assert!(message.contains("message 1 spells the special token <|endoftext|>"), "{message}");
+        let mut thought = chat("hi");
+        if let Content::Chat { messages, .. } = &mut thought {
+            messages[0]["reasoning_content"] = "<|endoftext|>".into();
+        }
+        let encoded = Encoder::new(&tokenizer, Some(&template)).encode(&thought, Path::new("d.jsonl"), "line 7");
+        let message = encoded.expect_err("refused").to_string();
+        assert!(message.contains("message 1 spells"), "{message}");
     }
 }

@@ -1,14 +1,20 @@
 //! Where documents come from: a folder, one file, JSON lines, or Parquet.
 
 use super::Content;
-use crate::error::{Error, Result};
+use crate::{
+    config::RUN_FILE,
+    error::{Error, Result},
+};
+use ringspan_models::adapter;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::{
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
 
-/// Files above this size are skipped in folders: dumps and generated tables, not prose or code.
-const LARGEST_FILE: u64 = 4 << 20;
 /// Git's own test: a NUL this early means the file is not text.
-const BINARY_PROBE: usize = 8 << 10;
+const BINARY_PROBE: u64 = 8 << 10;
 
 /// One document.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,8 +30,6 @@ pub struct Text {
 pub struct Skipped {
     /// Files with a NUL early on, or not UTF-8.
     pub binary: usize,
-    /// Files above 4 MiB.
-    pub large: usize,
     /// Files with nothing but white space.
     pub empty: usize,
     /// Conversations in which the assistant says nothing, and empty completions.
@@ -39,23 +43,26 @@ pub struct Texts {
     pub documents: Vec<Text>,
     /// What was left out.
     pub skipped: Skipped,
+    /// Files whose names say that they are to judge by, not to learn from.
+    pub suspects: Vec<String>,
 }
 
 /// Reads the documents at `path`: a folder of text files, a text file, a `.jsonl` file of objects with `text`, `messages`,
 /// or `prompt` and `completion`, or a `.parquet` file with such columns (feature `parquet`).
 ///
-/// In a folder, hidden files, what `.gitignore` names, model folders and everything below `exclude` are left out. A folder
-/// of `.jsonl` and `.parquet` files, with nothing beside them but what describes them, is one data set in parts, read in the
-/// order of their paths.
+/// In a folder, hidden files, what `.gitignore` or `.ignore` name, model folders and `exclude`, with everything below, are
+/// left out. A folder of `.jsonl` and `.parquet` files, with no text beside them but what describes them, is one data set in
+/// parts, read in the order of their paths.
 ///
 /// # Errors
-/// [`Error::Data`] when there is no text or a line is malformed, [`Error::Io`] when the system refuses.
+/// [`Error::Data`] when there is no text, a line is malformed, or parts of a data set lie beside other text; [`Error::Io`]
+/// when the system refuses.
 pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
     let about = std::fs::metadata(path).map_err(Error::io("read", path))?;
     let mut texts = if about.is_dir() {
         folder(path, exclude)?
     } else {
-        Texts { documents: file(path, &name_of(path))?, skipped: Skipped::default() }
+        Texts { documents: file(path, &name_of(path))?, skipped: Skipped::default(), suspects: Vec::new() }
     };
     let silent = |d: &Text| !matches!(d.content, Content::Text(_)) && d.content.is_blank();
     let all = texts.documents.len();
@@ -75,10 +82,10 @@ pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
 impl Skipped {
     /// What was skipped, where something was.
     pub(crate) fn words(&self) -> Option<String> {
-        let Self { binary, large, empty, silent } = *self;
-        let files = format!("{binary} binary, {large} over 4 MiB, {empty} empty files");
+        let Self { binary, empty, silent } = *self;
+        let files = format!("{binary} binary, {empty} empty files");
         let silent_words = format!("{silent} documents without anything to learn");
-        match (binary + large + empty, silent) {
+        match (binary + empty, silent) {
             (0, 0) => None,
             (_, 0) => Some(files),
             (0, _) => Some(silent_words),
@@ -118,9 +125,11 @@ fn name_of(path: &Path) -> String {
     path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned())
 }
 
-/// A folder that holds weights is a model or a former output: its JSON is no prose.
+/// A folder that holds weights or a run is a model or a former output: its JSON is no prose, and its metrics no data.
 fn is_model_folder(path: &Path) -> bool {
-    path.join("model.safetensors").exists() || path.join("model.safetensors.index.json").exists()
+    ["model.safetensors", "model.safetensors.index.json", adapter::CONFIG, RUN_FILE]
+        .iter()
+        .any(|name| path.join(name).exists())
 }
 
 fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
@@ -130,11 +139,10 @@ fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
         // A person's global ignore file must not change what a run learns from.
         .git_global(false)
         .filter_entry(move |entry| {
-            if entry.depth() == 0 || !entry.file_type().is_some_and(|t| t.is_dir()) {
-                return true;
-            }
             let path = entry.path();
-            !is_model_folder(path) && !path.canonicalize().is_ok_and(|p| exclude.contains(&p))
+            let folder = entry.file_type().is_some_and(|t| t.is_dir());
+            entry.depth() == 0
+                || !(folder && is_model_folder(path) || path.canonicalize().is_ok_and(|p| exclude.contains(&p)))
         })
         .build();
     let mut files = Vec::new();
@@ -150,29 +158,37 @@ fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
     files.sort();
     let mut documents = Vec::new();
     let mut skipped = Skipped::default();
-    if is_data_set(&files) {
+    let suspects = files.iter().filter(|(name, path)| is_suspect(name, path)).map(|(name, _)| name.clone()).collect();
+    if files.iter().any(|(_, path)| is_part(path)) {
+        refuse_mixture(root, &files)?;
         for (name, path) in files.iter().filter(|(_, path)| is_part(path)) {
             documents.extend(file(path, name)?);
         }
-        return Ok(Texts { documents, skipped });
+        return Ok(Texts { documents, skipped, suspects });
     }
     for (name, path) in &files {
-        if std::fs::metadata(path).map_err(Error::io("read", path))?.len() > LARGEST_FILE {
-            skipped.large += 1;
-            continue;
-        }
-        let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
-        if bytes[..bytes.len().min(BINARY_PROBE)].contains(&0) {
-            skipped.binary += 1;
-            continue;
-        }
+        let bytes = match probe(path)? {
+            true => std::fs::read(path).map_err(Error::io("read", path))?,
+            false => {
+                skipped.binary += 1;
+                continue;
+            }
+        };
         match String::from_utf8(bytes) {
             Err(_) => skipped.binary += 1,
             Ok(text) if text.trim().is_empty() => skipped.empty += 1,
             Ok(text) => documents.push(Text { name: name.clone(), content: Content::Text(text) }),
         }
     }
-    Ok(Texts { documents, skipped })
+    Ok(Texts { documents, skipped, suspects })
+}
+
+/// Whether a file begins as text does.
+fn probe(path: &Path) -> Result<bool> {
+    let mut head = Vec::new();
+    let file = File::open(path).map_err(Error::io("read", path))?;
+    file.take(BINARY_PROBE).read_to_end(&mut head).map_err(Error::io("read", path))?;
+    Ok(!head.contains(&0))
 }
 
 /// Whether a file is a part of a data set.
@@ -180,13 +196,41 @@ fn is_part(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "jsonl" || extension == "parquet")
 }
 
-/// Whether there are parts of a data set, and nothing beside them but what describes them.
-fn is_data_set(files: &[(String, PathBuf)]) -> bool {
+/// Whether the name of data says that it is there to judge by. Code is full of tests, so only data is looked at.
+fn is_suspect(name: &str, path: &Path) -> bool {
+    let data = is_part(path) || path.extension().is_some_and(|extension| extension == "txt");
+    let judges = ["test", "eval", "evaluation", "val", "valid", "validation", "dev", "heldout"];
+    data && name.split(|c: char| !c.is_alphanumeric()).any(|word| judges.contains(&word.to_lowercase().as_str()))
+}
+
+/// Refuses text beside the parts of a data set, other than what describes them: either could be meant, and learning the
+/// parts as they are written would teach JSON.
+fn refuse_mixture(root: &Path, files: &[(String, PathBuf)]) -> Result<()> {
     let describes = |path: &Path| match path.extension().and_then(|extension| extension.to_str()) {
         Some(extension) => ["md", "json", "yaml", "yml"].contains(&extension),
         None => true,
     };
-    files.iter().any(|(_, path)| is_part(path)) && files.iter().all(|(_, path)| is_part(path) || describes(path))
+    let (parts, beside): (Vec<_>, Vec<_>) = files.iter().partition(|(_, path)| is_part(path));
+    let mut others = Vec::new();
+    for (name, path) in beside.into_iter().filter(|(_, path)| !describes(path)) {
+        if probe(path)? {
+            others.push(name.as_str());
+        }
+    }
+    if others.is_empty() {
+        return Ok(());
+    }
+    let few = |names: &[&str]| match names.len() {
+        0..4 => names.join(", "),
+        n => format!("{} and {} more", names[..3].join(", "), n - 3),
+    };
+    let problem = format!(
+        "holds parts of a data set ({}) beside other text ({}): name one of them with --data, move the others, or list \
+         them in a file .ignore",
+        few(&parts.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>()),
+        few(&others)
+    );
+    Err(Error::Data { path: root.into(), problem })
 }
 
 fn lines(path: &Path, file: &str, content: &str) -> Result<Vec<Text>> {
@@ -230,11 +274,45 @@ mod tests {
         write(root, "data/b.jsonl", b"{\"text\": 3}\n");
         let message = read(root, &[]).unwrap_err().to_string();
         assert!(message.contains("b.jsonl") && message.contains("line 1"), "{message}");
+        write(root, "data/b.jsonl", b"{\"text\": \"third\"}\n");
+        write(root, "plot.png", b"\x89PNG\0\0");
+        assert_eq!(read(root, &[]).unwrap().documents.len(), 3, "an image is no text");
         write(root, "code.rs", b"fn main() {}");
-        assert_eq!(
-            names(&read(root, &[]).unwrap()),
-            ["LICENSE", "README.md", "code.rs", "data/a.jsonl", "data/b.jsonl"]
-        );
+        for other in ["a.py", "b.txt", "c.txt"] {
+            write(root, other, b"text");
+        }
+        let message = read(root, &[]).unwrap_err().to_string();
+        for part in ["data/a.jsonl, data/b.jsonl", "a.py, b.txt, c.txt and 1 more", "--data", ".ignore"] {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+        write(root, ".ignore", b"*.py\n*.txt\n*.rs\n");
+        assert_eq!(names(&read(root, &[]).unwrap()), names(&parts));
+    }
+
+    #[test]
+    fn data_to_judge_by_is_named_and_can_be_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        for name in ["train-0.jsonl", "test-0.jsonl", "Valid/x.jsonl", "contest.jsonl"] {
+            write(root, name, b"{\"text\": \"words\"}\n");
+        }
+        let texts = read(root, &[]).unwrap();
+        assert_eq!(texts.suspects, ["Valid/x.jsonl", "test-0.jsonl"]);
+        assert_eq!(texts.documents.len(), 4);
+        let left = read(root, &[root.join("test-0.jsonl"), root.join("Valid")]).unwrap();
+        assert!(left.suspects.is_empty());
+        assert_eq!(left.documents.len(), 2);
+    }
+
+    #[test]
+    fn the_longest_text_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = "a long book. ".repeat(500_000);
+        write(folder.path(), "book.txt", long.as_bytes());
+        write(folder.path(), "note.txt", b"short");
+        let texts = read(folder.path(), &[]).unwrap();
+        assert_eq!((texts.documents.len(), texts.skipped), (2, Skipped::default()));
+        assert_eq!(texts.documents[0].content, Content::Text(long));
     }
 
     #[test]
@@ -249,14 +327,15 @@ mod tests {
         write(root, "image.png", b"\x89PNG\0\0");
         write(root, "latin.txt", b"caf\xe9");
         write(root, "blank.txt", b" \n");
-        write(root, "big.txt", &vec![b'x'; (LARGEST_FILE + 1) as usize]);
         write(root, "model/model.safetensors", b"\0\0");
         write(root, "model/config.json", b"{}");
+        write(root, "stopped/train.toml", b"steps = 9");
+        write(root, "stopped/metrics.jsonl", b"{\"step\": 1}");
         write(root, "out/notes.txt", b"no");
         let texts = read(root, &[root.join("out")]).unwrap();
         let names: Vec<_> = texts.documents.iter().map(|d| d.name.as_str()).collect();
         assert_eq!(names, ["a/z.rs", "b.md"]);
-        assert_eq!(texts.skipped, Skipped { binary: 2, large: 1, empty: 1, silent: 0 });
+        assert_eq!(texts.skipped, Skipped { binary: 2, empty: 1, silent: 0 });
     }
 
     #[test]

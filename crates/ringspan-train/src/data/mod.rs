@@ -2,10 +2,12 @@
 
 mod balance;
 mod batch;
+mod best_fit;
 pub mod cache;
 mod content;
 mod encode;
 mod files;
+mod overlong;
 mod packing;
 #[cfg(feature = "parquet")]
 mod parquet;
@@ -18,8 +20,9 @@ pub use batch::{Batch, Piece};
 pub use content::Content;
 pub use encode::{Encoder, GIVEN};
 pub use files::{Skipped, Text, Texts, read};
+pub use overlong::{Fit, Overlong};
 pub use packing::{Packer, Packing, Position, Sequence};
-pub use split::{Corpus, fingerprint};
+pub use split::{Corpus, HeldOut, fingerprint};
 pub use store::Store;
 pub(crate) use template::special_tokens;
 pub use template::{Rendered, Template};

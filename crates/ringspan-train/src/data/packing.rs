@@ -1,12 +1,13 @@
-//! Documents to sequences of exactly S tokens, without padding and without a document seeing another.
+//! Documents to sequences of S tokens, without a document seeing another. Text fills them to the last token; what must
+//! stay whole leaves padding at their ends.
 
-use super::{IGNORE, Store, balance, encode::GIVEN, fingerprint};
+use super::{Fit, IGNORE, Store, balance, best_fit, encode::GIVEN, fingerprint};
 use rand_chacha::{
     ChaCha8Rng,
     rand_core::{RngCore, SeedableRng},
 };
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
+use std::{str::FromStr, sync::Arc};
 
 /// Where the packer stands. With the documents, the sequence length and the seed it fixes everything that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -14,7 +15,7 @@ use std::str::FromStr;
 pub struct Position {
     /// Full passes over the documents so far.
     pub epoch: u64,
-    /// Documents of this pass that are done.
+    /// Documents of this pass that are done; sequences, where no document is cut.
     pub document: usize,
     /// Tokens of the next document that are done.
     pub offset: usize,
@@ -26,7 +27,7 @@ pub enum Packing {
     /// One sequence after the other, in the order of the documents.
     #[default]
     InOrder,
-    /// The same tokens dealt so that each sequence has about as many pairs of a query and a key that it sees.
+    /// The same documents dealt so that each sequence has about as many pairs of a query and a key that it sees.
     Balanced,
 }
 
@@ -62,30 +63,68 @@ pub struct Sequence {
     pub pieces: Vec<usize>,
 }
 
-/// Deals out documents as sequences, shuffled anew each pass. A document longer than what is left of a sequence goes on
-/// in the next one as a new piece.
+/// Deals out documents as sequences, shuffled anew each pass. Text longer than what is left of a sequence goes on in the
+/// next one as a new piece; what is to stay whole goes where it fits best.
 #[derive(Debug, Clone)]
 pub struct Packer {
     documents: Store,
+    fit: Fit,
     length: usize,
     seed: u64,
     packing: Packing,
     position: Position,
-    order: Vec<usize>,
+    pass: Arc<Pass>,
+}
+
+/// A pass over the documents, by the indices of their spans.
+#[derive(Debug)]
+enum Pass {
+    /// One after the other.
+    Stream(Vec<usize>),
+    /// Sequence by sequence.
+    Whole(Vec<Vec<usize>>),
+}
+
+impl Pass {
+    fn new(fit: &Fit, length: usize, seed: u64, epoch: u64) -> Arc<Self> {
+        let order = shuffled(fit.spans.len(), seed, epoch);
+        if !fit.whole {
+            return Arc::new(Self::Stream(order));
+        }
+        // The whole pass at once: so its place is one number, and no sequence waits for the next documents.
+        let mut sequences = best_fit::pack(&order, |span| fit.spans[span].len, length);
+        let places = shuffled(sequences.len(), fingerprint([seed, 1]), epoch);
+        Arc::new(Self::Whole(places.into_iter().map(|place| std::mem::take(&mut sequences[place])).collect()))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Stream(order) => order.len(),
+            Self::Whole(sequences) => sequences.len(),
+        }
+    }
 }
 
 impl Packer {
-    /// A packer at `position` of `documents`, for sequences of `length` tokens, in order.
+    /// A packer at `position` of `documents`, for sequences of `length` tokens, in order, of text that may be cut anywhere.
     #[must_use]
     pub fn new(documents: Store, length: usize, seed: u64, position: Position) -> Self {
-        let order = shuffled(documents.len(), seed, position.epoch);
-        Self { documents, length, seed, packing: Packing::InOrder, position, order }
+        let fit = Fit::text(&documents);
+        let pass = Pass::new(&fit, length, seed, position.epoch);
+        Self { documents, fit, length, seed, packing: Packing::InOrder, position, pass }
     }
 
     /// The same documents packed in another way.
     #[must_use]
     pub fn with(self, packing: Packing) -> Self {
         Self { packing, ..self }
+    }
+
+    /// The same documents, of which is packed what `fit`, made for their length, says.
+    #[must_use]
+    pub fn fitted(self, fit: Fit) -> Self {
+        let pass = Pass::new(&fit, self.length, self.seed, self.position.epoch);
+        Self { fit, pass, ..self }
     }
 
     /// The same documents in another place.
@@ -96,7 +135,8 @@ impl Packer {
     /// The same documents from another position on.
     #[must_use]
     pub fn at(self, position: Position) -> Self {
-        Self::new(self.documents, self.length, self.seed, position).with(self.packing)
+        let pass = Pass::new(&self.fit, self.length, self.seed, position.epoch);
+        Self { position, pass, ..self }
     }
 
     /// Where the next sequence begins.
@@ -105,55 +145,95 @@ impl Packer {
         self.position
     }
 
-    /// The next `count` sequences of S tokens: those of a step, which [`Packing::Balanced`] deals among themselves. Passes
-    /// follow each other without a gap, so this never ends.
+    /// The next `count` sequences of S tokens, or of fewer where documents stay whole: those of a step, which
+    /// [`Packing::Balanced`] deals among themselves. Passes follow each other without a gap, so this never ends.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
-        let dealt = match self.packing {
-            Packing::InOrder => (0..count).map(|_| self.next_spans(self.length)).collect(),
-            Packing::Balanced => balance::deal(self.next_spans(self.length * count), self.length, count),
+        let dealt = match (self.packing, self.fit.whole) {
+            (Packing::InOrder, false) => (0..count).map(|_| self.next_spans(self.length)).collect(),
+            (Packing::Balanced, false) => balance::deal(self.next_spans(self.length * count), self.length, count),
+            (Packing::InOrder, true) => self.next_whole(count),
+            (Packing::Balanced, true) => balance::deal_whole(self.next_whole(count), self.length),
         };
-        let sequence = |spans: &Vec<Span>| {
-            let mut sequence = Sequence::with_capacity(self.length);
-            for span in spans {
-                sequence.push(&self.documents.document(span.document)[span.start..span.start + span.len]);
-            }
-            sequence
-        };
-        dealt.iter().map(sequence).collect()
+        dealt.iter().map(|spans| self.sequence(spans)).collect()
+    }
+
+    /// The `count` fullest sequences of a pass, where documents stay whole; none where every sequence is full.
+    pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
+        let Pass::Whole(sequences) = &*self.pass else { return None };
+        let tokens = |sequence: &&Vec<usize>| sequence.iter().map(|&span| self.fit.spans[span].len).sum::<usize>();
+        let mut all: Vec<&Vec<usize>> = sequences.iter().collect();
+        all.sort_by_key(|sequence| std::cmp::Reverse(tokens(sequence)));
+        let spans = |sequence: &Vec<usize>| sequence.iter().map(|&span| self.fit.spans[span]).collect::<Vec<_>>();
+        Some(all.into_iter().cycle().take(count).map(|sequence| self.sequence(&spans(sequence))).collect())
+    }
+
+    fn sequence(&self, spans: &[Span]) -> Sequence {
+        let mut sequence = Sequence::with_capacity(self.length);
+        for span in spans {
+            sequence.push(&self.documents.document(span.document)[span.start..span.start + span.len]);
+        }
+        sequence
     }
 
     /// The next `tokens` tokens, in spans of at most S.
     fn next_spans(&mut self, tokens: usize) -> Vec<Span> {
         let (mut spans, mut left) = (Vec::new(), tokens);
-        while left > 0 && !self.documents.is_empty() {
-            let document = self.order[self.position.document];
-            let (start, whole) = (self.position.offset, self.documents.document(document).len());
-            let len = (whole - start).min(left).min(self.length);
-            spans.push(Span { document, start, len });
+        while left > 0
+            && let Pass::Stream(order) = &*self.pass
+            && let Some(&next) = order.get(self.position.document)
+        {
+            let Span { document, start, len: whole } = self.fit.spans[next];
+            let offset = self.position.offset;
+            let len = (whole - offset).min(left).min(self.length);
+            spans.push(Span { document, start: start + offset, len });
             left -= len;
             self.position.offset += len;
             if self.position.offset == whole {
                 self.position.offset = 0;
-                self.position.document += 1;
-            }
-            if self.position.document == self.documents.len() {
-                self.position = Position { epoch: self.position.epoch + 1, ..Position::default() };
-                self.order = shuffled(self.documents.len(), self.seed, self.position.epoch);
+                self.advance();
             }
         }
         spans
     }
 
-    /// Every document once, in the given order, as sequences of at most `length` tokens; stops after `most` tokens.
+    /// The spans of the next `count` sequences of whole documents.
+    fn next_whole(&mut self, count: usize) -> Vec<Vec<Span>> {
+        let mut dealt = Vec::with_capacity(count);
+        while dealt.len() < count
+            && let Pass::Whole(sequences) = &*self.pass
+            && let Some(sequence) = sequences.get(self.position.document)
+        {
+            dealt.push(sequence.iter().map(|&span| self.fit.spans[span]).collect());
+            self.advance();
+        }
+        dealt
+    }
+
+    fn advance(&mut self) {
+        self.position.document += 1;
+        if self.position.document == self.pass.len() {
+            self.position = Position { epoch: self.position.epoch + 1, ..Position::default() };
+            self.pass = Pass::new(&self.fit, self.length, self.seed, self.position.epoch);
+        }
+    }
+
+    /// What `fit` says of each document once, in the given order, as sequences of at most `length` tokens; stops after
+    /// `most` tokens, or with the first document if that is whole and longer.
     #[must_use]
-    pub fn once(documents: &Store, length: usize, most: usize) -> Vec<Sequence> {
+    pub fn once(documents: &Store, fit: &Fit, length: usize, most: usize) -> Vec<Sequence> {
         let mut sequences = vec![Sequence::with_capacity(length)];
         let mut left = most;
-        for document in documents.documents() {
-            let mut rest = &document[..document.len().min(left)];
-            left -= rest.len();
+        for span in fit.spans.iter() {
+            if fit.whole && span.len > left && left < most {
+                break;
+            }
+            let len = if fit.whole { span.len } else { span.len.min(left) };
+            left = left.saturating_sub(len);
+            let mut rest = &documents.document(span.document)[span.start..span.start + len];
             while !rest.is_empty() {
-                if sequences.last().is_none_or(|s| s.tokens.len() == length) {
+                // The least that has to go into one sequence.
+                let least = if fit.whole { rest.len() } else { 1 };
+                if sequences.last().is_none_or(|s| s.tokens.len() + least > length) {
                     sequences.push(Sequence::with_capacity(length));
                 }
                 if let Some(sequence) = sequences.last_mut() {
@@ -195,91 +275,4 @@ fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    /// Documents whose tokens tell where they come from.
-    fn marked(lengths: &[usize]) -> Store {
-        let document = |(d, &n): (usize, &usize)| (0..n).map(|i| (d * 1000 + i) as u32).collect();
-        Store::new(&lengths.iter().enumerate().map(document).collect::<Vec<Vec<u32>>>())
-    }
-
-    fn next(packer: &mut Packer) -> Sequence {
-        packer.next_sequences(1).remove(0)
-    }
-
-    proptest! {
-        #[test]
-        fn every_token_comes_once_a_pass_in_order_and_targets_stay_in_their_piece(
-            lengths in prop::collection::vec(1usize..90, 1..12), length in 2usize..70, seed: u64,
-        ) {
-            let documents = marked(&lengths);
-            let mut packer = Packer::new(documents.clone(), length, seed, Position::default());
-            let mut seen = vec![0usize; lengths.len()];
-            while packer.position().epoch == 0 {
-                let sequence = next(&mut packer);
-                prop_assert_eq!(sequence.tokens.len(), length);
-                prop_assert_eq!(sequence.pieces.iter().sum::<usize>(), length);
-                let mut at = 0;
-                for &piece in &sequence.pieces {
-                    let tokens = &sequence.tokens[at..at + piece];
-                    prop_assert!(piece > 0 && tokens.windows(2).all(|w| w[1] == w[0] + 1), "a piece is one document's");
-                    prop_assert_eq!(&sequence.targets[at..at + piece - 1], &tokens[1..]);
-                    prop_assert_eq!(sequence.targets[at + piece - 1], IGNORE);
-                    let (document, offset) = (tokens[0] as usize / 1000, tokens[0] as usize % 1000);
-                    // Once all is dealt, what follows in this sequence is the next pass.
-                    if seen != lengths {
-                        prop_assert_eq!(seen[document], offset);
-                        seen[document] += piece;
-                    }
-                    at += piece;
-                }
-            }
-            prop_assert_eq!(seen, lengths);
-        }
-
-        #[test]
-        fn a_packer_at_a_saved_position_deals_the_same_sequences(
-            lengths in prop::collection::vec(1usize..90, 1..12), length in 2usize..70, seed: u64, before in 0usize..9,
-            count in 1usize..4, balanced: bool,
-        ) {
-            let documents = marked(&lengths);
-            let packing = if balanced { Packing::Balanced } else { Packing::InOrder };
-            let mut packer = Packer::new(documents.clone(), length, seed, Position::default()).with(packing);
-            for _ in 0..before { packer.next_sequences(count); }
-            let saved = serde_json::to_string(&packer.position()).unwrap();
-            let mut again = Packer::new(documents, length, seed, serde_json::from_str(&saved).unwrap()).with(packing);
-            for _ in 0..5 { prop_assert_eq!(again.next_sequences(count), packer.next_sequences(count)); }
-            prop_assert_eq!(again.position(), packer.position());
-        }
-
-        #[test]
-        fn once_deals_every_token_once(lengths in prop::collection::vec(1usize..90, 1..12), length in 2usize..70) {
-            let documents = marked(&lengths);
-            let sequences = Packer::once(&documents, length, usize::MAX);
-            let tokens: Vec<u32> = sequences.iter().flat_map(|s| s.tokens.clone()).collect();
-            prop_assert_eq!(tokens, documents.documents().collect::<Vec<_>>().concat());
-            prop_assert!(sequences.iter().rev().skip(1).all(|s| s.tokens.len() == length));
-            let few = Packer::once(&documents, length, 3);
-            prop_assert_eq!(few.iter().map(|s| s.tokens.len()).sum::<usize>(), 3.min(lengths.iter().sum()));
-        }
-    }
-
-    #[test]
-    fn a_token_that_is_given_is_read_but_no_target() {
-        let documents = Store::new(&[vec![1 | GIVEN, 2 | GIVEN, 3, 4 | GIVEN, 5]]);
-        let [sequence] = &Packer::once(&documents, 8, usize::MAX)[..] else { panic!("one sequence") };
-        assert_eq!(sequence.tokens, [1, 2, 3, 4, 5]);
-        assert_eq!(sequence.targets, [IGNORE, 3, IGNORE, 5, IGNORE]);
-    }
-
-    #[test]
-    fn the_order_changes_with_the_pass_and_with_the_seed_and_never_with_the_version() {
-        assert_ne!(shuffled(50, 1, 0), shuffled(50, 1, 1));
-        assert_ne!(shuffled(50, 1, 0), shuffled(50, 2, 0));
-        let mut sorted = shuffled(50, 1, 0);
-        sorted.sort_unstable();
-        assert_eq!(sorted, (0..50).collect::<Vec<_>>());
-    }
-}
+mod test;

@@ -15,6 +15,9 @@ use std::{
 /// Stand around what a `{% generation %}` block yields while a template is rendered; data may not hold them.
 const MARKS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 
+/// Stands for the words of a message when a conversation is written with others in their place; no text may hold it.
+const OTHER: char = '\u{fdd0}';
+
 /// A model's chat template, as Hugging Face keeps it beside the tokenizer.
 #[derive(Debug, Clone)]
 pub struct Template {
@@ -98,10 +101,11 @@ impl Template {
 
     /// A conversation as text. What the assistant said is what the template puts into `{% generation %}` blocks. Without
     /// such blocks it is, for each message of the assistant, what is there with it and is not there when the template is
-    /// asked for the prompt before it.
+    /// asked for the prompt before it; where a message is written differently when others follow, it is looked for in the
+    /// whole conversation, between that prompt and what closes the message.
     ///
     /// # Errors
-    /// In words: the template's own complaint, or that it writes early messages differently when others follow.
+    /// In words: the template's own complaint, or that the assistant's words cannot be found without doubt.
     pub fn render(&self, messages: &[Value], tools: &Value) -> std::result::Result<Rendered, String> {
         let text = self.text(messages, tools, false)?;
         if self.marked {
@@ -114,7 +118,12 @@ impl Template {
             }
             let before = if index == 0 { String::new() } else { self.text(&messages[..index], tools, true)? };
             let with = self.text(&messages[..=index], tools, false)?;
-            if !with.starts_with(&before) || !text.starts_with(&with) {
+            let range = match with.starts_with(&before) && text.starts_with(&with) {
+                true => Some(before.len()..with.len()),
+                false => self.found(&text, messages, index, tools),
+            };
+            let after = learned.last().map_or(0, |range: &Range<usize>| range.end);
+            let Some(range) = range.filter(|range| range.start >= after) else {
                 return Err(format!(
                     "the template {} writes what comes before or in message {} differently when more follows, so the \
                      assistant's words cannot be found; put them between {{% generation %}} and {{% endgeneration %}} in \
@@ -122,10 +131,38 @@ impl Template {
                     self.path.display(),
                     index + 1
                 ));
-            }
-            learned.push(before.len()..with.len());
+            };
+            learned.push(range);
         }
         Ok(Rendered { text, learned })
+    }
+
+    /// What `messages[index]` is in `text`, which is all of `messages`, by writing them once more with other words in its
+    /// place: what both have behind those words is behind the message, and the prompt before them is before it. `None`
+    /// where anything else changes with the words.
+    fn found(&self, text: &str, messages: &[Value], index: usize, tools: &Value) -> Option<Range<usize>> {
+        let mut others = messages.to_vec();
+        let words = replace_words(&mut others[index]);
+        let whole = self.text(&others, tools, false).ok()?;
+        // The first message may have nothing before it that a template could write.
+        let before = if index == 0 { messages } else { &messages[..index] };
+        let asked = self.text(before, tools, true).ok()?;
+        let prompt = asked.strip_prefix(&self.text(before, tools, false).ok()?)?;
+        if text.contains(OTHER) || whole.matches(OTHER).count() > words {
+            return None;
+        }
+        let behind = |text: &str| text.rfind(OTHER).map(|at| text[at + OTHER.len_utf8()..].to_owned());
+        let same = text.bytes().zip(whole.bytes()).take_while(|(a, b)| a == b).count();
+        let start = match prompt {
+            "" => (0..=same).rev().find(|&at| text.is_char_boundary(at))?,
+            prompt => whole[..whole.find(OTHER)?].rfind(prompt)? + prompt.len(),
+        };
+        let rest = behind(&whole)?;
+        // As the template closes the message when nothing follows.
+        let closing = behind(&self.text(&others[..=index], tools, false).ok()?)?;
+        let words_end = text.strip_suffix(&rest)?.len();
+        let end = words_end + closing.len();
+        (start <= same && start <= end && rest.starts_with(&closing)).then_some(start..end)
     }
 
     fn text(&self, messages: &[Value], tools: &Value, prompt: bool) -> std::result::Result<String, String> {
@@ -138,6 +175,30 @@ impl Template {
         let text = template.render(Term::from_serialize(&context)).map_err(|e| said(&e))?;
         Ok(text)
     }
+}
+
+/// Puts [`OTHER`] in the place of what a message says, and counts the places.
+fn replace_words(message: &mut Value) -> usize {
+    let mut places: Vec<&mut Value> = Vec::new();
+    let Some(keys) = message.as_object_mut() else { return 0 };
+    for (key, value) in keys.iter_mut() {
+        match (key.as_str(), value) {
+            ("content" | "reasoning_content", value) if value.as_str().is_some_and(|text| !text.is_empty()) => {
+                places.push(value);
+            }
+            // Calls of tools stand behind the content, and their arguments behind their names.
+            ("tool_calls", Value::Array(calls)) => {
+                places.extend(calls.iter_mut().filter_map(|call| call.pointer_mut("/function/name")));
+            }
+            _ => {}
+        }
+    }
+    let count = places.len();
+    places.into_iter().for_each(|place| *place = OTHER.to_string().into());
+    if count == 0 {
+        message["content"] = OTHER.to_string().into();
+    }
+    count.max(1)
 }
 
 fn read(path: &Path) -> Result<String> {

@@ -40,20 +40,32 @@ impl Experts {
         })
     }
 
-    /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output left
-    /// out. The factors are counts of what is there at once, found by the allocator.
+    /// Numbers of the products with gate and up that a rank computes of all its experts.
+    pub(super) fn products(&self, rows: u64) -> u64 {
+        2 * self.choices(rows) * self.wide
+    }
+
+    /// Numbers of a router's results.
+    pub(super) fn router(&self, rows: u64) -> u64 {
+        rows * self.all
+    }
+
+    /// Choices that a rank computes: as many come from other ranks as go to them.
+    fn choices(&self, rows: u64) -> u64 {
+        rows * self.width_ranks * self.top
+    }
+
+    /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output and
+    /// [`Self::products`] left out. The factors are counts of what is there at once, found by the allocator.
     pub(super) fn activations(&self, rows: u64, hidden: u64) -> u64 {
         let gathered = rows * self.width_ranks;
-        // As many come from other ranks as go to them.
-        let choices = gathered * self.top;
         // Tokens, the experts' outputs, and the gradients of both, on each way that they take.
         let to_widths = if self.width_ranks > 1 { 4 * gathered * hidden } else { 0 };
         let to_experts =
             if self.ep > 1 { (4.0 * self.ranks_of_a_token() * (gathered * hidden) as f64) as u64 } else { 0 };
-        // Products with gate and up are kept of all experts; the rest is there of one at a time.
-        let of_one = choices * self.ep / self.all.max(1);
-        let router = 10 * rows * self.all;
-        to_widths + to_experts + router + 2 * choices * self.wide + of_one * (4 * hidden + 5 * self.wide)
+        // The products are there of all experts, the rest of one at a time.
+        let of_one = self.choices(rows) * self.ep / self.all.max(1);
+        to_widths + to_experts + 10 * self.router(rows) + of_one * (4 * hidden + 5 * self.wide)
     }
 
     /// Ranks that have experts of a token, on average.

@@ -14,8 +14,7 @@ pub(super) struct Held {
     pub(super) layer_shard: u64,
     pub(super) head_shard: u64,
     pub(super) embedding_shard: u64,
-    /// Its portions: of all units, of the largest layer, of that what is trained, of the head, of the embedding.
-    pub(super) whole: u64,
+    /// Its portions: of the largest layer, of that what is trained, of the head, of the embedding.
     pub(super) layer: u64,
     pub(super) layer_trained: u64,
     pub(super) head: u64,
@@ -73,7 +72,6 @@ impl Held {
                     }
                 }
             }
-            own.whole += portions;
             own.trained += trained_shards;
             match unit {
                 Unit::Layer(_) => {
@@ -95,7 +93,6 @@ impl Held {
             layer_shard: self.layer_shard.max(other.layer_shard),
             head_shard: self.head_shard.max(other.head_shard),
             embedding_shard: self.embedding_shard.max(other.embedding_shard),
-            whole: self.whole.max(other.whole),
             layer: self.layer.max(other.layer),
             layer_trained: self.layer_trained.max(other.layer_trained),
             head: self.head.max(other.head),

@@ -90,28 +90,32 @@ impl Shape {
             ("at the optimiser", always(held.trained)),
         ];
         let sum = |parts: &Parts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        let (moment, mut parts) = moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default();
-        if self.keeps_graphs() {
-            parts.push(("weights kept of all layers", 4 * held.whole));
-        }
-        Ok((moment, parts))
+        Ok(moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default())
     }
 
-    /// Bytes that a layer keeps for its backward.
+    /// Bytes that a layer keeps for its backward; where some have experts, the mean of all.
     pub(super) fn kept(&self, tokens: u64, rows: u64) -> u64 {
         let (heads, kv_heads) = self.head_counts();
         let attended = heads * self.dim;
+        let mean = |of_dense: u64, of_sparse: u64| {
+            let sparse = self.experts.map_or(0, |experts| experts.layers);
+            (of_dense * (self.layers - sparse) + of_sparse * sparse) / self.layers.max(1)
+        };
         let (log_sums, numbers) = match self.recompute {
             Recompute::Full => (0, rows * self.hidden),
             Recompute::KeepAttention => (heads, rows * self.hidden + tokens * attended),
-            Recompute::Nothing if self.keeps_graphs() => (heads, self.activations(tokens, rows) / 8),
             Recompute::Nothing => {
-                let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden + 2 * self.feed_forward;
-                (heads, rows * self.hidden + tokens * of_token)
+                let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden;
+                let of_experts = self.experts.map_or(0, |experts| experts.products(rows));
+                let fed = mean(2 * tokens * self.feed_forward, of_experts);
+                (heads, rows * self.hidden + tokens * of_token + fed)
             }
         };
-        let bytes = if self.keeps_graphs() { 4 } else { self.storage.bytes() as u64 };
-        4 * tokens * log_sums + bytes * numbers
+        let routers = match (self.experts, self.recompute, self.storage) {
+            (Some(experts), Recompute::Nothing, _) | (Some(experts), _, Storage::Bf16) => mean(0, experts.router(rows)),
+            _ => 0,
+        };
+        4 * (tokens * log_sums + routers) + self.storage.bytes() as u64 * numbers
     }
 
     /// Bytes of a layer that is computed again and differentiated.
@@ -128,11 +132,14 @@ impl Shape {
             _ => 0,
         };
         let known = match self.recompute {
-            Recompute::Nothing if !self.keeps_graphs() => 3 * rows * self.hidden,
+            Recompute::Nothing => 3 * rows * self.hidden,
             _ => 0,
         };
         let widened = if self.storage == Storage::F32 { 0 } else { rows * self.hidden + tokens * attended };
-        let with_experts = self.experts.map_or(0, |experts| experts.activations(rows, self.hidden));
+        let with_experts = self.experts.map_or(0, |experts| {
+            let products = if self.recompute == Recompute::Nothing { 0 } else { experts.products(rows) };
+            products + experts.activations(rows, self.hidden)
+        });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
         let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * self.dropped;
         4 * numbers.saturating_sub(known)

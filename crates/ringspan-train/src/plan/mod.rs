@@ -18,6 +18,7 @@ use crate::{
 };
 use fit::Load;
 use ringspan::{Layout, Schedule};
+use ringspan_candle::DeviceName;
 use ringspan_models::{Beyond, Config, Place};
 use shape::Shape;
 use std::fmt;
@@ -36,6 +37,10 @@ pub struct Plan {
     pub adapters: String,
     /// The data, in words.
     pub data: String,
+    /// How documents end and are packed, in words; empty where nothing is made of text.
+    pub documents: Vec<String>,
+    /// What of the data a person should look at, in words.
+    pub data_warnings: Vec<String>,
     /// The mesh, in words.
     pub mesh: String,
     /// Who holds what and how it travels, in words.
@@ -58,6 +63,8 @@ pub struct Plan {
     pub fullest: &'static str,
     /// Bytes that each layer keeps of a token for its backward.
     pub kept_per_token: u64,
+    /// What this memory is not, in words; empty where it is all of it.
+    pub memory_note: &'static str,
     /// Why it does not fit into memory, with the nearest setting that does; none if it fits.
     pub refusal: Option<String>,
     /// Predicted bytes that the busiest rank sends in a step, by purpose.
@@ -73,6 +80,8 @@ impl Plan {
         let mut plan = Self {
             model: model_words(config, setup),
             data: setup.data.summary.clone(),
+            documents: setup.notes.clone(),
+            data_warnings: setup.warnings.clone(),
             steps: config.lr.steps,
             first_step: setup.first_step,
             saving: match config.save_every {
@@ -89,15 +98,17 @@ impl Plan {
             None => "ranks in this process".into(),
             Some(local) => format!("processes, {local} of them on this machine"),
         };
-        plan.mesh = format!("{axes} = {} {place}, {threads} each", config.ranks());
+        let device = if config.device == DeviceName::Cpu { String::new() } else { format!(", on {}", config.device) };
+        plan.mesh = format!("{axes} = {} {place}, {threads} each{device}", config.ranks());
         let Place { ep: (_, ep), moe_tp: (_, moe_tp), .. } = setup.mesh.place(0);
         if ep * moe_tp > 1 {
             let copies = config.ranks() / (ep * moe_tp);
             plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
         }
         plan.optimizer = optimizer_words(config);
+        plan.optimizer += &schedule_change(config, setup.first_step).unwrap_or_default();
         plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
-        if let Some(lora) = &config.lora {
+        if let Some(lora) = setup.decoder.lora() {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
             let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
             let trained = setup.shapes.iter().filter(|(name, _)| setup.decoder.trains(name));
@@ -109,7 +120,7 @@ impl Plan {
             );
         }
 
-        let Some(batch) = setup.first_batch(config.grad_accumulation) else { return Ok(plan) };
+        let Some(batch) = setup.fullest_batch(config.grad_accumulation) else { return Ok(plan) };
         let batches = setup.feed.clone().next_step(config.grad_accumulation);
         plan.tokens_per_step = batches.iter().map(Batch::real_tokens).sum();
         let cp = config.ring * config.ulysses;
@@ -148,6 +159,10 @@ impl Plan {
         (plan.fullest, plan.memory) = shape.memory(load.tokens, load.batch)?;
         plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
+        if config.device != DeviceName::Cpu {
+            plan.memory_note =
+                "counted as of a CPU: of it, layers in use and what waits are on the GPU, whose memory is not asked";
+        }
         plan.refusal = plan.refusal(config, &shape, &load)?;
         Ok(plan)
     }
@@ -160,6 +175,10 @@ impl Plan {
 
     /// Why the ranks of this machine cannot fit into the memory that is free, where the system tells.
     fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
+        // Of a GPU it is not known how much there is, and how much of this the CPU is left with.
+        if config.device != DeviceName::Cpu {
+            return Ok(None);
+        }
         let needed = self.rank_bytes() * load.ranks;
         let Some(free) = memory_of_machine::available().filter(|free| needed > *free) else { return Ok(None) };
         Ok(Some(format!(
@@ -189,7 +208,7 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
 }
 
 fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
-    let told = Beyond { stretchable: false, ..beyond };
+    let told = Beyond { by: None, ..beyond };
     match &config.model_config {
         // Its checkpoint belongs to the model as it is.
         _ if config.resume => told.to_string(),
@@ -214,6 +233,19 @@ fn optimizer_words(config: &TrainConfig) -> String {
     };
     let clip = config.grad_clip.map_or_else(|| "no clipping".into(), |c| format!("gradients clipped to norm {c}"));
     format!("{method}, lr {} {} after {} steps of warm-up, {clip}", config.lr.peak, config.lr.decay, config.lr.warmup)
+}
+
+/// What a resumed run does otherwise than it would have done, if its learning rates change.
+fn schedule_change(config: &TrainConfig, step: u64) -> Option<String> {
+    let (before, now) = (config.lr_before?, config.lr);
+    let [was, is] = [before.at(step), now.at(step)];
+    (before != now).then(|| {
+        format!(
+            "; as it was begun, for {} steps, step {} would have had lr {was:.3e}, and has {is:.3e} now",
+            before.steps,
+            step + 1
+        )
+    })
 }
 
 /// The schedule of the layers that share a mask.
@@ -265,6 +297,12 @@ impl fmt::Display for Plan {
             writeln!(f, "adapters   {}", self.adapters)?;
         }
         writeln!(f, "data       {}", self.data)?;
+        for line in &self.documents {
+            writeln!(f, "           {line}")?;
+        }
+        for warning in &self.data_warnings {
+            writeln!(f, "warning    {warning}")?;
+        }
         writeln!(f, "mesh       {}", self.mesh)?;
         writeln!(f, "attention  {}", self.attention)?;
         for line in self.schedule.lines() {
@@ -280,6 +318,9 @@ impl fmt::Display for Plan {
         let (most, kept) = (total(&self.memory), grouped(self.kept_per_token));
         writeln!(f, "memory     about {most} a rank, most {}: {}", self.fullest, parts(&self.memory))?;
         writeln!(f, "           {kept} bytes a token and layer wait for the backward pass")?;
+        if !self.memory_note.is_empty() {
+            writeln!(f, "           {}", self.memory_note)?;
+        }
         if self.tokens_per_rank.len() > 1 {
             writeln!(f, "sent       about {} a step by a rank: {}", total(&self.traffic), parts(&self.traffic))?;
         }

@@ -133,35 +133,26 @@ impl Shape {
         Ok(traffic)
     }
 
-    /// Tokens there and back, forward, again where it is computed again, and backward, where experts are chosen evenly: a
-    /// token goes once to each rank that has experts of it.
+    /// Tokens there and back, forward, again as it is computed again, and backward, where experts are chosen evenly: a token
+    /// goes once to each rank that has experts of it. Where products are kept, nothing comes back the second time.
     fn to_experts(&self, experts: &Experts, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let there = experts.tokens_there(tokens.div_ceil(self.tp));
-        experts.layers * self.passes() * 2 * 4 * there * self.hidden
-    }
-
-    /// Times that a layer is computed, forward or backward.
-    fn passes(&self) -> u64 {
-        if self.keeps_graphs() { 2 } else { 3 }
+        let ways = if self.recompute == Recompute::Nothing { 5 } else { 6 };
+        experts.layers * ways * 4 * there * self.hidden
     }
 
     /// Two layers in one, attention and feed-forward part, each with its rows gathered before and dealt behind: forward,
-    /// again where it is computed again, and backward. Embedding and head do the same once.
+    /// again as it is computed again, and backward. Embedding and head do the same once.
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let once = 4 * tokens * self.hidden * (self.tp - 1) / self.tp;
         let with_experts = self.experts.map_or(0, |experts| experts.layers);
-        once * ((2 * self.layers - with_experts) * 2 * self.passes() + 4)
-    }
-
-    /// Whether layers are kept with all that their operations read, as those with experts are.
-    pub(super) fn keeps_graphs(&self) -> bool {
-        self.experts.is_some() && self.recompute == Recompute::Nothing
+        once * ((2 * self.layers - with_experts) * 2 * 3 + 4)
     }
 
     fn sizes(&self) -> Sizes {
         let (heads, kv_heads, dim) = (self.heads.queries.len(), self.heads.key_values.len(), self.dim as usize);
-        Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4 }
+        Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4, bias_heads: 0 }
     }
 }

@@ -1,8 +1,8 @@
 //! The ranks that a rank works with, by purpose.
 
 use crate::{config::TrainConfig, error::Result, mesh::RunMesh};
-use ringspan::{Group, Kernel, comm::Communicator};
-use ringspan_candle::{ExpertParallel, Experts, TensorParallel, experts::Local};
+use ringspan::{Group, comm::Communicator};
+use ringspan_candle::{ExpertParallel, Experts, RankDevice, TensorParallel, experts::Local};
 use std::sync::Arc;
 
 /// A rank's groups. All of them are split from the world, each used for one thing only.
@@ -22,13 +22,14 @@ impl Groups {
         config: &TrainConfig,
         mesh: &RunMesh,
         experts: usize,
+        device: &RankDevice,
         world: &Arc<dyn Communicator>,
     ) -> Result<Self> {
         let split = |name: &str| -> Result<Arc<dyn Communicator>> {
             let (color, key) = mesh.topology.place(world.rank(), name)?;
             Ok(world.split(color, key)?)
         };
-        let cp = Group::new(split("cp")?, (config.ring, config.ulysses), Kernel::new(config.threads))?;
+        let cp = Group::new(split("cp")?, (config.ring, config.ulysses), device.kernel(config.threads)?)?;
         let place = mesh.place(world.rank());
         let experts: Arc<dyn Experts + Send + Sync> = match place.ep.1 * place.moe_tp.1 {
             1 => Arc::new(Local),

@@ -8,7 +8,7 @@ use ringspan::{
     comm::{Communicator, numbers, timed::Timed},
     schedule::HeadShare,
 };
-use ringspan_candle::{context::Context, peak};
+use ringspan_candle::{Devices, context::Context, peak};
 use ringspan_models::Heads;
 use std::{
     sync::Arc,
@@ -19,8 +19,8 @@ use std::{
 pub(super) struct Meter {
     /// Where this rank's waits are counted.
     timed: Arc<Timed>,
-    /// Operations a second that the ranks reach in products, all at once.
-    peak: f64,
+    /// Operations a second that the ranks reach in products, all at once; not measured on GPUs.
+    peak: Option<f64>,
     /// Operations of a token outside attention, forward and backward.
     of_token: f64,
     /// Operations of a visible pair of one head, forward and backward.
@@ -34,16 +34,19 @@ pub(super) struct Meter {
 /// What all ranks know of a step.
 pub(super) struct Use {
     pub(super) seconds: f64,
-    pub(super) peak_share: f64,
+    pub(super) peak_share: Option<f64>,
     pub(super) waited: f64,
     pub(super) imbalance: f64,
 }
 
 impl Meter {
-    pub(super) fn new(setup: &Setup, timed: Arc<Timed>) -> Result<Self> {
+    pub(super) fn new(setup: &Setup, devices: &Devices, timed: Arc<Timed>) -> Result<Self> {
         // All at once, as they will compute.
         timed.barrier()?;
-        let peak = all(&*timed, peak::flops())?.iter().sum();
+        let peak = match devices.are_gpus() {
+            true => None,
+            false => Some(all(&*timed, peak::flops())?.iter().sum()),
+        };
         let dim = setup.decoder.config().head_dim() as f64;
         // Two products forward and five backward, of two operations an element each.
         Ok(Self {
@@ -85,7 +88,7 @@ impl Meter {
         let operations = tokens as f64 * self.of_token + sum * self.of_pair;
         Ok(Use {
             seconds,
-            peak_share: operations / seconds / self.peak,
+            peak_share: self.peak.map(|peak| operations / seconds / peak),
             waited: (most_waited / seconds).min(1.0),
             imbalance: if sum > 0.0 { most * pairs.len() as f64 / sum } else { 1.0 },
         })

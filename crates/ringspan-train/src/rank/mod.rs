@@ -10,18 +10,19 @@ use crate::{
     checkpoint::Checkpoints,
     config::TrainConfig,
     data::Batch,
-    error::Result,
+    error::{Error, Result},
     memory::{self, Allocated},
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
     setup::Setup,
-    shards::Shards,
+    shards::{Piece, Shards},
     watchdog::Watchdog,
 };
 use groups::Groups;
 use meter::{Meter, Use};
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
+use ringspan_candle::Devices;
 use save::Saving;
 use std::{
     sync::{
@@ -65,17 +66,24 @@ pub(crate) struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    pub(crate) fn new(config: &'a TrainConfig, setup: &'a Setup, world: Arc<dyn Communicator>) -> Result<Self> {
-        let (decoder, mesh) = (&setup.decoder, &setup.mesh);
+    /// The rank of `world` that computes on its one of `devices`.
+    pub(crate) fn new(
+        config: &'a TrainConfig,
+        setup: &'a Setup,
+        devices: &Devices,
+        world: Arc<dyn Communicator>,
+    ) -> Result<Self> {
+        let (decoder, mesh, device) = (&setup.decoder, &setup.mesh, devices.of(world.rank()));
         let timed = Arc::new(Timed::new(world));
         let world: Arc<dyn Communicator> = timed.clone();
-        let groups = Groups::new(config, mesh, decoder.experts(), &world)?;
-        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), |piece| setup.start.read(decoder, piece))?;
+        let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
+        let read = |piece: &Piece<'_>| setup.start.read(decoder, piece);
+        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device.tensors(), read)?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
-        let meter = Meter::new(setup, timed)?;
+        let meter = Meter::new(setup, devices, timed)?;
         let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
         let saving = None;
         Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving, meter, watchdog })
@@ -102,8 +110,19 @@ impl<'a> Rank<'a> {
                 break;
             }
             self.meter.start();
+            let position = feed.position();
             let batches = feed.next_step(config.grad_accumulation);
-            let (loss, grad_norm) = self.step(step, &batches)?;
+            let (loss, grad_norm) = match self.step(step, &batches) {
+                // The same on every rank, and before anything was changed.
+                Err(diverged @ Error::Diverged { .. }) => {
+                    if saved != Some(step) && step > setup.first_step {
+                        self.start_saving(host, step, tokens, position)?;
+                    }
+                    self.finish_saving(host)?;
+                    return Err(diverged);
+                }
+                stepped => stepped?,
+            };
             let now: u64 = batches.iter().map(Batch::real_tokens).sum();
             tokens += now;
             let Use { seconds, peak_share, waited, imbalance } = self.meter.stop(now)?;
@@ -129,7 +148,7 @@ impl<'a> Rank<'a> {
                 Ok(())
             })?;
             if let Err(spike) = self.watchdog.look(step, loss) {
-                self.start_saving(host, step, tokens, &feed)?;
+                self.start_saving(host, step, tokens, feed.position())?;
                 self.finish_saving(host)?;
                 return Err(spike);
             }
@@ -138,12 +157,12 @@ impl<'a> Rank<'a> {
                 evaluation = self.look_at_held_out(step, host)?;
             }
             if due(config.save_every) {
-                self.start_saving(host, step, tokens, &feed)?;
+                self.start_saving(host, step, tokens, feed.position())?;
                 saved = Some(step);
             }
         }
         if saved != Some(step) && step > setup.first_step {
-            self.start_saving(host, step, tokens, &feed)?;
+            self.start_saving(host, step, tokens, feed.position())?;
         }
         self.finish_saving(host)?;
         if !interrupted {

@@ -3,8 +3,8 @@
 use super::{Host, Rank};
 use crate::{
     checkpoint::{Part, Progress},
+    data::Position,
     error::{Error, Result},
-    feed::Feed,
 };
 use std::{
     sync::Mutex,
@@ -32,23 +32,30 @@ impl Saving {
 }
 
 impl Rank<'_> {
-    /// Begins to write a checkpoint of the present state.
-    pub(super) fn start_saving(&mut self, host: &Mutex<Host<'_>>, step: u64, tokens: u64, feed: &Feed) -> Result<()> {
+    /// Begins to write a checkpoint of the present state, with the place of the next step's batch.
+    pub(super) fn start_saving(
+        &mut self,
+        host: &Mutex<Host<'_>>,
+        step: u64,
+        tokens: u64,
+        position: Position,
+    ) -> Result<()> {
         // The one before may still be under way; two at once would want the memory of two.
         self.finish_saving(host)?;
         let part = if self.world.rank() == 0 { Some(self.checkpoints.begin(step)?) } else { None };
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
-        let progress = Progress::new(step, feed.position(), self.config.seed, tokens, model, data);
-        let progress = progress.with_losses(self.watchdog.losses()).with_config(self.setup.config_json.clone());
+        let progress = Progress::new(step, position, self.config.seed, tokens, model, data);
+        let progress =
+            progress.with_losses(self.watchdog.losses()).with_config(self.setup.config_json.clone(), self.setup.end);
         let own = self.writers.iter().position(|rank| *rank == self.world.rank());
         let writer = own.map(|own| self.writer(step, own)).transpose()?;
         self.saving = Some(Saving { progress, writer, part });
         Ok(())
     }
 
-    /// A thread that writes this rank's parameters and optimiser state as they are now. They are shared with it: a step
-    /// that comes before it has finished works on copies.
+    /// A thread that writes this rank's parameters and optimiser state as they are now. They are shared with it, so nothing
+    /// may change them before it has [written](Self::written).
     fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
         for piece in self.shards.kept() {
@@ -64,23 +71,31 @@ impl Rank<'_> {
             .map_err(|e| Error::Settings(format!("the thread that writes checkpoints did not start: {e}")))
     }
 
+    /// Waits until this rank has nothing left to write. A step computes its gradients beside that, and waits with its
+    /// update: working on copies would take the memory of all that is saved a second time.
+    pub(super) fn written(&self) -> Result<()> {
+        let Some(saving) = &self.saving else { return Ok(()) };
+        let began = Instant::now();
+        while !saving.is_written() {
+            if began.elapsed() > self.config.deadline {
+                return Err(Error::Settings(format!(
+                    "rank {} has not written its part of the checkpoint of step {} after {:?}: the disk does not answer; \
+                     --deadline is how long a rank waits",
+                    self.world.rank(),
+                    saving.progress.step,
+                    self.config.deadline
+                )));
+            }
+            thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
     /// Waits until all ranks have written, and commits.
     pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
+        self.written()?;
         let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
         if let Some(writer) = writer {
-            let began = Instant::now();
-            while !writer.is_finished() {
-                if began.elapsed() > self.config.deadline {
-                    return Err(Error::Settings(format!(
-                        "rank {} has not written its part of the checkpoint of step {} after {:?}: the disk does not answer; \
-                         --deadline is how long a rank waits",
-                        self.world.rank(),
-                        progress.step,
-                        self.config.deadline
-                    )));
-                }
-                thread::sleep(LOOK);
-            }
             let stopped = |_| Error::Settings("the thread that writes checkpoints panicked".into());
             writer.join().map_err(stopped)??;
         }

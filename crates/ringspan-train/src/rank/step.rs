@@ -86,8 +86,9 @@ impl Rank<'_> {
         let norm = sum(&**self.shards.copy(), squares)?.sqrt();
         let lr = self.config.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
-            return Err(Error::Diverged { step: step + 1, loss, lr });
+            return Err(Error::Diverged { step: step + 1, loss, norm, lr });
         }
+        self.written()?;
         let clip = clip_scale(norm, self.config.grad_clip);
         let optimizer = &mut self.optimizer;
         self.shards.update(gradients, |piece, values, gradient| {

@@ -28,6 +28,11 @@ pub(crate) struct Piece<'a> {
     pub(crate) of_shard: Range<usize>,
 }
 
+/// A portion as one piece.
+pub(crate) fn whole_piece(portion: &Portion) -> Piece<'_> {
+    Piece { portion, of_portion: 0..portion.len(), of_shard: 0..portion.len() }
+}
+
 impl Piece<'_> {
     /// The same elements of the whole parameter.
     pub(crate) fn region(&self) -> Region {
@@ -125,8 +130,8 @@ impl Flat {
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions, from the shards of all ranks.
-    pub(crate) fn whole(&self, shards: &[&[f32]]) -> Result<Weights> {
+    /// The portions on a device, from the shards of all ranks.
+    pub(crate) fn whole(&self, shards: &[&[f32]], device: &Device) -> Result<Weights> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if shard.len() != expected {
@@ -141,7 +146,7 @@ impl Flat {
                 }
             }
             // A variable, so that who differentiates in it need not copy it.
-            Ok((portion.name.clone(), Var::from_vec(values, portion.shape(), &Device::Cpu)?.into_inner()))
+            Ok((portion.name.clone(), Var::from_vec(values, portion.shape(), device)?.into_inner()))
         };
         self.portions.iter().map(tensor).collect()
     }
@@ -156,7 +161,7 @@ impl Flat {
                 .remove(name)
                 .filter(|gradient| gradient.dims() == shape)
                 .ok_or_else(|| Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")))?;
-            let gradient = gradient.contiguous()?;
+            let gradient = gradient.contiguous()?.to_device(&Device::Cpu)?;
             let (storage, layout) = gradient.storage_and_layout();
             let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
                 return Err(Error::Model(format!("the gradient of `{name}` is not on the CPU")));
@@ -209,7 +214,7 @@ mod tests {
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
-            for (name, tensor) in flat.whole(&shards).expect("whole shards") {
+            for (name, tensor) in flat.whole(&shards, &Device::Cpu).expect("whole shards") {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!((tensor.dims(), values(&tensor)), (gradients()[&name].dims(), values(&gradients()[&name])));
             }
@@ -223,7 +228,10 @@ mod tests {
     fn shards_and_gradients_that_do_not_fit_are_refused() {
         let flat = flat(2);
         assert!(
-            flat.whole(&[&[0.0; 7], &[0.0; 7]]).expect_err("short").to_string().contains("7 numbers of a shard of 8")
+            flat.whole(&[&[0.0; 7], &[0.0; 7]], &Device::Cpu)
+                .expect_err("short")
+                .to_string()
+                .contains("7 numbers of a shard of 8")
         );
         let mut less = gradients();
         less.remove("b");

@@ -12,7 +12,7 @@ mod gradients;
 mod sharing;
 mod whole;
 
-pub(crate) use flat::Piece;
+pub(crate) use flat::{Piece, whole_piece};
 pub(crate) use gradients::GradientShards;
 pub(crate) use sharing::Sharing;
 
@@ -20,6 +20,7 @@ use crate::{
     checkpoint::Slice,
     error::{Error, Result},
 };
+use candle_core::Device;
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
@@ -33,6 +34,8 @@ pub(crate) struct Shards {
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
+    /// Where whole parameters are computed with. Shards stay on the CPU.
+    device: Device,
     /// The unit that is on its way here.
     ahead: RefCell<Option<(Unit, Gathering)>>,
 }
@@ -58,11 +61,12 @@ type Gathering = Vec<UnderWay>;
 
 impl Shards {
     /// The shards of this rank of `world`, which is copies of `sharing`, one behind the other; `read` gives the values of a
-    /// piece.
+    /// piece, and `device` computes with them.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
         sharing: Sharing,
+        device: &Device,
         mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
@@ -92,7 +96,7 @@ impl Shards {
             units.insert(unit, shards);
         }
         let copy = world.split(copy, rank)?;
-        Ok(Self { sharing, copy, families, units, ahead: RefCell::default() })
+        Ok(Self { sharing, copy, families, units, device: device.clone(), ahead: RefCell::default() })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -188,7 +192,8 @@ impl Shards {
         let mut weights = Weights::new();
         for (under_way, shard) in gathering.into_iter().zip(self.held(unit)?) {
             let shards = under_way.finish()?;
-            weights.extend(shard.flat.whole(&shards.iter().map(|shard| numbers(shard)).collect::<Vec<_>>())?);
+            let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
+            weights.extend(shard.flat.whole(&shards, &self.device)?);
         }
         Ok(weights)
     }

@@ -1,34 +1,52 @@
 //! The backward pass: gradients of this rank's inputs, by recomputation of the scores.
 
-use super::block::{Blocks, key_elements, payload, receive, send, stored, zeros};
+use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of, zeros};
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
-use super::{Forward, Group, Inputs, f32_bytes, stored_bytes};
-use crate::comm::Buffer;
+use super::{Forward, Group, Inputs, check_shape, f32_bytes, stored_bytes};
 use crate::error::{Error, Result};
-use crate::kernel::{self, Data, HeadMap, Saved, View};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, SumPlace, View};
 use crate::schedule::{Block, Pass, Rows, Schedule};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 /// Gradients of the inputs of [`forward`](super::forward()), in their shapes.
 #[derive(Debug, Clone, Default)]
-pub struct Gradients {
+pub struct Gradients<F = Vec<f32>> {
     /// `[T, H, D]`
-    pub dq: Vec<f32>,
+    pub dq: F,
     /// `[Tk, G, D]`
-    pub dk: Vec<f32>,
+    pub dk: F,
     /// `[Tk, G, Dv]`
-    pub dv: Vec<f32>,
+    pub dv: F,
     /// Of the sinks `[H]`: what this rank's queries contribute. The gradient is the sum over the ranks.
     pub d_sinks: Vec<f32>,
     /// Of the table of relative buckets `[H, count]`: what this rank computed. The gradient is the sum over the ranks.
     pub d_table: Vec<f32>,
     /// Of the bias, `[T, H, Sk]` or `[T, 1, Sk]`.
-    pub d_bias: Vec<f32>,
-    /// Most bytes this rank held at once: its tensors, blocks of others, packing buffers.
+    pub d_bias: F,
+    /// Most bytes this rank held at once, as in the [forward pass](super::Forward::peak_bytes).
     pub peak_bytes: u64,
+}
+
+impl Gradients<Floats> {
+    /// The same in the memory of the CPU.
+    ///
+    /// # Errors
+    /// Failures of the kernel's device.
+    pub fn to_host(self, kernel: &Kernel) -> Result<Gradients> {
+        let Self { dq, dk, dv, d_sinks, d_table, d_bias, peak_bytes } = self;
+        let host = |values| kernel.to_host(values);
+        let (dq, dk, dv, d_bias) = (host(dq)?, host(dk)?, host(dv)?, host(d_bias)?);
+        Ok(Gradients { dq, dk, dv, d_sinks, d_table, d_bias, peak_bytes })
+    }
+
+    /// Bytes that the meter was told to hold for what a ring leaves: dv was cut off the message of both.
+    fn held(&self) -> u64 {
+        f32_bytes(self.dq.len() + self.dk.len() + 2 * self.dv.len() + self.d_bias.len())
+    }
 }
 
 /// Gradients for `d_out` `[T, H, Dv]`, given the same inputs as the forward pass and what it returned.
@@ -44,25 +62,61 @@ pub fn backward(
     forward: &Forward,
     d_out: View,
 ) -> Result<Gradients> {
+    let (out, lse) = (Data::F32(&forward.out), Data::F32(&forward.lse));
+    of_any(group, schedule, inputs, (out, lse), d_out)?.to_host(group.kernel())
+}
+
+/// [`backward()`] whose results are left where the group's kernel computes, but for the gradients of sinks and tables.
+///
+/// # Errors
+/// As of [`backward()`].
+pub fn on_device(
+    group: &Group,
+    schedule: &Schedule,
+    inputs: &Inputs,
+    forward: &Forward<Floats>,
+    d_out: View,
+) -> Result<Gradients<Floats>> {
+    of_any(group, schedule, inputs, (forward.out.data(), forward.lse.data()), d_out)
+}
+
+/// With output and log-sum-exp wherever they are.
+fn of_any(
+    group: &Group,
+    schedule: &Schedule,
+    inputs: &Inputs,
+    (out, lse): (Data, Data),
+    d_out: View,
+) -> Result<Gradients<Floats>> {
     inputs.check("attention backward", group, schedule)?;
-    let Inputs { q, k, v, score, bias } = *inputs;
+    let kernel = group.kernel();
+    let (rows, v_dim) = (inputs.q.tokens * inputs.q.heads, inputs.v.dim);
     let elements = |what, actual: usize, dim: usize| {
-        let expected = q.tokens * q.heads * dim;
-        let shape = format!("[{}, {}, {dim}]", q.tokens, q.heads);
+        let expected = rows * dim;
+        let shape = format!("[{}, {}, {dim}]", inputs.q.tokens, inputs.q.heads);
         let operation = "attention backward";
         if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
     };
-    elements("out", forward.out.len(), v.dim)?;
-    elements("lse", forward.lse.len(), 1)?;
-    elements("d_out", d_out.tokens * d_out.heads * d_out.dim, v.dim)?;
+    elements("out", out.len(), v_dim)?;
+    elements("lse", lse.len(), 1)?;
+    let shape = [inputs.q.tokens, inputs.q.heads, v_dim];
+    check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
 
-    let out = stored(Data::F32(&forward.out), q.tokens, q.heads, v.dim)?;
-    let delta = group.kernel().delta(out, d_out)?;
-    let d_sinks = score.sinks.as_ref().map_or(Vec::new(), |sinks| of_sinks(sinks, &forward.lse, &delta));
-    let saved = Saved { lse: &forward.lse, delta: &delta, d_out };
+    let (tokens, heads) = (inputs.q.tokens, inputs.q.heads);
+    let (held, d_out, out) =
+        (inputs.hold(kernel)?, kernel.hold(d_out)?, kernel.hold(stored(out, tokens, heads, v_dim)?)?);
+    let lse = kernel.hold(stored(lse, 1, 1, rows)?)?;
+    let (inputs, d_out, lse) = (&held.inputs(), d_out.view(), lse.view().data);
+    let Inputs { q, k, v, score, bias } = *inputs;
+    let delta = kernel.delta_there(out.view(), d_out)?;
+    let d_sinks = match &score.sinks {
+        // A few numbers a query, which the CPU sums in f64.
+        Some(sinks) => of_sinks(sinks, &kernel.read_floats(lse)?, &kernel.read_floats(delta.data())?),
+        None => Vec::new(),
+    };
+    let saved = Saved { lse, delta: delta.data(), d_out };
     let mut meter = Meter::default();
-    let rows = q.tokens * q.heads;
-    meter.hold([q, k, v, d_out].iter().map(stored_bytes).sum::<u64>() + f32_bytes(rows * (v.dim + 2)));
+    meter.hold([q, k, v, d_out].iter().chain(&bias).map(stored_bytes).sum::<u64>() + f32_bytes(rows * (v.dim + 2)));
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
@@ -71,41 +125,43 @@ pub fn backward(
     }
 
     let mut sums = Gradients {
-        dq: zeros(rows * q.dim, &mut meter),
-        dk: zeros(k.tokens * k.heads * k.dim, &mut meter),
-        dv: zeros(k.tokens * k.heads * v.dim, &mut meter),
+        dq: zeros(kernel, rows * q.dim, &mut meter)?,
+        dk: zeros(kernel, k.tokens * k.heads * k.dim, &mut meter)?,
+        dv: zeros(kernel, k.tokens * k.heads * v.dim, &mut meter)?,
         d_sinks,
         d_table: vec![0.0; score.table_len()],
-        d_bias: bias.map_or(Vec::new(), |bias| zeros(bias.tokens * bias.heads * bias.dim, &mut meter)),
+        d_bias: bias_zeros(kernel, bias, &mut meter)?,
         peak_bytes: 0,
     };
     let parts = Part::all(group, schedule, inputs)?;
     let mut results = Vec::new();
-    let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved))).transpose()?;
+    let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved), &mut meter)).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
         let arrived = part.receive(sent, score, &mut meter)?;
-        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(&saved))).transpose()?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, Some(&saved), &mut meter)).transpose()?;
         let Some(saved) = arrived.saved(v.dim)? else { break };
         let part_sums = over_ring(group, schedule, &arrived.inputs(inputs)?, &saved, &mut meter)?;
-        let own = part.own_heads();
+        arrived.release(&mut meter);
+        let (own, held) = (part.own_heads(), part_sums.held());
         let count = score.table_len() / q.heads;
         let table = &mut sums.d_table[own.start * count..own.end * count];
         table.iter_mut().zip(&part_sums.d_table).for_each(|(sum, x)| *sum += x);
         results.push([
-            part.return_queries(&part_sums.dq, q.dim, 0)?,
-            part.return_keys(&part_sums.dk, k.dim, 1)?,
-            part.return_keys(&part_sums.dv, v.dim, 2)?,
+            part.return_queries(part_sums.dq, q.dim, 0, &mut meter)?,
+            part.return_keys(part_sums.dk, k.dim, 1, &mut meter)?,
+            part.return_keys(part_sums.dv, v.dim, 2, &mut meter)?,
         ]);
         if let Some(bias) = bias {
-            let moving = part.return_bias(&part_sums.d_bias, &bias, 3)?;
-            part.queries.tokens(moving, bias.heads, &mut sums.d_bias)?;
+            let moving = part.return_bias(part_sums.d_bias, &bias, 3, &mut meter)?;
+            part.queries.tokens(moving, bias.heads, &mut sums.d_bias, &mut meter)?;
         }
+        meter.release(held);
     }
     for (part, [dq, dk, dv]) in parts.iter().zip(results) {
-        part.queries.tokens(dq, q.heads, &mut sums.dq)?;
-        part.keys.tokens(dk, k.heads, &mut sums.dk)?;
-        part.keys.tokens(dv, v.heads, &mut sums.dv)?;
+        part.queries.tokens(dq, q.heads, &mut sums.dq, &mut meter)?;
+        part.keys.tokens(dk, k.heads, &mut sums.dk, &mut meter)?;
+        part.keys.tokens(dv, v.heads, &mut sums.dv, &mut meter)?;
     }
     Ok(Gradients { peak_bytes: meter.peak(), ..sums })
 }
@@ -131,60 +187,67 @@ fn over_ring(
     inputs: &kernel::Inputs,
     saved: &Saved,
     meter: &mut Meter,
-) -> Result<Gradients> {
-    let rank = group.ring().rank();
+) -> Result<Gradients<Floats>> {
+    let (kernel, rank) = (group.kernel(), group.ring().rank());
     let q = inputs.q;
-    let mut dq = zeros(q.tokens * q.heads * q.dim, meter);
-    let mut d_table = vec![0.0; inputs.score.table_len()];
-    let mut d_bias = inputs.bias.map_or(Vec::new(), |bias| zeros(bias.tokens * bias.heads * bias.dim, meter));
+    let mut dq = zeros(kernel, q.tokens * q.heads * q.dim, meter)?;
+    let mut d_table = kernel.zeros(inputs.score.table_len())?;
+    let mut d_bias = bias_zeros(kernel, inputs.bias, meter)?;
     let (both, keys) = key_elements(inputs, inputs.k.tokens);
     // Gradients of keys and values of one owner, as one message: dk, then dv.
-    let mut own = zeros(both, meter);
-    let mut foreign: HashMap<usize, Vec<f32>> = HashMap::new();
-    let plan = schedule.plan(Pass::Backward, rank);
-    let mut blocks = Blocks::new(*inputs, Some(*saved), rank, group.wire(), &plan);
+    let mut own = zeros(kernel, both, meter)?;
+    let mut foreign: HashMap<usize, Floats> = HashMap::new();
+    let plan = schedule.outline(Pass::Backward, rank);
+    let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
+    let mut blocks = Blocks::new(group, *inputs, Some(*saved), wire, &plan);
     let mut sent = Vec::new();
     for (number, step) in plan.iter().enumerate() {
         for transfer in &step.send {
-            sent.push(send(group, transfer, blocks.message(transfer, meter)?)?);
+            sent.push(send(group, transfer, wire, blocks.message(transfer, meter)?)?);
         }
-        let received = step.receive.iter().map(|transfer| receive(group, transfer)).collect::<Result<Vec<_>>>()?;
-        let mut dq_foreign = Vec::new();
+        let received =
+            step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
+        let mut dq_foreign = Floats::default();
         if let Some(compute) = &step.compute {
+            let compute = &schedule.filled(compute);
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
-            meter.touch(group.kernel().backward_workspace(&inputs, &compute.tiles));
+            meter.touch(kernel.backward_workspace(&inputs, &compute.tiles));
             let (both, keys) = key_elements(&inputs, inputs.k.tokens);
             let sum = match compute.keys == rank {
                 true => &mut own,
-                false => foreign.entry(compute.keys).or_insert_with(|| zeros(both, meter)),
+                false => match foreign.entry(compute.keys) {
+                    Entry::Occupied(sum) => sum.into_mut(),
+                    Entry::Vacant(place) => place.insert(zeros(kernel, both, meter)?),
+                },
             };
             let (dk, dv) = sum.split_at_mut(keys);
             let dq = match compute.queries == rank {
                 true => &mut dq,
                 false => {
-                    dq_foreign = zeros(inputs.q.tokens * q.heads * q.dim, meter);
+                    dq_foreign = zeros(kernel, inputs.q.tokens * q.heads * q.dim, meter)?;
                     &mut dq_foreign
                 }
             };
-            let mut sums = kernel::Sums { dq, dk, dv, d_table: &mut d_table, d_bias: &mut d_bias };
-            group.kernel().backward(&inputs, &compute.tiles, &saved, &mut sums)?;
+            let (dq, d_table, d_bias) = (dq.all_mut(), d_table.all_mut(), d_bias.all_mut());
+            let mut sums = kernel::Sums { dq, dk, dv, d_table, d_bias };
+            kernel.backward(&inputs, &compute.tiles, &saved, &mut sums)?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
-            let message = payload(pending)?;
+            let message = payload(group, pending, wire_of(wire, transfer.block))?;
             meter.touch(message.bytes());
             match transfer.block {
                 Block::KeyGradients(owner) => {
-                    let (both, keys) = key_elements(inputs, transfer.rows.len());
+                    let (both, _) = key_elements(inputs, transfer.rows.len());
                     let values = floats(&message, both, "attention backward")?;
                     match foreign.get_mut(&owner) {
-                        Some(sum) => add(sum, values),
-                        None => add_rows(&mut own, values, &transfer.rows, keys, inputs),
+                        Some(sum) => kernel.add_all(sum.all_mut(), values)?,
+                        None => add_rows(kernel, &mut own, values, &transfer.rows, inputs)?,
                     }
                 }
                 Block::QueryGradients(_) => {
                     let values = floats(&message, dq.len(), "attention backward")?;
-                    add(&mut dq, values);
+                    kernel.add_all(dq.all_mut(), values)?;
                 }
                 _ => blocks.insert(transfer, message, meter),
             }
@@ -195,30 +258,29 @@ fn over_ring(
                 _ => std::mem::take(&mut dq_foreign),
             };
             meter.release(f32_bytes(sum.len()));
-            sent.push(send(group, transfer, Arc::new(Buffer::F32(sum)))?);
+            sent.push(send(group, transfer, wire, Arc::new(sum.into_message()))?);
         }
+        kernel.step()?;
     }
     for pending in sent {
         pending.wait()?;
     }
-    let dv = own.split_off(keys);
-    Ok(Gradients { dq, dk: own, dv, d_table, d_bias, ..Gradients::default() })
+    meter.hold(f32_bytes(both - keys));
+    let (dk, dv) = own.split(keys);
+    Ok(Gradients { dq, dk, dv, d_table: kernel.to_host(d_table)?, d_bias, ..Gradients::default() })
 }
 
-fn add(sum: &mut [f32], values: &[f32]) {
-    sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
+fn bias_zeros(kernel: &Kernel, bias: Option<View>, meter: &mut Meter) -> Result<Floats> {
+    bias.map_or(Ok(Floats::default()), |bias| zeros(kernel, bias.tokens * bias.heads * bias.dim, meter))
 }
 
-/// Adds gradients of some rows, dk then dv, of which the first `keys` elements are dk.
-fn add_rows(sum: &mut [f32], values: &[f32], rows: &Rows, keys: usize, inputs: &kernel::Inputs) {
+/// Adds gradients of some rows, dk then dv.
+fn add_rows(kernel: &Kernel, sum: &mut Floats, values: Data, rows: &Rows, inputs: &kernel::Inputs) -> Result<()> {
     let (k, v) = (inputs.k, inputs.v);
-    let (dk, dv) = sum.split_at_mut(k.tokens * k.heads * k.dim);
-    let (from_k, from_v) = values.split_at(keys);
-    for (sum, mut from, width) in [(dk, from_k, k.heads * k.dim), (dv, from_v, v.heads * v.dim)] {
-        for range in rows.ranges() {
-            let (these, later) = from.split_at(range.len() * width);
-            add(&mut sum[range.start * width..range.end * width], these);
-            from = later;
-        }
-    }
+    let (k_width, v_width) = (k.heads * k.dim, v.heads * v.dim);
+    let (dk, dv) = sum.split_at_mut(k.tokens * k_width);
+    let keys = rows.len() * k_width;
+    let place = |width| SumPlace { rows: rows.ranges(), offset: 0, stride: width, width };
+    kernel.add(dk, &place(k_width), values.slice(0..keys))?;
+    kernel.add(dv, &place(v_width), values.slice(keys..values.len()))
 }

@@ -3,15 +3,16 @@
 use super::meter::Meter;
 use super::wire::{Wire, floats};
 use super::{Group, f32_bytes};
-use crate::comm::{Buffer, Pending};
+use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::{Data, Inputs, Saved, View};
+use crate::kernel::{Data, Floats, Inputs, Kernel, Piece, Saved, Stored, View};
 use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
 
 /// What a rank has of its own and of others: keys, queries, and what the backward pass needs of queries.
 pub(super) struct Blocks<'a> {
+    kernel: &'a Kernel,
     own: Inputs<'a>,
     saved: Option<Saved<'a>>,
     rank: usize,
@@ -23,7 +24,8 @@ pub(super) struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    pub(super) fn new(own: Inputs<'a>, saved: Option<Saved<'a>>, rank: usize, wire: Wire, plan: &Plan) -> Self {
+    /// Of this rank of a group's rings.
+    pub(super) fn new(group: &'a Group, own: Inputs<'a>, saved: Option<Saved<'a>>, wire: Wire, plan: &Plan) -> Self {
         let mut last_use = HashMap::new();
         for (at, Step { send, compute, .. }) in plan.iter().enumerate() {
             last_use.extend(send.iter().map(|transfer| (transfer.block, at)));
@@ -32,7 +34,8 @@ impl<'a> Blocks<'a> {
                 last_use.extend(used.map(|block| (block, at)));
             }
         }
-        Self { own, saved, rank, wire, held: HashMap::new(), last_use }
+        let rank = group.ring().rank();
+        Self { kernel: group.kernel(), own, saved, rank, wire, held: HashMap::new(), last_use }
     }
 
     /// A block as a message; of this rank's own it is packed now, unless the same rows were sent before.
@@ -47,17 +50,15 @@ impl<'a> Blocks<'a> {
             return Err(missing(*block));
         }
         let Inputs { q, k, v, .. } = &self.own;
-        let tokens = rows.ranges().iter().flat_map(Clone::clone);
+        let piece = |view: &View<'a>| Piece { view: *view, heads: 0..view.heads, rows: rows.ranges() };
         let message = match (block, self.saved) {
-            (Block::Keys(_), _) => self.wire.pack([(k, 0..k.heads), (v, 0..v.heads)], tokens),
-            (Block::Queries(_), _) => self.wire.pack([(q, 0..q.heads)], tokens),
+            (Block::Keys(_), _) => self.kernel.pack(self.wire.stored(), &[piece(k), piece(v)])?,
+            (Block::Queries(_), _) => self.kernel.pack(self.wire.stored(), &[piece(q)])?,
             (Block::Saved(_), Some(Saved { lse, delta, d_out })) => {
-                let mut message = Wire::F32.pack([(&d_out, 0..d_out.heads)], tokens);
-                if let Buffer::F32(values) = &mut message {
-                    values.extend_from_slice(lse);
-                    values.extend_from_slice(delta);
-                }
-                message
+                let all = |data: Data<'a>| -> Result<Piece> {
+                    Ok(Piece { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
+                };
+                self.kernel.pack(Stored::F32, &[piece(&d_out), all(lse)?, all(delta)?])?
             }
             _ => return Err(missing(*block)),
         };
@@ -109,9 +110,12 @@ impl<'a> Blocks<'a> {
         match (self.foreign(Block::Saved(compute.queries))?, self.saved) {
             (Some((rows, message)), _) => {
                 let values = floats(message, rows * q.heads * (v.dim + 2), "attention backward")?;
-                let (d_out, statistics) = values.split_at(rows * q.heads * v.dim);
-                let (lse, delta) = statistics.split_at(rows * q.heads);
-                Ok(Saved { lse, delta, d_out: stored(Data::F32(d_out), rows, q.heads, v.dim)? })
+                let (d_out, lse) = (rows * q.heads * v.dim, rows * q.heads * (v.dim + 1));
+                Ok(Saved {
+                    lse: values.slice(d_out..lse),
+                    delta: values.slice(lse..values.len()),
+                    d_out: stored(values.slice(0..d_out), rows, q.heads, v.dim)?,
+                })
             }
             (None, Some(saved)) => Ok(saved),
             (None, None) => Err(missing(Block::Saved(compute.queries))),
@@ -127,6 +131,10 @@ impl<'a> Blocks<'a> {
         Ok(Some((rows.len(), message)))
     }
 }
+
+/// The one row of a list of numbers.
+#[allow(clippy::single_range_in_vec_init)] // Rows are ranges.
+const ONE: &[std::ops::Range<usize>] = &[0..1];
 
 /// A plan that uses a block it does not hold; the schedule's tests exclude it.
 fn missing(block: Block) -> Error {
@@ -144,20 +152,41 @@ pub(super) fn stored(data: Data<'_>, tokens: usize, heads: usize, dim: usize) ->
     })
 }
 
-pub(super) fn send(group: &Group, transfer: &Transfer, message: Arc<Buffer>) -> Result<Box<dyn Pending>> {
-    group.ring().send(transfer.peer, tag(transfer.block), message)
+/// Starts the way of a block to another ring rank.
+pub(super) fn send(group: &Group, transfer: &Transfer, wire: Wire, message: Arc<Buffer>) -> Result<Box<dyn Pending>> {
+    send_to(group, group.ring(), transfer.peer, tag(transfer.block, wire), message)
 }
 
-pub(super) fn receive(group: &Group, transfer: &Transfer) -> Result<Box<dyn Pending>> {
-    group.ring().receive(transfer.peer, tag(transfer.block))
+/// Starts sending what this rank's kernel has made.
+pub(super) fn send_to(
+    group: &Group,
+    comm: &dyn Communicator,
+    peer: usize,
+    tag: u64,
+    message: Arc<Buffer>,
+) -> Result<Box<dyn Pending>> {
+    comm.send(peer, tag, group.kernel().outgoing(message, comm)?)
 }
 
-/// The payload of a receive.
-pub(super) fn payload(pending: Box<dyn Pending>) -> Result<Arc<Buffer>> {
-    pending.wait()?.ok_or_else(|| Error::Layout("a receive ended without a payload".into()))
+pub(super) fn receive(group: &Group, transfer: &Transfer, wire: Wire) -> Result<Box<dyn Pending>> {
+    group.ring().receive(transfer.peer, tag(transfer.block, wire))
 }
 
-fn tag(block: Block) -> u64 {
+/// The payload of a receive, where this rank's kernel computes.
+pub(super) fn payload(group: &Group, pending: Box<dyn Pending>, wire: Wire) -> Result<Arc<Buffer>> {
+    let message = pending.wait()?.ok_or_else(|| Error::Layout("a receive ended without a payload".into()))?;
+    group.kernel().incoming(message, wire.stored())
+}
+
+/// The type in which a block travels where keys and queries do as `wire`.
+pub(super) fn wire_of(wire: Wire, block: Block) -> Wire {
+    match block {
+        Block::Keys(_) | Block::Queries(_) => wire,
+        Block::KeyGradients(_) | Block::Saved(_) | Block::Partial(_) | Block::QueryGradients(_) => Wire::F32,
+    }
+}
+
+fn tag(block: Block, wire: Wire) -> u64 {
     let kind = match block {
         Block::Keys(_) => 0,
         Block::KeyGradients(_) => 1,
@@ -166,7 +195,7 @@ fn tag(block: Block) -> u64 {
         Block::Partial(_) => 4,
         Block::QueryGradients(_) => 5,
     };
-    6 * block.owner() as u64 + kind
+    wire.mark() | (6 * block.owner() as u64 + kind)
 }
 
 /// Elements of keys and values of `rows` tokens, of these those of the keys.
@@ -176,7 +205,7 @@ pub(super) fn key_elements(inputs: &Inputs, rows: usize) -> (usize, usize) {
 }
 
 /// Zeros that the meter knows of.
-pub(super) fn zeros(len: usize, meter: &mut Meter) -> Vec<f32> {
+pub(super) fn zeros(kernel: &Kernel, len: usize, meter: &mut Meter) -> Result<Floats> {
     meter.hold(f32_bytes(len));
-    vec![0.0; len]
+    kernel.zeros(len)
 }

@@ -3,13 +3,12 @@
 //! Each rank attends to the keys it holds; the softmax states, a few numbers a head, are merged by their maxima and
 //! sums (Dao et al., 2023, "flash decoding", across ranks). A rank that sees nothing contributes nothing.
 
-use super::block::payload;
-use super::wire::floats;
+use super::block::{payload, send_to};
+use super::wire::{Wire, floats};
 use super::{Group, Inputs};
-use crate::comm::{Buffer, Communicator};
 use crate::documents::Run;
 use crate::error::{Error, Result};
-use crate::kernel::{self, HeadMap, Partial, Place, Tile};
+use crate::kernel::{self, Floats, HeadMap, Place, State, Tile};
 use crate::mask::Mask;
 use std::sync::Arc;
 
@@ -35,29 +34,58 @@ pub struct Tokens<'a> {
     pub frames: (usize, usize),
 }
 
+/// Positions lie below this, so that differences and sums of some of them can be counted.
+const POSITIONS: usize = usize::MAX / 16;
+
 impl Tokens<'_> {
-    /// What the queries see of the keys, in places inside their documents.
+    /// Whether all positions and their number can be counted with.
+    fn check(&self) -> Result<()> {
+        let mut tokens = 0;
+        for &Run { start, len, step, .. } in self.queries.iter().chain(self.keys) {
+            let end = len.checked_mul(step).and_then(|length| length.checked_add(start));
+            tokens = len.saturating_add(tokens);
+            if step == 0 || tokens > POSITIONS || end.is_none_or(|end| end > POSITIONS) {
+                return Err(Error::Layout(format!(
+                    "a run of {len} tokens from {start} in steps of {step}: steps begin with 1, and positions end before {POSITIONS}"
+                )));
+            }
+        }
+        match self.frames.0.max(self.frames.1) {
+            frame if frame > POSITIONS => {
+                Err(Error::Layout(format!("a frame of {frame} tokens: positions end before {POSITIONS}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What the queries see of the keys, in places inside their documents. Queries beside keys of another step are taken
+    /// one by one: a few queries in a row meet a cache dealt in stripes.
     ///
     /// # Errors
-    /// Runs of several tokens with unequal steps.
+    /// Runs beyond what positions count.
     pub fn tiles(&self, mask: &Mask) -> Result<Vec<Tile>> {
+        self.check()?;
         let (mut tiles, mut q_row) = (Vec::new(), 0);
         for q in self.queries {
             let mut k_row = 0;
             for k in self.keys {
-                for piece in mask.pieces(q, k, self.frames.0, self.frames.1)? {
-                    let (q_part, k_part) = (q.part(&piece.q), k.part(&piece.k));
-                    tiles.push(Tile {
-                        q: q_row + piece.q.start..q_row + piece.q.end,
-                        k: k_row + piece.k.start..k_row + piece.k.end,
-                        band: piece.band,
-                        place: Place {
-                            query: q_part.start,
-                            key: k_part.start,
-                            distance: mask.distance(q_part.start, k_part.start, self.frames.0, self.frames.1),
-                            step: if q_part.len == 1 { k_part.step } else { q_part.step },
-                        },
-                    });
+                let together = if q.step == k.step || k.len <= 1 { q.len } else { 1 };
+                for first in (0..q.len).step_by(together.max(1)) {
+                    let queries = q.part(&(first..first + together));
+                    for piece in mask.pieces(&queries, k, self.frames.0, self.frames.1)? {
+                        let (q_part, k_part) = (queries.part(&piece.q), k.part(&piece.k));
+                        tiles.push(Tile {
+                            q: q_row + first + piece.q.start..q_row + first + piece.q.end,
+                            k: k_row + piece.k.start..k_row + piece.k.end,
+                            band: piece.band,
+                            place: Place {
+                                query: q_part.start,
+                                key: k_part.start,
+                                distance: mask.distance(q_part.start, k_part.start, self.frames.0, self.frames.1),
+                                step: if q_part.len == 1 { k_part.step } else { q_part.step },
+                            },
+                        });
+                    }
                 }
                 k_row += k.len;
             }
@@ -82,11 +110,29 @@ pub fn decode(
     inputs: &Inputs,
     merge: Merge,
 ) -> Result<(Vec<f32>, Vec<f32>)> {
+    let (out, lse) = on_device(group, mask, tokens, inputs, merge)?;
+    Ok((group.kernel().to_host(out)?, group.kernel().to_host(lse)?))
+}
+
+/// [`decode()`] whose results are left where the group's kernel computes.
+///
+/// # Errors
+/// As of [`decode()`].
+pub fn on_device(
+    group: &Group,
+    mask: &Mask,
+    tokens: &Tokens,
+    inputs: &Inputs,
+    merge: Merge,
+) -> Result<(Floats, Floats)> {
+    tokens.check()?;
     let count = |runs: &[Run]| runs.iter().map(|run| run.len).sum();
     inputs.check_shapes("attention decode", group.rank(), count(tokens.queries), count(tokens.keys))?;
-    let Inputs { q, k, v, score, bias } = *inputs;
+    let (kernel, held) = (group.kernel(), inputs.hold(group.kernel())?);
+    let Inputs { q, k, v, score, bias } = held.inputs();
     let heads = &HeadMap::grouped(q.heads, k.heads)?;
-    let mut partial = Partial::new(q.tokens, q.heads, v.dim);
+    let sizes = (q.tokens, q.heads, v.dim);
+    let mut state = kernel.state_to_send(q.tokens, q.heads, v.dim)?;
     let tiles = tokens.tiles(mask)?;
     if let Some(bias) = bias {
         let last = |tile: &Tile| tile.place.key + (tile.k.len().max(1) - 1) * tile.place.step + 1;
@@ -102,52 +148,60 @@ pub fn decode(
         }
     }
     if !tiles.is_empty() {
-        group.kernel().forward(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut partial)?;
+        kernel.attend(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut state)?;
     }
-    let partial = match merge {
-        _ if group.size() == 1 => partial,
-        Merge::AllGather => all_gather(&**group.cp(), partial, q.tokens, q.heads, v.dim)?,
-        Merge::Tree => tree(&**group.cp(), partial, q.tokens, q.heads, v.dim)?,
+    let state = match merge {
+        _ if group.size() == 1 => state,
+        Merge::AllGather => all_gather(group, state, sizes)?,
+        Merge::Tree => tree(group, state, sizes)?,
     };
-    Ok(partial.finish(q.tokens, q.heads, v.dim, score.sinks.as_deref()))
+    kernel.finish(state, score.sinks.as_deref())
 }
 
 const OPERATION: &str = "the merge of softmax states";
 
-fn all_gather(comm: &dyn Communicator, partial: Partial, tokens: usize, heads: usize, v_dim: usize) -> Result<Partial> {
-    let states = comm.all_gather(Buffer::F32(partial.into_message()))?;
-    let mut merged = Partial::new(tokens, heads, v_dim);
+/// Tokens, heads, width of values.
+type Sizes = (usize, usize, usize);
+
+fn all_gather(group: &Group, state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
+    let (kernel, comm) = (group.kernel(), &**group.cp());
+    let own = kernel.outgoing(Arc::new(state.into_message()), comm)?;
+    let states = comm.all_gather(Arc::unwrap_or_clone(own))?;
+    let mut merged = kernel.state(tokens, heads, v_dim)?;
     for state in states {
-        merged.merge(tokens, heads, v_dim, floats(&state, tokens * heads * (v_dim + 2), OPERATION)?);
+        let state = kernel.incoming(state, Wire::F32.stored())?;
+        kernel.merge(&mut merged, floats(&state, tokens * heads * (v_dim + 2), OPERATION)?)?;
     }
     Ok(merged)
 }
 
 /// Rank r merges what comes from r + 1, r + 2, r + 4, .. as long as these bits of r are 0, and sends the rest up.
-fn tree(comm: &dyn Communicator, mut partial: Partial, tokens: usize, heads: usize, v_dim: usize) -> Result<Partial> {
+fn tree(group: &Group, mut state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
+    let (kernel, comm) = (group.kernel(), &**group.cp());
     let (rank, size, len) = (comm.rank(), comm.size(), tokens * heads * (v_dim + 2));
     let mut below = Vec::new();
     let mut step = 1;
     while step < size && rank & step == 0 {
         if rank + step < size {
-            let state = payload(comm.receive(rank + step, UP)?)?;
-            partial.merge(tokens, heads, v_dim, floats(&state, len, OPERATION)?);
+            let message = payload(group, comm.receive(rank + step, UP)?, Wire::F32)?;
+            kernel.merge(&mut state, floats(&message, len, OPERATION)?)?;
             below.push(rank + step);
         }
         step *= 2;
     }
+    let own = Arc::new(state.into_message());
     let result = if rank == 0 {
-        Arc::new(Buffer::F32(partial.into_message()))
+        own
     } else {
-        comm.send(rank - step, UP, Arc::new(Buffer::F32(partial.into_message())))?.wait()?;
-        payload(comm.receive(rank - step, DOWN)?)?
+        send_to(group, comm, rank - step, UP, own)?.wait()?;
+        payload(group, comm.receive(rank - step, DOWN)?, Wire::F32)?
     };
     // The farthest first: it has most ranks of its own to tell.
     for peer in below.into_iter().rev() {
-        comm.send(peer, DOWN, result.clone())?.wait()?;
+        send_to(group, comm, peer, DOWN, result.clone())?.wait()?;
     }
-    let mut merged = Partial::new(tokens, heads, v_dim);
-    merged.merge(tokens, heads, v_dim, floats(&result, len, OPERATION)?);
+    let mut merged = kernel.state(tokens, heads, v_dim)?;
+    kernel.merge(&mut merged, floats(&result, len, OPERATION)?)?;
     Ok(merged)
 }
 

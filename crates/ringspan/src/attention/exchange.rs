@@ -3,18 +3,20 @@
 //! It is made of sends and receives that are started at one time and waited for at another, so that one part of the
 //! heads can travel while another is computed.
 
-use super::block::payload;
+use super::Group;
+use super::block::{payload, send_to};
 use super::meter::Meter;
-use super::wire::{Wire, append, floats};
+use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::Result;
-use crate::kernel::View;
+use crate::kernel::{Floats, Piece, SumPlace, View};
+use crate::schedule::Rows;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// The members of a Ulysses group: who holds how many tokens.
 pub(super) struct Exchange<'a> {
-    pub(super) comm: &'a dyn Communicator,
+    pub(super) group: &'a Group,
     pub(super) tokens: Vec<usize>,
 }
 
@@ -26,6 +28,8 @@ pub(super) struct Moving {
     heads: Vec<Range<usize>>,
     dim: usize,
     wire: Wire,
+    /// Of what was packed for it.
+    bytes: u64,
 }
 
 enum Part {
@@ -33,7 +37,7 @@ enum Part {
     Coming(Box<dyn Pending>),
 }
 
-impl Exchange<'_> {
+impl<'a> Exchange<'a> {
     /// Tokens of all members.
     pub(super) fn all_tokens(&self) -> usize {
         self.tokens.iter().sum()
@@ -41,89 +45,110 @@ impl Exchange<'_> {
 
     /// Starts turning all heads of this member's tokens `[T, heads, dim]` into its heads of all tokens; member m gets
     /// `heads[m]`.
-    pub(super) fn to_heads(&self, local: &View, heads: &[Range<usize>], wire: Wire, tag: u64) -> Result<Moving> {
-        let part = |heads: &Range<usize>| wire.pack([(local, heads.clone())], 0..local.tokens);
-        let parts = heads.iter().map(part).collect();
-        self.start(parts, heads.to_vec(), local.dim, wire, tag)
+    pub(super) fn to_heads(
+        &self,
+        local: &View,
+        heads: &[Range<usize>],
+        wire: Wire,
+        tag: u64,
+        meter: &mut Meter,
+    ) -> Result<Moving> {
+        let rows = Rows::all(local.tokens);
+        let piece = |heads: &Range<usize>| Piece { view: *local, heads: heads.clone(), rows: rows.ranges() };
+        let part = |heads| self.group.kernel().pack(wire.stored(), &[piece(heads)]);
+        let parts = heads.iter().map(part).collect::<Result<_>>()?;
+        self.start(parts, heads.to_vec(), (local.dim, wire), tag, meter)
     }
 
     /// Starts the way back: from this member's heads of all tokens to all heads of its own tokens.
-    pub(super) fn to_tokens(&self, all: &[f32], heads: &[Range<usize>], dim: usize, tag: u64) -> Result<Moving> {
-        let row = heads[self.comm.rank()].len() * dim;
-        let mut rest = all;
-        let part = |&tokens: &usize| {
-            let (part, later) = rest.split_at(tokens * row);
-            rest = later;
-            Buffer::F32(part.to_vec())
-        };
-        let parts = self.tokens.iter().map(part).collect();
-        self.start(parts, heads.to_vec(), dim, Wire::F32, tag)
+    pub(super) fn to_tokens(
+        &self,
+        all: Floats,
+        heads: &[Range<usize>],
+        dim: usize,
+        tag: u64,
+        meter: &mut Meter,
+    ) -> Result<Moving> {
+        let row = heads[self.comm().rank()].len() * dim;
+        let parts = all.parts(self.tokens.iter().map(|tokens| tokens * row));
+        let parts = parts.into_iter().map(Floats::into_message).collect();
+        self.start(parts, heads.to_vec(), (dim, Wire::F32), tag, meter)
     }
 
-    fn start(&self, parts: Vec<Buffer>, heads: Vec<Range<usize>>, dim: usize, wire: Wire, tag: u64) -> Result<Moving> {
-        let (rank, mut sent, mut coming) = (self.comm.rank(), Vec::new(), Vec::new());
+    fn comm(&self) -> &'a dyn Communicator {
+        self.group.ulysses()
+    }
+
+    fn start(
+        &self,
+        parts: Vec<Buffer>,
+        heads: Vec<Range<usize>>,
+        (dim, wire): (usize, Wire),
+        tag: u64,
+        meter: &mut Meter,
+    ) -> Result<Moving> {
+        let bytes = parts.iter().map(Buffer::bytes).sum();
+        meter.hold(bytes);
+        let (rank, mut sent, mut coming) = (self.comm().rank(), Vec::new(), Vec::new());
         for (member, part) in parts.into_iter().enumerate() {
             if member == rank {
                 coming.push(Part::Here(Arc::new(part)));
             } else {
-                sent.push(self.comm.send(member, tag, Arc::new(part))?);
-                coming.push(Part::Coming(self.comm.receive(member, tag)?));
+                sent.push(send_to(self.group, self.comm(), member, tag, Arc::new(part))?);
+                coming.push(Part::Coming(self.comm().receive(member, tag)?));
             }
         }
-        Ok(Moving { parts: coming, sent, heads, dim, wire })
+        Ok(Moving { parts: coming, sent, heads, dim, wire, bytes })
     }
 
     /// What [`to_heads`](Self::to_heads) started: `[Tg, own heads, dim]`.
     pub(super) fn heads(&self, moving: Moving, meter: &mut Meter) -> Result<Buffer> {
-        let row = moving.heads[self.comm.rank()].len() * moving.dim;
-        let mut all = moving.wire.empty();
+        let (row, kernel) = (moving.heads[self.comm().rank()].len() * moving.dim, self.group.kernel());
+        let (mut all, mut filled) = (kernel.room(moving.wire.stored(), self.all_tokens() * row)?, 0);
+        meter.hold(self.all_tokens() as u64 * row as u64 * moving.wire.width());
         for (part, &tokens) in moving.parts.into_iter().zip(&self.tokens) {
-            let message = part.take()?;
-            moving.wire.read(&message, tokens * row, "the exchange of heads")?;
-            append(&mut all, &message);
+            let message = part.take(self.group, moving.wire, meter)?;
+            let elements = moving.wire.read(&message, tokens * row, "the exchange of heads")?;
+            kernel.append(&mut all, filled, elements)?;
+            filled += elements.len();
         }
-        meter.hold(all.bytes());
         finish(moving.sent)?;
+        meter.release(moving.bytes);
         Ok(all)
     }
 
     /// What [`to_tokens`](Self::to_tokens) started, added to `local` `[T, heads, dim]`: heads that several members hold
     /// (replicated key-value heads) are summed, in member order.
-    pub(super) fn tokens(&self, moving: Moving, heads: usize, local: &mut [f32]) -> Result<()> {
-        let (tokens, dim) = (self.tokens[self.comm.rank()], moving.dim);
+    pub(super) fn tokens(&self, moving: Moving, heads: usize, local: &mut Floats, meter: &mut Meter) -> Result<()> {
+        let (tokens, dim) = (self.tokens[self.comm().rank()], moving.dim);
         for (part, range) in moving.parts.into_iter().zip(&moving.heads) {
-            let message = part.take()?;
+            let message = part.take(self.group, moving.wire, meter)?;
             let width = range.len() * dim;
             let part = floats(&message, tokens * width, "the exchange of tokens")?;
-            for token in 0..tokens {
-                let at = (token * heads + range.start) * dim;
-                for (sum, x) in local[at..at + width].iter_mut().zip(&part[token * width..]) {
-                    *sum += x;
-                }
-            }
+            let rows = Rows::all(tokens);
+            let place = SumPlace { rows: rows.ranges(), offset: range.start * dim, stride: heads * dim, width };
+            self.group.kernel().add(local.all_mut(), &place, part)?;
         }
-        finish(moving.sent)
+        finish(moving.sent)?;
+        meter.release(moving.bytes);
+        Ok(())
     }
 }
 
 impl Part {
-    fn take(self) -> Result<Arc<Buffer>> {
+    /// Its message, which is let go before the next one is taken.
+    fn take(self, group: &Group, wire: Wire, meter: &mut Meter) -> Result<Arc<Buffer>> {
         match self {
             Self::Here(message) => Ok(message),
-            Self::Coming(pending) => payload(pending),
+            Self::Coming(pending) => {
+                let message = payload(group, pending, wire)?;
+                meter.touch(message.bytes());
+                Ok(message)
+            }
         }
     }
 }
 
 fn finish(sent: Vec<Box<dyn Pending>>) -> Result<()> {
     sent.into_iter().try_for_each(|pending| pending.wait().map(drop))
-}
-
-/// `[rows, columns]` to `[columns, rows]`.
-pub(super) fn transpose(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
-    let mut out = Vec::with_capacity(values.len());
-    for column in 0..columns {
-        out.extend((0..rows).map(|row| values[row * columns + column]));
-    }
-    out
 }

@@ -1,26 +1,36 @@
 //! The forward pass: output and log-sum-exp of this rank's queries.
 
-use super::block::{Blocks, payload, receive, send, zeros};
-use super::exchange::transpose;
+use super::block::{Blocks, payload, receive, send, wire_of, zeros};
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
 use super::{Group, Inputs, f32_bytes, stored_bytes};
-use crate::comm::Buffer;
 use crate::error::Result;
-use crate::kernel::{self, HeadMap, Partial};
+use crate::kernel::{self, Floats, HeadMap, Kernel};
 use crate::schedule::{Block, Pass, Schedule};
 use std::sync::Arc;
 
 /// What the forward pass leaves, for the caller and for the backward pass.
 #[derive(Debug, Clone)]
-pub struct Forward {
+pub struct Forward<F = Vec<f32>> {
     /// Attention output `[T, H, Dv]`; 0 where a query sees nothing.
-    pub out: Vec<f32>,
+    pub out: F,
     /// Natural log of the sum of exponentials of the scores `[H, T]`; where a query sees nothing, its sink or -inf.
-    pub lse: Vec<f32>,
-    /// Most bytes this rank held at once: its tensors, blocks of others, packing buffers.
+    pub lse: F,
+    /// Most bytes this rank held at once: its tensors, blocks of others, messages until they have left, the kernel's
+    /// buffers. Not in it: lists and tables of the plan, and what the transport keeps for those who have not asked yet.
     pub peak_bytes: u64,
+}
+
+impl Forward<Floats> {
+    /// The same in the memory of the CPU.
+    ///
+    /// # Errors
+    /// Failures of the kernel's device.
+    pub fn to_host(self, kernel: &Kernel) -> Result<Forward> {
+        let Self { out, lse, peak_bytes } = self;
+        Ok(Forward { out: kernel.to_host(out)?, lse: kernel.to_host(lse)?, peak_bytes })
+    }
 }
 
 /// Attention of this rank's queries over the keys of all ranks.
@@ -31,10 +41,21 @@ pub struct Forward {
 /// # Errors
 /// Shapes that do not fit the schedule, heads that do not fit the group, failures of other ranks.
 pub fn forward(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward> {
+    on_device(group, schedule, inputs)?.to_host(group.kernel())
+}
+
+/// [`forward()`] whose results are left where the group's kernel computes. Inputs that lie there are not copied; of a GPU
+/// nothing is waited for.
+///
+/// # Errors
+/// As of [`forward()`].
+pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward<Floats>> {
     inputs.check("attention forward", group, schedule)?;
-    let Inputs { q, k, v, score, bias } = *inputs;
+    let held = inputs.hold(group.kernel())?;
+    let inputs = &held.inputs();
+    let (kernel, Inputs { q, k, v, score, bias }) = (group.kernel(), *inputs);
     let mut meter = Meter::default();
-    meter.hold([q, k, v].iter().map(stored_bytes).sum());
+    meter.hold([q, k, v].iter().chain(&bias).map(stored_bytes).sum());
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
@@ -43,24 +64,32 @@ pub fn forward(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Fo
     }
 
     let parts = Part::all(group, schedule, inputs)?;
-    let mut out = zeros(q.tokens * q.heads * v.dim, &mut meter);
-    let mut lse = zeros(q.tokens * q.heads, &mut meter);
+    let mut out = zeros(kernel, q.tokens * q.heads * v.dim, &mut meter)?;
+    let mut lse = zeros(kernel, q.tokens * q.heads, &mut meter)?;
     let mut results = Vec::new();
-    let mut under_way = parts.first().map(|part| part.send(inputs, None)).transpose()?;
+    let mut under_way = parts.first().map(|part| part.send(inputs, None, &mut meter)).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
         let arrived = part.receive(sent, score, &mut meter)?;
-        under_way = parts.get(number + 1).map(|next| next.send(inputs, None)).transpose()?;
+        under_way = parts.get(number + 1).map(|next| next.send(inputs, None, &mut meter)).transpose()?;
         let (out, lse) = over_ring(group, schedule, &arrived.inputs(inputs)?, &mut meter)?;
-        let lse = transpose(&lse, part.own_heads().len(), part.queries.all_tokens());
-        results.push((part.return_queries(&out, v.dim, 0)?, part.return_queries(&lse, 1, 1)?));
+        arrived.release(&mut meter);
+        // What the ring holds for them: out, and lse with the sums it was made of.
+        let held = f32_bytes(out.len() + 2 * lse.len());
+        let lse = kernel.transpose(lse.data(), part.own_heads().len(), part.queries.all_tokens())?;
+        let returned = [(out, v.dim), (lse, 1)].into_iter().zip(0..);
+        let returned = returned.map(|((all, dim), number)| part.return_queries(all, dim, number, &mut meter));
+        results.push(returned.collect::<Result<Vec<_>>>()?);
+        meter.release(held);
     }
-    for (part, (out_part, lse_part)) in parts.iter().zip(results) {
-        part.queries.tokens(out_part, q.heads, &mut out)?;
-        // 0 + (-inf) is -inf, so the sum that places the heads leaves empty rows as they are.
-        part.queries.tokens(lse_part, q.heads, &mut lse)?;
+    for (part, results) in parts.iter().zip(results) {
+        // 0 + (-inf) is -inf, so the sum that places the heads leaves the lse of empty rows as it is.
+        for (all, local) in results.into_iter().zip([&mut out, &mut lse]) {
+            part.queries.tokens(all, q.heads, local, &mut meter)?;
+        }
     }
-    let lse = transpose(&lse, q.tokens, q.heads);
+    meter.touch(f32_bytes(lse.len()));
+    let lse = kernel.transpose(lse.data(), q.tokens, q.heads)?;
     Ok(Forward { out, lse, peak_bytes: meter.peak() })
 }
 
@@ -70,57 +99,56 @@ fn over_ring(
     schedule: &Schedule,
     inputs: &kernel::Inputs,
     meter: &mut Meter,
-) -> Result<(Vec<f32>, Vec<f32>)> {
-    let rank = group.ring().rank();
+) -> Result<(Floats, Floats)> {
+    let (kernel, rank) = (group.kernel(), group.ring().rank());
     let (heads, v_dim) = (inputs.q.heads, inputs.v.dim);
-    let state = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));
-    let mut own = Partial::new(inputs.q.tokens, heads, v_dim);
-    meter.hold(state(inputs.q.tokens));
-    let plan = schedule.plan(Pass::Forward, rank);
-    let mut blocks = Blocks::new(*inputs, None, rank, group.wire(), &plan);
+    let state_bytes = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));
+    let mut own = kernel.state(inputs.q.tokens, heads, v_dim)?;
+    meter.hold(state_bytes(inputs.q.tokens));
+    let plan = schedule.outline(Pass::Forward, rank);
+    let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
+    let mut blocks = Blocks::new(group, *inputs, None, wire, &plan);
     let mut sent = Vec::new();
     for (number, step) in plan.iter().enumerate() {
         for transfer in &step.send {
-            sent.push(send(group, transfer, blocks.message(transfer, meter)?)?);
+            sent.push(send(group, transfer, wire, blocks.message(transfer, meter)?)?);
         }
-        let received = step.receive.iter().map(|transfer| receive(group, transfer)).collect::<Result<Vec<_>>>()?;
+        let received =
+            step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
         let mut foreign = None;
         if let Some(compute) = &step.compute {
+            let compute = &schedule.filled(compute);
             let inputs = blocks.inputs(compute)?;
-            meter.touch(group.kernel().forward_workspace(&inputs, &compute.tiles));
-            let partial = if compute.queries == rank {
+            meter.touch(kernel.forward_workspace(&inputs, &compute.tiles));
+            let state = if compute.queries == rank {
                 &mut own
             } else {
-                meter.hold(state(inputs.q.tokens));
-                foreign.insert(Partial::new(inputs.q.tokens, heads, v_dim))
+                meter.hold(state_bytes(inputs.q.tokens));
+                foreign.insert(kernel.state_to_send(inputs.q.tokens, heads, v_dim)?)
             };
-            group.kernel().forward(&inputs, &compute.tiles, partial)?;
+            kernel.attend(&inputs, &compute.tiles, state)?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
-            let message = payload(pending)?;
+            let message = payload(group, pending, wire_of(wire, transfer.block))?;
             match transfer.block {
                 Block::Partial(_) => {
-                    let tokens = inputs.q.tokens;
                     meter.touch(message.bytes());
-                    own.merge(
-                        tokens,
-                        heads,
-                        v_dim,
-                        floats(&message, tokens * heads * (v_dim + 2), "attention forward")?,
-                    );
+                    let elements = inputs.q.tokens * heads * (v_dim + 2);
+                    kernel.merge(&mut own, floats(&message, elements, "attention forward")?)?;
                 }
                 _ => blocks.insert(transfer, message, meter),
             }
         }
-        for (transfer, partial) in step.after.iter().zip(foreign) {
-            let message = Buffer::F32(partial.into_message());
+        for (transfer, state) in step.after.iter().zip(foreign) {
+            let message = state.into_message();
             meter.release(message.bytes());
-            sent.push(send(group, transfer, Arc::new(message))?);
+            sent.push(send(group, transfer, wire, Arc::new(message))?);
         }
+        kernel.step()?;
     }
     for pending in sent {
         pending.wait()?;
     }
-    Ok(own.finish(inputs.q.tokens, heads, v_dim, inputs.score.sinks.as_deref()))
+    kernel.finish(own, inputs.score.sinks.as_deref())
 }

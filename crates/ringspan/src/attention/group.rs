@@ -3,7 +3,7 @@
 use super::Wire;
 use crate::comm::Communicator;
 use crate::error::{Error, Result};
-use crate::kernel::Kernel;
+use crate::kernel::{Kernel, View};
 use crate::mesh::Grid;
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ pub struct Group {
     ring: Arc<dyn Communicator>,
     ulysses: Arc<dyn Communicator>,
     kernel: Kernel,
-    wire: Wire,
+    wire: Option<Wire>,
 }
 
 impl Group {
@@ -40,12 +40,16 @@ impl Group {
             movers.iter().for_each(|comm| comm.progress());
             user.iter().for_each(|user| user());
         };
-        Ok(Self { cp, grid, ring, ulysses, kernel: kernel.with_progress(Arc::new(progress)), wire: Wire::F32 })
+        Ok(Self { cp, grid, ring, ulysses, kernel: kernel.with_progress(Arc::new(progress)), wire: None })
     }
 
-    /// Sends queries, keys and values as `wire`.
+    /// Sends queries, keys and values as `wire`, whatever they are stored as. Otherwise they travel as they are stored if
+    /// all three have the same type, and as f32 if not.
+    ///
+    /// All ranks need the same wire, and without one tensors of the same types, ranks without tokens too: a message in
+    /// another type than the receiver's is an error there, or is waited for in vain.
     pub fn with_wire(self, wire: Wire) -> Self {
-        Self { wire, ..self }
+        Self { wire: Some(wire), ..self }
     }
 
     /// This rank in the group.
@@ -83,8 +87,8 @@ impl Group {
         &self.kernel
     }
 
-    /// The type in which queries, keys and values travel.
-    pub fn wire(&self) -> Wire {
-        self.wire
+    /// The type in which queries, keys and values of a call travel.
+    pub fn wire(&self, q: &View, k: &View, v: &View) -> Wire {
+        self.wire.unwrap_or(Wire::of([q, k, v]))
     }
 }

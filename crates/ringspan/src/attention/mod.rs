@@ -1,5 +1,8 @@
 //! Attention over a group of ranks: runs the plans of a schedule, forward and backward.
 //!
+//! Tensors and results are the CPU's, or, with the calls of [`on_device`], lie where the group's kernel computes. There is
+//! one executor: what it does with tensors it asks the kernel for.
+//!
 //! Shape letters: T tokens on this rank, Tg tokens of its ring rank (its Ulysses group), H query heads, G key-value
 //! heads, D and Dv head widths, Sk keys of a batch row.
 
@@ -9,6 +12,7 @@ mod decode;
 mod exchange;
 mod forward;
 mod group;
+mod held;
 mod meter;
 mod ulysses;
 mod wire;
@@ -19,8 +23,17 @@ pub use forward::{Forward, forward};
 pub use group::Group;
 pub use wire::Wire;
 
+/// The same calls with results where the group's kernel computes. On a GPU nothing of the size of a tensor is copied to the
+/// CPU, and the last steps may still be under way when a call returns; inputs that lie there are not copied either. On a CPU
+/// nothing is different.
+pub mod on_device {
+    pub use super::backward::on_device as backward;
+    pub use super::decode::on_device as decode;
+    pub use super::forward::on_device as forward;
+}
+
 use crate::error::{Error, Result};
-use crate::kernel::{Data, Score, View};
+use crate::kernel::{Score, View};
 use crate::schedule::{Schedule, Strategy};
 
 /// The inputs of one attention call on this rank.
@@ -36,6 +49,8 @@ pub struct Inputs<'a> {
     pub score: &'a Score,
     /// A term for each query of this rank, head, and key of the query's batch row: `[T, H, Sk]`, or `[T, 1, Sk]` for all
     /// heads.
+    ///
+    /// A term below -2.36e38, such as the least f32, hides its pair as -inf does: a query with no other key has output 0.
     pub bias: Option<View<'a>>,
 }
 
@@ -78,28 +93,44 @@ impl<'a> Inputs<'a> {
 
     fn check_shapes(&self, operation: &'static str, rank: usize, queries: usize, keys: usize) -> Result<()> {
         let Self { q, k, v, score, bias } = self;
-        let shape = |what, view: &View, tokens: usize, heads: usize, dim: usize| {
-            if (view.tokens, view.heads, view.dim) == (tokens, heads, dim) {
-                return Ok(());
-            }
-            Err(Error::Shape {
-                operation,
-                what,
-                expected: tokens * heads * dim,
-                actual: view.tokens * view.heads * view.dim,
-                shape: format!(
-                    "[{tokens}, {heads}, {dim}] on rank {rank}, given [{}, {}, {}]",
-                    view.tokens, view.heads, view.dim
-                ),
-            })
-        };
-        shape("q", q, queries, q.heads, q.dim)?;
+        let shape = |what, view, tokens, heads, dim| check_shape(operation, rank, what, view, [tokens, heads, dim]);
+        shape("q", q, queries, q.heads, q.dim.max(1))?;
         shape("k", k, keys, k.heads, q.dim)?;
-        shape("v", v, keys, k.heads, v.dim)?;
+        shape("v", v, keys, k.heads, v.dim.max(1))?;
         score.check(q.heads)?;
         let heads = |bias: &View| if bias.heads == 1 { 1 } else { q.heads };
         bias.iter().try_for_each(|bias| shape("the bias", bias, queries, heads(bias), bias.dim))
     }
+}
+
+/// Whether a tensor is `[tokens, heads, dim]` and all its rows lie in its elements: no device reads beside them.
+fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &View, shape: [usize; 3]) -> Result<()> {
+    let (given, held) = ([view.tokens, view.heads, view.dim], view.data.len());
+    let elements = |shape: [usize; 3]| shape.into_iter().fold(1, usize::saturating_mul);
+    if given != shape {
+        return Err(Error::Shape {
+            operation,
+            what,
+            expected: elements(shape),
+            actual: elements(given),
+            shape: format!("{shape:?} on rank {rank}, given {given:?}"),
+        });
+    }
+    let end = view.end().filter(|&end| end <= held);
+    // Results and blocks have as many elements as the tensor, whatever its strides are.
+    if end.is_none() || elements(shape.map(|size| size.max(1))) > isize::MAX as usize / 16 {
+        return Err(Error::Shape {
+            operation,
+            what,
+            expected: view.end().unwrap_or(usize::MAX),
+            actual: held,
+            shape: format!(
+                "{shape:?} with strides {} and {} on rank {rank}, whose rows must lie in its elements",
+                view.token_stride, view.head_stride
+            ),
+        });
+    }
+    Ok(())
 }
 
 /// Whether a strategy can carry a bias.
@@ -119,8 +150,7 @@ pub fn supports_bias(strategy: Strategy) -> Result<()> {
 
 /// Bytes of the elements of a tensor, in the type they are stored in.
 fn stored_bytes(view: &View) -> u64 {
-    let width = if matches!(view.data, Data::F32(_)) { 4 } else { 2 };
-    (view.tokens * view.heads * view.dim * width) as u64
+    (view.tokens * view.heads * view.dim * view.data.stored().width()) as u64
 }
 
 /// Bytes of f32 elements.

@@ -1,13 +1,13 @@
 //! One part of the heads of a Ulysses group: what travels to the member that computes it, and what comes back.
 
 use super::block::stored;
-use super::exchange::{Exchange, Moving, transpose};
+use super::exchange::{Exchange, Moving};
 use super::meter::Meter;
 use super::wire::{Wire, floats};
-use super::{Group, Inputs};
+use super::{Group, Inputs, f32_bytes};
 use crate::comm::Buffer;
 use crate::error::Result;
-use crate::kernel::{self, Data, HeadMap, Saved, Score, View};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Score, View};
 use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ pub(super) struct Arrived {
     wire: Wire,
     bias: Option<Buffer>,
     /// d_out `[Tg, heads, Dv]`, lse and delta `[heads, Tg]`.
-    saved: Option<(Buffer, Vec<f32>, Vec<f32>)>,
+    saved: Option<(Buffer, Floats, Floats)>,
     map: HeadMap,
     score: Score,
     tokens: (usize, usize),
@@ -55,49 +55,48 @@ impl<'a> Part<'a> {
         let grid = schedule.grid();
         let members = &grid.members()[group.ring().rank()];
         let parts = HeadShare::parts(inputs.q.heads, inputs.k.heads, grid, schedule.head_chunks())?;
+        let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
         let part = |(number, shares): (usize, Vec<HeadShare>)| Self {
             queries: Exchange {
-                comm: group.ulysses(),
+                group,
                 tokens: members.iter().map(|&member| schedule.query().tokens(member)).collect(),
             },
-            keys: Exchange {
-                comm: group.ulysses(),
-                tokens: members.iter().map(|&member| schedule.key().tokens(member)).collect(),
-            },
+            keys: Exchange { group, tokens: members.iter().map(|&member| schedule.key().tokens(member)).collect() },
             query_heads: shares.iter().map(|share| share.query.clone()).collect(),
             key_heads: shares.iter().map(|share| share.kv.clone()).collect(),
             share: shares[group.ulysses().rank()].clone(),
-            wire: group.wire(),
-            tag: number as u64 * TAGS,
+            wire,
+            tag: wire.mark() | (number as u64 * TAGS),
         };
         Ok(parts.into_iter().enumerate().map(part).collect())
     }
 
     /// Starts the way of the inputs, and for the backward pass of what was saved, to the heads.
-    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>) -> Result<Sent> {
+    pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>, meter: &mut Meter) -> Result<Sent> {
         let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
         let saved = match saved {
             None => None,
             Some(Saved { lse, delta, d_out }) => {
                 // Statistics are kept by head; they travel by token like everything else.
                 let (tokens, heads) = (d_out.tokens, d_out.heads);
-                let statistic = |values: &[f32], tag| {
-                    let by_token = transpose(values, heads, tokens);
-                    self.queries.to_heads(&stored(Data::F32(&by_token), tokens, heads, 1)?, q_heads, Wire::F32, tag)
+                let mut statistic = |values: Data, tag| {
+                    let by_token = self.kernel().transpose(values, heads, tokens)?;
+                    meter.touch(2 * f32_bytes(by_token.len()));
+                    let by_token = stored(by_token.data(), tokens, heads, 1)?;
+                    self.queries.to_heads(&by_token, q_heads, Wire::F32, tag, meter)
                 };
-                Some([
-                    self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4)?,
-                    statistic(lse, self.tag + 5)?,
-                    statistic(delta, self.tag + 6)?,
-                ])
+                let statistics = [statistic(*lse, self.tag + 5)?, statistic(*delta, self.tag + 6)?];
+                let [lse, delta] = statistics;
+                Some([self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4, meter)?, lse, delta])
             }
         };
-        let bias =
-            inputs.bias.map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3));
+        let bias = inputs
+            .bias
+            .map(|bias| self.queries.to_heads(&bias, &self.bias_heads(&bias), Wire::F32, self.tag + 3, meter));
         Ok(Sent {
-            q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag)?,
-            k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1)?,
-            v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2)?,
+            q: self.queries.to_heads(&inputs.q, q_heads, self.wire, self.tag, meter)?,
+            k: self.keys.to_heads(&inputs.k, k_heads, self.wire, self.tag + 1, meter)?,
+            v: self.keys.to_heads(&inputs.v, k_heads, self.wire, self.tag + 2, meter)?,
             bias: bias.transpose()?,
             saved,
         })
@@ -115,11 +114,12 @@ impl<'a> Part<'a> {
             Some([d_out, lse, delta]) => {
                 let d_out = self.queries.heads(d_out, meter)?;
                 let (tokens, heads) = (self.queries.all_tokens(), self.share.query.len());
-                let by_head = |values: &Buffer| -> Result<Vec<f32>> {
-                    Ok(transpose(floats(values, tokens * heads, "the exchange of heads")?, tokens, heads))
+                let mut by_head = |values: Moving| {
+                    let values = self.queries.heads(values, meter)?;
+                    meter.touch(values.bytes());
+                    self.kernel().transpose(floats(&values, tokens * heads, "the exchange of heads")?, tokens, heads)
                 };
-                let lse = by_head(&self.queries.heads(lse, meter)?)?;
-                Some((d_out, lse, by_head(&self.queries.heads(delta, meter)?)?))
+                Some((d_out, by_head(lse)?, by_head(delta)?))
             }
         };
         Ok(Arrived {
@@ -136,18 +136,22 @@ impl<'a> Part<'a> {
     }
 
     /// Starts the way of a result by query, `[Tg, heads, dim]`, back to its tokens.
-    pub(super) fn return_queries(&self, all: &[f32], dim: usize, number: u64) -> Result<Moving> {
-        self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number)
+    pub(super) fn return_queries(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
+        self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number, meter)
     }
 
     /// Starts the way of a result by key back to its tokens.
-    pub(super) fn return_keys(&self, all: &[f32], dim: usize, number: u64) -> Result<Moving> {
-        self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number)
+    pub(super) fn return_keys(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
+        self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number, meter)
     }
 
     /// Starts the way of the gradient of a bias back to its tokens; members' gradients of a bias for all heads are summed.
-    pub(super) fn return_bias(&self, all: &[f32], bias: &View, number: u64) -> Result<Moving> {
-        self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number)
+    pub(super) fn return_bias(&self, all: Floats, bias: &View, number: u64, meter: &mut Meter) -> Result<Moving> {
+        self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number, meter)
+    }
+
+    fn kernel(&self) -> &'a Kernel {
+        self.queries.group.kernel()
     }
 
     /// This member's query heads.
@@ -157,6 +161,13 @@ impl<'a> Part<'a> {
 }
 
 impl Arrived {
+    /// Gives back what [`receive`](Part::receive) held.
+    pub(super) fn release(self, meter: &mut Meter) {
+        let tensors = [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).map(Buffer::bytes).sum::<u64>();
+        let saved = |(d_out, lse, delta): &(Buffer, Floats, Floats)| d_out.bytes() + f32_bytes(lse.len() + delta.len());
+        meter.release(tensors + self.saved.as_ref().map_or(0, saved));
+    }
+
     /// What the kernel reads, for tensors of these widths.
     pub(super) fn inputs(&self, whole: &Inputs) -> Result<kernel::Inputs<'_>> {
         let (queries, keys) = self.tokens;
@@ -185,7 +196,8 @@ impl Arrived {
             Some((d_out, lse, delta)) => {
                 let (tokens, heads) = (self.tokens.0, self.map.heads());
                 let d_out = floats(d_out, tokens * heads * v_dim, "the exchange of heads")?;
-                Ok(Some(Saved { lse, delta, d_out: stored(Data::F32(d_out), tokens, heads, v_dim)? }))
+                let d_out = stored(d_out, tokens, heads, v_dim)?;
+                Ok(Some(Saved { lse: lse.data(), delta: delta.data(), d_out }))
             }
         }
     }

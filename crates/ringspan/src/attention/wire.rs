@@ -2,12 +2,10 @@
 
 use crate::comm::Buffer;
 use crate::error::{Error, Result};
-use crate::kernel::{Data, View};
-use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use half::{bf16, f16};
-use std::ops::Range;
+use crate::kernel::{self, Data, Stored, View};
 
-/// The type in which queries, keys and values travel between ranks: their storage type.
+/// The type in which queries, keys and values travel between ranks: the one they are stored in, unless a
+/// [group](super::Group::with_wire) says otherwise.
 ///
 /// Partial results and gradients always travel in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,40 +20,41 @@ pub enum Wire {
 }
 
 impl Wire {
-    /// Some heads of some tokens of tensors that follow each other, each `[tokens, heads, dim]`.
-    pub(super) fn pack<'a>(
-        self,
-        parts: impl IntoIterator<Item = (&'a View<'a>, Range<usize>)>,
-        tokens: impl Iterator<Item = usize> + Clone,
-    ) -> Buffer {
-        let mut packed = self.empty();
-        for (view, heads) in parts {
-            for token in tokens.clone() {
-                heads.clone().for_each(|head| push(&mut packed, self, view.at(token, head)));
-            }
-        }
-        packed
+    /// The type in which all of these are stored, or f32, which holds them all.
+    pub(super) fn of(views: [&View; 3]) -> Self {
+        let [first, ..] = views.map(|view| match view.data.stored() {
+            Stored::F32 => Self::F32,
+            Stored::Bf16 => Self::Bf16,
+            Stored::F16 => Self::F16,
+        });
+        let same = |view: &&View| view.data.stored() == views[0].data.stored();
+        if views.iter().all(same) { first } else { Self::F32 }
     }
 
-    /// No numbers yet.
-    pub(super) fn empty(self) -> Buffer {
+    /// Bytes of a number.
+    pub(super) fn width(self) -> u64 {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// What a tag has besides its number: both short types are 16 bits, and ranks that disagree must not take one for the
+    /// other.
+    pub(super) fn mark(self) -> u64 {
+        if self == Self::F16 { 1 << 62 } else { 0 }
+    }
+
+    /// What messages are stored in.
+    pub(super) fn stored(self) -> Stored {
         match self {
-            Self::F32 => Buffer::F32(Vec::new()),
-            Self::Bf16 | Self::F16 => Buffer::U16(Vec::new()),
+            Self::F32 => Stored::F32,
+            Self::Bf16 => Stored::Bf16,
+            Self::F16 => Stored::F16,
         }
     }
 
     /// The numbers of a message of `expected` elements, where they are.
     pub(super) fn read<'a>(self, buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Data<'a>> {
-        let data = match (self, buffer) {
-            (Self::F32, Buffer::F32(values)) => Data::F32(values),
-            (Self::Bf16, Buffer::U16(bits)) => Data::Bf16(bits.reinterpret_cast()),
-            (Self::F16, Buffer::U16(bits)) => Data::F16(bits.reinterpret_cast()),
-            _ => {
-                return Err(Error::Layout(format!(
-                    "{operation}: received a message that is not of wire type {self:?}"
-                )));
-            }
+        let Some(data) = kernel::read(buffer, self.stored()) else {
+            return Err(Error::Layout(format!("{operation}: received a message that is not of wire type {self:?}")));
         };
         if data.len() != expected {
             return Err(Error::Shape {
@@ -71,33 +70,6 @@ impl Wire {
 }
 
 /// The numbers of a message in f32 of `expected` elements.
-pub(super) fn floats<'a>(buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<&'a [f32]> {
-    match Wire::F32.read(buffer, expected, operation)? {
-        Data::F32(values) => Ok(values),
-        _ => Ok(&[]),
-    }
-}
-
-/// Appends a row, rounded to the wire's type if it is stored in another.
-fn push(packed: &mut Buffer, wire: Wire, row: Data) {
-    match (packed, wire, row) {
-        (Buffer::F32(packed), _, Data::F32(row)) => packed.extend_from_slice(row),
-        (Buffer::F32(packed), _, row) => packed.extend_from_slice(&row.to_f32()),
-        (Buffer::U16(packed), Wire::Bf16, Data::Bf16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
-        (Buffer::U16(packed), Wire::F16, Data::F16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
-        (Buffer::U16(packed), Wire::F16, row) => {
-            packed.extend(row.to_f32().iter().map(|x| f16::from_f32(*x).to_bits()));
-        }
-        (Buffer::U16(packed), _, row) => packed.extend(row.to_f32().iter().map(|x| bf16::from_f32(*x).to_bits())),
-        (Buffer::U64(_) | Buffer::U8(_), ..) => (),
-    }
-}
-
-/// Appends what a message holds.
-pub(super) fn append(packed: &mut Buffer, message: &Buffer) {
-    match (packed, message) {
-        (Buffer::F32(packed), Buffer::F32(message)) => packed.extend_from_slice(message),
-        (Buffer::U16(packed), Buffer::U16(message)) => packed.extend_from_slice(message),
-        _ => (),
-    }
+pub(super) fn floats<'a>(buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Data<'a>> {
+    Wire::F32.read(buffer, expected, operation)
 }

@@ -23,6 +23,7 @@
 //! ```
 
 pub mod agree;
+mod device;
 mod group;
 pub mod launch;
 #[cfg(feature = "mpi")]
@@ -31,6 +32,8 @@ pub mod numbers;
 pub mod ranks;
 pub mod threads;
 pub mod timed;
+
+pub use device::OnDevice;
 
 use crate::error::{Error, Result};
 use std::sync::Arc;
@@ -46,6 +49,8 @@ pub enum Buffer {
     U64(Vec<u64>),
     /// Raw bytes.
     U8(Vec<u8>),
+    /// Elements in the memory of a device, for communicators that [hand them over](Communicator::hands_over).
+    Device(Arc<dyn OnDevice>),
 }
 
 impl Buffer {
@@ -56,6 +61,7 @@ impl Buffer {
             Self::U16(values) => values.len(),
             Self::U64(values) => values.len(),
             Self::U8(values) => values.len(),
+            Self::Device(values) => values.elements(),
         }
     }
 
@@ -93,6 +99,7 @@ impl Buffer {
             Self::U16(_) => 2,
             Self::U64(_) => 8,
             Self::U8(_) => 1,
+            Self::Device(values) => values.width(),
         }
     }
 }
@@ -116,8 +123,14 @@ pub trait Communicator: Send + Sync {
     /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;
     /// Moves transfers along where nothing moves by itself: kernels call this between pieces of their work, about once a
-    /// millisecond. Threads hand their messages over at once, so there it does nothing.
-    fn progress(&self) {}
+    /// millisecond. Threads hand their messages over at once, so there it does nothing; a communicator around another one
+    /// passes the call on, or its transfers hide behind nothing.
+    fn progress(&self);
+    /// Whether messages may be [`Buffer::Device`]: they reach their receiver as they are, in the sender's process. A
+    /// communicator around another one passes the question on.
+    fn hands_over(&self) -> bool {
+        false
+    }
     /// Sends `parts[r]` to each rank r and returns what each rank sent here; counts may differ, and be 0.
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>>;
     /// Every rank's buffer, in rank order; lengths may differ.

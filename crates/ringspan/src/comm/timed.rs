@@ -63,6 +63,10 @@ impl Communicator for Timed {
         self.inner.progress();
     }
 
+    fn hands_over(&self) -> bool {
+        self.inner.hands_over()
+    }
+
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {
         self.clock.time(|| self.inner.all_to_all(parts))
     }

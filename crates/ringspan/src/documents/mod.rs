@@ -34,43 +34,65 @@ pub struct Documents {
     size: usize,
     /// Elements of a batch row.
     row_len: usize,
+    /// What was asked for, where it has more elements than can be counted.
+    beyond: Option<String>,
 }
+
+/// Elements lie below this, so that differences and sums of some positions can be counted.
+const ELEMENTS: usize = usize::MAX / 16;
 
 impl Documents {
     /// `rows` documents of `len` tokens: a batch without padding.
+    ///
+    /// More elements than can be counted are refused where the documents are dealt ([`check`](Self::check)).
     pub fn batch(rows: usize, len: usize) -> Self {
-        let document = |row| whole(row, row * len, len, len);
-        Self { list: (0..rows).map(document).collect(), size: rows * len, row_len: len }
+        match elements(rows, len) {
+            Ok(size) => {
+                let document = |row| whole(row, row * len, len, len);
+                Self { list: (0..rows).map(document).collect(), size, row_len: len, beyond: None }
+            }
+            Err(_) => Self::beyond(format!("{rows} rows of {len} tokens")),
+        }
     }
 
     /// A batch `[lengths.len(), len]` whose rows are padded on the right: row b has `lengths[b]` tokens.
     ///
+    /// Positions count in a frame of `len`, padding included, and so do masks aligned to the end; documents of
+    /// [`from_rows`](Self::from_rows) have their own lengths for frames.
+    ///
     /// # Errors
-    /// A length above `len`.
+    /// A length above `len`, or more elements than can be counted.
     pub fn padded(lengths: &[usize], len: usize) -> Result<Self> {
         if let Some((row, given)) = lengths.iter().enumerate().find(|(_, given)| **given > len) {
             return Err(Error::Documents(format!("row {row} has length {given}, but rows hold {len} tokens")));
         }
+        let size = elements(lengths.len(), len)?;
         let list = lengths.iter().enumerate().map(|(row, &tokens)| whole(row, row * len, tokens, len)).collect();
-        Ok(Self { list, size: lengths.len() * len, row_len: len })
+        Ok(Self { list, size, row_len: len, beyond: None })
     }
 
     /// One row of documents of the given lengths, one after the other, without padding.
+    ///
+    /// More elements than can be counted are refused where the documents are dealt ([`check`](Self::check)).
     pub fn packed(lengths: &[usize]) -> Self {
         let mut size = 0;
         let mut list = Vec::with_capacity(lengths.len());
         for &len in lengths {
             list.push(whole(0, size, len, len));
-            size += len;
+            size = size.saturating_add(len);
+            if size > ELEMENTS {
+                return Self::beyond(format!("{} documents with one of {len} tokens", lengths.len()));
+            }
         }
-        Self { list, size, row_len: size }
+        Self { list, size, row_len: size, beyond: None }
     }
 
     /// One row of `len` tokens, document n at `boundaries[n]..boundaries[n + 1]`; tokens outside are padding.
     ///
     /// # Errors
-    /// Boundaries that fall, or leave the row.
+    /// Boundaries that fall, or leave the row; a row of more elements than can be counted.
     pub fn from_boundaries(boundaries: &[usize], len: usize) -> Result<Self> {
+        elements(1, len)?;
         let mut list = Vec::new();
         for (n, pair) in boundaries.windows(2).enumerate() {
             if pair[0] > pair[1] || pair[1] > len {
@@ -81,17 +103,20 @@ impl Documents {
             }
             list.push(whole(0, pair[0], pair[1] - pair[0], pair[1] - pair[0]));
         }
-        Ok(Self { list, size: len, row_len: len })
+        Ok(Self { list, size: len, row_len: len, beyond: None })
     }
 
     /// Rows of lists of document lengths, packed from the left of rows of `len` tokens; the rest is padding.
     ///
+    /// Each document is a frame of its own length: a mask aligned to the end counts from its last token.
+    ///
     /// # Errors
-    /// A row whose documents need more than `len` tokens.
+    /// A row whose documents need more than `len` tokens, or more elements than can be counted.
     pub fn from_rows(rows: &[Vec<usize>], len: usize) -> Result<Self> {
+        let size = elements(rows.len(), len)?;
         let mut list = Vec::new();
         for (row, lengths) in rows.iter().enumerate() {
-            let total: usize = lengths.iter().sum();
+            let total = lengths.iter().fold(0, |sum: usize, &tokens| sum.saturating_add(tokens));
             if total > len {
                 return Err(Error::Documents(format!("row {row} has {total} tokens, but rows hold {len}")));
             }
@@ -101,7 +126,7 @@ impl Documents {
                 offset += tokens;
             }
         }
-        Ok(Self { list, size: rows.len() * len, row_len: len })
+        Ok(Self { list, size, row_len: len, beyond: None })
     }
 
     /// A batch `[ids.len() / len, len]`: tokens of a row with the same id are one document, 0 is padding.
@@ -113,7 +138,7 @@ impl Documents {
     pub fn from_ids(ids: &[i32], len: usize) -> Result<Self> {
         if len == 0 || !ids.len().is_multiple_of(len) {
             if ids.is_empty() {
-                return Ok(Self { list: Vec::new(), size: 0, row_len: len });
+                return Ok(Self { list: Vec::new(), size: 0, row_len: len, beyond: None });
             }
             return Err(Error::Documents(format!("{} document ids do not fill rows of {len}", ids.len())));
         }
@@ -140,7 +165,24 @@ impl Documents {
                 }
             }
         }
-        Ok(Self { list, size: ids.len(), row_len: len })
+        Ok(Self { list, size: ids.len(), row_len: len, beyond: None })
+    }
+
+    /// Whether all elements can be counted; layouts ask this.
+    ///
+    /// # Errors
+    /// What was asked for, in numbers.
+    pub fn check(&self) -> Result<()> {
+        match &self.beyond {
+            None => Ok(()),
+            Some(asked) => {
+                Err(Error::Documents(format!("{asked} are more than {ELEMENTS} elements, which can be counted")))
+            }
+        }
+    }
+
+    fn beyond(asked: String) -> Self {
+        Self { list: Vec::new(), size: 0, row_len: 0, beyond: Some(asked) }
     }
 
     /// Number of documents.
@@ -179,7 +221,47 @@ impl Documents {
     }
 }
 
+/// Elements of `rows` rows of `len`.
+fn elements(rows: usize, len: usize) -> Result<usize> {
+    // As many rows are counted, too, and a row may be empty.
+    let fits = |&elements: &usize| elements.max(rows) <= ELEMENTS;
+    rows.checked_mul(len).filter(fits).ok_or_else(|| {
+        Error::Documents(format!("{rows} rows of {len} are more than {ELEMENTS} elements, which can be counted"))
+    })
+}
+
 fn whole(row: usize, offset: usize, tokens: usize, extent: usize) -> Document {
     let spans = if tokens > 0 { std::iter::once(0..tokens).collect() } else { Vec::new() };
     Document { row, offset, spans, extent }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_beyond_counting_are_refused() {
+        const MAX: usize = usize::MAX;
+        let made = [
+            Ok(Documents::batch(MAX, 2)),
+            Ok(Documents::batch(2, MAX)),
+            Ok(Documents::batch(MAX, 0)),
+            Ok(Documents::batch(1, MAX)),
+            Ok(Documents::packed(&[MAX, 2])),
+            Ok(Documents::packed(&[2, MAX])),
+            Ok(Documents::packed(&[MAX])),
+            Documents::padded(&[1, 1], MAX),
+            Documents::padded(&[MAX], 8),
+            Documents::from_boundaries(&[0, MAX], MAX),
+            Documents::from_rows(&[vec![MAX, 2]], 8),
+            Documents::from_rows(&[vec![1], vec![2]], MAX),
+        ];
+        for (case, made) in made.into_iter().enumerate() {
+            let refused = made.and_then(|documents| {
+                documents.check().and(crate::Layout::new(crate::LayoutKind::Zigzag, &documents, 2).map(drop))
+            });
+            assert!(matches!(refused, Err(Error::Documents(_))), "case {case}: {refused:?}");
+        }
+        assert!(Documents::batch(3, 5).check().is_ok() && Documents::packed(&[]).check().is_ok());
+    }
 }

@@ -3,8 +3,10 @@
 use super::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use super::cuda::{Cuda, Gpu};
-use super::{Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
-use crate::error::Result;
+#[cfg(feature = "cuda")]
+use super::staged;
+use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
+use crate::error::{Error, Result};
 use std::sync::Arc;
 
 /// What a kernel calls between pieces of work.
@@ -13,9 +15,9 @@ pub type Progress = Arc<dyn Fn() + Send + Sync>;
 /// Attention of banded tiles on the device of one rank.
 ///
 /// The same inputs on the same device with the same number of threads give the same bits.
-pub struct Kernel(Device);
+pub struct Kernel(pub(super) Device);
 
-enum Device {
+pub(super) enum Device {
     Cpu(Cpu),
     #[cfg(feature = "cuda")]
     Cuda(Box<Cuda>),
@@ -87,7 +89,7 @@ impl Kernel {
     /// Called once per key block; each visible pair must be named by one tile of one call.
     ///
     /// # Errors
-    /// Failures of the device; a CPU has none.
+    /// Tensors on a GPU for a kernel of the CPU; failures of the device.
     ///
     /// # Panics
     /// If shapes, tiles and `partial` do not fit each other.
@@ -107,34 +109,53 @@ impl Kernel {
             return Ok(());
         }
         match &self.0 {
-            Device::Cpu(cpu) => cpu.forward(inputs, tiles, partial),
+            Device::Cpu(cpu) => {
+                self.check_place(inputs.views())?;
+                cpu.forward(inputs, tiles, partial);
+                Ok(())
+            }
             #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.forward(inputs, tiles, partial)?,
+            Device::Cuda(cuda) => staged::forward(cuda, inputs, tiles, partial),
         }
-        Ok(())
     }
 
     /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
     ///
     /// # Errors
-    /// Failures of the device; a CPU has none.
+    /// As of [`forward`](Self::forward).
     ///
     /// # Panics
     /// If the shapes are not equal.
     pub fn delta(&self, out: View, d_out: View) -> Result<Vec<f32>> {
-        let View { tokens, heads, dim, .. } = d_out;
-        assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
+        check_delta(&out, &d_out);
         match &self.0 {
-            Device::Cpu(cpu) => Ok(cpu.delta(out, d_out)),
+            Device::Cpu(cpu) => {
+                self.check_place([&out, &d_out])?;
+                Ok(cpu.delta(out, d_out))
+            }
             #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.delta(out, d_out),
+            Device::Cuda(cuda) => staged::delta(cuda, out, d_out),
+        }
+    }
+
+    /// [`delta`](Self::delta) of tensors that lie where this kernel computes.
+    pub(crate) fn delta_there(&self, out: View, d_out: View) -> Result<Floats> {
+        match &self.0 {
+            Device::Cpu(_) => self.delta(out, d_out).map(Floats::Host),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => {
+                check_delta(&out, &d_out);
+                cuda.delta(&out, &d_out).map(Floats::Gpu)
+            }
         }
     }
 
     /// Adds the gradients of `tiles` to `sums`.
     ///
+    /// On a GPU sums may lie there: then all that is read does, and nothing is copied or waited for.
+    ///
     /// # Errors
-    /// Failures of the device; a CPU has none.
+    /// As of [`forward`](Self::forward), also for sums.
     ///
     /// # Panics
     /// If the shapes do not fit each other.
@@ -154,11 +175,70 @@ impl Kernel {
             return Ok(());
         }
         match &self.0 {
-            Device::Cpu(cpu) => cpu.backward(inputs, tiles, saved, sums),
+            Device::Cpu(cpu) => {
+                self.check_place(inputs.views())?;
+                self.check_place([&d_out])?;
+                cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.misplaced(lse))
+            }
             #[cfg(feature = "cuda")]
-            Device::Cuda(cuda) => cuda.backward(inputs, tiles, saved, sums)?,
+            Device::Cuda(cuda) => staged::backward(cuda, inputs, tiles, saved, sums),
         }
-        Ok(())
+    }
+
+    /// Waits until all that was started is done, while communication goes on: results may be on their way on a GPU when a
+    /// call of [`on_device`](crate::attention::on_device) returns.
+    ///
+    /// # Errors
+    /// Failures of what was started.
+    pub fn wait(&self) -> Result<()> {
+        match &self.0 {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.wait(),
+        }
+    }
+
+    /// Marks the end of a step of a plan. A GPU that is some steps behind is waited for, so that no more memory is taken than
+    /// that of the steps it is at; communication goes on meanwhile.
+    pub(crate) fn step(&self) -> Result<()> {
+        match &self.0 {
+            Device::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => cuda.step(),
+        }
+    }
+
+    /// An error unless the tensors can be read here.
+    pub(super) fn check_place<'v>(&self, views: impl IntoIterator<Item = &'v View<'v>>) -> Result<()> {
+        let there = |data: Data| match (&self.0, data) {
+            (Device::Cpu(_), Data::F32(_) | Data::Bf16(_) | Data::F16(_)) => true,
+            #[cfg(feature = "cuda")]
+            (Device::Cuda(_), Data::Gpu(_)) => true,
+            #[cfg(feature = "cuda")]
+            _ => false,
+        };
+        views.into_iter().find(|view| !there(view.data)).map_or(Ok(()), |view| Err(self.misplaced(view.data)))
+    }
+
+    /// The error of elements that lie where this kernel does not compute.
+    pub(super) fn misplaced(&self, data: Data) -> Error {
+        Error::Device {
+            device: format!("{self:?}"),
+            operation: "use a tensor",
+            message: format!("{} elements lie in the memory of another device", data.len()),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_gpu(&self) -> Result<&Cuda> {
+        match &self.0 {
+            Device::Cuda(cuda) => Ok(cuda),
+            Device::Cpu(_) => Err(Error::Device {
+                device: format!("{self:?}"),
+                operation: "use a tensor",
+                message: "it lies in the memory of a GPU".into(),
+            }),
+        }
     }
 
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds in the memory of the CPU,
@@ -193,8 +273,13 @@ impl Kernel {
     }
 }
 
+fn check_delta(out: &View, d_out: &View) {
+    let View { tokens, heads, dim, .. } = *d_out;
+    assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
+}
+
 /// The kernels read and write by pointer: what does not fit must not come that far.
-fn check(inputs: &Inputs, tiles: &[Tile]) {
+pub(super) fn check(inputs: &Inputs, tiles: &[Tile]) {
     let Inputs { q, k, v, heads, score, bias } = inputs;
     assert!(q.dim > 0 && v.dim > 0, "head widths of {} and {}", q.dim, v.dim);
     assert_eq!((q.dim, k.tokens, k.heads), (k.dim, v.tokens, v.heads), "the shapes of q, k and v");

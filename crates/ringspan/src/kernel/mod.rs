@@ -10,15 +10,22 @@ mod cuda;
 mod decode;
 mod delta;
 mod device;
+mod floats;
 mod forward;
 mod head_map;
+mod held;
 mod isa;
+mod message;
 mod micro;
 mod pack;
 mod partial;
 mod plan;
 pub mod reference;
 mod score;
+#[cfg(feature = "cuda")]
+mod staged;
+mod state;
+mod sums;
 mod terms;
 mod vector;
 mod view;
@@ -28,13 +35,20 @@ mod workers;
 mod test;
 
 #[cfg(feature = "cuda")]
-pub use cuda::Gpu;
+pub use cuda::{Gpu, GpuArray, GpuData, GpuElement, GpuMut, Lent};
 pub use device::{Kernel, Progress};
+pub use floats::{Floats, FloatsMut};
 pub use head_map::HeadMap;
+pub use held::Held;
 pub use isa::Isa;
 pub use partial::Partial;
 pub use score::{Buckets, Dropout, Relative, Score};
 pub use view::{Data, View};
+
+pub(crate) use message::{Piece, read};
+pub(crate) use state::State;
+pub(crate) use sums::Place as SumPlace;
+pub(crate) use view::Stored;
 
 use crate::mask::Band;
 use std::ops::Range;
@@ -92,13 +106,20 @@ pub struct Inputs<'a> {
     pub bias: Option<View<'a>>,
 }
 
-/// What the backward pass of a kernel reads besides its inputs.
+impl<'a> Inputs<'a> {
+    /// The tensors.
+    fn views(&self) -> impl Iterator<Item = &View<'a>> {
+        [&self.q, &self.k, &self.v].into_iter().chain(&self.bias)
+    }
+}
+
+/// What the backward pass of a kernel reads besides its inputs; statistics in f32.
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
     /// Natural log-sum-exp of each query over all its keys, not only these, and its sink: `[H, Tq]`.
-    pub lse: &'a [f32],
+    pub lse: Data<'a>,
     /// [`Kernel::delta`] of the final output: `[H, Tq]`.
-    pub delta: &'a [f32],
+    pub delta: Data<'a>,
     /// Gradient of the output `[Tq, H, Dv]`.
     pub d_out: View<'a>,
 }
@@ -107,13 +128,13 @@ pub struct Saved<'a> {
 #[derive(Debug)]
 pub struct Sums<'a> {
     /// `[Tq, H, D]`
-    pub dq: &'a mut [f32],
+    pub dq: FloatsMut<'a>,
     /// `[Tk, G, D]`
-    pub dk: &'a mut [f32],
+    pub dk: FloatsMut<'a>,
     /// `[Tk, G, Dv]`
-    pub dv: &'a mut [f32],
+    pub dv: FloatsMut<'a>,
     /// Of the table of relative buckets `[H, count]`; empty without one.
-    pub d_table: &'a mut [f32],
+    pub d_table: FloatsMut<'a>,
     /// Of the bias, in its shape; empty without one.
-    pub d_bias: &'a mut [f32],
+    pub d_bias: FloatsMut<'a>,
 }

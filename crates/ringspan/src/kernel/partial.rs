@@ -22,6 +22,13 @@ impl Partial {
         }
     }
 
+    /// As [`new`](Self::new), with room for what [`into_message`](Self::into_message) appends.
+    pub(crate) fn to_send(tokens: usize, heads: usize, v_dim: usize) -> Self {
+        let mut out = vec![0.0; tokens * heads * (v_dim + 2)];
+        out.truncate(tokens * heads * v_dim);
+        Self { out, ..Self::new(tokens, heads, 0) }
+    }
+
     /// The state as one run of numbers: out, max, sum.
     pub fn into_message(self) -> Vec<f32> {
         let mut message = self.out;

@@ -119,6 +119,11 @@ impl Score {
             }
             Err(Error::Score(format!("{what} has {len} elements, but {heads} query heads need {}", heads * each)))
         };
+        let each = |what: &str, values: &[f32], holds: fn(f32) -> bool| match values.iter().find(|x| !holds(**x)) {
+            None => Ok(()),
+            Some(bad) => Err(Error::Score(format!("{what}, not {bad}"))),
+        };
+        let is_logit = |x: f32| x < f32::INFINITY;
         if !self.scale.is_finite() {
             return Err(Error::Score(format!("the scale {} is not finite", self.scale)));
         }
@@ -126,9 +131,14 @@ impl Score {
             return Err(Error::Score(format!("a softcap must be a finite number above 0, not {cap}")));
         }
         match &self.relative {
-            Some(Relative::Alibi { slopes }) => per_head("alibi_slopes", slopes.len(), 1)?,
+            Some(Relative::Alibi { slopes }) => {
+                per_head("alibi_slopes", slopes.len(), 1)?;
+                // An infinite slope is no number at distance 0.
+                each("an ALiBi slope is a finite number", slopes, f32::is_finite)?;
+            }
             Some(Relative::Buckets(buckets)) => {
                 per_head("the table of relative buckets", buckets.table.len(), buckets.count)?;
+                each("a term of relative buckets is a number or -inf", &buckets.table, is_logit)?;
                 let exact = buckets.exact();
                 if exact == 0 || buckets.max_distance <= exact {
                     return Err(Error::Score(format!(
@@ -142,6 +152,7 @@ impl Score {
         }
         if let Some(sinks) = &self.sinks {
             per_head("sinks", sinks.len(), 1)?;
+            each("a sink is a number, or -inf for none", sinks, is_logit)?;
         }
         match self.dropout {
             Some(Dropout { rate, .. }) if !(0.0..1.0).contains(&rate) => {
@@ -318,6 +329,17 @@ mod tests {
         assert!(refused(Score { relative: slopes, ..score.clone() }).contains("alibi_slopes has 5"));
         let few = Some(Relative::Buckets(Buckets { table: vec![0.0; 8], ..buckets(2, 128, true) }));
         assert!(refused(Score { relative: few, ..score.clone() }).contains("2 relative buckets"));
+        for bad in [f32::NAN, f32::INFINITY] {
+            let message = refused(Score { sinks: Some(vec![0.0, bad, 0.0, 0.0]), ..score.clone() });
+            assert!(message.contains("a sink is") && message.contains(&bad.to_string()), "{message}");
+            let slopes = Some(Relative::Alibi { slopes: vec![0.5, 0.5, 0.5, bad] });
+            assert!(refused(Score { relative: slopes, ..score.clone() }).contains("slope"));
+            let table = Buckets { table: [vec![0.0; 31], vec![bad]].concat(), ..buckets(8, 128, false) };
+            let table = Some(Relative::Buckets(table));
+            assert!(refused(Score { relative: table, ..score.clone() }).contains("relative buckets"));
+        }
+        let none = Score { sinks: Some(vec![f32::NEG_INFINITY; 4]), ..score.clone() };
+        assert!(none.check(4).is_ok());
         for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
             assert!(refused(Score { softcap: Some(cap), ..score.clone() }).contains("softcap"));
         }

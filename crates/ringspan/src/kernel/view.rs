@@ -1,5 +1,7 @@
 //! Tensors that are read in place, in the type they are stored in.
 
+#[cfg(feature = "cuda")]
+use super::cuda::GpuData;
 use super::vector::prefetch;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -15,6 +17,34 @@ pub enum Data<'a> {
     Bf16(&'a [bf16]),
     /// IEEE half precision.
     F16(&'a [f16]),
+    /// In the memory of a GPU, of any of these types; the CPU cannot look at elements there.
+    #[cfg(feature = "cuda")]
+    Gpu(GpuData<'a>),
+}
+
+/// What elements are stored in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Stored {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl Stored {
+    /// Bytes of an element.
+    pub(crate) fn width(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
+/// Kernels of the CPU are given no such elements: `Kernel` refuses them before.
+#[cfg(feature = "cuda")]
+#[cold]
+fn elsewhere() -> ! {
+    panic!("the CPU was asked for elements in the memory of a GPU")
 }
 
 impl<'a> Data<'a> {
@@ -24,6 +54,19 @@ impl<'a> Data<'a> {
             Data::F32(data) => data.len(),
             Data::Bf16(data) => data.len(),
             Data::F16(data) => data.len(),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(data) => data.len(),
+        }
+    }
+
+    /// What elements are stored in.
+    pub(crate) fn stored(self) -> Stored {
+        match self {
+            Data::F32(_) => Stored::F32,
+            Data::Bf16(_) => Stored::Bf16,
+            Data::F16(_) => Stored::F16,
+            #[cfg(feature = "cuda")]
+            Data::Gpu(data) => data.stored(),
         }
     }
 
@@ -42,26 +85,30 @@ impl<'a> Data<'a> {
             Data::F32(data) => Data::F32(&data[range]),
             Data::Bf16(data) => Data::Bf16(&data[range]),
             Data::F16(data) => Data::F16(&data[range]),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(data) => Data::Gpu(data.slice(range)),
         }
     }
 
     /// One element.
     ///
     /// # Panics
-    /// If it is not there.
+    /// If it is not there, or on a GPU.
     #[inline(always)]
     pub fn get(self, at: usize) -> f32 {
         match self {
             Data::F32(data) => data[at],
             Data::Bf16(data) => data[at].to_f32(),
             Data::F16(data) => data[at].to_f32(),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(_) => elsewhere(),
         }
     }
 
     /// Copies all elements.
     ///
     /// # Panics
-    /// If `to` has another length.
+    /// If `to` has another length, or the elements are on a GPU.
     #[inline(always)]
     pub fn copy_to(self, to: &mut [f32]) {
         match self {
@@ -71,10 +118,15 @@ impl<'a> Data<'a> {
                 to.iter_mut().zip(data).for_each(|(to, x)| *to = f32::from_bits(u32::from(x.to_bits()) << 16));
             }
             Data::F16(data) => data.convert_to_f32_slice(to),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(_) => elsewhere(),
         }
     }
 
     /// The elements in f32.
+    ///
+    /// # Panics
+    /// If they are on a GPU.
     pub fn to_f32(self) -> Cow<'a, [f32]> {
         if let Data::F32(data) = self {
             return Cow::Borrowed(data);
@@ -91,6 +143,8 @@ impl<'a> Data<'a> {
             Data::F32(data) => prefetch(data),
             Data::Bf16(data) => prefetch(data),
             Data::F16(data) => prefetch(data),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(_) => (),
         }
     }
 
@@ -105,6 +159,8 @@ impl<'a> Data<'a> {
             }
             Data::Bf16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < bf16::INFINITY.to_bits(),
             Data::F16(data) => data.iter().fold(0, |m, x| most(x.to_bits(), m)) < f16::INFINITY.to_bits(),
+            #[cfg(feature = "cuda")]
+            Data::Gpu(_) => elsewhere(),
         }
     }
 }
@@ -134,12 +190,14 @@ impl<'a> View<'a> {
 
     /// A contiguous `[tokens, heads, dim]` tensor in any type; `None` if `data` has another size.
     pub fn stored(data: Data<'a>, tokens: usize, heads: usize, dim: usize) -> Option<Self> {
-        (data.len() == tokens * heads * dim).then_some(Self {
+        let elements = tokens.checked_mul(heads)?.checked_mul(dim)?;
+        (data.len() == elements).then_some(Self {
             data,
             tokens,
             heads,
             dim,
-            token_stride: heads * dim,
+            // Without tokens it may be beyond any number, and is of no use.
+            token_stride: heads.saturating_mul(dim),
             head_stride: dim,
         })
     }
@@ -151,7 +209,20 @@ impl<'a> View<'a> {
         self.data.slice(at..at + self.dim)
     }
 
+    /// The least number of elements in which all rows lie; `None` if no number counts them.
+    pub(crate) fn end(&self) -> Option<usize> {
+        if self.tokens == 0 || self.heads == 0 {
+            return Some(0);
+        }
+        let token = (self.tokens - 1).checked_mul(self.token_stride)?;
+        let head = (self.heads - 1).checked_mul(self.head_stride)?;
+        token.checked_add(head)?.checked_add(self.dim)
+    }
+
     /// The elements of one token and head in f32.
+    ///
+    /// # Panics
+    /// If they are not there, or on a GPU.
     pub fn row(&self, token: usize, head: usize) -> Cow<'a, [f32]> {
         self.at(token, head).to_f32()
     }
@@ -173,6 +244,11 @@ mod tests {
             assert_eq!(*heads_first.row(0, 1), values[8..12]);
             assert_eq!((view.at(0, 1).get(2), view.at(0, 1).is_finite()), (values[6], true));
             assert!(View::stored(data, 2, 3, 5).is_none());
+            for (tokens, heads, dim) in [(1 << 63, 2, 64), (2, usize::MAX, usize::MAX), (usize::MAX, 1, 2)] {
+                assert!(
+                    View::stored(data, tokens, heads, dim).is_none() && View::new(&[], tokens, heads, dim).is_none()
+                );
+            }
         }
         assert!(!Data::Bf16(&[bf16::ONE, bf16::NEG_INFINITY]).is_finite() && !Data::F16(&[f16::NAN]).is_finite());
         assert!(!Data::F32(&[f32::NAN]).is_finite() && Data::F32(&[f32::MAX]).is_finite());

@@ -15,7 +15,7 @@ struct Block {
     cost: u64,
 }
 
-/// Deals blocks of `queries` (of `block` tokens; chosen by size if `None`) to `ranks` ranks, so that each sees about
+/// Deals blocks of `queries` (of `block` tokens, at least one; chosen by size if `None`) to `ranks` ranks, so that each sees about
 /// the same number of pairs and holds about the same number of tokens.
 ///
 /// The longest-processing-time rule (Graham, 1969) under a limit on tokens, then exchanges of blocks of equal length
@@ -27,7 +27,7 @@ pub(super) fn deal(
     block: Option<usize>,
     ranks: usize,
 ) -> Result<Vec<Vec<Run>>> {
-    let size = block.unwrap_or_else(|| queries.tokens().div_ceil(ranks * BLOCKS_PER_RANK)).max(1);
+    let size = block.unwrap_or_else(|| queries.tokens().div_ceil(ranks.saturating_mul(BLOCKS_PER_RANK)).max(1));
     let mut blocks = blocks(queries, keys, mask, size)?;
     blocks.sort_by_key(|block| (std::cmp::Reverse(block.cost), block.run.document, block.run.start));
     let limit = queries.tokens().div_ceil(ranks).next_multiple_of(size);

@@ -31,6 +31,16 @@ const POSSIBLE: &str =
 const STEPPED_STRIPE: usize = 16;
 
 impl LayoutKind {
+    /// Whether there is something to deal at a time.
+    pub(super) fn check(self) -> Result<(), Error> {
+        match self {
+            Self::Striped(0) | Self::Balanced(Some(0)) => {
+                Err(Error::Layout(format!("{self} deals 0 tokens at a time; at least 1 is needed")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Deals by position; [`Balanced`](Self::Balanced) is dealt by a mask.
     pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
         let mut out = vec![Vec::new(); ranks];

@@ -74,7 +74,7 @@ impl Layout {
     /// [`LayoutKind::Balanced`] is balanced for causal attention; [`pair`](Self::pair) takes any mask.
     ///
     /// # Errors
-    /// No ranks.
+    /// No ranks, stripes or blocks of no tokens.
     pub fn new(kind: LayoutKind, documents: &Documents, ranks: usize) -> Result<Self> {
         Ok(Self::pair(kind, documents, documents, &Mask::causal(), ranks)?.0)
     }
@@ -85,7 +85,7 @@ impl Layout {
     /// than the queries' own are then dealt contiguously.
     ///
     /// # Errors
-    /// No ranks, documents that do not pair up, or a mask that does not fit them.
+    /// No ranks, stripes or blocks of no tokens, documents that do not pair up, or a mask that does not fit them.
     pub fn pair(
         kind: LayoutKind,
         queries: &Documents,
@@ -96,6 +96,9 @@ impl Layout {
         if ranks == 0 {
             return Err(Error::Layout("0 ranks cannot hold tokens; at least 1 is needed".into()));
         }
+        kind.check()?;
+        queries.check()?;
+        keys.check()?;
         if queries.len() != keys.len() {
             return Err(Error::Documents(format!(
                 "{} documents of queries do not pair with {} of keys",
@@ -210,7 +213,7 @@ impl Layout {
         tokens: usize,
         width: usize,
     ) -> Result<()> {
-        let expected = tokens * width;
+        let expected = tokens.saturating_mul(width);
         if actual == expected {
             return Ok(());
         }

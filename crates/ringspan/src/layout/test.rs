@@ -120,3 +120,14 @@ fn bad_documents_are_refused_with_their_numbers() {
     assert!(message(Documents::padded(&[3, 9], 8)).contains("length 9"));
     assert!(message(Documents::from_ids(&[1, -2], 2)).contains("-2"));
 }
+
+#[test]
+fn stripes_and_blocks_of_nothing_are_refused() {
+    let documents = Documents::batch(1, 16);
+    for kind in [LayoutKind::Striped(0), LayoutKind::Balanced(Some(0))] {
+        for given in [&documents, &Documents::batch(0, 0)] {
+            let message = Layout::new(kind, given, 2).expect_err("no token at a time").to_string();
+            assert!(message.contains(&kind.to_string()) && message.contains("at least 1"), "{message}");
+        }
+    }
+}

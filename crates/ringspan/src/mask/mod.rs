@@ -81,16 +81,32 @@ pub struct Mask {
     left: Option<usize>,
     right: Option<usize>,
     end_aligned: bool,
+    /// Keys ahead that a window asked of a causal mask: a contradiction, which [`check`](Self::check) refuses.
+    ahead_of_causal: Option<usize>,
     chunk: Option<usize>,
-    /// Prefix lengths, one a document or one for all; empty for none.
-    prefix: Arc<[usize]>,
+    /// Prefix lengths, one a document or one for all.
+    prefix: Option<Arc<[usize]>>,
     blocks: Option<Arc<BlockPairs>>,
 }
 
 impl Mask {
     /// Every query sees every key of its document.
     pub fn full() -> Self {
-        Self { left: None, right: None, end_aligned: false, chunk: None, prefix: Arc::new([]), blocks: None }
+        Self {
+            left: None,
+            right: None,
+            end_aligned: false,
+            ahead_of_causal: None,
+            chunk: None,
+            prefix: None,
+            blocks: None,
+        }
+    }
+
+    /// Every query sees every key of its document, with the last query at the last key: for
+    /// [windows](Self::window) to both sides and [chunks](Self::chunked) behind a cache.
+    pub fn full_bottom_right() -> Self {
+        Self { end_aligned: true, ..Self::full() }
     }
 
     /// Query i sees keys up to i.
@@ -99,17 +115,32 @@ impl Mask {
     }
 
     /// Causal, with the last query at the last key.
+    ///
+    /// Keys count from the frame of their document, padding at its end included: of [`Documents::padded`] that is the
+    /// whole row, of [`Documents::from_rows`] each document's own length.
+    ///
+    /// [`Documents::padded`]: crate::Documents::padded
+    /// [`Documents::from_rows`]: crate::Documents::from_rows
     pub fn causal_bottom_right() -> Self {
         Self { end_aligned: true, ..Self::causal() }
     }
 
     /// Narrows the mask to a window of `left` keys before and `right` keys after the query's position.
+    ///
+    /// A causal mask lets no key ahead be seen, so a `right` above 0 contradicts it: such a mask is refused where it is
+    /// used. A window to both sides begins with [`full`](Self::full) or [`full_bottom_right`](Self::full_bottom_right).
     pub fn window(self, left: Option<usize>, right: Option<usize>) -> Self {
         let narrower = |a: Option<usize>, b: Option<usize>| match (a, b) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
-        Self { left: narrower(self.left, left), right: narrower(self.right, right), ..self }
+        let ahead = right.filter(|&right| right > 0 && self.right == Some(0));
+        Self {
+            left: narrower(self.left, left),
+            right: narrower(self.right, right),
+            ahead_of_causal: self.ahead_of_causal.or(ahead),
+            ..self
+        }
     }
 
     /// Cuts positions into chunks of `size`: a query sees keys of its own chunk only (Llama 4's local layers).
@@ -128,22 +159,12 @@ impl Mask {
     ///
     /// `lengths` are one length for all documents, or one a document.
     pub fn prefix_lm(self, lengths: impl Into<Arc<[usize]>>) -> Self {
-        Self { prefix: lengths.into(), ..self }
+        Self { prefix: Some(lengths.into()), ..self }
     }
 
     /// Restricts the mask to a list of visible pairs of blocks of positions.
     pub fn block_sparse(self, pairs: BlockPairs) -> Self {
         Self { blocks: Some(Arc::new(pairs)), ..self }
-    }
-
-    /// Whether the frame of the queries is aligned to the end of the keys.
-    pub fn is_end_aligned(&self) -> bool {
-        self.end_aligned
-    }
-
-    /// Whether no key after a query's position is visible.
-    pub fn is_causal(&self) -> bool {
-        self.right == Some(0) && self.prefix.iter().all(|&length| length == 0)
     }
 
     /// How far a query at position `i` stands behind a key at position `j`, given the lengths of their document's frames.
@@ -164,20 +185,34 @@ impl Mask {
     /// Whether the mask fits `documents` documents.
     ///
     /// # Errors
-    /// Another number of prefix lengths.
+    /// Another number of prefix lengths; a causal mask with a window that asks for keys ahead.
     pub fn check(&self, documents: usize) -> Result<()> {
-        match self.prefix.len() {
-            n if n <= 1 || n == documents => Ok(()),
-            n => Err(Error::Mask(format!("{n} prefix lengths for {documents} documents: give one, or one for each"))),
+        self.check_window()?;
+        match self.prefix.as_ref().map(|lengths| lengths.len()) {
+            None | Some(1) => Ok(()),
+            Some(n) if n == documents => Ok(()),
+            Some(n) => {
+                Err(Error::Mask(format!("{n} prefix lengths for {documents} documents: give one, or one for each")))
+            }
+        }
+    }
+
+    fn check_window(&self) -> Result<()> {
+        match self.ahead_of_causal {
+            None => Ok(()),
+            Some(ahead) => Err(Error::Mask(format!(
+                "a causal mask sees no key ahead, and a window asks for {ahead}: take full or full-bottom-right with this \
+                 window, or 0 or no limit ahead"
+            ))),
         }
     }
 
     /// The prefix of a document.
     fn prefix_of(&self, document: usize) -> usize {
-        match *self.prefix {
-            [] => 0,
-            [length] => length,
-            _ => self.prefix.get(document).copied().unwrap_or(0),
+        match self.prefix.as_deref() {
+            None => 0,
+            Some([length]) => *length,
+            Some(lengths) => lengths.get(document).copied().unwrap_or(0),
         }
     }
 
@@ -202,7 +237,7 @@ impl std::fmt::Display for Mask {
         let name = match (self.right, self.end_aligned) {
             (Some(0), true) => "causal-bottom-right",
             (Some(0), false) => "causal",
-            (_, true) => "full (aligned to the end)",
+            (_, true) => "full-bottom-right",
             (_, false) => "full",
         };
         f.write_str(name)?;
@@ -214,10 +249,10 @@ impl std::fmt::Display for Mask {
         if let Some(size) = self.chunk {
             write!(f, ", chunks of {size}")?;
         }
-        match *self.prefix {
-            [] => (),
-            [length] => write!(f, ", prefix {length}")?,
-            _ => write!(f, ", {} prefixes", self.prefix.len())?,
+        match self.prefix.as_deref() {
+            None => (),
+            Some([length]) => write!(f, ", prefix {length}")?,
+            Some(lengths) => write!(f, ", {} prefixes", lengths.len())?,
         }
         match &self.blocks {
             Some(blocks) => write!(f, ", {blocks}"),

@@ -29,10 +29,24 @@ impl Mask {
     /// `queries` and `keys` are the lengths of the document's frames, which an end-aligned mask needs.
     ///
     /// # Errors
-    /// Runs of more than one token with unequal steps: their mask is no band.
+    /// Runs of more than one token with unequal steps: their mask is no band. A mask that contradicts itself.
     pub fn pieces(&self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Vec<Piece>> {
+        let mut pieces = Vec::new();
+        self.visit_pieces(q, k, (queries, keys), |piece| pieces.push(piece))?;
+        Ok(pieces)
+    }
+
+    /// Shows `each` of the [`pieces`](Self::pieces): layouts of short runs have millions of pairs of runs.
+    pub(crate) fn visit_pieces(
+        &self,
+        q: &Run,
+        k: &Run,
+        (queries, keys): (usize, usize),
+        mut each: impl FnMut(Piece),
+    ) -> Result<()> {
+        self.check_window()?;
         if q.document != k.document || q.len == 0 || k.len == 0 {
-            return Ok(Vec::new());
+            return Ok(());
         }
         // A run of one token has any step.
         let step = match (q.len, k.len) {
@@ -47,12 +61,7 @@ impl Mask {
             }
         };
         let shift = self.shift(queries, keys);
-        let mut pieces = Vec::new();
-        for Rectangle { q: q_positions, k: k_positions, right } in self.rectangles(q, k, shift) {
-            let (q_part, k_part) = (within(q, step, q_positions), within(k, step, k_positions));
-            if q_part.is_empty() || k_part.is_empty() {
-                continue;
-            }
+        let mut add = |q_part: Range<usize>, k_part: Range<usize>, right: Option<usize>| {
             // Position distance = first + step * (i - j), to lie in -right ..= left.
             let position = |run: &Run, part: &Range<usize>| run.start as i64 + (part.start * step) as i64;
             let first = position(q, &q_part) + shift - position(k, &k_part);
@@ -60,10 +69,20 @@ impl Mask {
             let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-tokens(right) - first, step));
             let hi = self.left.map_or(i64::MAX / 4, |left| (tokens(left) - first).div_euclid(step));
             if let Some(band) = (Band { lo, hi }).clamp(q_part.len(), k_part.len()) {
-                pieces.push(Piece { q: q_part, k: k_part, band });
+                each(Piece { q: q_part, k: k_part, band });
+            }
+        };
+        if self.chunk.is_none() && self.blocks.is_none() && self.prefix.is_none() {
+            add(0..q.len, 0..k.len, self.right);
+            return Ok(());
+        }
+        for Rectangle { q: q_positions, k: k_positions, right } in self.rectangles(q, k, shift) {
+            let (q_part, k_part) = (within(q, step, q_positions), within(k, step, k_positions));
+            if !q_part.is_empty() && !k_part.is_empty() {
+                add(q_part, k_part, right);
             }
         }
-        Ok(pieces)
+        Ok(())
     }
 
     /// Rectangles of positions (queries in their own frame) that together hold all that chunks, blocks and the prefix

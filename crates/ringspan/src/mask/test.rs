@@ -18,8 +18,13 @@ proptest! {
         (chunk, prefix) in (proptest::option::of(1usize..20), proptest::option::of(0usize..50)),
         blocks in proptest::option::of((1usize..9, 1usize..9, prop::collection::vec((0usize..12, 0usize..12), 0..40))),
     ) {
-        let mut mask = if causal { Mask::causal() } else { Mask::full() }.window(left, right);
-        mask.end_aligned = end;
+        let base = match (causal, end) {
+            (true, true) => Mask::causal_bottom_right(),
+            (true, false) => Mask::causal(),
+            (false, true) => Mask::full_bottom_right(),
+            (false, false) => Mask::full(),
+        };
+        let mut mask = base.window(left, right.filter(|_| !causal));
         if let Some(chunk) = chunk {
             mask = mask.chunked(chunk).expect("not 0");
         }
@@ -88,6 +93,8 @@ fn impossible_masks_name_their_numbers() {
     assert!(Mask::full().chunked(0).is_err());
     let message = Mask::causal().prefix_lm([3, 4]).check(3).expect_err("two for three").to_string();
     assert!(message.contains("2 prefix lengths for 3 documents"), "{message}");
+    let none = Mask::causal().prefix_lm([]);
+    assert!(none.check(0).is_ok() && none.check(2).expect_err("none for two").to_string().contains("0 prefix lengths"));
     assert!(Mask::causal().prefix_lm([3]).check(9).is_ok() && Mask::causal().check(0).is_ok());
 }
 
@@ -98,5 +105,31 @@ fn a_mask_says_what_it_is() {
     let words = "causal, window 5 back, 0 ahead, chunks of 16, prefix 7, 2 visible blocks of 8 x 4";
     assert_eq!(mask.to_string(), words);
     assert_eq!(Mask::full().window(None, Some(2)).to_string(), "full, window any back, 2 ahead");
-    assert!(!mask.is_causal() && Mask::causal_bottom_right().is_causal());
+    let behind = Mask::full_bottom_right().window(Some(9), Some(2));
+    assert_eq!(behind.to_string(), "full-bottom-right, window 9 back, 2 ahead");
+}
+
+#[test]
+fn a_window_to_both_sides_counts_from_the_last_key() {
+    // Three queries behind a cache of four: they stand at keys 4, 5 and 6.
+    let mask = Mask::full_bottom_right().window(Some(2), Some(1));
+    let row = |i| (0..7).map(|j| if mask.sees(0, i, j, 3, 7) { '#' } else { '.' }).collect::<String>();
+    assert_eq!([0, 1, 2].map(row), ["..####.", "...####", "....###"]);
+}
+
+#[test]
+fn a_causal_mask_with_keys_ahead_is_refused_wherever_it_is_used() {
+    let run = Run { document: 0, start: 0, len: 4, step: 1 };
+    for causal in [Mask::causal(), Mask::causal_bottom_right(), Mask::full().window(None, Some(0))] {
+        for mask in [causal.clone().window(None, Some(3)), causal.clone().window(None, Some(3)).window(Some(1), None)] {
+            for error in [mask.check(1).expect_err("ahead"), mask.pieces(&run, &run, 4, 4).expect_err("ahead")] {
+                let message = error.to_string();
+                assert!(message.contains("asks for 3") && message.contains("full-bottom-right"), "{message}");
+            }
+        }
+        assert!(
+            causal.clone().window(Some(3), Some(0)).check(1).is_ok() && causal.window(Some(3), None).check(1).is_ok()
+        );
+    }
+    assert!(Mask::full().window(None, Some(3)).window(None, Some(2)).check(1).is_ok());
 }

@@ -3,7 +3,6 @@
 //! All-gather sends whole blocks. Halo sends each rank just the rows that it sees: what lies within a window of the
 //! border, or belongs to a document that two ranks share.
 
-use super::tiles::compact;
 use super::{Block, Compute, Plan, Rows, Schedule, Step, Transfer};
 
 /// Which rows of a block a rank gets.
@@ -62,14 +61,7 @@ fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> Rows 
 }
 
 fn compute(schedule: &Schedule, rank: usize, owner: usize, extent: Extent) -> Option<Compute> {
-    let whole = schedule.compute(rank, owner)?;
-    Some(match extent {
-        Extent::Whole => whole,
-        Extent::Needed => {
-            let rows = schedule.needed(rank, owner);
-            Compute { tiles: compact(whole.tiles, &rows), rows, ..whole }
-        }
-    })
+    Some(Compute { rows: rows(schedule, rank, owner, extent), ..schedule.compute(rank, owner)? })
 }
 
 /// The other ranks whose keys `rank` sees; each starts with its neighbour, so that no owner is asked by all at once.

@@ -18,11 +18,11 @@ impl Display for Schedule {
             for rank in 0..drawn {
                 let total = self.pairs(self.grid.rank(rank, 0)).max(1);
                 write!(f, "  {rank:>3}:")?;
-                for step in self.plan(pass, rank) {
+                for step in self.outline(pass, rank) {
                     f.write_str(" |")?;
                     match &step.compute {
                         Some(compute) => {
-                            let share = 100.0 * compute.pairs() as f64 / total as f64;
+                            let share = 100.0 * self.filled(compute).pairs() as f64 / total as f64;
                             match self.strategy {
                                 Strategy::PassQ => write!(f, " q{} {share:>3.0}%", compute.queries)?,
                                 _ => write!(f, " @{} {share:>3.0}%", compute.keys)?,

@@ -87,7 +87,7 @@ impl Schedule {
         };
         let pair = (2 * heads * products) as f64 / machine.flops;
         let mut ranks: Vec<Player> =
-            (0..self.grid().ring).map(|rank| Player::new(self.plan(pass, rank), pair)).collect();
+            (0..self.grid().ring).map(|rank| Player::new(self, self.outline(pass, rank), pair)).collect();
         let mut arrivals: HashMap<(usize, usize, Block), f64> = HashMap::new();
         loop {
             let mut moved = false;
@@ -125,11 +125,11 @@ enum Act {
 }
 
 impl Player {
-    fn new(plan: Plan, pair: f64) -> Self {
+    fn new(schedule: &Schedule, plan: Plan, pair: f64) -> Self {
         let mut acts = Vec::new();
         for step in plan {
             acts.extend(step.send.into_iter().map(Act::Send));
-            acts.extend(step.compute.map(|compute| Act::Compute(compute.pairs() as f64 * pair)));
+            acts.extend(step.compute.map(|compute| Act::Compute(schedule.filled(&compute).pairs() as f64 * pair)));
             acts.extend(step.receive.into_iter().map(Act::Receive));
             acts.extend(step.after.into_iter().map(Act::Send));
         }
@@ -222,7 +222,7 @@ mod tests {
     use crate::layout::{Layout, LayoutKind};
     use crate::mask::Mask;
 
-    const SIZES: Sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 4 };
+    const SIZES: Sizes = Sizes { heads: 8, kv_heads: 2, dim: 64, v_dim: 64, wire: 4, bias_heads: 0 };
 
     fn machine(bandwidth: f64) -> Machine {
         let link = Link { bandwidth, latency: 0.0 };

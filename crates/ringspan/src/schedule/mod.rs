@@ -35,6 +35,7 @@ use crate::mask::Mask;
 use crate::mesh::Grid;
 use all_gather::Extent;
 use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 /// A strategy for one attention, made concrete for a layout and a mask.
 #[derive(Debug, Clone)]
@@ -52,6 +53,8 @@ pub struct Schedule {
     key_runs: Vec<HashMap<usize, Vec<(usize, Run)>>>,
     /// `visible[q][k]`: whether ring rank q sees any key of ring rank k.
     visible: Vec<Vec<bool>>,
+    /// Key rows that a ring rank needs of another, once they were asked for.
+    needed: Arc<Mutex<HashMap<(usize, usize), Rows>>>,
 }
 
 impl Schedule {
@@ -90,6 +93,7 @@ impl Schedule {
             key_groups,
             key_runs,
             visible: Vec::new(),
+            needed: Arc::default(),
         };
         // Runs of different steps may or may not pair up; every pair is looked at, so that later calls cannot fail.
         let limit = if schedule.has_one_step() { 1 } else { usize::MAX };
@@ -101,7 +105,7 @@ impl Schedule {
     }
 
     /// Computes the heads of a Ulysses rank in up to `chunks` parts, so that the exchange of one part runs while another
-    /// is computed. Key-value heads that two parts read are exchanged twice.
+    /// is computed. Key-value heads that two parts read are exchanged twice. Without Ulysses, all heads are one part.
     pub fn with_head_chunks(self, chunks: usize) -> Self {
         Self { head_chunks: chunks.max(1), ..self }
     }
@@ -148,6 +152,16 @@ impl Schedule {
 
     /// The steps of a ring rank.
     pub fn plan(&self, pass: Pass, ring_rank: usize) -> Plan {
+        let mut plan = self.outline(pass, ring_rank);
+        for compute in plan.iter_mut().filter_map(|step| step.compute.as_mut()) {
+            *compute = self.filled(compute);
+        }
+        plan
+    }
+
+    /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand of them in a step, so who takes the steps
+    /// one by one has them [`filled`](Self::filled) one by one, and lets them go.
+    pub(crate) fn outline(&self, pass: Pass, ring_rank: usize) -> Plan {
         let backward = pass == Pass::Backward;
         let mut plan = match (self.strategy, pass) {
             (Strategy::Ring, Pass::Forward) => ring::forward(self, ring_rank),
@@ -165,13 +179,13 @@ impl Schedule {
 
     /// Visible pairs that `rank` of the P ranks computes forward, for one head.
     pub fn pairs(&self, rank: usize) -> u64 {
-        let computed = self.plan(Pass::Forward, self.grid.place(rank).0);
-        computed.iter().filter_map(|step| step.compute.as_ref()).map(Compute::pairs).sum()
+        let computed = self.outline(Pass::Forward, self.grid.place(rank).0);
+        computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.filled(compute).pairs()).sum()
     }
 
     /// What a ring rank sends to others.
     pub fn traffic(&self, pass: Pass, ring_rank: usize) -> Traffic {
-        Traffic::of(&self.plan(pass, ring_rank))
+        Traffic::of(&self.outline(pass, ring_rank))
     }
 
     /// Whether ring rank `q` sees any key of ring rank `k`.
@@ -193,12 +207,10 @@ impl Schedule {
         Transfer { block, peer, rows: Rows::all(layout.tokens(block.owner())) }
     }
 
-    /// All tiles of the queries of one ring rank against the keys of another, if any.
+    /// The queries of one ring rank against the keys of another, if they see any; without tiles.
     fn compute(&self, queries: usize, keys: usize) -> Option<Compute> {
-        // `new` has made sure that this finds no error.
-        let tiles = self.find_tiles(queries, keys, usize::MAX).unwrap_or_default();
         let rows = Rows::all(self.key_groups.tokens(keys));
-        (!tiles.is_empty()).then_some(Compute { queries, keys, tiles, rows })
+        self.sees(queries, keys).then_some(Compute { queries, keys, tiles: Vec::new(), rows })
     }
 
     /// Whether all runs of several tokens have the same step: then every two of them pair up.

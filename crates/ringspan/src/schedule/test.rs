@@ -21,13 +21,18 @@ pub(super) fn kinds() -> impl Generator<Value = LayoutKind> {
 }
 
 pub(super) fn masks() -> impl Generator<Value = Mask> {
-    let base = prop_oneof![Just(Mask::full()), Just(Mask::causal()), Just(Mask::causal_bottom_right())];
+    let base = prop_oneof![
+        Just((Mask::full(), true)),
+        Just((Mask::full_bottom_right(), true)),
+        Just((Mask::causal(), false)),
+        Just((Mask::causal_bottom_right(), false)),
+    ];
     let side = || proptest::option::of(0usize..20);
     let chunk = proptest::option::of(1usize..20);
     let blocks = proptest::option::of(proptest::collection::vec((0usize..5, 0usize..5), 0..14));
     (base, side(), side(), chunk, proptest::option::of(0usize..9), blocks).prop_map(
-        |(mask, left, right, chunk, prefix, blocks)| {
-            let mut mask = mask.window(left, right);
+        |((mask, ahead), left, right, chunk, prefix, blocks)| {
+            let mut mask = mask.window(left, right.filter(|_| ahead));
             if let Some(chunk) = chunk {
                 mask = mask.chunked(chunk).expect("not 0");
             }

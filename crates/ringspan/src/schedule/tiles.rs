@@ -1,13 +1,14 @@
 //! What the queries of a ring rank see of the keys of another.
 
-use super::{Rows, Schedule};
+use super::{Compute, Rows, Schedule};
 use crate::documents::Run;
 use crate::error::Result;
 use crate::kernel::{Place, Tile};
 use std::collections::HashMap;
+use std::sync::PoisonError;
 
 impl Schedule {
-    /// Up to `limit` tiles between the queries of ring rank `q` and the keys of ring rank `k`.
+    /// The tiles between the queries of ring rank `q` and the keys of ring rank `k`; a search ends once it has `limit`.
     pub(super) fn find_tiles(&self, q: usize, k: usize, limit: usize) -> Result<Vec<Tile>> {
         let mut tiles = Vec::new();
         let mut q_row = 0;
@@ -15,7 +16,7 @@ impl Schedule {
             let extent_q = self.query_groups.documents().get(q_run.document).extent;
             let extent_k = self.key_groups.documents().get(q_run.document).extent;
             for (k_row, k_run) in self.key_runs[k].get(&q_run.document).into_iter().flatten() {
-                for piece in self.mask.pieces(q_run, k_run, extent_q, extent_k)? {
+                self.mask.visit_pieces(q_run, k_run, (extent_q, extent_k), |piece| {
                     let (q_part, k_part) = (q_run.part(&piece.q), k_run.part(&piece.k));
                     tiles.push(Tile {
                         q: q_row + piece.q.start..q_row + piece.q.end,
@@ -23,9 +24,9 @@ impl Schedule {
                         band: piece.band,
                         place: self.place(&q_part, &k_part),
                     });
-                    if tiles.len() == limit {
-                        return Ok(tiles);
-                    }
+                })?;
+                if tiles.len() >= limit {
+                    return Ok(tiles);
                 }
             }
             q_row += q_run.len;
@@ -35,8 +36,22 @@ impl Schedule {
 
     /// The key rows of ring rank `k` that some query of ring rank `q` sees.
     pub(super) fn needed(&self, q: usize, k: usize) -> Rows {
+        let known = || self.needed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(rows) = known().get(&(q, k)) {
+            return rows.clone();
+        }
         let tiles = self.find_tiles(q, k, usize::MAX).unwrap_or_default();
-        Rows::union(tiles.iter().map(seen_keys).collect())
+        let rows = Rows::union(tiles.iter().map(seen_keys).collect());
+        known().insert((q, k), rows.clone());
+        rows
+    }
+
+    /// A computation of an [`outline`](Self::outline) with its tiles.
+    pub(crate) fn filled(&self, outline: &Compute) -> Compute {
+        // `new` has made sure that this finds no error.
+        let tiles = self.find_tiles(outline.queries, outline.keys, usize::MAX).unwrap_or_default();
+        let some = outline.rows.len() < self.key_groups.tokens(outline.keys);
+        Compute { tiles: if some { compact(tiles, &outline.rows) } else { tiles }, ..outline.clone() }
     }
 
     fn place(&self, q: &Run, k: &Run) -> Place {
@@ -61,7 +76,7 @@ fn seen_keys(tile: &Tile) -> std::ops::Range<usize> {
 }
 
 /// The tiles in rows of a block that holds `rows` only, which are at least what they see.
-pub(super) fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
+fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
     let inside = |tile: Tile| {
         let seen = seen_keys(&tile);
         let cut = (seen.start - tile.k.start) as i64;

@@ -20,7 +20,7 @@ pub struct Traffic {
     pub query_gradients: usize,
 }
 
-/// What makes rows into bytes: heads, their widths, the wire type.
+/// What makes rows into bytes: heads, their widths, the wire type, a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Query heads H.
@@ -33,12 +33,15 @@ pub struct Sizes {
     pub v_dim: usize,
     /// Bytes of an element of the wire type.
     pub wire: usize,
+    /// Heads of a bias: H, 1 for one that all heads share, 0 for none. Its rows stay on their ring rank, but under Ulysses
+    /// they travel to the heads, in f32.
+    pub bias_heads: usize,
 }
 
 impl Sizes {
     /// Bytes of one row of a block.
     pub fn row(&self, block: Block) -> u64 {
-        let Self { heads, kv_heads, dim, v_dim, wire } = *self;
+        let Self { heads, kv_heads, dim, v_dim, wire, .. } = *self;
         let bytes = match block {
             Block::Keys(_) => kv_heads * (dim + v_dim) * wire,
             Block::KeyGradients(_) => kv_heads * (dim + v_dim) * 4,
@@ -86,12 +89,17 @@ impl Schedule {
     /// # Errors
     /// Heads that do not fit the grid.
     pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &Sizes) -> Result<u64> {
-        let Sizes { dim, v_dim, wire, .. } = *sizes;
+        let Sizes { dim, v_dim, wire, bias_heads, .. } = *sizes;
+        // A bias for all heads goes whole to every member, and with every part of the heads again.
+        let bias =
+            |heads: usize| bias_heads.min(if bias_heads == 1 { 1 } else { heads }) * self.key().documents().row_len();
         let (ring_rank, member) = self.grid().place(rank);
         let members = &self.grid().members()[ring_rank];
         let traffic = self.traffic(pass, ring_rank);
         let mut bytes = 0;
-        for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), self.head_chunks())? {
+        // Without an exchange there is nothing to hide, and all heads are one part.
+        let chunks = if self.grid().ulysses > 1 { self.head_chunks() } else { 1 };
+        for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), chunks)? {
             let (heads, kv_heads) = (part[member].query.len(), part[member].kv.len());
             bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes });
             for (other, share) in part.iter().enumerate().filter(|(other, _)| *other != member) {
@@ -99,13 +107,14 @@ impl Schedule {
                 let queries = (self.query().tokens(rank), self.query().tokens(members[other]));
                 let keys = (self.key().tokens(rank), self.key().tokens(members[other]));
                 let there = queries.0 * share.query.len() * dim + keys.0 * share.kv.len() * (dim + v_dim);
+                let bias_there = queries.0 * bias(share.query.len()) * 4;
                 bytes += match pass {
-                    Pass::Forward => there * wire + queries.1 * heads * (v_dim + 1) * 4,
+                    Pass::Forward => there * wire + bias_there + queries.1 * heads * (v_dim + 1) * 4,
                     // With them go the gradients of outputs, log-sum-exps and deltas; dq, dk and dv come back.
                     Pass::Backward => {
                         let saved = queries.0 * share.query.len() * (v_dim + 2);
-                        let back = queries.1 * heads * dim + keys.1 * kv_heads * (dim + v_dim);
-                        there * wire + (saved + back) * 4
+                        let back = queries.1 * (heads * dim + bias(heads)) + keys.1 * kv_heads * (dim + v_dim);
+                        there * wire + bias_there + (saved + back) * 4
                     }
                 } as u64;
             }

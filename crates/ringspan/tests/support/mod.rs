@@ -1,11 +1,12 @@
 //! A problem, its answer by the f64 reference, and its answer by a mesh of ranks.
 #![allow(dead_code)] // Each test binary uses its part.
 
-use ringspan::attention::{self, Group, Wire};
-use ringspan::comm::threads;
+use ringspan::attention::{self, Forward, Gradients, Group, Wire};
+use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Buckets, Data, Dropout, Kernel, Relative, View, reference};
 use ringspan::mesh::Grid;
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
+use std::sync::Arc;
 
 pub(crate) struct Problem {
     pub(crate) name: String,
@@ -19,12 +20,18 @@ pub(crate) struct Problem {
     pub(crate) q_documents: Documents,
     pub(crate) k_documents: Documents,
     pub(crate) mask: Mask,
+    /// Which query of a row sees which key, in words of its own: else the reference asks the mask itself.
+    pub(crate) visible: Option<fn(usize, usize) -> bool>,
     pub(crate) score: Score,
     /// Heads of the bias: none, one for all, or all.
     pub(crate) bias_heads: usize,
     /// Whether ranks hold their tensors with other numbers between the rows.
     pub(crate) strided: bool,
 }
+
+/// What a rank does: its results, and the bytes it sent for each pass.
+pub(crate) type Call<'c> =
+    dyn Fn(&Group, &Schedule, &attention::Inputs, View) -> Result<(Forward, Gradients, [u64; 2]), Error> + Sync + 'c;
 
 /// How a problem is computed.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +42,7 @@ pub(crate) struct On {
     pub(crate) head_chunks: usize,
     /// The type in which ranks hold q, k, v and d_out; the inputs must be exact in it.
     pub(crate) stored: Wire,
+    /// Given to the group where it is another than that.
     pub(crate) wire: Wire,
 }
 
@@ -120,6 +128,7 @@ impl Problem {
             q_documents: documents.clone(),
             k_documents: documents,
             mask,
+            visible: None,
             score: Score::new(1.0 / (dim as f32).sqrt()),
             bias_heads: 0,
             strided: false,
@@ -234,10 +243,11 @@ impl Problem {
         let (q, k) = (Self::places(&self.q_documents), Self::places(&self.k_documents));
         let (queries, keys, mask) = (self.queries, self.keys, &self.mask);
         let pair = |b: usize, i: usize, j: usize| q[b * queries + i].zip(k[b * keys + j]);
-        let visible = |b, i, j| {
-            pair(b, i, j).is_some_and(|((q_doc, i, q_extent), (k_doc, j, k_extent))| {
+        let visible = |b, i, j| match self.visible {
+            Some(sees) => sees(i, j),
+            None => pair(b, i, j).is_some_and(|((q_doc, i, q_extent), (k_doc, j, k_extent))| {
                 q_doc == k_doc && mask.sees(q_doc, i, j, q_extent, k_extent)
-            })
+            }),
         };
         let distance = |b, i, j| {
             pair(b, i, j).map_or(0, |((_, i, q_extent), (_, j, k_extent))| mask.distance(i, j, q_extent, k_extent))
@@ -287,6 +297,24 @@ impl Problem {
 
     /// The answer by a mesh of ranks.
     pub(crate) fn on_mesh(&self, inputs: &Inputs, on: On) -> Result<Answer, Error> {
+        self.on_mesh_by(inputs, on, &kernel, &|group, schedule, local, d_out| {
+            let comm = group.cp();
+            let before = comm.bytes_sent();
+            let forward = attention::forward(group, schedule, local)?;
+            let between = comm.bytes_sent();
+            let gradients = attention::backward(group, schedule, local, &forward, d_out)?;
+            Ok((forward, gradients, [between - before, comm.bytes_sent() - between]))
+        })
+    }
+
+    /// The answer by a mesh of ranks with these kernels, each of which makes this call.
+    pub(crate) fn on_mesh_by(
+        &self,
+        inputs: &Inputs,
+        on: On,
+        kernel: &(dyn Fn() -> Result<Kernel, Error> + Sync),
+        call: &Call<'_>,
+    ) -> Result<Answer, Error> {
         let ranks = on.grid.size().expect("a small grid");
         let (query, key) = Layout::pair(on.kind, &self.q_documents, &self.k_documents, &self.mask, ranks)?;
         let schedule = Schedule::new(on.strategy, &query, &key, &self.mask, on.grid)?.with_head_chunks(on.head_chunks);
@@ -294,7 +322,10 @@ impl Problem {
         let bias_width = bias_heads * self.keys;
         let locals = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let group = Group::new(comm.clone(), on.grid, kernel()?)?.with_wire(on.wire);
+            let mut group = Group::new(comm, on.grid, kernel()?)?;
+            if on.wire != on.stored {
+                group = group.with_wire(on.wire);
+            }
             let q = query.shard(rank, &inputs.q, heads * dim)?;
             let k = key.shard(rank, &inputs.k, kv_heads * dim)?;
             let v = key.shard(rank, &inputs.v, kv_heads * v_dim)?;
@@ -327,11 +358,7 @@ impl Problem {
             if bias_heads > 0 {
                 local = local.with_bias(view(&bias, &query, bias_heads, self.keys));
             }
-            let before = comm.bytes_sent();
-            let forward = attention::forward(&group, &schedule, &local)?;
-            let between = comm.bytes_sent();
-            let gradients = attention::backward(&group, &schedule, &local, &forward, d_out)?;
-            Ok::<_, Error>((forward, gradients, between - before, comm.bytes_sent() - between))
+            call(&group, &schedule, &local, d_out)
         })?;
         let (queries, keys) = (self.batch * self.queries, self.batch * self.keys);
         let mut answer = Answer {
@@ -345,7 +372,7 @@ impl Problem {
             d_bias: vec![0.0; queries * bias_width],
             ..Answer::default()
         };
-        for (rank, (forward, gradients, bytes_forward, bytes_backward)) in locals.into_iter().enumerate() {
+        for (rank, (forward, gradients, [bytes_forward, bytes_backward])) in locals.into_iter().enumerate() {
             query.unshard(rank, &forward.out, heads * v_dim, &mut answer.out)?;
             query.unshard(rank, &gradients.dq, heads * dim, &mut answer.dq)?;
             key.unshard(rank, &gradients.dk, kv_heads * dim, &mut answer.dk)?;
@@ -411,6 +438,56 @@ pub(crate) fn kernel() -> Result<Kernel, Error> {
             Kernel::cuda(GPU.get_or_init(|| ringspan::kernel::Gpu::open(0).expect("a GPU that works")))
         }
         Ok(other) => panic!("RINGSPAN_TEST_DEVICE={other}: cpu, or cuda in a build with feature cuda"),
+    }
+}
+
+/// A rank's communicator as between processes: it hands nothing over.
+pub(crate) fn apart(comm: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
+    Arc::new(Apart(comm))
+}
+
+struct Apart(Arc<dyn Communicator>);
+
+impl Communicator for Apart {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+    fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
+        assert!(!matches!(*data, Buffer::Device(_)), "a message in the memory of a device");
+        self.0.send(to, tag, data)
+    }
+    fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>, Error> {
+        self.0.receive(from, tag)
+    }
+    fn progress(&self) {
+        self.0.progress();
+    }
+    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.0.all_to_all(parts)
+    }
+    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
+        self.0.all_gather(data)
+    }
+    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
+        self.0.reduce_scatter(data, counts)
+    }
+    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
+        self.0.all_reduce(data)
+    }
+    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
+        self.0.broadcast(root, data)
+    }
+    fn barrier(&self) -> Result<(), Error> {
+        self.0.barrier()
+    }
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
+        Ok(apart(self.0.split(color, key)?))
+    }
+    fn bytes_sent(&self) -> u64 {
+        self.0.bytes_sent()
     }
 }
 

@@ -48,6 +48,55 @@ fn without_blocks_the_answer_is_what_follows_the_prompt() {
     assert_eq!(rendered.text, "<user>a</s><assistant>b</s><user>c</s><assistant>d</s><user>e</s>");
 }
 
+/// As Qwen3's, which thinks, at least for nothing, in the last answer only.
+const THINKS_LAST: &str = "{% for m in messages %}<{{ m.role }}>\
+    {% if m.role == 'assistant' %}{% set words = m.content.split('</think>')[-1] %}\
+    {% if loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ words.strip() }}\
+    {% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}\
+    {% else %}{{ m.content }}{% endif %}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+
+#[test]
+fn an_answer_that_is_written_differently_when_more_follows_is_found_in_the_whole() {
+    let learned_of = |messages: &[Value]| {
+        let rendered = template(THINKS_LAST).render(messages, &Value::Null).expect("text");
+        learned(&rendered).into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let turns = [say("user", "a"), say("assistant", " b "), say("user", "b <think>"), say("assistant", "b")];
+    assert_eq!(learned_of(&turns), ["b</s>\n", "<think></think>b</s>\n"]);
+    assert_eq!(learned_of(&turns[..3]), ["b</s>\n"]);
+    // The thoughts of an early answer are in the data and not in the text.
+    let thought = [say("user", "a"), say("assistant", "<think>hm</think>é"), say("user", "c"), say("assistant", "é")];
+    assert_eq!(learned_of(&thought), ["é</s>\n", "<think></think>é</s>\n"]);
+    let mut told = turns.clone();
+    told[1]["reasoning_content"] = "hm".into();
+    told[3]["reasoning_content"] = "<assistant>b".into();
+    assert_eq!(learned_of(&told), ["b</s>\n", "<think><assistant>b</think>b</s>\n"]);
+    let mut calls = turns.clone();
+    calls[1] = json!({"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": {"x": 1}}}, {"function": {"name": "g", "arguments": {}}}]});
+    assert_eq!(learned_of(&calls), ["[f {\"x\": 1}][g {}]</s>\n", "<think></think>b</s>\n"]);
+    let mut silent = turns.clone();
+    silent[1] = say("assistant", "");
+    assert_eq!(learned_of(&silent), ["</s>\n", "<think></think>b</s>\n"]);
+    let first = [say("assistant", "hello"), say("user", "a"), say("assistant", "b")];
+    assert_eq!(learned_of(&first), ["hello</s>\n", "<think></think>b</s>\n"]);
+}
+
+#[test]
+fn words_that_change_what_stands_around_them_are_refused() {
+    for source in [
+        // What closes a message depends on what follows.
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if loop.last else '|' }}{% endfor %}",
+        // The words stand a second time behind the answer.
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{{ messages[1].content if messages | length > 1 }}",
+        "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{{ messages[1].content if messages | length > 1 }}",
+    ] {
+        let messages = [say("user", "a"), say("assistant", "b"), say("user", "c")];
+        let message = template(source).render(&messages, &Value::Null).expect_err(source);
+        assert!(message.contains("message 2"), "{message}");
+    }
+}
+
 #[test]
 fn a_template_that_rewrites_what_came_before_is_refused() {
     let source = "{% for m in messages %}{{ m.content if loop.last else '(...)' }}{% endfor %}";

@@ -81,9 +81,23 @@ impl<W: Transport> Group<W> {
             let problem = format!("{} parts for {} ranks", parts.len(), self.size());
             return self.refuse(&operation, problem);
         }
+        for part in &parts {
+            self.check_memory(&part.data, &operation)?;
+        }
         let member = Member { group: &self.id, ranks: &self.ranks, place: self.rank };
         let parts = self.world.join(member, number, &operation, parts)?;
         Ok(Exchanged { number, operation, parts })
+    }
+
+    /// Refuses what lies in the memory of a device where it cannot be handed over.
+    fn check_memory(&self, data: &Buffer, operation: &Operation) -> Result<()> {
+        match data {
+            Buffer::Device(_) if !self.world.hands_over() => {
+                let problem = "elements in the memory of a device, which only ranks of one process hand over";
+                self.refuse(operation, problem.into())
+            }
+            _ => Ok(()),
+        }
     }
 
     fn f32<'a>(&self, part: &'a Part, len: usize, operation: &Operation) -> Result<&'a [f32]> {
@@ -123,6 +137,7 @@ impl<W: Transport> Communicator for Group<W> {
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>> {
         let elements = data.len();
         let (to, operation) = self.peer(to, |to| Call::Send { elements, to, tag })?;
+        self.check_memory(&data, &operation)?;
         let address = Address { group: self.id.clone(), from: self.own(), to, tag };
         let number = self.world.send(address.clone(), &operation, data)?;
         Ok(Box::new(Sent { world: self.world.clone(), address, operation, number }))
@@ -136,6 +151,10 @@ impl<W: Transport> Communicator for Group<W> {
 
     fn progress(&self) {
         self.world.progress();
+    }
+
+    fn hands_over(&self) -> bool {
+        self.world.hands_over()
     }
 
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {

@@ -47,6 +47,10 @@ pub(in crate::comm) trait Transport: Send + Sync + 'static {
     fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>>;
     /// Moves transfers along, where nothing moves by itself. Never blocks.
     fn progress(&self);
+    /// Whether a message in the memory of a device arrives as it is.
+    fn hands_over(&self) -> bool {
+        false
+    }
     /// Payload that `rank` has sent to other ranks, in bytes.
     fn bytes_sent(&self, rank: usize) -> u64;
 }

@@ -55,7 +55,8 @@ impl Kind {
             Buffer::F32(_) => Self::F32,
             Buffer::U16(_) => Self::U16,
             Buffer::U64(_) => Self::U64,
-            Buffer::U8(_) => Self::U8,
+            // Groups refuse messages in the memory of a device.
+            Buffer::U8(_) | Buffer::Device(_) => Self::U8,
         }
     }
 

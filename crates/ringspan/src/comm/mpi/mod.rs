@@ -49,7 +49,8 @@ const MPI_PATIENCE: Duration = Duration::from_secs(90);
 /// How to run ranks as processes.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Longest wait for another rank.
+    /// Longest wait for another rank, also for one that computes: an hour unless said otherwise. Processes that die or are
+    /// stopped are found without it.
     pub deadline: Duration,
     /// After this time without a sign of life a process is taken for stopped. All others have ended in twice the time.
     pub silence: Duration,
@@ -59,7 +60,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(300), silence: Duration::from_secs(4), stack_bytes: 64 << 20 }
+        Self { deadline: Duration::from_secs(3600), silence: Duration::from_secs(4), stack_bytes: 64 << 20 }
     }
 }
 

@@ -15,6 +15,9 @@ const PIECE: usize = 64 << 20;
 const HEADER: c_int = 1;
 const PAYLOAD: c_int = 2;
 
+/// Groups refuse such messages before.
+const ELSEWHERE: &str = "a message in the memory of a device";
+
 /// A call of MPI that failed, in its own words.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
@@ -88,6 +91,7 @@ impl Wire {
             Buffer::U16(values) => cast_slice(&values[range]),
             Buffer::U64(values) => cast_slice(&values[range]),
             Buffer::U8(values) => &values[range],
+            Buffer::Device(_) => return Err(ELSEWHERE.into()),
         };
         // SAFETY: the caller's promise is this call's.
         bytes.chunks(PIECE).map(|piece| unsafe { self.send_piece(to, PAYLOAD, piece) }).collect()
@@ -103,6 +107,7 @@ impl Wire {
             Buffer::U16(values) => cast_slice_mut(values),
             Buffer::U64(values) => cast_slice_mut(values),
             Buffer::U8(values) => &mut values[..],
+            Buffer::Device(_) => return Err(ELSEWHERE.into()),
         };
         let from = c_count(from)?;
         let receive = |piece: &mut [u8]| {

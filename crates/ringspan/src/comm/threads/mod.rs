@@ -21,7 +21,8 @@ pub use link::Link;
 /// How to run ranks as threads.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Longest wait for another rank.
+    /// Longest wait for another rank, also for one that computes: an hour unless said otherwise. Failures and deadlocks
+    /// are found at once without it.
     pub deadline: Duration,
     /// Stack of a rank's thread. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
@@ -31,7 +32,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: Duration::from_secs(300), stack_bytes: 64 << 20, link: None }
+        Self { deadline: Duration::from_secs(3600), stack_bytes: 64 << 20, link: None }
     }
 }
 

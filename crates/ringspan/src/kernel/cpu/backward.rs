@@ -3,23 +3,30 @@
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
 use super::super::terms::{self, Terms};
-use super::super::{Inputs, Saved, Sums, Tile, isa, workers};
+use super::super::{Data, Inputs, Saved, Sums, Tile, isa, workers};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
 use std::sync::Mutex;
 
 impl Cpu {
-    /// Adds the gradients of `tiles` to `sums`.
-    pub(in crate::kernel) fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) {
+    /// Adds the gradients of `tiles` to `sums`; `None` if statistics or sums are not the CPU's.
+    pub(in crate::kernel) fn backward(
+        &self,
+        inputs: &Inputs,
+        tiles: &[Tile],
+        saved: &Saved,
+        sums: &mut Sums,
+    ) -> Option<()> {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let Saved { lse, delta, d_out } = *saved;
-        let Sums { dq, dk, dv, d_table, d_bias } = sums;
+        let (Data::F32(lse), Data::F32(delta), d_out) = (saved.lse, saved.delta, saved.d_out) else { return None };
+        let (dq, dk, dv) = (sums.dq.host()?, sums.dk.host()?, sums.dv.host()?);
+        let (d_table, d_bias) = (sums.d_table.host()?, sums.d_bias.host()?);
         let code = self.code(inputs);
         let lanes = code.lanes();
         let terms = Terms::new(score, bias);
         let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
-            return;
+            return Some(());
         }
         // Heads that share a bias add to the same rows of its gradient.
         let shared = bias.is_some_and(|bias| bias.heads < q.heads);
@@ -113,5 +120,6 @@ impl Cpu {
             }
             self.pool.give(buffer);
         }
+        Some(())
     }
 }

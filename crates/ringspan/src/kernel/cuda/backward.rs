@@ -1,7 +1,7 @@
 //! The backward pass of a call.
 
-use super::super::{Inputs, Saved, Sums, Tile};
-use super::job::{Job, View};
+use super::super::{FloatsMut, Inputs, Saved, Sums, Tile};
+use super::job::Job;
 use super::module::Options;
 use super::tables::{Rows, Tables, Terms};
 use super::{Cuda, count};
@@ -21,30 +21,21 @@ impl Cuda {
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
-        let [q_data, k_data, v_data, d_out] = self.upload_each([q, k, v, &saved.d_out])?;
-        let bias = inputs.bias.as_ref().map(|bias| self.upload(bias)).transpose()?;
-        let (lse, delta) = (self.upload_all(saved.lse)?, self.upload_all(saved.delta)?);
-        let (dq, dk, dv) = (self.upload_all(sums.dq)?, self.upload_all(sums.dk)?, self.upload_all(sums.dv)?);
-        let d_bias = self.upload_all(sums.d_bias)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
-        let d_table_sum = self.zeros::<f64>(sums.d_table.len())?;
         let job = Job {
-            q: View::new(q, self.at(&q_data)),
-            k: View::new(k, self.at(&k_data)),
-            v: View::new(v, self.at(&v_data)),
-            bias: match (&inputs.bias, &bias) {
-                (Some(view), Some(data)) => View::new(view, self.at(data)),
-                _ => View::default(),
-            },
-            d_out: View::new(&saved.d_out, self.at(&d_out)),
-            lse: self.at(&lse),
-            delta: self.at(&delta),
-            dq: self.at(&dq),
-            dk: self.at(&dk),
-            dv: self.at(&dv),
-            d_bias: self.at(&d_bias),
+            q: self.view(q)?,
+            k: self.view(k)?,
+            v: self.view(v)?,
+            bias: self.view_of(inputs.bias.as_ref())?,
+            d_out: self.view(&saved.d_out)?,
+            lse: self.read_any(saved.lse)?,
+            delta: self.read_any(saved.delta)?,
+            dq: self.sum(&mut sums.dq)?,
+            dk: self.sum(&mut sums.dk)?,
+            dv: self.sum(&mut sums.dv)?,
+            d_bias: self.sum(&mut sums.d_bias)?,
             d_table: self.at(&d_table),
-            d_table_sum: self.at(&d_table_sum),
+            d_table_sum: self.sum(&mut sums.d_table)?,
             blocks: count(queries.blocks, "blocks of queries")?,
             ..terms.job(self, inputs)?
         };
@@ -57,13 +48,16 @@ impl Cuda {
         if !sums.d_table.is_empty() {
             let blocks = count(sums.d_table.len().div_ceil(options.threads), "buckets")?;
             self.launch(&options, "sum_buckets", &job, (blocks, 1))?;
-            let mut d_table = vec![0.0; sums.d_table.len()];
-            self.download(&d_table_sum, &mut d_table)?;
-            sums.d_table.iter_mut().zip(d_table).for_each(|(sum, x)| *sum += x as f32);
         }
-        self.download(&dq, sums.dq)?;
-        self.download(&dk, sums.dk)?;
-        self.download(&dv, sums.dv)?;
-        self.download(&d_bias, sums.d_bias)
+        Ok(())
+    }
+
+    /// Where sums lie; those that nobody asked for are nowhere.
+    fn sum(&self, sum: &mut FloatsMut) -> Result<u64> {
+        match sum {
+            _ if sum.is_empty() => Ok(0),
+            FloatsMut::Gpu(sum) => sum.write(&self.stream),
+            FloatsMut::Host(sum) => Err(self.wrong(format!("{} sums are in the memory of the CPU", sum.len()))),
+        }
     }
 }

@@ -10,7 +10,7 @@ pub(super) struct View {
 }
 
 impl View {
-    /// A tensor whose elements were copied to `data`.
+    /// A tensor whose elements start at `data`.
     pub(super) fn new(view: &crate::kernel::View, data: u64) -> Self {
         Self { data, token_stride: view.token_stride as i64, head_stride: view.head_stride as i64 }
     }
@@ -85,8 +85,29 @@ pub(super) struct Job {
     pub(super) growth: f32,
 }
 
+/// What a kernel of `source/memory.cu` reads.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Move {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) rows: u64,
+    pub(super) sinks: u64,
+    pub(super) first: i64,
+    pub(super) count: i64,
+    pub(super) width: i64,
+    pub(super) dim: i64,
+    pub(super) row_stride: i64,
+    pub(super) head_stride: i64,
+    pub(super) tokens: i64,
+    pub(super) heads: i64,
+    pub(super) value: f32,
+}
+
 // SAFETY: plain numbers, laid out as in C.
 unsafe impl cudarc::driver::DeviceRepr for Job {}
+// SAFETY: as above.
+unsafe impl cudarc::driver::DeviceRepr for Move {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Tile {}
 // SAFETY: as above.

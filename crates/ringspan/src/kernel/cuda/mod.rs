@@ -1,21 +1,27 @@
 //! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, compiled for the shapes at hand.
 //!
-//! Tensors come from and go to the memory of the CPU, call by call, and while a kernel runs its caller drives communication
-//! on; copies do not. The driver and the compiler are loaded when the first
-//! [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
+//! Work is started and not waited for, but where numbers go to the CPU; who waits drives communication on. The driver and the
+//! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
 
 mod backward;
 mod forward;
 mod job;
+mod library;
+mod memory;
 mod module;
+mod moves;
 mod tables;
 
-use super::{Data, Progress, View};
+pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};
+
+use super::{Progress, View};
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, LaunchConfig, PushKernelArg, sys};
+use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use job::Job;
 use module::{Modules, Options};
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A GPU, and the kernels that were compiled for it; kernels of several ranks may share it.
 #[derive(Clone)]
@@ -26,6 +32,11 @@ struct Shared {
     name: String,
     context: Arc<CudaContext>,
     modules: Modules,
+    /// For what no rank's work waits for.
+    aside: Arc<CudaStream>,
+    /// Bytes copied to and from the CPU.
+    uploaded: AtomicU64,
+    downloaded: AtomicU64,
     /// Most bytes of shared memory of a block of threads.
     shared_memory: usize,
 }
@@ -75,7 +86,7 @@ impl Gpu {
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(failed(&device, "ask for its driver"))?;
         module::check_compiler(driver / 1000).map_err(|message| missing(&message))?;
         let context = CudaContext::new(number).map_err(failed(&device, "open"))?;
-        // SAFETY: a stream uses only what was made on it, so cudarc need not order streams by events.
+        // SAFETY: `Memory` orders the streams of ranks; all else is used on the stream it was made on.
         unsafe { context.disable_event_tracking() };
         let attribute = |what| context.attribute(what).map_err(failed(&device, "ask for its limits"));
         let shared_memory = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
@@ -85,8 +96,21 @@ impl Gpu {
             name: context.name().map_err(failed(&device, "ask for its name"))?,
             modules: Modules::new(context.clone(), capability),
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
+            aside: context.new_stream().map_err(failed(&device, "make a stream"))?,
+            uploaded: AtomicU64::new(0),
+            downloaded: AtomicU64::new(0),
             context,
         })))
+    }
+
+    /// Bytes copied from the CPU to the GPU, and from the GPU to the CPU, by all ranks since it was opened.
+    pub fn copied(&self) -> (u64, u64) {
+        (self.0.uploaded.load(Ordering::Relaxed), self.0.downloaded.load(Ordering::Relaxed))
+    }
+
+    /// Whether these are the same GPU of this process.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        self.0.context.cu_ctx() == other.0.context.cu_ctx()
     }
 
     fn failed(&self, operation: &'static str) -> impl Fn(cudarc::driver::DriverError) -> Error + use<> {
@@ -95,8 +119,7 @@ impl Gpu {
 }
 
 fn driver_is_there() -> bool {
-    // SAFETY: loads the driver's library, whose initialisers are its own.
-    unsafe { sys::is_culib_present() }
+    library::is_there(library::DRIVER)
 }
 
 fn failed(device: &str, operation: &'static str) -> impl Fn(cudarc::driver::DriverError) -> Error + use<> {
@@ -113,7 +136,12 @@ pub(super) struct Cuda {
     gpu: Gpu,
     stream: Arc<CudaStream>,
     pub(super) progress: Option<Progress>,
+    /// The ends of the last steps of a plan.
+    steps: Mutex<VecDeque<CudaEvent>>,
 }
+
+/// Steps that are started before the first of them has ended: one computes, the next waits for it. More would only take memory.
+const STEPS: usize = 2;
 
 impl std::fmt::Debug for Cuda {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -124,35 +152,71 @@ impl std::fmt::Debug for Cuda {
 impl Cuda {
     pub(super) fn new(gpu: &Gpu) -> Result<Self> {
         let stream = gpu.0.context.new_stream().map_err(gpu.failed("make a stream"))?;
-        Ok(Self { gpu: gpu.clone(), stream, progress: None })
+        Ok(Self { gpu: gpu.clone(), stream, progress: None, steps: Mutex::default() })
+    }
+
+    pub(super) fn gpu(&self) -> &Gpu {
+        &self.gpu
     }
 
     /// Row sums of `out * d_out`, `[H, Tq]`.
-    pub(super) fn delta(&self, out: View, d_out: View) -> Result<Vec<f32>> {
+    pub(super) fn delta(&self, out: &View, d_out: &View) -> Result<GpuArray> {
         let rows = d_out.tokens * d_out.heads;
-        let mut sums = vec![0.0; rows];
+        let mut sums = self.filled(rows, 0.0)?;
         if rows == 0 {
             return Ok(sums);
         }
-        let options = Options::delta(&out, &d_out);
-        let (out_data, d_out_data) = (self.upload(&out)?, self.upload(&d_out)?);
-        let result = self.zeros::<f32>(rows)?;
+        let options = Options::delta(out, d_out);
         let job = Job {
-            q: job::View::new(&out, self.at(&out_data)),
-            d_out: job::View::new(&d_out, self.at(&d_out_data)),
-            out: self.at(&result),
+            q: self.view(out)?,
+            d_out: self.view(d_out)?,
+            out: sums.all_mut().write(&self.stream)?,
             queries: count(d_out.tokens, "queries")?,
             heads: count(d_out.heads, "heads")?,
             ..Job::default()
         };
         let blocks = count(rows.div_ceil(options.threads), "blocks of rows")?;
         self.launch(&options, "delta", &job, (blocks, 1))?;
-        self.download(&result, &mut sums)?;
         Ok(sums)
     }
 
-    /// Runs a kernel with `grid` blocks of threads to its end, while communication goes on.
-    fn launch(&self, options: &Options, name: &'static str, job: &Job, grid: (i32, i32)) -> Result<()> {
+    /// Marks the end of a step of a plan, and waits until the GPU is not too far behind.
+    pub(super) fn step(&self) -> Result<()> {
+        let end = self.stream.record_event(None).map_err(self.gpu.failed("mark the end of a step"))?;
+        let before = {
+            let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+            steps.push_back(end);
+            if steps.len() > STEPS { steps.pop_front() } else { None }
+        };
+        before.map_or(Ok(()), |event| self.wait_for(&event))
+    }
+
+    /// Waits for all that was started, while communication goes on.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.wait_for(&self.stream.record_event(None).map_err(self.gpu.failed("mark what was started"))?)
+    }
+
+    fn wait_for(&self, event: &CudaEvent) -> Result<()> {
+        while !event.try_is_complete().map_err(self.gpu.failed("compute"))? {
+            if let Some(progress) = &self.progress {
+                progress();
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn view(&self, view: &View) -> Result<job::View> {
+        Ok(job::View::new(view, self.tensor(view)?))
+    }
+
+    /// A tensor that may be missing.
+    fn view_of(&self, view: Option<&View>) -> Result<job::View> {
+        view.map_or(Ok(job::View::default()), |view| self.view(view))
+    }
+
+    /// Starts a kernel with `grid` blocks of threads.
+    fn launch<J: DeviceRepr>(&self, options: &Options, name: &'static str, job: &J, grid: (i32, i32)) -> Result<()> {
         let bytes = options.shared_bytes();
         if bytes > self.gpu.0.shared_memory {
             return Err(Error::Device {
@@ -176,74 +240,19 @@ impl Cuda {
         // SAFETY: the kernel reads and writes what the job's pointers and sizes say, which were made for each other; its
         // options are those it was compiled with.
         let started = unsafe { self.stream.launch_builder(&function).arg(job).launch(config) };
-        started.map_err(self.gpu.failed("start a kernel"))?;
-        let Some(progress) = &self.progress else { return Ok(()) };
-        let end = self.stream.record_event(None).map_err(self.gpu.failed("mark the end of a kernel"))?;
-        while !end.try_is_complete().map_err(self.gpu.failed("compute"))? {
-            progress();
-            std::thread::yield_now();
-        }
-        progress();
-        Ok(())
-    }
-
-    fn upload_each<const N: usize>(&self, views: [&View; N]) -> Result<[CudaSlice<u8>; N]> {
-        let uploaded = views.into_iter().map(|view| self.upload(view)).collect::<Result<Vec<_>>>()?;
-        uploaded.try_into().map_err(|_| Error::Device {
-            device: format!("{:?}", self.gpu),
-            operation: "copy to the GPU",
-            message: format!("not {N} tensors"),
-        })
-    }
-
-    /// The elements of a tensor, as they are stored. On the GPU nothing stops a row that leaves them, so none may.
-    fn upload(&self, view: &View) -> Result<CudaSlice<u8>> {
-        let View { tokens, heads, dim, token_stride, head_stride, data } = *view;
-        let last = |count: usize, stride: usize| (count - 1).checked_mul(stride);
-        let end = match tokens == 0 || heads == 0 {
-            true => Some(0),
-            false => last(tokens, token_stride)
-                .zip(last(heads, head_stride))
-                .and_then(|(token, head)| token.checked_add(head)?.checked_add(dim)),
-        };
-        if end.is_none_or(|end| end > data.len()) {
-            return Err(Error::Device {
-                device: format!("{:?}", self.gpu),
-                operation: "copy to the GPU",
-                message: format!(
-                    "a tensor [{tokens}, {heads}, {dim}] with strides {token_stride} and {head_stride} leaves its {} elements",
-                    data.len()
-                ),
-            });
-        }
-        match data {
-            Data::F32(data) => self.upload_all(bytemuck::cast_slice(data)),
-            Data::Bf16(data) => self.upload_all(bytemuck::cast_slice(data)),
-            Data::F16(data) => self.upload_all(bytemuck::cast_slice(data)),
-        }
+        started.map(drop).map_err(self.gpu.failed("start a kernel"))
     }
 
     /// At least one element, so that there is a pointer.
-    fn upload_all<T: cudarc::driver::DeviceRepr + Default + Clone>(&self, data: &[T]) -> Result<CudaSlice<T>> {
+    fn upload_all<T: DeviceRepr + Default + Clone>(&self, data: &[T]) -> Result<CudaSlice<T>> {
         let one = [T::default()];
         let data = if data.is_empty() { &one } else { data };
+        self.gpu.0.uploaded.fetch_add(size_of_val(data) as u64, Ordering::Relaxed);
         self.stream.clone_htod(data).map_err(self.gpu.failed("copy to the GPU"))
     }
 
-    fn zeros<T: cudarc::driver::DeviceRepr + cudarc::driver::ValidAsZeroBits>(
-        &self,
-        len: usize,
-    ) -> Result<CudaSlice<T>> {
+    fn zeros<T: DeviceRepr + cudarc::driver::ValidAsZeroBits>(&self, len: usize) -> Result<CudaSlice<T>> {
         self.stream.alloc_zeros(len.max(1)).map_err(self.gpu.failed("take memory"))
-    }
-
-    /// Waits for all that was started, and copies.
-    fn download<T: cudarc::driver::DeviceRepr>(&self, from: &CudaSlice<T>, to: &mut [T]) -> Result<()> {
-        if to.is_empty() {
-            return Ok(());
-        }
-        self.stream.memcpy_dtoh(&from.slice(..to.len()), to).map_err(self.gpu.failed("copy from the GPU"))?;
-        self.stream.synchronize().map_err(self.gpu.failed("compute"))
     }
 
     /// Where a buffer lies on the GPU.

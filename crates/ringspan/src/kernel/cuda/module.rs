@@ -1,7 +1,9 @@
 //! Kernels compiled for the shapes at hand, once for each GPU.
 
-use super::super::{Data, Inputs, Relative, View};
-use super::job::Job;
+use super::super::view::Stored;
+use super::super::{Inputs, Relative, View};
+use super::job::{Job, Move};
+use super::library;
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaContext, CudaModule};
 use cudarc::nvrtc::{Ptx, result, sys};
@@ -15,33 +17,19 @@ const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
 /// Most bytes of shared memory of a block: two of them share a multiprocessor of a data centre's GPU.
 const SHARED_MEMORY: usize = 96 * 1024;
 
+const ELEMENT: &str = include_str!("source/element.cu");
 const COMMON: &str = include_str!("source/common.cu");
 const FORWARD: &str = include_str!("source/forward.cu");
 const BACKWARD: &str = include_str!("source/backward.cu");
 const DELTA: &str = include_str!("source/delta.cu");
+const MEMORY: &str = include_str!("source/memory.cu");
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Pass {
     Forward,
     Backward,
     Delta,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Stored {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl Stored {
-    fn of(view: &View) -> Self {
-        match view.data {
-            Data::F32(_) => Self::F32,
-            Data::Bf16(_) => Self::Bf16,
-            Data::F16(_) => Self::F16,
-        }
-    }
+    Memory,
 }
 
 /// What kernels are compiled for.
@@ -76,13 +64,24 @@ impl Options {
 
     pub(super) fn delta(out: &View, d_out: &View) -> Self {
         let f = Stored::F32;
+        Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.stored(), out.data.stored()])
+    }
+
+    /// What is done with tensors besides attention: numbers of one type become those of another.
+    pub(super) fn memory(from: Stored, to: Stored) -> Self {
+        let f = Stored::F32;
+        Self::plain(Pass::Memory, 1, [from, f, f, f, f, to])
+    }
+
+    /// Without blocks of rows and without terms.
+    fn plain(pass: Pass, dim: usize, types: [Stored; 6]) -> Self {
         Self {
-            pass: Pass::Delta,
-            dim: out.dim,
-            v_dim: out.dim,
+            pass,
+            dim,
+            v_dim: dim,
             rows: 16,
             threads: 128,
-            types: [f, f, f, f, Stored::of(d_out), Stored::of(out)],
+            types,
             softcap: false,
             alibi: false,
             buckets: false,
@@ -93,14 +92,14 @@ impl Options {
 
     fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>, shared: usize) -> Self {
         let Inputs { q, k, v, score, bias, .. } = inputs;
-        let of = |view: Option<&View>| view.map_or(Stored::F32, Stored::of);
+        let of = |view: Option<&View>| view.map_or(Stored::F32, |view| view.data.stored());
         let of_block = |(rows, threads)| Self {
             pass,
             dim: q.dim,
             v_dim: v.dim,
             rows,
             threads,
-            types: [Stored::of(q), Stored::of(k), Stored::of(v), of(bias.as_ref()), of(d_out), Stored::F32],
+            types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), Stored::F32],
             softcap: score.softcap.is_some(),
             alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
             buckets: matches!(score.relative, Some(Relative::Buckets(_))),
@@ -119,18 +118,18 @@ impl Options {
         let floats = match self.pass {
             Pass::Forward => keys + keys.max(values) + pairs,
             Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
-            Pass::Delta => 0,
+            Pass::Delta | Pass::Memory => 0,
         };
         4 * floats
     }
 
     fn source(&self) -> String {
-        let of_pass = match self.pass {
-            Pass::Forward => FORWARD,
-            Pass::Backward => BACKWARD,
-            Pass::Delta => DELTA,
-        };
-        [COMMON, of_pass].concat()
+        match self.pass {
+            Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
+            Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
+            Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
+            Pass::Memory => [ELEMENT, MEMORY].concat(),
+        }
     }
 
     /// Definitions for the compiler.
@@ -145,7 +144,7 @@ impl Options {
             ("V_DIM", self.v_dim),
             ("ROWS", self.rows),
             ("THREADS", self.threads),
-            ("JOB_BYTES", size_of::<Job>()),
+            ("JOB_BYTES", if self.pass == Pass::Memory { size_of::<Move>() } else { size_of::<Job>() }),
         ];
         let names = ["Q_TYPE", "K_TYPE", "V_TYPE", "BIAS_TYPE", "D_OUT_TYPE", "OUT_TYPE"];
         let types = names.into_iter().zip(self.types.map(stored));
@@ -225,8 +224,7 @@ pub(super) fn check_compiler(driver: i32) -> std::result::Result<(), String> {
 }
 
 fn compiler_is_there() -> bool {
-    // SAFETY: loads the compiler's library, whose initialisers are its own.
-    unsafe { sys::is_culib_present() }
+    library::is_there(library::COMPILER)
 }
 
 /// Machine code for an architecture, such as `sm_90`.
@@ -266,7 +264,7 @@ impl Drop for Program {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::{Buckets, Dropout, HeadMap, Score};
+    use super::super::super::{Buckets, Data, Dropout, HeadMap, Score};
     use super::*;
     use half::{bf16, f16};
 
@@ -287,8 +285,14 @@ mod tests {
             ..plain.clone()
         };
         let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
+        let types = [Stored::F32, Stored::Bf16, Stored::F16];
         // Of an A100, an L40, an H100 (also with what only it has), a B200, and of what stands under desks.
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
+            for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
+                let binary =
+                    compile(&Options::memory(from, to), architecture).unwrap_or_else(|error| panic!("{error}"));
+                assert!(!binary.is_empty(), "{from:?} to {to:?}");
+            }
             for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
                 let wide = 2 * dim.max(v_dim);
                 let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);

@@ -1,22 +1,30 @@
-//! What is visible as a whole, side by side, as one.
+//! Tiles side by side, as one.
 
 use super::super::Tile;
 use super::Part;
 use crate::mask::Band;
+use std::ops::Range;
 
-/// Tiles of the same keys, visible as a whole, whose queries follow one another are one tile. The place is the first one's.
+/// Tiles of the same keys, visible as a whole, whose queries follow one another in the list are one tile. The place is the
+/// first one's.
 pub(super) fn tiles(tiles: &[Tile]) -> Vec<Tile> {
-    let (mut whole, mut joined): (Vec<Tile>, Vec<Tile>) =
-        tiles.iter().filter(|tile| !tile.q.is_empty() && !tile.k.is_empty()).cloned().partition(is_whole);
-    whole.sort_by_key(|tile| (tile.k.start, tile.k.end, tile.q.start));
-    for tile in whole {
-        match joined.last_mut() {
-            Some(last) if last.k == tile.k && last.q.end == tile.q.start && is_whole(last) => {
-                last.q.end = tile.q.end;
-                last.band = Band { lo: i64::MIN, hi: i64::MAX };
+    let mut joined: Vec<Tile> = Vec::new();
+    // The last whole tile from a key on: tiles come by their queries, run by run, so no sorting is needed to find it.
+    let mut whole = vec![usize::MAX; tiles.iter().map(|tile| tile.k.start + 1).max().unwrap_or(0)];
+    for tile in tiles.iter().filter(|tile| !tile.q.is_empty() && !tile.k.is_empty()) {
+        if is_whole(tile) {
+            let last = &mut whole[tile.k.start];
+            if let Some(before) = joined.get_mut(*last)
+                && before.k == tile.k
+                && before.q.end == tile.q.start
+            {
+                before.q.end = tile.q.end;
+                before.band = Band { lo: i64::MIN, hi: i64::MAX };
+                continue;
             }
-            _ => joined.push(tile),
+            *last = joined.len();
         }
+        joined.push(tile.clone());
     }
     joined
 }
@@ -26,7 +34,7 @@ fn is_whole(tile: &Tile) -> bool {
 }
 
 /// Parts of a block that all its queries see as a whole, and whose keys follow one another, are one part.
-pub(super) fn parts(parts: &mut Vec<Part>) {
+pub(super) fn wholes(parts: &mut Vec<Part>) {
     let (mut whole, mut joined): (Vec<Part>, Vec<Part>) =
         parts.drain(..).partition(|part| !part.any.is_empty() && part.any == part.all);
     whole.sort_by_key(|part| part.any.start);
@@ -40,6 +48,54 @@ pub(super) fn parts(parts: &mut Vec<Part>) {
         }
     }
     *parts = joined;
+}
+
+/// Parts of a block whose keys follow one another are one part, if its keys move on with the queries as in a band: then no
+/// block of keys is met twice. `seen` tells the keys of a part that a query row sees.
+pub(super) fn neighbours(
+    mut parts: Vec<Part>,
+    rows: &Range<usize>,
+    seen: impl Fn(&Part, usize) -> Range<usize>,
+) -> Vec<Part> {
+    parts.retain(|part| !part.any.is_empty());
+    parts.sort_by_key(|part| part.any.start);
+    let (mut joined, mut parts) = (Vec::new(), parts.into_iter().peekable());
+    while let Some(first) = parts.next() {
+        let (mut end, mut group) = (first.any.end, vec![first]);
+        while let Some(next) = parts.next_if(|next| next.any.start <= end) {
+            end = end.max(next.any.end);
+            group.push(next);
+        }
+        match as_band(&group, rows, &seen) {
+            Some(part) if group.len() > 1 => joined.push(part),
+            _ => joined.extend(group),
+        }
+    }
+    joined
+}
+
+/// What a group of parts is together, if each query sees one range of it, and both ends move on with the queries.
+fn as_band(group: &[Part], rows: &Range<usize>, seen: impl Fn(&Part, usize) -> Range<usize>) -> Option<Part> {
+    let mut lanes = Vec::with_capacity(rows.len());
+    for row in rows.clone() {
+        let mut ranges: Vec<_> = group.iter().map(|part| seen(part, row)).filter(|keys| !keys.is_empty()).collect();
+        ranges.sort_by_key(|keys| keys.start);
+        if ranges.windows(2).any(|pair| pair[0].end != pair[1].start) {
+            return None;
+        }
+        lanes.push(ranges.first().map_or(0, |keys| keys.start)..ranges.last().map_or(0, |keys| keys.end));
+    }
+    let first = lanes.iter().position(|keys| !keys.is_empty())?;
+    let last = lanes.iter().rposition(|keys| !keys.is_empty())?;
+    let seeing = &lanes[first..=last];
+    let moves_on = |pair: &[Range<usize>]| pair[0].start <= pair[1].start && pair[0].end <= pair[1].end;
+    if seeing.iter().any(Range::is_empty) || !seeing.windows(2).all(moves_on) {
+        return None;
+    }
+    let any = lanes[first].start..lanes[last].end;
+    let whole = seeing.len() == rows.len() && lanes[last].start < lanes[first].end;
+    let all = if whole { lanes[last].start..lanes[first].end } else { any.start..any.start };
+    Some(Part { tile: group[0].tile, any, all, joined: Some(lanes) })
 }
 
 #[cfg(test)]
@@ -64,7 +120,7 @@ mod tests {
             let rows = joined.rows(block);
             let whole: usize = joined.parts(block).iter().map(|part| part.all.len()).sum();
             assert!(whole >= rows.start / 64 * 64, "rows {rows:?}: {whole} keys as a whole");
-            assert!(joined.parts(block).len() <= 4, "rows {rows:?}: {} parts", joined.parts(block).len());
+            assert_eq!(joined.parts(block).len(), 1, "rows {rows:?}");
             assert!(joined.cost(block) <= apart.cost(block));
         }
     }
@@ -96,6 +152,11 @@ mod tests {
                 for part in plan.parts(block) {
                     let (mut low, mut high) = (vec![0.0; lanes], vec![0.0; lanes]);
                     plan.bounds(block, part, part.any.start, part.any.len(), &mut low, &mut high);
+                    for at in (0..part.any.len()).map(|at| at as f32) {
+                        let sees: Vec<bool> = low.iter().zip(&high).map(|(low, high)| *low <= at && at < *high).collect();
+                        let turns = sees.windows(2).filter(|pair| pair[0] != pair[1]).count();
+                        prop_assert!(turns < 2 || turns == 2 && !sees[0], "lanes apart see key {}: {:?}", at, sees);
+                    }
                     for (lane, i) in plan.rows(block).enumerate() {
                         for j in part.any.clone() {
                             let at = (j - part.any.start) as f32;

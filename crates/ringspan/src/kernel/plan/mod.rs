@@ -14,6 +14,8 @@ pub(super) struct Part {
     pub(super) any: Range<usize>,
     /// Key rows that every query of the block sees; possibly empty.
     pub(super) all: Range<usize>,
+    /// Key rows that each query sees, where several tiles were joined; both ends move on with the query, as in a band.
+    joined: Option<Vec<Range<usize>>>,
 }
 
 /// Where a block of queries meets a block of keys of a tile.
@@ -92,7 +94,12 @@ impl<'a> Plan<'a> {
     /// short runs, such as striped blocks, have such tiles by the thousand, and blocks of queries that lie in two of them.
     pub(super) fn joined(tiles: &'a [Tile], lanes: usize, queries: usize, keys: usize) -> Self {
         let mut plan = Self::of(Cow::Owned(join::tiles(tiles)), lanes, queries, keys);
-        plan.parts.iter_mut().for_each(join::parts);
+        for block in 0..plan.blocks() {
+            let mut parts = std::mem::take(&mut plan.parts[block]);
+            let rows = plan.rows(block);
+            join::wholes(&mut parts);
+            plan.parts[block] = join::neighbours(parts, &rows, |part, row| plan.seen(part, &rows, row));
+        }
         plan
     }
 
@@ -124,7 +131,7 @@ impl<'a> Plan<'a> {
                 let any = shift(head.start..tail.end);
                 let whole = i1 - i0 == block.len() && tail.start < head.end;
                 let all = if whole { shift(tail.start..head.end) } else { any.start..any.start };
-                parts.push(Part { tile: index, any, all });
+                parts.push(Part { tile: index, any, all, joined: None });
             }
         }
         Self { tiles, lanes, queries, parts, keys: first.min(last)..last, seen_keys, seen_queries }
@@ -195,6 +202,22 @@ impl<'a> Plan<'a> {
         self.seen_queries[row]
     }
 
+    /// Key rows of a part that a query of its block sees.
+    fn seen(&self, part: &Part, rows: &Range<usize>, row: usize) -> Range<usize> {
+        if part.any == part.all {
+            return part.all.clone();
+        }
+        if let Some(joined) = &part.joined {
+            return joined[row - rows.start].clone();
+        }
+        let tile = &self.tiles[part.tile];
+        if !tile.q.contains(&row) {
+            return part.any.start..part.any.start;
+        }
+        let keys = tile.band.keys(row - tile.q.start, tile.k.len());
+        tile.k.start + keys.start..tile.k.start + keys.end
+    }
+
     /// Where a block meets the keys from row `base` on.
     pub(super) fn meeting(&self, block: usize, part: &Part, base: usize) -> Meeting {
         let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
@@ -216,22 +239,12 @@ impl<'a> Plan<'a> {
         low: &mut [f32],
         high: &mut [f32],
     ) {
-        let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
-        let cut = |key: usize| (tile.k.start + key).clamp(base, base + width) - base;
+        let rows = self.rows(block);
         for (lane, (low, high)) in low.iter_mut().zip(high).enumerate() {
             let row = rows.start + lane;
-            if row < rows.end && part.any == part.all {
-                let cut = |key: usize| key.clamp(base, base + width) - base;
-                (*low, *high) = (cut(part.all.start) as f32, cut(part.all.end) as f32);
-                continue;
-            }
-            let keys = if row < rows.end && tile.q.contains(&row) {
-                tile.band.keys(row - tile.q.start, tile.k.len())
-            } else {
-                0..0
-            };
+            let keys = if row < rows.end { self.seen(part, &rows, row) } else { base..base };
             // Widths of blocks are small, so these numbers are exact.
-            (*low, *high) = (cut(keys.start) as f32, cut(keys.end) as f32);
+            [*low, *high] = [keys.start, keys.end].map(|key| (key.clamp(base, base + width) - base) as f32);
         }
     }
 }

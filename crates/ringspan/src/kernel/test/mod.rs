@@ -2,6 +2,7 @@
 
 mod blocks;
 mod faults;
+mod moves;
 mod storage;
 mod terms;
 
@@ -262,13 +263,13 @@ impl Problem {
         let (mut d_table, mut d_bias) = (vec![0.0; self.score.table_len()], vec![0.0; values.bias.len()]);
         for (rows, tiles) in &self.blocks {
             let mut sums = Sums {
-                dq: &mut dq,
-                dk: &mut dk[rows.start * k_width..rows.end * k_width],
-                dv: &mut dv[rows.start * v_width..rows.end * v_width],
-                d_table: &mut d_table,
-                d_bias: &mut d_bias,
+                dq: (&mut dq).into(),
+                dk: (&mut dk[rows.start * k_width..rows.end * k_width]).into(),
+                dv: (&mut dv[rows.start * v_width..rows.end * v_width]).into(),
+                d_table: (&mut d_table).into(),
+                d_bias: (&mut d_bias).into(),
             };
-            let saved = Saved { lse: &lse, delta: &delta, d_out };
+            let saved = Saved { lse: Data::F32(&lse), delta: Data::F32(&delta), d_out };
             kernel.backward(&inputs(rows), &self.tiles(rows, tiles), &saved, &mut sums).expect("no failure");
         }
         Answer { out, lse, dq, dk, dv, d_table, d_bias }

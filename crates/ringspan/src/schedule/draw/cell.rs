@@ -150,7 +150,7 @@ impl Schedule {
         let (mut cells, mut count) = (Vec::new(), 0);
         for rank in 0..self.grid().ring {
             for (step, compute) in
-                self.plan(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
+                self.outline(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
             {
                 for q in queries.runs(compute.queries) {
                     for (_, k) in keys_of[compute.keys].get(&q.document).into_iter().flatten() {

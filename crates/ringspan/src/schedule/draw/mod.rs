@@ -43,7 +43,7 @@ impl Schedule {
     ///
     /// let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 1 << 20), 4)?;
     /// let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (4, 1))?;
-    /// let sizes = Sizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2 };
+    /// let sizes = Sizes { heads: 32, kv_heads: 8, dim: 128, v_dim: 128, wire: 2, bias_heads: 0 };
     /// let svg = schedule.draw(&sizes)?;
     /// assert!(svg.starts_with("<svg") && svg.len() < 30_000);
     /// # Ok::<_, ringspan::Error>(())

@@ -44,9 +44,9 @@ impl Panel {
                 let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block)).sum();
                 let compute = step.compute.as_ref();
                 let owner = compute.map(|compute| if moved { compute.queries } else { compute.keys });
-                (compute.map_or(0, crate::schedule::Compute::pairs), owner, bytes)
+                (compute.map_or(0, |compute| schedule.filled(compute).pairs()), owner, bytes)
             };
-            schedule.plan(pass, rank).iter().map(of).collect()
+            schedule.outline(pass, rank).iter().map(of).collect()
         };
         let members = schedule.grid().members();
         let rank = |rank: usize| {

@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     }
 }
 
-// Sums of the buckets of all blocks, in the order of the blocks.
+// Adds the buckets of all blocks, in the order of the blocks.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_buckets(const Job job) {
     const i64 count = (i64)job.heads * job.buckets, at = (i64)blockIdx.x * THREADS + threadIdx.x;
     if (at >= count) {
@@ -275,5 +275,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_buckets(const Job job)
     for (int block = 0; block < job.blocks; block++) {
         sum += job.d_table[block * count + at];
     }
-    job.d_table_sum[at] = sum;
+    job.d_table_sum[at] += (float)sum;
 }

@@ -1,6 +1,6 @@
 // What the kernels share: the job of a launch, reading tensors, scores, dropout.
 //
-// Compiled at run time for one set of shapes, which the options define:
+// Behind `element.cu`; compiled at run time for one set of shapes, which the options define:
 //   DIM, V_DIM           head widths D and Dv
 //   ROWS, THREADS        rows of a block, of queries and of keys; threads of a block, SPLIT of them for each row
 //   Q_TYPE .. OUT_TYPE   what tensors are stored in: F32, BF16 or F16
@@ -9,18 +9,8 @@
 // Sums are f32 throughout. A query sees one run of keys of a tile, and a key is seen by one run of queries, so loops over
 // these runs touch nothing that is not visible: what is no number there stays there.
 
-#define F32 0
-#define BF16 1
-#define F16 2
-
 #define SPLIT (THREADS / ROWS)
 #define PAIRS (ROWS / SPLIT)
-#define LOG2_E 1.4426950408889634f
-#define NEGATIVE_INFINITY (-__int_as_float(0x7F800000))
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
 
 // A tensor [tokens, heads, width]; strides in elements.
 struct View {
@@ -57,8 +47,9 @@ struct Job {
     const float *lse, *delta;
     // Gradients are added to; d_bias [queries, bias_heads, bias_keys].
     float *dq, *dk, *dv, *d_bias;
-    // Sums of the buckets of each block of queries [blocks, H, buckets], and of all blocks [H, buckets].
-    double *d_table, *d_table_sum;
+    // Sums of the buckets of each block of queries [blocks, H, buckets]; to that of all blocks is added [H, buckets].
+    double *d_table;
+    float *d_table_sum;
     u64 seed;
     int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, blocks, first_head;
     u32 threshold;
@@ -66,24 +57,6 @@ struct Job {
 };
 
 static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
-
-template <int TYPE> __device__ float element(const void *data, i64 at) {
-    if (TYPE == F32) {
-        return ((const float *)data)[at];
-    }
-    const u32 bits = ((const unsigned short *)data)[at];
-    if (TYPE == BF16) {
-        return __int_as_float((int)(bits << 16));
-    }
-    const u32 sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
-    if (exponent == 0) {
-        // Below 2^-14: a multiple of 2^-24.
-        const float small = (float)fraction * 5.9604644775390625e-8f;
-        return sign ? -small : small;
-    }
-    const u32 wide = exponent == 31 ? 255u : exponent + 112u;
-    return __int_as_float((int)(sign | wide << 23 | fraction << 13));
-}
 
 // Rows first .. first + count of a head, by all threads of the block.
 template <int TYPE, int WIDTH>

@@ -1,0 +1,187 @@
+//! What ranks compute on, chosen once and handed down: threads of the CPU, or GPUs.
+
+use candle_core::Device;
+use ringspan::Kernel;
+use ringspan::error::{Error, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// A device as it is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DeviceName {
+    /// The processor.
+    #[default]
+    Cpu,
+    /// The NVIDIA GPU of this number, or all of them in turn.
+    Cuda(Option<usize>),
+}
+
+impl FromStr for DeviceName {
+    type Err = Error;
+
+    fn from_str(given: &str) -> Result<Self> {
+        let unknown = || Error::Unknown {
+            what: "device",
+            given: given.into(),
+            possible: "cpu, cuda (all GPUs, in turn), cuda:N (one of them)",
+        };
+        match given.split_once(':') {
+            None if given == "cpu" => Ok(Self::Cpu),
+            None if given == "cuda" => Ok(Self::Cuda(None)),
+            Some(("cuda", number)) => number.parse().map(|number| Self::Cuda(Some(number))).map_err(|_| unknown()),
+            _ => Err(unknown()),
+        }
+    }
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(None) => f.write_str("cuda"),
+            Self::Cuda(Some(number)) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
+/// What one rank computes on.
+#[derive(Debug, Clone)]
+pub struct RankDevice {
+    tensors: Device,
+    #[cfg(feature = "cuda")]
+    gpu: Option<ringspan::kernel::Gpu>,
+}
+
+impl RankDevice {
+    /// The processor.
+    pub const CPU: Self = Self {
+        tensors: Device::Cpu,
+        #[cfg(feature = "cuda")]
+        gpu: None,
+    };
+
+    /// The GPU of this number, with a stream of its own for tensors.
+    ///
+    /// # Errors
+    /// No driver, no such GPU, or no compiler for kernels.
+    #[cfg(feature = "cuda")]
+    pub fn gpu(number: usize) -> Result<Self> {
+        // The library says best what is missing.
+        let gpu = ringspan::kernel::Gpu::open(number)?;
+        let tensors = Device::new_cuda_with_stream(number).map_err(|error| Error::Device {
+            device: format!("{gpu:?}"),
+            operation: "open for tensors",
+            message: error.to_string(),
+        })?;
+        Ok(Self { tensors, gpu: Some(gpu) })
+    }
+
+    /// Where candle's tensors lie.
+    pub fn tensors(&self) -> &Device {
+        &self.tensors
+    }
+
+    /// What computes attention, with `threads` threads where it is the CPU.
+    ///
+    /// # Errors
+    /// A GPU that gives no stream.
+    pub fn kernel(&self, threads: usize) -> Result<Kernel> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return Kernel::cuda(gpu);
+        }
+        Ok(Kernel::new(threads))
+    }
+}
+
+/// The devices of the ranks of this process, which take them in turn.
+#[derive(Debug, Clone, Default)]
+pub struct Devices {
+    /// None where all compute on the CPU.
+    gpus: Vec<RankDevice>,
+}
+
+impl Devices {
+    /// All ranks compute on the CPU.
+    pub const CPU: Self = Self { gpus: Vec::new() };
+
+    /// Opens what is asked for. A process that is one rank has a place among those of its machine, and takes one GPU.
+    ///
+    /// # Errors
+    /// No driver, no such GPU, no compiler for kernels; GPUs in a program that was built without them.
+    pub fn open(name: DeviceName, local_rank: Option<usize>) -> Result<Self> {
+        match name {
+            DeviceName::Cpu => Ok(Self::CPU),
+            DeviceName::Cuda(number) => Self::open_gpus(number, local_rank),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn open_gpus(number: Option<usize>, local_rank: Option<usize>) -> Result<Self> {
+        // Without any, opening the first one says what is missing.
+        let count = ringspan::kernel::Gpu::count()?.max(1);
+        let numbers = match (number, local_rank) {
+            (Some(number), _) => number..number + 1,
+            // A process opens its own: memory of a GPU goes to every process that has it open.
+            (None, Some(rank)) => rank % count..rank % count + 1,
+            (None, None) => 0..count,
+        };
+        Ok(Self { gpus: numbers.map(RankDevice::gpu).collect::<Result<_>>()? })
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn open_gpus(_: Option<usize>, _: Option<usize>) -> Result<Self> {
+        Err(Error::Device {
+            device: "cuda".into(),
+            operation: "open",
+            message: "this program computes models on CPUs; one that computes them on NVIDIA GPUs, too, is built with `cargo \
+                      build --release --features candle-cuda`, where CUDA is installed"
+                .into(),
+        })
+    }
+
+    /// Devices, at least one: ranks whose numbers leave the same rest share one.
+    pub fn count(&self) -> usize {
+        self.gpus.len().max(1)
+    }
+
+    /// The device of this rank.
+    pub fn of(&self, rank: usize) -> &RankDevice {
+        self.gpus.get(rank % self.count()).unwrap_or(&RankDevice::CPU)
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = &RankDevice> {
+        (0..self.count()).map(|rank| self.of(rank))
+    }
+
+    /// Whether ranks compute on GPUs.
+    pub fn are_gpus(&self) -> bool {
+        !self.gpus.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_devices_are_read_and_others_refused() {
+        let read = |name: &str| name.parse::<DeviceName>().ok();
+        for name in ["cpu", "cuda", "cuda:3"] {
+            assert_eq!(read(name).map(|read| read.to_string()).as_deref(), Some(name));
+        }
+        assert_eq!((read("cuda"), read("cuda:3")), (Some(DeviceName::Cuda(None)), Some(DeviceName::Cuda(Some(3)))));
+        for wrong in ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"] {
+            let refused = wrong.parse::<DeviceName>().expect_err("no device").to_string();
+            assert!(refused.contains("cuda:N") && refused.contains(wrong), "{refused}");
+        }
+    }
+
+    #[test]
+    fn without_gpus_every_rank_has_the_cpu() {
+        let devices = Devices::open(DeviceName::Cpu, Some(3)).expect("a CPU");
+        assert_eq!((devices.count(), devices.iter().count(), devices.are_gpus()), (1, 1, false));
+        assert!((0..5).all(|rank| devices.of(rank).tensors().is_cpu()));
+    }
+}

@@ -1,0 +1,35 @@
+//! The same on a GPU, of candle's operations: the tokens of all experts are gathered once, and their outputs added up once.
+
+use super::{Expert, NOWHERE, Routing};
+use crate::activation::Activation;
+use crate::gated_mlp::gated_mlp;
+use candle_core::{Device, Result, Tensor};
+use std::collections::BTreeMap;
+
+/// As [`mixed`](super::mixed): x `[T, C]`, weights `[T, K]`.
+pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
+    let (top, device) = (routing.weights.dim(1)?, x.device());
+    let mut slots: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (slot, &chosen) in routing.chosen.iter().enumerate().filter(|(_, chosen)| **chosen != NOWHERE) {
+        slots.entry(chosen).or_default().push(slot as u32);
+    }
+    if slots.is_empty() {
+        // Nothing to compute, but a way back to both: other ranks may wait at it.
+        let host = |tensor: &Tensor| tensor.to_device(&Device::Cpu);
+        let routing = Routing { chosen: routing.chosen.clone(), weights: host(&routing.weights)? };
+        return super::mixed(&host(x)?, &routing, expert)?.to_device(device);
+    }
+    let all: Vec<u32> = slots.values().flatten().copied().collect();
+    let tokens: Vec<u32> = all.iter().map(|slot| slot / top as u32).collect();
+    let (count, tokens) = (all.len(), Tensor::from_vec(tokens, all.len(), device)?);
+    let rows = x.contiguous()?.index_select(&tokens, 0)?;
+    let factors = routing.weights.contiguous()?.flatten_all()?.index_select(&Tensor::new(all, device)?, 0)?;
+    let (mut outputs, mut first) = (Vec::new(), 0);
+    for (index, slots) in &slots {
+        let Expert { gate, up, down } = expert(*index as usize)?;
+        outputs.push(gated_mlp(&rows.narrow(0, first, slots.len())?, &gate, &up, &down, Activation::Silu)?);
+        first += slots.len();
+    }
+    let weighted = Tensor::cat(&outputs, 0)?.broadcast_mul(&factors.reshape((count, 1))?)?;
+    x.zeros_like()?.index_add(&tokens, &weighted, 0)
+}

@@ -1,0 +1,244 @@
+//! Every operation on a GPU has the values and gradients that it has on the CPU.
+#![cfg(feature = "cuda")]
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use ringspan::attention::Group;
+use ringspan::comm::threads;
+use ringspan::kernel::Gpu;
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan_candle::activation::Activation;
+use ringspan_candle::experts::{Local, Memory, pressed};
+use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
+use ringspan_candle::kept::{Kept, Storage};
+use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::loss::{self, IGNORE};
+use ringspan_candle::norm::rms_norm;
+use ringspan_candle::residual::residual;
+use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::swiglu::{geglu, swiglu};
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::{
+    Attend, Context, Drops, Expert, Experts, RankDevice, Routing, collective, cotangent, geglu as gemma,
+};
+use std::sync::Arc;
+
+/// The first GPU; none where there is none, and a test has nothing to do.
+fn gpu() -> Option<RankDevice> {
+    if Gpu::count() == Ok(0) {
+        println!("skipped: no GPU on this machine");
+        return None;
+    }
+    Some(RankDevice::gpu(0).expect("a GPU that works"))
+}
+
+fn random(shape: &[usize], seed: u64) -> Tensor {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0) as f32
+    };
+    next();
+    Tensor::from_vec((0..shape.iter().product()).map(|_| next()).collect::<Vec<_>>(), shape, &Device::Cpu)
+        .expect("sizes")
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).expect("numbers")
+}
+
+#[track_caller]
+fn assert_equal(what: &str, got: &[f32], wanted: &[f32]) {
+    assert_eq!(got.len(), wanted.len(), "{what}");
+    let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
+    let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
+    // Written this way, NaN fails.
+    assert!(off.sqrt() <= 2e-6 * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
+}
+
+/// Value of `f` on a device, and the gradients of its inputs for one gradient of the value.
+fn results(
+    device: &RankDevice,
+    inputs: &[Tensor],
+    f: &dyn Fn(&RankDevice, &[Tensor]) -> Result<Tensor>,
+) -> Vec<Vec<f32>> {
+    let on = |tensor: &Tensor| tensor.to_device(device.tensors());
+    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(&on(x)?)).collect::<Result<_>>().expect("inputs");
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let y = f(device, &tensors).expect("a value");
+    assert!(y.device().same_device(device.tensors()), "the value is on {:?}", y.device());
+    let d = on(&random(y.dims(), 99)).expect("a gradient");
+    let gradients = cotangent::backward(&y, &d).expect("gradients");
+    let of = |var: &Var| gradients.get(var.as_tensor()).map_or_else(Vec::new, numbers);
+    std::iter::once(numbers(&y)).chain(vars.iter().map(of)).collect()
+}
+
+fn compare(what: &str, inputs: &[Tensor], f: impl Fn(&RankDevice, &[Tensor]) -> Result<Tensor>) {
+    let Some(gpu) = gpu() else { return };
+    let (got, wanted) = (results(&gpu, inputs, &f), results(&RankDevice::CPU, inputs, &f));
+    for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+        assert!(!wanted.is_empty() || inputs.iter().any(|x| x.elem_count() == 0), "{what} has no result {index}");
+        assert_equal(&format!("{what}, result {index}"), got, wanted);
+    }
+}
+
+#[test]
+fn linear_layers_with_and_without_bias() {
+    let inputs = [random(&[5, 12], 1), random(&[7, 12], 2), random(&[7], 3)];
+    compare("linear", &inputs[..2], |_, x| linear(&x[0], &x[1], None));
+    compare("linear with bias", &inputs, |_, x| linear(&x[0], &x[1], Some(&x[2])));
+    compare("linear of a part", &inputs[..2], |_, x| {
+        linear(&x[0].narrow(1, 3, 6)?, &x[1].narrow(1, 0, 6)?.contiguous()?, None)
+    });
+    compare("linear of no rows", &[random(&[0, 12], 1), inputs[1].clone()], |_, x| linear(&x[0], &x[1], None));
+}
+
+#[test]
+fn a_layer_that_is_computed_again_has_what_was_kept_and_the_same_gradients() {
+    let inputs = [random(&[5, 12], 1), random(&[7, 12], 2), random(&[7], 3)];
+    for storage in [Storage::F32, Storage::Bf16] {
+        compare("linear again", &inputs, |_, x| {
+            let kept = Kept::new(&linear(&x[0], &x[1], Some(&x[2]))?, storage)?;
+            linear_again(&x[0], &x[1], Some(&x[2]), Some(kept))
+        });
+    }
+    compare("linear unseen", &inputs[..2], |_, x| linear_again(&x[0], &x[1], None, None));
+    let inputs = [random(&[6, 8], 1), random(&[10, 8], 2), random(&[10, 8], 3), random(&[8, 10], 4)];
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        compare("gated", &inputs, |_, x| gated_mlp(&x[0], &x[1], &x[2], &x[3], activation));
+        for keeps in [false, true] {
+            compare("gated again", &inputs, |_, x| {
+                let weights = [&x[1], &x[2], &x[3]];
+                let (out, wide) = gated_mlp_keeping(&x[0], weights, activation, Storage::F32)?;
+                let known = Kept::new(&out, Storage::F32)?;
+                gated_mlp_again(&x[0], weights, activation, keeps.then_some(wide), keeps.then_some(known))
+            });
+        }
+    }
+}
+
+#[test]
+fn norms_gates_rotations_and_sums() {
+    let (x, y) = (random(&[6, 10], 1), random(&[6, 10], 2));
+    for shape in [vec![5, 24], vec![3, 4, 8]] {
+        let weight = random(&shape[shape.len() - 1..], 2);
+        compare("norm", &[random(&shape, 1), weight], |_, x| rms_norm(&x[0], &x[1], 1e-5));
+    }
+    compare("swiglu", &[x.clone(), y.clone()], |_, x| swiglu(&x[0], &x[1]));
+    compare("geglu", &[x.clone(), y.clone()], |_, x| geglu(&x[0], &x[1]));
+    compare("geglu of Gemma", &[x.clone(), y.clone()], |_, x| gemma::geglu(&x[0], &x[1]));
+    compare("residual", &[x.clone(), y], |_, x| residual(&x[0], &x[1]));
+    compare("residual of nothing", &[random(&[0, 4], 1), random(&[0, 4], 1)], |_, x| residual(&x[0], &x[1]));
+    let rotation = Rotation::new(&[0, 3, 1000, 7], &[1.0, 0.1, 0.003], 1.0);
+    compare("rope", &[random(&[4, 2, 6], 1)], |_, x| rope(&x[0], &rotation));
+    let drops = Drops::new(5, vec![1, 2, 3, 5, 8, 13]);
+    compare("dropout", &[x], |_, x| drops.apply(&x[0], 0.4, 2, 1));
+}
+
+#[test]
+fn the_loss_of_a_head_and_its_gradients_over_chunks() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let (tokens, width, vocabulary) = (loss::CHUNK + 88, 8, 19);
+    let targets: Vec<u32> =
+        (0..tokens).map(|t| if t % 7 == 3 { IGNORE } else { (t * 5 % vocabulary) as u32 }).collect();
+    let (hidden, head) = (random(&[tokens, width], 1), (random(&[vocabulary, width], 2) * 2.0)?);
+    let run = |device: &RankDevice| -> Result<(loss::HeadLoss, Vec<f32>)> {
+        let (hidden, head) = (hidden.to_device(device.tensors())?, head.to_device(device.tensors())?);
+        let loss = loss::head_loss(&hidden, &head, &targets, 0.25, true, &WHOLE)?;
+        Ok((loss, loss::log_probs(&hidden, &head, &targets, &WHOLE)?))
+    };
+    let ((got, got_probs), (wanted, wanted_probs)) = (run(&gpu)?, run(&RankDevice::CPU)?);
+    assert!((got.nll_sum - wanted.nll_sum).abs() < 1e-6 * wanted.nll_sum, "{} {}", got.nll_sum, wanted.nll_sum);
+    assert_equal("d_hidden", &numbers(&got.d_hidden), &numbers(&wanted.d_hidden));
+    let heads = [got.d_head, wanted.d_head].map(|head| numbers(&head.expect("trained")));
+    assert_equal("d_head", &heads[0], &heads[1]);
+    assert_equal("log_probs", &got_probs, &wanted_probs);
+    Ok(())
+}
+
+#[test]
+fn experts_and_the_pressure_on_their_router() {
+    let (tokens, width, inner, experts, top) = (7, 6, 5, 4, 2);
+    // One expert is chosen by nobody.
+    let chosen: Vec<u32> = (0..tokens * top).map(|slot| [0, 2, 3, 2][(slot * 3) % 4] as u32).collect();
+    let mut inputs = vec![random(&[tokens, width], 1), random(&[tokens, top], 2)];
+    for expert in 0..experts as u64 {
+        inputs.extend([&[inner, width], &[inner, width], &[width, inner]].map(|shape| random(shape, 10 + expert)));
+    }
+    let Some(gpu) = gpu() else { return };
+    let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
+        let routing = Routing { chosen: chosen.clone(), weights: x[1].clone() };
+        let expert = |index: usize| {
+            let [gate, up, down] = [0, 1, 2].map(|which| x[2 + 3 * index + which].clone());
+            Ok(Expert { gate, up, down })
+        };
+        let mut memory = Memory::new(Storage::F32);
+        let first = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;
+        assert!(!memory.is_empty(), "ranks ask whether this is the second time");
+        if !again {
+            return Ok(first);
+        }
+        let second = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;
+        assert!(memory.is_empty());
+        Ok(second)
+    };
+    let wanted = results(&RankDevice::CPU, &inputs, &|_, x| mix(false, x));
+    for again in [false, true] {
+        let got = results(&gpu, &inputs, &|_, x| mix(again, x));
+        // The first is the value, which is no one's business when a layer is computed again.
+        for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate().skip(usize::from(again)) {
+            assert_equal(&format!("experts, again: {again}, result {index}"), got, wanted);
+        }
+    }
+    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
+    compare("pressed", &[random(&[4, 3], 3)], |_, x| pressed(&x[0], pressure.clone()));
+}
+
+/// Attention, collectives and a rank without tokens, whose tensors are on the GPU and empty.
+#[test]
+fn ranks_that_share_a_gpu_have_the_results_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let documents = Documents::batch(1, 2);
+    let run = |device: &RankDevice| -> Vec<Vec<Vec<f32>>> {
+        let rank = |comm: Arc<dyn ringspan::comm::Communicator>| -> Result<Vec<Vec<f32>>> {
+            let (ranks, own) = (comm.size(), comm.rank());
+            let layout =
+                Arc::new(Layout::new(LayoutKind::Contiguous, &documents, ranks).map_err(candle_core::Error::wrap)?);
+            let rows = layout.tokens(own);
+            let kernel = if device.tensors().is_cpu() { Kernel::new(1) } else { device.kernel(1).expect("a stream") };
+            let group = comm.split(0, own).map_err(candle_core::Error::wrap)?;
+            let group = Arc::new(Group::new(group, (ranks, 1), kernel).map_err(candle_core::Error::wrap)?);
+            let context = Context::new(group, layout, Strategy::Ring)?;
+            let inputs = [[rows, 4, 8], [rows, 2, 8], [rows, 2, 8]].map(|shape| random(&shape, own as u64 + 1));
+            let attended = results(device, &inputs, &|_, x| {
+                context.attention(0, &x[0], &x[1], &x[2], &Mask::causal(), &Score::new(0.3))
+            });
+            let x = [random(&[rows, 3], own as u64 + 7)];
+            let gathered = results(device, &x, &|_, x| collective::all_gather(&comm, &x[0]));
+            let summed = results(device, &[random(&[2, 3], own as u64)], &|_, x| collective::all_reduce(&comm, &x[0]));
+            Ok([attended, gathered, summed].concat())
+        };
+        threads::run(3, threads::Options::default(), |comm| rank(comm).map_err(Wrapped))
+            .map_err(|e| e.0)
+            .expect("ranks")
+    };
+    for (rank, (got, wanted)) in run(&gpu).iter().zip(&run(&RankDevice::CPU)).enumerate() {
+        for (index, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+            assert_equal(&format!("rank {rank}, result {index}"), got, wanted);
+        }
+    }
+}
+
+/// An error of candle as a rank returns it.
+struct Wrapped(candle_core::Error);
+
+impl From<ringspan::Error> for Wrapped {
+    fn from(error: ringspan::Error) -> Self {
+        Self(candle_core::Error::wrap(error))
+    }
+}
+
+impl std::fmt::Display for Wrapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}

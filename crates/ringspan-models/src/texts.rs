@@ -1,0 +1,159 @@
+//! What a tokenizer and the files beside a model say of whole texts: what stands around one, and which tokens end it.
+
+use crate::error::{Error, Result};
+use serde_json::Value;
+use std::path::Path;
+use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
+
+/// Says how a model generates, before `config.json` does.
+pub const GENERATION_CONFIG: &str = "generation_config.json";
+
+/// Special tokens that a tokenizer's post-processor puts around a text.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Around {
+    /// What a text begins with, as `<s>`.
+    pub before: Vec<u32>,
+    /// What it ends with.
+    pub behind: Vec<u32>,
+}
+
+impl Around {
+    /// What `tokenizer` puts around a text.
+    ///
+    /// # Errors
+    /// A post-processor that fails.
+    pub fn of(tokenizer: &Tokenizer) -> tokenizers::Result<Self> {
+        let Some(processor) = tokenizer.get_post_processor() else { return Ok(Self::default()) };
+        // No text is sure to become a token, so this one stands for the text.
+        const TEXT: u32 = u32::MAX;
+        let text = Encoding::from_tokens(vec![Token::new(TEXT, "x".into(), (0, 1))], 0);
+        let processed = processor.process(text, None, true)?;
+        let mut parts = processed.get_ids().split(|id| *id == TEXT);
+        let mut part = || parts.next().unwrap_or_default().to_vec();
+        Ok(Self { before: part(), behind: part() })
+    }
+
+    /// The tokens of a text with what it begins with, unless the text spells that itself.
+    #[must_use]
+    pub fn begin(&self, tokens: Vec<u32>) -> Vec<u32> {
+        if tokens.starts_with(&self.before) { tokens } else { [self.before.clone(), tokens].concat() }
+    }
+}
+
+/// The tokenizer without the cuts and the padding that its file may ask for: those belong to a training of somebody else,
+/// and here would silently shorten every text.
+///
+/// # Errors
+/// Never in practice: nothing is asked for that could contradict.
+pub fn uncut(mut tokenizer: Tokenizer) -> tokenizers::Result<Tokenizer> {
+    tokenizer.with_truncation(None)?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
+}
+
+/// Tokens that end a text, by the first that names any: `generation_config.json` in one of `folders`, then `config`.
+///
+/// # Errors
+/// A file that is damaged, and what is no token, with the file's name.
+pub fn end_tokens(folders: &[&Path], config: &Value) -> Result<Vec<u32>> {
+    for folder in folders {
+        let path = folder.join(GENERATION_CONFIG);
+        if !path.exists() {
+            continue;
+        }
+        let broken = |problem: String| Error::Format { path: path.clone(), problem };
+        let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+        let json: Value = serde_json::from_str(&text).map_err(|error| broken(format!("not JSON: {error}")))?;
+        if let Some(tokens) = eos(&json).map_err(broken)? {
+            return Ok(tokens);
+        }
+    }
+    Ok(eos(config).map_err(|problem| Error::Config(format!("config.json: {problem}")))?.unwrap_or_default())
+}
+
+/// `eos_token_id`: a number or a list.
+fn eos(json: &Value) -> std::result::Result<Option<Vec<u32>>, String> {
+    let id = |value: &Value| {
+        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| format!("eos_token_id {value} is not a token"))
+    };
+    match json.get("eos_token_id") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::Array(list)) => list.iter().map(id).collect::<std::result::Result<_, _>>().map(Some),
+        Some(value) => Ok(Some(vec![id(value)?])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn tokenizer(post_processor: Value) -> Tokenizer {
+        let special = |id: u32, content: &str| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
+        };
+        let json = json!({"version": "1.0", "truncation": {"direction": "Right", "max_length": 3, "strategy":
+            "LongestFirst", "stride": 0}, "padding": {"strategy": {"Fixed": 9}, "direction": "Right",
+            "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"},
+            "added_tokens": [special(0, "<s>"), special(1, "</s>")], "normalizer": null,
+            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": post_processor, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "unk_token": "<s>"}});
+        Tokenizer::from_bytes(json.to_string()).expect("a tokenizer")
+    }
+
+    /// `<s> text </s>`, each part where it is wanted.
+    fn template(before: bool, behind: bool) -> Value {
+        let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
+        let mut single = vec![json!({"Sequence": {"id": "A", "type_id": 0}})];
+        if before {
+            single.insert(0, special("<s>"));
+        }
+        if behind {
+            single.push(special("</s>"));
+        }
+        json!({"type": "TemplateProcessing", "single": single, "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {"<s>": {"id": "<s>", "ids": [0],
+            "tokens": ["<s>"]}, "</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}}})
+    }
+
+    #[test]
+    fn what_stands_around_a_text_is_what_the_post_processor_adds() {
+        let around = |processor| Around::of(&tokenizer(processor)).expect("processed");
+        assert_eq!(around(Value::Null), Around::default());
+        assert_eq!(around(template(true, false)), Around { before: vec![0], behind: vec![] });
+        assert_eq!(around(template(false, true)), Around { before: vec![], behind: vec![1] });
+        let both = around(template(true, true));
+        assert_eq!(both, Around { before: vec![0], behind: vec![1] });
+        assert_eq!(both.begin(vec![2, 3]), [0, 2, 3]);
+        assert_eq!(both.begin(vec![0, 2]), [0, 2], "what the text spells is not doubled");
+    }
+
+    #[test]
+    fn a_text_is_neither_cut_nor_padded() {
+        let whole = uncut(tokenizer(Value::Null)).expect("uncut");
+        for text in ["a b a b a b a b a b a b", "a"] {
+            let tokens = whole.encode(text, false).expect("tokens");
+            assert_eq!(tokens.get_ids().len(), text.split(' ').count());
+        }
+        let json = whole.to_string(false).expect("JSON");
+        assert!(json.contains("\"truncation\":null") && json.contains("\"padding\":null"), "{json}");
+    }
+
+    #[test]
+    fn end_tokens_come_from_the_generation_config_first() {
+        let folder = tempfile::tempdir().expect("folder");
+        let write = |text: &str| std::fs::write(folder.path().join(GENERATION_CONFIG), text).expect("file");
+        let ends = |config: Value| end_tokens(&[folder.path()], &config).map_err(|error| error.to_string());
+        assert_eq!(ends(json!({})), Ok(vec![]));
+        assert_eq!(ends(json!({"eos_token_id": 7})), Ok(vec![7]));
+        write(r#"{"eos_token_id": [8, 9]}"#);
+        assert_eq!(ends(json!({"eos_token_id": 7})), Ok(vec![8, 9]));
+        write(r#"{"eos_token_id": null}"#);
+        assert_eq!(ends(json!({"eos_token_id": 7})), Ok(vec![7]));
+        assert!(ends(json!({"eos_token_id": -1})).expect_err("no token").contains("-1"));
+        write("{");
+        assert!(ends(json!({})).expect_err("damaged").contains(GENERATION_CONFIG));
+    }
+}

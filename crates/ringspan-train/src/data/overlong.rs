@@ -1,0 +1,155 @@
+//! What is packed of each document: all of it, or less where it is longer than a sequence.
+
+use super::{Store, encode::GIVEN, packing::Span};
+use crate::observer::grouped;
+use std::{fmt, str::FromStr, sync::Arc};
+
+/// What becomes of a document that is longer than a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overlong {
+    /// It goes on in another sequence, which does not see its beginning.
+    Split,
+    /// Its end is left out.
+    Truncate,
+    /// It is left out.
+    Drop,
+}
+
+impl FromStr for Overlong {
+    type Err = ringspan::Error;
+
+    fn from_str(given: &str) -> Result<Self, Self::Err> {
+        match given {
+            "split" => Ok(Self::Split),
+            "truncate" => Ok(Self::Truncate),
+            "drop" => Ok(Self::Drop),
+            _ => Err(ringspan::Error::Unknown {
+                what: "overlong",
+                given: given.into(),
+                possible: "split, truncate, drop",
+            }),
+        }
+    }
+}
+
+/// What is packed of documents.
+#[derive(Debug, Clone)]
+pub struct Fit {
+    pub(super) spans: Arc<Vec<Span>>,
+    /// Whether a span always lies in one sequence, as conversations and completions must: an answer without its question
+    /// teaches nothing. Other text is cut where a sequence ends.
+    pub(super) whole: bool,
+    overlong: Overlong,
+    length: usize,
+    /// Documents longer than a sequence.
+    long: usize,
+    /// Tokens that are never seen.
+    lost: usize,
+    /// Parts left out because nothing in them is learned.
+    silent: usize,
+}
+
+impl Fit {
+    /// Documents for sequences of `length` tokens; `whole` ones are never cut but for being too long.
+    #[must_use]
+    pub fn new(documents: &Store, length: usize, whole: bool, overlong: Overlong) -> Self {
+        let mut fit = Self { spans: Arc::default(), whole, overlong, length, long: 0, lost: 0, silent: 0 };
+        let mut spans = Vec::with_capacity(documents.len());
+        for (document, words) in documents.documents().enumerate() {
+            let len = words.len();
+            if len <= length {
+                spans.push(Span { document, start: 0, len });
+                continue;
+            }
+            fit.long += 1;
+            let parts = match overlong {
+                Overlong::Split if !whole => vec![(0, len)],
+                Overlong::Split => (0..len).step_by(length).map(|start| (start, length.min(len - start))).collect(),
+                Overlong::Truncate => vec![(0, length)],
+                Overlong::Drop => Vec::new(),
+            };
+            fit.lost += len - parts.iter().map(|(_, len)| len).sum::<usize>();
+            for (start, len) in parts {
+                // Nothing predicts the first token.
+                match words[start + 1..start + len].iter().any(|word| word & GIVEN == 0) || !whole {
+                    true => spans.push(Span { document, start, len }),
+                    false => (fit.silent, fit.lost) = (fit.silent + 1, fit.lost + len),
+                }
+            }
+        }
+        fit.spans = Arc::new(spans);
+        fit
+    }
+
+    /// Every document as it is, cut where a sequence ends.
+    #[must_use]
+    pub fn text(documents: &Store) -> Self {
+        Self::new(documents, usize::MAX, false, Overlong::Split)
+    }
+
+    /// Whether nothing is left to pack.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.spans.is_empty()
+    }
+
+    /// What of a run's data depends on this, for a fingerprint.
+    pub(crate) fn identity(&self) -> Option<[u64; 3]> {
+        let plain = !self.whole && self.overlong == Overlong::Split;
+        (!plain).then_some([u64::from(self.whole), self.overlong as u64, self.length as u64])
+    }
+}
+
+impl fmt::Display for Fit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let cut = if self.whole { "no document is cut by another" } else { "documents are cut where a sequence ends" };
+        write!(f, "{cut}")?;
+        if self.long == 0 {
+            return Ok(());
+        }
+        let becomes = match self.overlong {
+            Overlong::Split => "split",
+            Overlong::Truncate => "truncated",
+            Overlong::Drop => "left out",
+        };
+        let (long, length) = (grouped(self.long as u64), grouped(self.length as u64));
+        write!(f, "; {long} longer than {length} tokens are {becomes}")?;
+        if self.silent > 0 {
+            write!(f, ", {} parts of them left out, where nothing is learned", grouped(self.silent as u64))?;
+        }
+        match self.lost {
+            0 => Ok(()),
+            lost => write!(f, " ({} tokens are never seen)", grouped(lost as u64)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans(fit: &Fit) -> Vec<(usize, usize, usize)> {
+        fit.spans.iter().map(|span| (span.document, span.start, span.len)).collect()
+    }
+
+    #[test]
+    fn what_is_too_long_is_split_truncated_or_left_out_and_counted() {
+        // The second is a question of six tokens and its answer of four.
+        let question = (0..10).map(|i| if i < 6 { i | GIVEN } else { i }).collect();
+        let documents = Store::new(&[vec![1; 4], question, vec![2; 3]]);
+        let fit = |whole, overlong| Fit::new(&documents, 4, whole, overlong);
+        assert_eq!(spans(&fit(false, Overlong::Split)), [(0, 0, 4), (1, 0, 10), (2, 0, 3)]);
+        let truncated = fit(false, Overlong::Truncate);
+        assert_eq!(spans(&truncated), [(0, 0, 4), (1, 0, 4), (2, 0, 3)]);
+        assert!(truncated.to_string().ends_with("1 longer than 4 tokens are truncated (6 tokens are never seen)"));
+        assert_eq!(spans(&fit(true, Overlong::Drop)), [(0, 0, 4), (2, 0, 3)]);
+        let split = fit(true, Overlong::Split);
+        assert_eq!(spans(&split), [(0, 0, 4), (1, 4, 4), (1, 8, 2), (2, 0, 3)]);
+        let words = split.to_string();
+        assert!(words.contains("1 longer than 4 tokens are split, 1 parts of them left out"), "{words}");
+        // Of the answer nothing is left.
+        let silent = fit(true, Overlong::Truncate);
+        assert_eq!(spans(&silent), [(0, 0, 4), (2, 0, 3)]);
+        assert!(silent.to_string().contains("(10 tokens are never seen)"), "{silent}");
+    }
+}

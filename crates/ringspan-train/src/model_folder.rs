@@ -1,0 +1,128 @@
+//! A trained model as a folder that others read: at the end of a run, and from any checkpoint of one.
+
+use crate::{
+    beside,
+    checkpoint::Checkpoints,
+    config::TrainConfig,
+    error::{Error, Result},
+    given::Given,
+    settings::{Settings, TrainArgs},
+    setup::{identity, model_error, same_configuration},
+    shards::whole_piece,
+};
+use candle_core::{Device, Tensor};
+use ringspan_models::{
+    Decoder, Place, Unit, Weights, adapter,
+    folder::{SavedType, Writer},
+};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Bytes of data from which the model is cut into several files, as Hugging Face does.
+const FILE: u64 = 5_000_000_000;
+
+/// Writes the model to `config.out`, unit by unit, from what `whole` gives of each; where others write, `whole` is asked all
+/// the same. With adapters, these, and the model they are merged into where that is asked for.
+pub(crate) fn write(
+    config: &TrainConfig,
+    decoder: &Decoder,
+    json: &Value,
+    writes: bool,
+    whole: impl Fn(Unit) -> Result<Weights>,
+) -> Result<()> {
+    let out = &config.out;
+    let mut writer = None;
+    if writes && (config.lora.is_none() || config.lora_merge) {
+        // Adapters alone are trained, and not part of the model they stand beside.
+        let plain = |name: &String| decoder.lora().is_none() || !decoder.trains(name);
+        let shapes = decoder.shapes().into_iter().filter(|(name, _)| plain(name)).collect();
+        let saved = config.export_dtype.unwrap_or_else(|| SavedType::of(json));
+        writer = Some(Writer::new(out, json, &shapes, saved, FILE).map_err(model_error)?);
+    }
+    let mut adapters = Weights::new();
+    for unit in decoder.units() {
+        let mut weights = whole(unit)?;
+        if !writes {
+            continue;
+        }
+        if let Some(lora) = decoder.lora() {
+            let of_unit = weights.iter().filter(|(name, _)| decoder.trains(name));
+            adapters.extend(of_unit.map(|(name, tensor)| (name.clone(), tensor.clone())));
+            weights = lora.merge(weights).map_err(model_error)?;
+        }
+        if let Some(writer) = &mut writer {
+            weights.iter().try_for_each(|(name, tensor)| writer.write(name, tensor)).map_err(model_error)?;
+        }
+    }
+    if let Some(writer) = writer {
+        writer.finish().map_err(model_error)?;
+    }
+    if let (true, Some(lora), Some(base)) = (writes, decoder.lora(), &config.model) {
+        let base = base.canonicalize().unwrap_or_else(|_| base.clone());
+        adapter::save(out, &base, lora, &adapters).map_err(model_error)?;
+    }
+    Ok(())
+}
+
+/// A model folder that was made of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exported {
+    /// The checkpoint's step.
+    pub step: u64,
+    /// The folder.
+    pub out: PathBuf,
+}
+
+/// Makes a model folder of a checkpoint of the run in `run`: of its newest, or that of `step`. It goes to `out`, or else into
+/// the run's folder, as at its end. It is stored as `dtype`, or else as the run says, or the model it began with was.
+///
+/// One unit of the model is in memory at a time.
+///
+/// # Errors
+/// No run or no such checkpoint, a checkpoint of another model, an `out` that holds another model, what the file system says.
+pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<SavedType>) -> Result<Exported> {
+    let resumed = Settings { resume: Some(run.to_owned()), ..Settings::default() };
+    let mut config = TrainConfig::from_args(&TrainArgs { settings: resumed, ..TrainArgs::default() })?;
+    config.export_dtype = dtype.or(config.export_dtype);
+    let (mut given, first) = Given::new(&config)?;
+    let tokenizer = given.tokenizer(&config)?;
+    let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
+    let start = first.start(&decoder, config.seed, 1)?;
+    if let Some(lora) = config.lora_of(&decoder) {
+        decoder = decoder.with_lora(lora).map_err(model_error)?;
+    }
+    let start = start.with_lora(decoder.lora());
+    let checkpoints = Checkpoints::new(&config.out, config.keep);
+    let saved = checkpoints.of_model(step, &identity(decoder.config(), &decoder.shapes()))?;
+    same_configuration(&config, &saved, &given.json)?;
+    let (step, end) = (saved.progress.step, saved.progress.end);
+    let start = start.with_checkpoint(saved, &decoder)?;
+    if let Some(out) = out {
+        refuse_used(out)?;
+        config.out = out.to_owned();
+    }
+    let place = Place { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
+    let whole = |unit| {
+        let portions = decoder.portions(unit, place).map_err(model_error)?;
+        let tensor = |portion: &ringspan_models::Portion| {
+            let values = start.read(&decoder, &whole_piece(portion))?;
+            Ok((portion.name.clone(), Tensor::from_vec(values, portion.whole.clone(), &Device::Cpu)?))
+        };
+        portions.iter().map(tensor).collect()
+    };
+    write(&config, &decoder, &given.json, true, whole)?;
+    beside::keep(&config, tokenizer.as_ref(), &given.json, end)?;
+    Ok(Exported { step, out: config.out })
+}
+
+/// A model is not written over another one by an export that names its own folder.
+fn refuse_used(out: &Path) -> Result<()> {
+    let names = ["model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG, "checkpoints"];
+    match names.into_iter().find(|name| out.join(name).exists()) {
+        None => Ok(()),
+        Some(name) => Err(Error::Settings(format!(
+            "{} already holds a run or a model ({name}): choose another --out, or remove it",
+            out.display()
+        ))),
+    }
+}

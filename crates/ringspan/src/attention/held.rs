@@ -1,0 +1,29 @@
+//! The inputs of a call where the group's kernel computes.
+
+use super::Inputs;
+use crate::error::Result;
+use crate::kernel::{Held, Kernel, Score};
+
+/// Inputs, copied there where they are not.
+pub(super) struct HeldInputs<'a> {
+    q: Held<'a>,
+    k: Held<'a>,
+    v: Held<'a>,
+    bias: Option<Held<'a>>,
+    score: &'a Score,
+}
+
+impl<'a> Inputs<'a> {
+    pub(super) fn hold(&self, kernel: &Kernel) -> Result<HeldInputs<'a>> {
+        let Self { q, k, v, score, bias } = *self;
+        let bias = bias.map(|bias| kernel.hold(bias)).transpose()?;
+        Ok(HeldInputs { q: kernel.hold(q)?, k: kernel.hold(k)?, v: kernel.hold(v)?, bias, score })
+    }
+}
+
+impl HeldInputs<'_> {
+    pub(super) fn inputs(&self) -> Inputs<'_> {
+        let Self { q, k, v, bias, score } = self;
+        Inputs { q: q.view(), k: k.view(), v: v.view(), score, bias: bias.as_ref().map(Held::view) }
+    }
+}

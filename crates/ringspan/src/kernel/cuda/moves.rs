@@ -1,0 +1,286 @@
+//! What a rank does with its tensors on a GPU besides attention: copies, messages, sums, softmax states.
+
+use super::super::message::Piece;
+use super::super::sums::Place;
+use super::super::view::Stored;
+use super::super::{Data, View};
+use super::job::Move;
+use super::memory::{GpuArray, GpuData, GpuMut};
+use super::module::Options;
+use super::{Cuda, count};
+use crate::error::{Error, Result};
+use cudarc::driver::{CudaSlice, result};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+/// Threads that share a row of a softmax state.
+const LANES: usize = 32;
+
+impl Cuda {
+    /// A copy of elements in the memory of the CPU, as they are stored.
+    pub(in crate::kernel) fn upload(&self, data: Data) -> Result<GpuArray> {
+        let bytes: &[u8] = match data {
+            Data::F32(data) => bytemuck::cast_slice(data),
+            Data::Bf16(data) => bytemuck::cast_slice(data),
+            Data::F16(data) => bytemuck::cast_slice(data),
+            Data::Gpu(data) => return Err(self.wrong(format!("{data:?} are no elements of the CPU"))),
+        };
+        Ok(self.own(self.upload_all(bytes)?, data.stored(), data.len()))
+    }
+
+    /// Copies f32 or the bits of 16-bit elements to the CPU; communication goes on while the GPU is at what was started before.
+    pub(in crate::kernel) fn download<T: bytemuck::Pod>(&self, from: GpuData, to: &mut [T]) -> Result<()> {
+        if (from.len(), from.stored().width()) != (to.len(), size_of::<T>()) {
+            return Err(self.wrong(format!("{from:?} for {} elements of {} bytes", to.len(), size_of::<T>())));
+        }
+        if to.is_empty() {
+            return Ok(());
+        }
+        let at = self.read(from)?;
+        self.wait()?;
+        self.gpu.0.downloaded.fetch_add(size_of_val(to) as u64, Ordering::Relaxed);
+        self.bind()?;
+        // SAFETY: there are as many bytes, and they stay until the copy is over.
+        unsafe { result::memcpy_dtoh_async(to, at, self.stream.cu_stream()) }
+            .and_then(|()| self.stream.synchronize())
+            .map_err(self.gpu.failed("copy from the GPU"))
+    }
+
+    /// Elements of another GPU, or of another rank, as this rank's own.
+    pub(in crate::kernel) fn copied(&self, from: GpuData) -> Result<GpuArray> {
+        let mut to = self.array(from.stored(), from.len())?;
+        let bytes = from.len() * from.stored().width();
+        if bytes > 0 {
+            let (source, target) = (from.read(&self.stream)?, to.all_mut().write(&self.stream)?);
+            let (source_gpu, context) = (&from.gpu().0.context, &self.gpu.0.context);
+            self.bind()?;
+            // SAFETY: both have as many bytes, each in the context it is named with.
+            unsafe {
+                result::memcpy_peer_async(
+                    context.cu_ctx(),
+                    target,
+                    source_gpu.cu_ctx(),
+                    source,
+                    bytes,
+                    self.stream.cu_stream(),
+                )
+            }
+            .map_err(self.gpu.failed("copy from another GPU"))?;
+        }
+        Ok(to)
+    }
+
+    /// The calls of the driver that cudarc passes on as they are need a thread that knows the GPU.
+    fn bind(&self) -> Result<()> {
+        self.gpu.0.context.bind_to_thread().map_err(self.gpu.failed("use from this thread"))
+    }
+
+    /// Where elements lie that this rank reads.
+    pub(super) fn read(&self, data: GpuData) -> Result<u64> {
+        if !data.gpu().is(&self.gpu) {
+            return Err(self.wrong(format!("it cannot read {data:?}")));
+        }
+        data.read(&self.stream)
+    }
+
+    /// Where the elements of any tensor lie that this rank reads.
+    pub(super) fn read_any(&self, data: Data) -> Result<u64> {
+        match data {
+            Data::Gpu(data) => self.read(data),
+            _ => Err(self.wrong(format!("{} elements are in the memory of the CPU", data.len()))),
+        }
+    }
+
+    pub(super) fn wrong(&self, message: String) -> Error {
+        Error::Device { device: format!("{:?}", self.gpu), operation: "use a tensor", message }
+    }
+
+    /// f32 elements that all are `value`.
+    pub(in crate::kernel) fn filled(&self, len: usize, value: f32) -> Result<GpuArray> {
+        let mut array = self.array(Stored::F32, len)?;
+        self.fill(array.all_mut(), value)?;
+        Ok(array)
+    }
+
+    fn fill(&self, mut to: GpuMut, value: f32) -> Result<()> {
+        let job = Move { to: to.write(&self.stream)?, count: to.len() as i64, value, ..Move::default() };
+        self.launch_move((Stored::F32, Stored::F32), "fill", &job, to.len())
+    }
+
+    /// Pieces of tensors behind each other, in one type.
+    pub(in crate::kernel) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<GpuArray> {
+        let mut packed = self.array(to, pieces.iter().map(Piece::len).sum())?;
+        let mut all = packed.all_mut();
+        let mut at = all.write(&self.stream)?;
+        for piece in pieces {
+            let Piece { view, heads, rows } = piece;
+            let from = self.tensor(view)? + (heads.start * view.head_stride * view.data.stored().width()) as u64;
+            let list = self.rows(rows)?;
+            let job = Move {
+                from,
+                to: at,
+                width: (heads.len() * view.dim) as i64,
+                dim: view.dim as i64,
+                row_stride: view.token_stride as i64,
+                head_stride: view.head_stride as i64,
+                ..list.job(self)
+            };
+            self.launch_move((view.data.stored(), to), "pack", &job, piece.len())?;
+            at += (piece.len() * to.width()) as u64;
+        }
+        Ok(packed)
+    }
+
+    /// Writes a message behind the first `filled` elements of `all`.
+    pub(in crate::kernel) fn append(&self, all: &mut GpuArray, filled: usize, message: GpuData) -> Result<()> {
+        let width = message.stored().width();
+        if all.data().stored() != message.stored() || filled + message.len() > all.len() {
+            return Err(self.wrong(format!("{message:?} behind {filled} of {all:?}")));
+        }
+        let (from, to) = (self.read(message)?, all.all_mut().write(&self.stream)? + (filled * width) as u64);
+        if message.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: the elements are there on both sides.
+        unsafe { result::memcpy_dtod_async(to, from, message.len() * width, self.stream.cu_stream()) }
+            .map_err(self.gpu.failed("copy on the GPU"))
+    }
+
+    /// Adds rows that follow each other to the rows of `place`.
+    pub(in crate::kernel) fn add(&self, mut sum: GpuMut, place: &Place, values: GpuData) -> Result<()> {
+        let list = self.rows(place.rows)?;
+        let job = Move {
+            from: self.read(values)?,
+            to: sum.write(&self.stream)? + 4 * place.offset as u64,
+            width: place.width as i64,
+            row_stride: place.stride as i64,
+            ..list.job(self)
+        };
+        self.launch_move((Stored::F32, Stored::F32), "add", &job, place.len())
+    }
+
+    /// `[rows, columns]` to `[columns, rows]`.
+    pub(in crate::kernel) fn transpose(&self, values: GpuData, rows: usize, columns: usize) -> Result<GpuArray> {
+        let mut array = self.array(Stored::F32, rows * columns)?;
+        let job = Move {
+            from: self.read(values)?,
+            to: array.all_mut().write(&self.stream)?,
+            count: rows as i64,
+            width: columns as i64,
+            ..Move::default()
+        };
+        self.launch_move((Stored::F32, Stored::F32), "transpose", &job, rows * columns)?;
+        Ok(array)
+    }
+
+    /// A softmax state `[out | max | sum]` that has seen nothing.
+    pub(in crate::kernel) fn state(&self, rows: usize, v_dim: usize) -> Result<GpuArray> {
+        let mut state = self.filled(rows * (v_dim + 2), 0.0)?;
+        let (_, mut statistics) = state.split_at_mut(rows * v_dim);
+        let at = statistics.write(&self.stream)?;
+        let job = Move { to: at, count: rows as i64, value: f32::NEG_INFINITY, ..Move::default() };
+        self.launch_move((Stored::F32, Stored::F32), "fill", &job, rows)?;
+        Ok(state)
+    }
+
+    /// Adds the state of the same queries over other keys.
+    pub(in crate::kernel) fn merge(
+        &self,
+        state: &mut GpuArray,
+        (tokens, heads, v_dim): (usize, usize, usize),
+        message: GpuData,
+    ) -> Result<()> {
+        let job = Move {
+            from: self.read(message)?,
+            to: state.all_mut().write(&self.stream)?,
+            width: v_dim as i64,
+            tokens: tokens as i64,
+            heads: heads as i64,
+            ..Move::default()
+        };
+        self.launch_move((Stored::F32, Stored::F32), "merge", &job, tokens * heads * LANES)
+    }
+
+    /// Output and log-sum-exp.
+    pub(in crate::kernel) fn finish(
+        &self,
+        mut state: GpuArray,
+        (tokens, heads, v_dim): (usize, usize, usize),
+        sinks: Option<&[f32]>,
+    ) -> Result<(GpuArray, GpuArray)> {
+        let (rows, sinks) = (tokens * heads, sinks.map(|sinks| self.upload_all(sinks)).transpose()?);
+        let job = Move {
+            to: state.all_mut().write(&self.stream)?,
+            sinks: sinks.as_ref().map_or(0, |sinks| self.at(sinks)),
+            width: v_dim as i64,
+            tokens: tokens as i64,
+            heads: heads as i64,
+            ..Move::default()
+        };
+        self.launch_move((Stored::F32, Stored::F32), "finish", &job, rows * LANES)?;
+        Ok((state.part(0..rows * v_dim), state.part(rows * v_dim..rows * (v_dim + 1))))
+    }
+
+    /// A tensor's first element. On the GPU nothing stops a row that leaves its tensor, so none may.
+    pub(super) fn tensor(&self, view: &View) -> Result<u64> {
+        let View { tokens, heads, dim, token_stride, head_stride, data } = *view;
+        let last = |count: usize, stride: usize| (count - 1).checked_mul(stride);
+        let end = match tokens == 0 || heads == 0 {
+            true => Some(0),
+            false => last(tokens, token_stride)
+                .zip(last(heads, head_stride))
+                .and_then(|(token, head)| token.checked_add(head)?.checked_add(dim)),
+        };
+        if end.is_none_or(|end| end > data.len()) {
+            return Err(self.wrong(format!(
+                "a tensor [{tokens}, {heads}, {dim}] with strides {token_stride} and {head_stride} leaves its {} elements",
+                data.len()
+            )));
+        }
+        self.read_any(data)
+    }
+
+    /// What a kernel has to know of rows: a list only where they do not follow each other.
+    fn rows(&self, ranges: &[Range<usize>]) -> Result<RowList> {
+        let count = ranges.iter().map(ExactSizeIterator::len).sum();
+        match ranges {
+            [] => Ok(RowList { first: 0, count, list: None }),
+            [rows] => Ok(RowList { first: rows.start, count, list: None }),
+            _ => {
+                let mut rows = Vec::with_capacity(count);
+                for row in ranges.iter().flat_map(Clone::clone) {
+                    rows.push(super::count(row, "rows")?);
+                }
+                Ok(RowList { first: 0, count, list: Some(self.upload_all(&rows)?) })
+            }
+        }
+    }
+
+    /// Starts `threads` threads of a kernel of `source/memory.cu`.
+    fn launch_move(&self, (from, to): (Stored, Stored), name: &'static str, job: &Move, threads: usize) -> Result<()> {
+        if threads == 0 {
+            return Ok(());
+        }
+        let options = Options::memory(from, to);
+        let blocks = count(threads.div_ceil(options.threads), "blocks of threads")?;
+        self.launch(&options, name, job, (blocks, 1))
+    }
+}
+
+struct RowList {
+    first: usize,
+    count: usize,
+    list: Option<CudaSlice<i32>>,
+}
+
+impl RowList {
+    fn job(&self, cuda: &Cuda) -> Move {
+        Move {
+            rows: self.list.as_ref().map_or(0, |list| cuda.at(list)),
+            first: self.first as i64,
+            count: self.count as i64,
+            ..Move::default()
+        }
+    }
+}

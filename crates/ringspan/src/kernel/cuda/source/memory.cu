@@ -1,0 +1,134 @@
+// What is done with tensors besides attention: messages, sums, softmax states. Behind `element.cu`.
+//
+// Compiled for two types: Q_TYPE is read, OUT_TYPE written; what is added, merged and finished is f32.
+
+struct Job {
+    const void *from;
+    void *to;
+    // Rows of the side that is not contiguous; without a list they follow `first`.
+    const int *rows;
+    const float *sinks;
+    i64 first, count, width;
+    // Elements of a head, from one row to the next, and from one head to the next, on that side.
+    i64 dim, row_stride, head_stride;
+    // Of a softmax state.
+    i64 tokens, heads;
+    float value;
+};
+
+static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+
+__device__ inline i64 thread() { return (i64)blockIdx.x * THREADS + threadIdx.x; }
+
+__device__ inline i64 row_at(const Job &job, i64 row) { return job.rows ? job.rows[row] : job.first + row; }
+
+// Some rows of a tensor, one behind the other: to[row, width].
+extern "C" __global__ void __launch_bounds__(THREADS) pack(const Job job) {
+    const i64 at = thread();
+    if (at >= job.count * job.width) {
+        return;
+    }
+    const i64 column = at % job.width;
+    const i64 head = column / job.dim * job.head_stride;
+    const i64 from = row_at(job, at / job.width) * job.row_stride + head + column % job.dim;
+    if (Q_TYPE == OUT_TYPE && Q_TYPE != F32) {
+        ((unsigned short *)job.to)[at] = ((const unsigned short *)job.from)[from];
+    } else {
+        store<OUT_TYPE>(job.to, at, element<Q_TYPE>(job.from, from));
+    }
+}
+
+// Adds from[row, width] to some rows.
+extern "C" __global__ void __launch_bounds__(THREADS) add(const Job job) {
+    const i64 at = thread();
+    if (at < job.count * job.width) {
+        const i64 row = row_at(job, at / job.width);
+        ((float *)job.to)[row * job.row_stride + at % job.width] += ((const float *)job.from)[at];
+    }
+}
+
+// from[count, width] to to[width, count].
+extern "C" __global__ void __launch_bounds__(THREADS) transpose(const Job job) {
+    const i64 at = thread();
+    if (at < job.count * job.width) {
+        ((float *)job.to)[at] = ((const float *)job.from)[at % job.count * job.width + at / job.count];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fill(const Job job) {
+    const i64 at = thread();
+    if (at < job.count) {
+        ((float *)job.to)[at] = job.value;
+    }
+}
+
+// A softmax state: out [tokens, heads, width], then max and sum [heads, tokens]. LANES threads have a row of it.
+#define LANES 32
+
+struct State {
+    float *out, *max, *sum;
+};
+
+__device__ inline State state(const void *data, const Job &job, i64 row) {
+    const i64 rows = job.heads * job.tokens, head = row / job.tokens, token = row % job.tokens;
+    float *const all = (float *)data;
+    return {all + (token * job.heads + head) * job.width, all + rows * job.width + row, all + rows * (job.width + 1) + row};
+}
+
+// A number to measure -inf against, so that no NaN arises.
+__device__ inline float finite(float x) { return fmaxf(x, -3.402823466e38f); }
+
+// Adds the state `from` of the same queries over other keys to the state `to`.
+extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
+    const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
+    const bool held = row < job.heads * job.tokens;
+    State to = {}, from = {};
+    float greatest = 0.0f, sum = 0.0f, before = 0.0f, more = 0.0f;
+    if (held) {
+        to = state(job.to, job, row);
+        from = state(job.from, job, row);
+        greatest = fmaxf(*to.max, *from.max);
+        before = exp2f(*to.max - finite(greatest));
+        more = exp2f(*from.max - finite(greatest));
+        sum = *to.sum * before + *from.sum * more;
+    }
+    __syncthreads(); // All have read what one writes.
+    if (held) {
+        for (i64 column = lane; column < job.width; column += LANES) {
+            to.out[column] = to.out[column] * before + from.out[column] * more;
+        }
+        if (lane == 0) {
+            *to.max = greatest;
+            *to.sum = sum;
+        }
+    }
+}
+
+// The state `to` becomes output and log-sum-exp, in the place of the maximum.
+extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
+    const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
+    const bool held = row < job.heads * job.tokens;
+    State to = {};
+    float greatest = 0.0f, sum = 0.0f, before = 1.0f;
+    if (held) {
+        to = state(job.to, job, row);
+        greatest = *to.max;
+        sum = *to.sum;
+        if (job.sinks) {
+            const float sink = job.sinks[row / job.tokens] * LOG2_E;
+            greatest = fmaxf(greatest, sink);
+            before = exp2f(*to.max - finite(greatest));
+            sum = sum * before + exp2f(sink - finite(greatest));
+        }
+    }
+    __syncthreads(); // All have read what one writes.
+    if (held) {
+        const float factor = sum > 0.0f ? 1.0f / sum : 1.0f;
+        for (i64 column = lane; column < job.width; column += LANES) {
+            to.out[column] = to.out[column] * before * factor;
+        }
+        if (lane == 0) {
+            *to.max = (float)((double)greatest * 0.69314718055994530942 + log((double)sum));
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! f32 numbers of a rank, in the memory of the CPU or of a GPU.
+
+use super::Data;
+#[cfg(feature = "cuda")]
+use super::cuda::{GpuArray, GpuMut};
+use crate::comm::Buffer;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+/// Numbers where a kernel has computed them: [`Kernel::to_host`](super::Kernel::to_host) brings them to the CPU.
+#[derive(Debug, Clone)]
+pub enum Floats {
+    /// In the memory of the CPU.
+    Host(Vec<f32>),
+    /// In that of a GPU.
+    #[cfg(feature = "cuda")]
+    Gpu(GpuArray),
+}
+
+/// Numbers that are added to.
+#[derive(Debug)]
+pub enum FloatsMut<'a> {
+    /// In the memory of the CPU.
+    Host(&'a mut [f32]),
+    /// In that of a GPU.
+    #[cfg(feature = "cuda")]
+    Gpu(GpuMut<'a>),
+}
+
+impl Default for Floats {
+    fn default() -> Self {
+        Self::Host(Vec::new())
+    }
+}
+
+impl Floats {
+    /// How many.
+    pub fn len(&self) -> usize {
+        self.data().len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The numbers, for views.
+    pub fn data(&self) -> Data<'_> {
+        match self {
+            Self::Host(values) => Data::F32(values),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(array) => Data::Gpu(array.data()),
+        }
+    }
+
+    pub(crate) fn all_mut(&mut self) -> FloatsMut<'_> {
+        match self {
+            Self::Host(values) => FloatsMut::Host(values),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(array) => FloatsMut::Gpu(array.all_mut()),
+        }
+    }
+
+    pub(crate) fn split_at_mut(&mut self, at: usize) -> (FloatsMut<'_>, FloatsMut<'_>) {
+        match self {
+            Self::Host(values) => {
+                let (first, second) = values.split_at_mut(at);
+                (FloatsMut::Host(first), FloatsMut::Host(second))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Gpu(array) => {
+                let (first, second) = array.split_at_mut(at);
+                (FloatsMut::Gpu(first), FloatsMut::Gpu(second))
+            }
+        }
+    }
+
+    /// The first `at` numbers, and the others.
+    pub(crate) fn split(self, at: usize) -> (Self, Self) {
+        match self {
+            Self::Host(mut first) => {
+                let second = first.split_off(at);
+                (Self::Host(first), Self::Host(second))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Gpu(array) => (Self::Gpu(array.part(0..at)), Self::Gpu(array.part(at..array.len()))),
+        }
+    }
+
+    /// Parts of these lengths, in order; on a GPU they share its memory.
+    pub(crate) fn parts(self, lens: impl Iterator<Item = usize>) -> Vec<Self> {
+        let mut from = 0;
+        let part = |len: usize| {
+            let range = from..from + len;
+            from = range.end;
+            match &self {
+                Self::Host(values) => Self::Host(values[range].to_vec()),
+                #[cfg(feature = "cuda")]
+                Self::Gpu(array) => Self::Gpu(array.part(range)),
+            }
+        };
+        lens.map(part).collect()
+    }
+
+    pub(crate) fn into_message(self) -> Buffer {
+        match self {
+            Self::Host(values) => Buffer::F32(values),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(array) => Buffer::Device(Arc::new(array)),
+        }
+    }
+}
+
+impl FloatsMut<'_> {
+    /// The numbers as they are.
+    #[cfg(feature = "cuda")]
+    pub(super) fn data(&self) -> Data<'_> {
+        match self {
+            Self::Host(values) => Data::F32(values),
+            Self::Gpu(values) => Data::Gpu(values.data()),
+        }
+    }
+
+    /// The slice, if the CPU holds it.
+    pub(super) fn host(&mut self) -> Option<&mut [f32]> {
+        match self {
+            Self::Host(values) => Some(values),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(_) => None,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Host(values) => values.len(),
+            #[cfg(feature = "cuda")]
+            Self::Gpu(values) => values.len(),
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl<'a> From<&'a mut [f32]> for FloatsMut<'a> {
+    fn from(values: &'a mut [f32]) -> Self {
+        Self::Host(values)
+    }
+}
+
+impl<'a> From<&'a mut Vec<f32>> for FloatsMut<'a> {
+    fn from(values: &'a mut Vec<f32>) -> Self {
+        Self::Host(values)
+    }
+}

@@ -1,0 +1,171 @@
+//! Messages: parts of tensors, packed in the type in which they travel.
+
+#[cfg(feature = "cuda")]
+use super::cuda::GpuArray;
+use super::device::Device;
+use super::view::Stored;
+use super::{Data, Kernel, View};
+use crate::comm::{Buffer, Communicator};
+use crate::error::Result;
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use half::{bf16, f16};
+#[cfg(feature = "cuda")]
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Some heads of some rows of a tensor.
+#[derive(Debug)]
+pub(crate) struct Piece<'a> {
+    pub(crate) view: View<'a>,
+    pub(crate) heads: Range<usize>,
+    pub(crate) rows: &'a [Range<usize>],
+}
+
+impl Piece<'_> {
+    /// Elements.
+    pub(crate) fn len(&self) -> usize {
+        self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.heads.len() * self.view.dim
+    }
+}
+
+impl Kernel {
+    /// The pieces behind each other, each `[rows, heads, dim]`, in type `to`.
+    pub(crate) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<Buffer> {
+        match &self.0 {
+            Device::Cpu(_) => {
+                // A message that grows would take up to twice its size.
+                let mut packed = with_capacity(to, pieces.iter().map(Piece::len).sum());
+                for Piece { view, heads, rows } in pieces {
+                    for row in rows.iter().flat_map(Clone::clone) {
+                        heads.clone().for_each(|head| push(&mut packed, to, view.at(row, head)));
+                    }
+                }
+                Ok(packed)
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Ok(Buffer::Device(Arc::new(cuda.pack(to, pieces)?))),
+        }
+    }
+
+    /// Room for `len` elements that [`append`](Self::append) brings.
+    pub(crate) fn room(&self, stored: Stored, len: usize) -> Result<Buffer> {
+        match &self.0 {
+            Device::Cpu(_) => Ok(with_capacity(stored, len)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Ok(Buffer::Device(Arc::new(cuda.array(stored, len)?))),
+        }
+    }
+
+    /// Adds a message behind the first `filled` elements, which are there.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+    pub(crate) fn append(&self, all: &mut Buffer, filled: usize, message: Data) -> Result<()> {
+        match (all, message) {
+            (Buffer::F32(all), Data::F32(message)) => all.extend_from_slice(message),
+            (Buffer::U16(all), Data::Bf16(message)) => all.extend_from_slice(message.reinterpret_cast()),
+            (Buffer::U16(all), Data::F16(message)) => all.extend_from_slice(message.reinterpret_cast()),
+            #[cfg(feature = "cuda")]
+            (all @ Buffer::Device(_), Data::Gpu(message)) => {
+                if let (Device::Cuda(cuda), Some(array)) = (&self.0, array(all)) {
+                    cuda.append(&mut array.clone(), filled, message)?;
+                }
+            }
+            _ => (),
+        }
+        Ok(())
+    }
+
+    /// A message as `comm` takes it: where it cannot hand over what lies on a GPU, a copy in the memory of the CPU.
+    pub(crate) fn outgoing(&self, message: Arc<Buffer>, comm: &dyn Communicator) -> Result<Arc<Buffer>> {
+        #[cfg(feature = "cuda")]
+        if let (Device::Cuda(cuda), Some(array)) = (&self.0, array(&message)) {
+            if comm.hands_over() {
+                array.share(cuda)?;
+                return Ok(message);
+            }
+            return Ok(Arc::new(downloaded(cuda, array)?));
+        }
+        let _ = comm;
+        Ok(message)
+    }
+
+    /// A message that has come, where this kernel computes.
+    pub(crate) fn incoming(&self, message: Arc<Buffer>, stored: Stored) -> Result<Arc<Buffer>> {
+        #[cfg(feature = "cuda")]
+        match (&self.0, array(&message)) {
+            (Device::Cuda(cuda), Some(array)) if !array.is_on(cuda.gpu()) => {
+                return Ok(Arc::new(Buffer::Device(Arc::new(cuda.copied(array.data())?))));
+            }
+            (Device::Cuda(cuda), None) => {
+                if let Some(data) = read(&message, stored) {
+                    return Ok(Arc::new(Buffer::Device(Arc::new(cuda.upload(data)?))));
+                }
+            }
+            // A rank with a GPU sent it to one without.
+            (Device::Cpu(_), Some(array)) => {
+                let cuda = super::cuda::Cuda::new(array.data().gpu())?;
+                return Ok(Arc::new(downloaded(&cuda, array)?));
+            }
+            _ => (),
+        }
+        let _ = stored;
+        Ok(message)
+    }
+}
+
+/// The elements of a message where they are; `None` if they are stored as something else.
+pub(crate) fn read(message: &Buffer, stored: Stored) -> Option<Data<'_>> {
+    match (stored, message) {
+        (Stored::F32, Buffer::F32(values)) => Some(Data::F32(values)),
+        (Stored::Bf16, Buffer::U16(bits)) => Some(Data::Bf16(bits.reinterpret_cast())),
+        (Stored::F16, Buffer::U16(bits)) => Some(Data::F16(bits.reinterpret_cast())),
+        #[cfg(feature = "cuda")]
+        (stored, message) => array(message).map(|array| Data::Gpu(array.data())).filter(|data| data.stored() == stored),
+        #[cfg(not(feature = "cuda"))]
+        _ => None,
+    }
+}
+
+/// What a message holds on a GPU.
+#[cfg(feature = "cuda")]
+fn array(message: &Buffer) -> Option<&GpuArray> {
+    match message {
+        Buffer::Device(elements) => (&**elements as &dyn Any).downcast_ref(),
+        _ => None,
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn downloaded(cuda: &super::cuda::Cuda, array: &GpuArray) -> Result<Buffer> {
+    let data = array.data();
+    if data.stored() == Stored::F32 {
+        let mut values = vec![0.0; data.len()];
+        cuda.download(data, &mut values)?;
+        return Ok(Buffer::F32(values));
+    }
+    let mut bits = vec![0u16; data.len()];
+    cuda.download(data, &mut bits)?;
+    Ok(Buffer::U16(bits))
+}
+
+fn with_capacity(stored: Stored, len: usize) -> Buffer {
+    match stored {
+        Stored::F32 => Buffer::F32(Vec::with_capacity(len)),
+        Stored::Bf16 | Stored::F16 => Buffer::U16(Vec::with_capacity(len)),
+    }
+}
+
+/// Appends a row, rounded to the message's type if it is stored in another.
+fn push(packed: &mut Buffer, to: Stored, row: Data) {
+    match (packed, to, row) {
+        (Buffer::F32(packed), _, Data::F32(row)) => packed.extend_from_slice(row),
+        (Buffer::F32(packed), _, row) => packed.extend_from_slice(&row.to_f32()),
+        (Buffer::U16(packed), Stored::Bf16, Data::Bf16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
+        (Buffer::U16(packed), Stored::F16, Data::F16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
+        (Buffer::U16(packed), Stored::F16, row) => {
+            packed.extend(row.to_f32().iter().map(|x| f16::from_f32(*x).to_bits()));
+        }
+        (Buffer::U16(packed), _, row) => packed.extend(row.to_f32().iter().map(|x| bf16::from_f32(*x).to_bits())),
+        (Buffer::U64(_) | Buffer::U8(_) | Buffer::Device(_), ..) => (),
+    }
+}

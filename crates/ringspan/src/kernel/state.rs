@@ -1,0 +1,108 @@
+//! The running softmax state of a rank's queries, where its kernel computes.
+
+#[cfg(feature = "cuda")]
+use super::cuda::GpuArray;
+use super::device::Device;
+use super::{Data, Floats, Inputs, Kernel, Partial, Tile};
+use crate::comm::Buffer;
+use crate::error::Result;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+/// A [`Partial`] of `tokens`, `heads` and the width of values.
+#[derive(Debug)]
+pub(crate) struct State {
+    sizes: (usize, usize, usize),
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    Host(Partial),
+    /// Out, max and sum behind each other, as messages have them.
+    #[cfg(feature = "cuda")]
+    Gpu(GpuArray),
+}
+
+impl State {
+    /// Out, max, sum.
+    pub(crate) fn into_message(self) -> Buffer {
+        match self.place {
+            Place::Host(partial) => Buffer::F32(partial.into_message()),
+            #[cfg(feature = "cuda")]
+            Place::Gpu(array) => Buffer::Device(Arc::new(array)),
+        }
+    }
+}
+
+impl Kernel {
+    /// Nothing seen yet.
+    pub(crate) fn state(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<State> {
+        let place = match &self.0 {
+            Device::Cpu(_) => Place::Host(Partial::new(tokens, heads, v_dim)),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Place::Gpu(cuda.state(tokens * heads, v_dim)?),
+        };
+        Ok(State { sizes: (tokens, heads, v_dim), place })
+    }
+
+    /// As [`state`](Self::state), with room for what [`State::into_message`] appends.
+    pub(crate) fn state_to_send(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<State> {
+        match &self.0 {
+            Device::Cpu(_) => {
+                let place = Place::Host(Partial::to_send(tokens, heads, v_dim));
+                Ok(State { sizes: (tokens, heads, v_dim), place })
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => self.state(tokens, heads, v_dim),
+        }
+    }
+
+    /// [`Kernel::forward`] of tensors that lie where this kernel computes.
+    pub(crate) fn attend(&self, inputs: &Inputs, tiles: &[Tile], state: &mut State) -> Result<()> {
+        match &mut state.place {
+            Place::Host(partial) => self.forward(inputs, tiles, partial),
+            #[cfg(feature = "cuda")]
+            Place::Gpu(array) => {
+                let (tokens, heads, v_dim) = state.sizes;
+                super::device::check(inputs, tiles);
+                assert_eq!((tokens, heads, v_dim), (inputs.q.tokens, inputs.q.heads, inputs.v.dim), "a softmax state");
+                if tokens * heads == 0 { Ok(()) } else { self.on_gpu()?.forward(inputs, tiles, array) }
+            }
+        }
+    }
+
+    /// Adds the state of the same queries over other keys, as [`State::into_message`] gave it.
+    ///
+    /// # Panics
+    /// If the message has another size.
+    pub(crate) fn merge(&self, state: &mut State, message: Data) -> Result<()> {
+        let (tokens, heads, v_dim) = state.sizes;
+        assert_eq!(message.len(), tokens * heads * (v_dim + 2), "the size of a softmax state");
+        match (&mut state.place, message) {
+            (Place::Host(partial), Data::F32(message)) => {
+                partial.merge(tokens, heads, v_dim, message);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            (Place::Gpu(array), Data::Gpu(message)) => self.on_gpu()?.merge(array, state.sizes, message),
+            _ => Err(self.misplaced(message)),
+        }
+    }
+
+    /// Output `[Tq, H, Dv]` and natural log-sum-exp `[H, Tq]`, as [`Partial::finish`] has them.
+    pub(crate) fn finish(&self, state: State, sinks: Option<&[f32]>) -> Result<(Floats, Floats)> {
+        let (tokens, heads, v_dim) = state.sizes;
+        match state.place {
+            Place::Host(partial) => {
+                let (out, lse) = partial.finish(tokens, heads, v_dim, sinks);
+                Ok((Floats::Host(out), Floats::Host(lse)))
+            }
+            #[cfg(feature = "cuda")]
+            Place::Gpu(array) => {
+                let (out, lse) = self.on_gpu()?.finish(array, (tokens, heads, v_dim), sinks)?;
+                Ok((Floats::Gpu(out), Floats::Gpu(lse)))
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Sums of a rank, and other numbers it makes besides attention.
+
+use super::device::Device;
+use super::{Data, Floats, FloatsMut, Kernel};
+use crate::error::Result;
+use std::ops::Range;
+
+/// Rows of a sum to which as many that follow each other are added.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub(crate) rows: &'a [Range<usize>],
+    /// Elements before the first row, from one row to the next, and of a row.
+    pub(crate) offset: usize,
+    pub(crate) stride: usize,
+    pub(crate) width: usize,
+}
+
+impl Place<'_> {
+    /// Elements that are added.
+    pub(crate) fn len(&self) -> usize {
+        self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.width
+    }
+
+    /// Elements that the sum must have.
+    fn end(&self) -> usize {
+        self.rows.iter().map(|rows| rows.end).max().map_or(0, |end| self.offset + (end - 1) * self.stride + self.width)
+    }
+}
+
+impl Kernel {
+    /// Zeros where this kernel computes.
+    pub(crate) fn zeros(&self, len: usize) -> Result<Floats> {
+        match &self.0 {
+            Device::Cpu(_) => Ok(Floats::Host(vec![0.0; len])),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(cuda) => Ok(Floats::Gpu(cuda.filled(len, 0.0)?)),
+        }
+    }
+
+    /// Adds f32 rows to those of a sum.
+    ///
+    /// # Panics
+    /// If either side has not these rows.
+    pub(crate) fn add(&self, sum: FloatsMut, place: &Place, values: Data) -> Result<()> {
+        assert!(
+            place.end() <= sum.len() && place.len() == values.len(),
+            "{place:?} of {} and {}",
+            sum.len(),
+            values.len()
+        );
+        match (sum, values) {
+            (FloatsMut::Host(sum), Data::F32(values)) => {
+                let mut values = values;
+                for rows in place.rows {
+                    // Rows that touch are one run.
+                    let (runs, width) = match place.stride == place.width {
+                        true => (rows.start..rows.start + 1, rows.len() * place.width),
+                        false => (rows.clone(), place.width),
+                    };
+                    for row in runs {
+                        let (these, later) = values.split_at(width);
+                        let at = place.offset + row * place.stride;
+                        sum[at..at + width].iter_mut().zip(these).for_each(|(sum, x)| *sum += x);
+                        values = later;
+                    }
+                }
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            (FloatsMut::Gpu(sum), Data::Gpu(values)) if values.stored() == super::view::Stored::F32 => {
+                self.on_gpu()?.add(sum, place, values)
+            }
+            (_, values) => Err(self.misplaced(values)),
+        }
+    }
+
+    /// Adds all numbers.
+    pub(crate) fn add_all(&self, sum: FloatsMut, values: Data) -> Result<()> {
+        let len = sum.len();
+        self.add(
+            sum,
+            &Place { rows: std::slice::from_ref(&(0..len.min(1))), offset: 0, stride: len, width: len },
+            values,
+        )
+    }
+
+    /// `[rows, columns]` to `[columns, rows]`, of f32 numbers.
+    pub(crate) fn transpose(&self, values: Data, rows: usize, columns: usize) -> Result<Floats> {
+        assert_eq!(values.len(), rows * columns, "elements of a matrix");
+        match values {
+            Data::F32(values) => {
+                let mut out = Vec::with_capacity(values.len());
+                for column in 0..columns {
+                    out.extend((0..rows).map(|row| values[row * columns + column]));
+                }
+                Ok(Floats::Host(out))
+            }
+            #[cfg(feature = "cuda")]
+            Data::Gpu(values) => Ok(Floats::Gpu(self.on_gpu()?.transpose(values, rows, columns)?)),
+            _ => Err(self.misplaced(values)),
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What kernels do with tensors besides attention, on a GPU as on the CPU; and who waits for whom there.
+
+use super::*;
+use crate::comm::Buffer;
+use crate::kernel::{Floats, Piece, Stored as Type, SumPlace, read};
+use std::sync::Arc;
+
+const TYPES: [Type; 3] = [Type::F32, Type::Bf16, Type::F16];
+
+fn cpu() -> Kernel {
+    Kernel::new(1)
+}
+
+/// A message in the memory of the CPU.
+fn message(buffer: Buffer) -> Buffer {
+    Arc::unwrap_or_clone(cpu().incoming(Arc::new(buffer), Type::F32).expect("a copy"))
+}
+
+/// Numbers of every size and their neighbours in 16 bits, and what is no number.
+fn strange() -> Vec<f32> {
+    let exponents = (0..=255u32).flat_map(|exponent| {
+        [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x0001_8000, 0x7F_FFFF]
+            .map(|fraction| exponent << 23 | fraction)
+    });
+    exponents.flat_map(|bits| [f32::from_bits(bits), -f32::from_bits(bits)]).collect()
+}
+
+/// Some heads of some rows of strided tensors, from each type to each.
+#[test]
+fn packing_gives_the_bits_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let values = strange();
+    let rows = [0..3, 5..6, 9..40];
+    for from in [Storage::F32, Storage::Bf16, Storage::F16] {
+        let stored = from.store(&values);
+        let view = View { data: stored.data(), tokens: 40, heads: 3, dim: 7, token_stride: 50, head_stride: 9 };
+        let whole = View { tokens: 1, heads: 1, dim: values.len(), token_stride: 0, head_stride: 0, ..view };
+        for to in TYPES {
+            let packed = |kernel: &Kernel| {
+                let (held, held_whole) = (kernel.hold(view).expect("held"), kernel.hold(whole).expect("held"));
+                let pieces = [
+                    Piece { view: held.view(), heads: 1..3, rows: &rows },
+                    Piece { view: held_whole.view(), heads: 0..1, rows: &rows[..0] },
+                    Piece { view: held_whole.view(), heads: 0..1, rows: std::slice::from_ref(&(0..1)) },
+                ];
+                message(kernel.pack(to, &pieces).expect("packed"))
+            };
+            let bits = |buffer: Buffer| -> Vec<u32> {
+                match buffer {
+                    Buffer::F32(values) => values.iter().map(|x| x.to_bits()).collect(),
+                    Buffer::U16(bits) => bits.into_iter().map(u32::from).collect(),
+                    other => panic!("{other:?}"),
+                }
+            };
+            // Of what is no number the CPU's instructions and ours may keep other bits.
+            let number = |bits: &u32| match to {
+                Type::F32 => bits & 0x7FFF_FFFF <= 0x7F80_0000,
+                Type::Bf16 => bits & 0x7FFF <= 0x7F80,
+                Type::F16 => bits & 0x7FFF <= 0x7C00,
+            };
+            let (wanted, got) = (bits(packed(&cpu())), bits(packed(&gpu)));
+            assert_eq!(wanted.len(), 35 * 14 + values.len());
+            assert_eq!(wanted.len(), got.len());
+            for (at, (wanted, got)) in wanted.iter().zip(&got).enumerate() {
+                let same = if number(wanted) { wanted == got } else { !number(got) };
+                assert!(same, "{from:?} to {to:?}, element {at}: {got:x} for {wanted:x}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_transposes_and_appended_messages_are_those_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let (start, values) = (random(40 * 12, 1), random(9 * 5, 2));
+    let rows = [3..4, 7..12, 30..33];
+    let results = |kernel: &Kernel| {
+        let hold = |values: &[f32]| -> Floats {
+            let view = View::new(values, 1, 1, values.len()).expect("its size");
+            let held = kernel.hold(view).expect("held");
+            let mut sum = kernel.zeros(values.len()).expect("zeros");
+            kernel.add_all(sum.all_mut(), held.view().data).expect("added");
+            sum
+        };
+        let (mut sum, values) = (hold(&start), hold(&values));
+        let place = SumPlace { rows: &rows, offset: 4, stride: 12, width: 5 };
+        kernel.add(sum.all_mut(), &place, values.data()).expect("added");
+        let (_, second) = sum.split_at_mut(12 * 20);
+        let touching = SumPlace { rows: std::slice::from_ref(&(2..11)), offset: 0, stride: 5, width: 5 };
+        kernel.add(second, &touching, values.data()).expect("added");
+        let turned = kernel.transpose(sum.data(), 40, 12).expect("turned");
+        let mut all = kernel.room(Type::F32, 45 + 480).expect("room");
+        kernel.append(&mut all, 0, values.data()).expect("appended");
+        kernel.append(&mut all, 45, turned.data()).expect("appended");
+        let [first, second] = <[Floats; 2]>::try_from(turned.parts([180, 300].into_iter())).expect("two parts");
+        let (second, third) = second.split(100);
+        let host = |values| kernel.to_host(values).expect("copied");
+        (message(all), host(first), host(second), host(third))
+    };
+    assert_eq!(results(&gpu), results(&cpu()));
+}
+
+#[test]
+fn states_merge_and_finish_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let (tokens, heads, v_dim) = (37, 3, 20);
+    let rows = tokens * heads;
+    let state = |seed: u64| {
+        let mut message = random(rows * (v_dim + 2), seed);
+        for row in 0..rows {
+            // Some rows saw nothing, some of them nowhere.
+            let seen = !row.is_multiple_of(7) && !(row + seed as usize).is_multiple_of(5);
+            let (max, sum) = (rows * v_dim + row, rows * (v_dim + 1) + row);
+            message[max] = if seen { 9.0 * message[max] } else { f32::NEG_INFINITY };
+            message[sum] = if seen { 1.0 + message[sum].abs() } else { 0.0 };
+            if !seen {
+                let (head, token) = (row / tokens, row % tokens);
+                message[(token * heads + head) * v_dim..][..v_dim].fill(0.0);
+            }
+        }
+        message
+    };
+    for sinks in [None, Some(vec![0.3, -40.0, 7.0])] {
+        let results = |kernel: &Kernel| {
+            let mut merged = kernel.state(tokens, heads, v_dim).expect("a state");
+            for seed in [1, 2, 5] {
+                let values = state(seed);
+                let held = kernel.hold(View::new(&values, 1, 1, values.len()).expect("its size")).expect("held");
+                kernel.merge(&mut merged, held.view().data).expect("merged");
+            }
+            let (out, lse) = kernel.finish(merged, sinks.as_deref()).expect("finished");
+            (kernel.to_host(out).expect("copied"), kernel.to_host(lse).expect("copied"))
+        };
+        let ((out, lse), (wanted_out, wanted_lse)) = (results(&gpu), results(&cpu()));
+        for (got, wanted) in out.iter().zip(&wanted_out).chain(lse.iter().zip(&wanted_lse)) {
+            let near = got == wanted || (got - wanted).abs() <= 2e-6 * wanted.abs().max(0.1);
+            assert!(near, "{got} for {wanted}, sinks {sinks:?}");
+        }
+        assert_eq!((out.len(), lse.len()), (rows * v_dim, rows));
+        assert!(sinks.is_some() || lse.contains(&f32::NEG_INFINITY));
+    }
+}
+
+#[test]
+fn what_lies_elsewhere_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let values = [1.0; 8];
+    let view = View::new(&values, 2, 2, 2).expect("its size");
+    let held = gpu.hold(view).expect("held");
+    let error = cpu().delta(held.view(), held.view()).expect_err("on a GPU").to_string();
+    assert!(error.contains("8 elements lie in the memory of another device"), "{error}");
+    let error = cpu().hold(held.view()).expect_err("on a GPU").to_string();
+    assert!(error.contains("another device"), "{error}");
+    let piece = Piece { view, heads: 0..2, rows: std::slice::from_ref(&(0..2)) };
+    let error = gpu.pack(Type::F32, &[piece]).expect_err("on the CPU").to_string();
+    assert!(error.contains("8 elements are in the memory of the CPU"), "{error}");
+    assert!(read(&Buffer::U64(vec![1]), Type::F32).is_none());
+}
+
+/// Streams of two ranks; on a GPU made of a CPU each does nothing until it is asked.
+#[cfg(feature = "cuda")]
+mod streams {
+    use super::*;
+    use crate::kernel::GpuArray;
+    use crate::kernel::device::Device;
+    use cudarc::driver::CudaContext;
+
+    fn ranks() -> Option<[Kernel; 2]> {
+        let gpu = match Gpu::count() {
+            Ok(0) => return None,
+            _ => Gpu::open(0).expect("a GPU that works"),
+        };
+        Some([Kernel::cuda(&gpu).expect("a stream"), Kernel::cuda(&gpu).expect("a stream")])
+    }
+
+    fn ones(kernel: &Kernel) -> GpuArray {
+        let Device::Cuda(cuda) = &kernel.0 else { panic!("a GPU's kernel") };
+        cuda.filled(1000, 1.0).expect("ones")
+    }
+
+    fn share(kernel: &Kernel, array: &GpuArray) {
+        let Device::Cuda(cuda) = &kernel.0 else { panic!("a GPU's kernel") };
+        array.share(cuda).expect("shared");
+    }
+
+    fn sum_of(kernel: &Kernel, array: &GpuArray) -> Floats {
+        let mut sum = kernel.zeros(1000).expect("zeros");
+        kernel.add_all(sum.all_mut(), Data::Gpu(array.data())).expect("added");
+        sum
+    }
+
+    fn finished(kernel: &Kernel) {
+        kernel.to_host(kernel.zeros(1).expect("a zero")).expect("all before it is over");
+    }
+
+    #[test]
+    fn a_reader_waits_for_who_writes() {
+        let Some([a, b]) = ranks() else { return };
+        let sent = ones(&a);
+        share(&a, &sent);
+        // Nobody asks for the first rank's work but the second rank's stream.
+        assert_eq!(b.to_host(sum_of(&b, &sent)), Ok(vec![1.0; 1000]));
+        // What was not said to be ready is waited for as it stands.
+        assert_eq!(b.to_host(sum_of(&b, &ones(&a))), Ok(vec![1.0; 1000]));
+    }
+
+    #[test]
+    fn memory_goes_back_when_all_readers_are_done() {
+        let Some([a, b]) = ranks() else { return };
+        let third = match &a.0 {
+            Device::Cuda(cuda) => Kernel::cuda(cuda.gpu()).expect("a stream"),
+            Device::Cpu(_) => panic!("a GPU's kernel"),
+        };
+        let sent = ones(&a);
+        share(&a, &sent);
+        let sums = [sum_of(&b, &sent), sum_of(&third, &sent)];
+        drop(sent);
+        // All that the first rank has started is over; the readers have not begun.
+        finished(&a);
+        assert_eq!(third.to_host(sums[1].clone()), Ok(vec![1.0; 1000]));
+        finished(&a);
+        assert_eq!(b.to_host(sums[0].clone()), Ok(vec![1.0; 1000]));
+    }
+
+    #[test]
+    fn nobody_writes_to_what_belongs_to_another_rank() {
+        let Some([a, b]) = ranks() else { return };
+        let mut sum = a.zeros(1000).expect("zeros");
+        let error = b.add_all(sum.all_mut(), Data::Gpu(ones(&b).data())).expect_err("another's").to_string();
+        assert!(error.contains("1000 elements that belong to another rank"), "{error}");
+    }
+
+    #[test]
+    fn a_loan_is_ordered_with_the_lender() {
+        let Some([a, _]) = ranks() else { return };
+        let context = CudaContext::new(0).expect("the same GPU");
+        let stream = context.new_stream().expect("a stream");
+        let mut slice = stream.clone_htod(&vec![1.0f32; 1000]).expect("a copy");
+        let lent = a.borrow(&slice).expect("lent");
+        let mut sum = a.zeros(1000).expect("zeros");
+        a.add_all(sum.all_mut(), Data::Gpu(lent.data())).expect("added");
+        drop(lent);
+        // Behind the loan: this rank has not begun to read.
+        stream.memset_zeros(&mut slice).expect("zeros");
+        stream.synchronize().expect("over");
+        let Floats::Gpu(array) = &sum else { panic!("on a GPU") };
+        let mut back = stream.alloc_zeros::<f32>(1000).expect("memory");
+        array.copy_to(&mut back).expect("copied");
+        assert_eq!(stream.clone_dtoh(&back).expect("a copy"), vec![1.0; 1000]);
+        let mut short = stream.alloc_zeros::<f32>(10).expect("memory");
+        let error = array.copy_to(&mut short).expect_err("too short").to_string();
+        assert!(error.contains("1000 F32") && error.contains("to 10 f32 elements"), "{error}");
+    }
+
+    #[test]
+    fn a_message_of_another_gpu_is_copied() {
+        let Some([a, _]) = ranks() else { return };
+        if Gpu::count().is_ok_and(|count| count < 2) {
+            println!("skipped: one GPU on this machine");
+            return;
+        }
+        let other = Kernel::cuda(&Gpu::open(1).expect("a GPU that works")).expect("a stream");
+        let sent = ones(&a);
+        share(&a, &sent);
+        let error = other.add_all(other.zeros(1000).expect("zeros").all_mut(), Data::Gpu(sent.data()));
+        assert!(error.expect_err("another GPU's").to_string().contains("it cannot read 1000 F32 on GPU 0"));
+        let message = Arc::new(Floats::Gpu(sent).into_message());
+        let copy = other.incoming(message, Type::F32).expect("copied");
+        let data = read(&copy, Type::F32).expect("f32");
+        let mut sum = other.zeros(1000).expect("zeros");
+        other.add_all(sum.all_mut(), data).expect("added");
+        assert_eq!(other.to_host(sum), Ok(vec![1.0; 1000]));
+    }
+}

@@ -1,0 +1,96 @@
+// Sources of kernels, by the C++ compiler of this machine.
+#include "device.hpp"
+#include <cstdio>
+#include <cstdlib>
+#include <dlfcn.h>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+
+namespace {
+
+// This library, as it was found.
+std::string library() {
+    Dl_info self;
+    dladdr(reinterpret_cast<void *>(&barrier), &self);
+    return self.dli_fname;
+}
+
+std::string folder() { return library().substr(0, library().rfind('/')); }
+
+// For the shell.
+std::string quoted(const std::string &path) { return "'" + path + "'"; }
+
+std::string contents(const std::string &path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Candle's kernels, for an architecture whose half types compute.
+const char *const CANDLE = " -D__CUDA_ARCH__=800 -D__CUDACC_VER_MAJOR__=13 -D__CUDACC_VER_MINOR__=0";
+
+std::string with_prelude() { return " -include " + quoted(folder() + "/prelude.h") + " -I " + quoted(folder() + "/include"); }
+
+} // namespace
+
+std::string entry(const std::string &kernel) {
+    return "extern \"C\" std::function<void()> *entry_" + kernel + "(void **at) { return bound(" + kernel + ", at); }\n";
+}
+
+std::string compile(const std::string &source, const std::string &flags, std::string &log) {
+    const std::string cache = folder() + "/compiled";
+    const std::string command = "c++ -std=c++17 -O1 -fno-fast-math -ffp-contract=off -shared -fPIC -w" + flags;
+    const std::string stem = cache + "/" + std::to_string(std::hash<std::string>()(source + command));
+    const std::string binary = stem + ".so";
+    // One at a time, so that what two threads ask for is made once.
+    static std::mutex one;
+    std::lock_guard<std::mutex> held(one);
+    if (std::ifstream(binary)) {
+        return binary;
+    }
+    if (std::system(("mkdir -p " + quoted(cache)).c_str()) != 0) {
+        fail("no folder for compiled kernels");
+    }
+    std::ofstream(stem + ".cpp") << source;
+    const std::string build = command + " " + quoted(stem + ".cpp") + " " + quoted(library()) + " -Wl,-rpath," +
+                              quoted(folder()) + " -o " + quoted(stem + ".new") + " 2>" + quoted(stem + ".log") +
+                              " && mv " + quoted(stem + ".new") + " " + quoted(binary);
+    if (std::system(build.c_str()) != 0) {
+        log = contents(stem + ".log");
+        return "";
+    }
+    return binary;
+}
+
+std::string compile_text(const std::string &source, const std::string &flags, std::string &log) {
+    // What the prelude says counts as part of the source.
+    return compile(source + "\n// " + std::to_string(std::hash<std::string>()(contents(folder() + "/prelude.h"))) + "\n",
+                   flags + with_prelude(), log);
+}
+
+std::string compile_candle(const std::string &include, std::string &log) {
+    const std::string stem = folder() + "/module-" + std::to_string(std::hash<std::string>()(include));
+    const std::string first = stem + "-" + std::to_string(reinterpret_cast<uintptr_t>(&log)) + ".cpp";
+    std::ofstream(first) << include << "\n";
+    const std::string command = "c++ -std=c++17 -E -P" + std::string(CANDLE) + with_prelude() + " " + quoted(first);
+    std::string source;
+    FILE *output = popen(command.c_str(), "r");
+    char part[65536];
+    for (size_t count; output != nullptr && (count = std::fread(part, 1, sizeof part, output)) > 0;) {
+        source.append(part, count);
+    }
+    const bool good = output != nullptr && pclose(output) == 0;
+    std::remove(first.c_str());
+    if (!good) {
+        log = "cannot be preprocessed: " + include;
+        return "";
+    }
+    // As the prelude marks kernels.
+    const std::string mark = "__attribute__((noinline)) void ";
+    std::string entries;
+    for (size_t at = source.find(mark); at != std::string::npos; at = source.find(mark, at)) {
+        at += mark.size();
+        entries += entry(source.substr(at, source.find('(', at) - at));
+    }
+    return compile(source + "\n" + entries, "", log);
+}
