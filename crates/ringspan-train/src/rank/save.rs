@@ -91,7 +91,8 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Waits until all ranks have written, and commits.
+    /// Waits until all ranks have written, and commits. No rank goes on before: one that then ends with an error would
+    /// end rank 0 in the middle of it.
     pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
         self.written()?;
         let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };
@@ -100,11 +101,13 @@ impl Rank<'_> {
             writer.join().map_err(stopped)??;
         }
         self.world.barrier()?;
-        let Some(part) = part else { return Ok(()) };
-        let path = self.checkpoints.commit(part, &progress, self.writers.len())?;
-        self.on_host(host, |host| {
-            host.observer.saved(progress.step, &path);
-            Ok(())
-        })
+        if let Some(part) = part {
+            let path = self.checkpoints.commit(part, &progress, self.writers.len())?;
+            self.on_host(host, |host| {
+                host.observer.saved(progress.step, &path);
+                Ok(())
+            })?;
+        }
+        Ok(self.world.barrier()?)
     }
 }
