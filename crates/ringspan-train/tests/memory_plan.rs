@@ -137,6 +137,8 @@ fn a_run_takes_what_its_plan_predicts() {
             (1, 2048),
             Settings { activations: Some("bf16".into()), ..nothing(mesh(2, 2, Some(2), None)) },
         ),
+        ("experts, recompute nothing, tp 2, ep 2", eight, (1, 2048), nothing(mesh(2, 2, Some(2), None))),
+        ("experts, recompute nothing, tp 4", eight, (1, 1024), nothing(mesh(1, 4, None, None))),
         ("experts, ring", eight, (1, 2048), mesh(4, 1, None, None)),
         ("experts, ep 4", eight, (1, 2048), mesh(4, 1, Some(4), None)),
         ("experts, moe_dp 2, ep 2", eight, (1, 2048), mesh(4, 1, Some(2), Some(2))),

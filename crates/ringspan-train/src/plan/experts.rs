@@ -56,13 +56,15 @@ impl Experts {
     }
 
     /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output and
-    /// [`Self::products`] left out. The factors are counts of what is there at once, found by the allocator.
-    pub(super) fn activations(&self, rows: u64, hidden: u64) -> u64 {
+    /// [`Self::products`] left out; `kept` says that those wait for the backward pass. The factors are counts of what is there
+    /// at once, found by the allocator.
+    pub(super) fn activations(&self, rows: u64, hidden: u64, kept: bool) -> u64 {
         let gathered = rows * self.width_ranks;
-        // Tokens, the experts' outputs, and the gradients of both, on each way that they take.
-        let to_widths = if self.width_ranks > 1 { 4 * gathered * hidden } else { 0 };
-        let to_experts =
-            if self.ep > 1 { (4.0 * self.ranks_of_a_token() * (gathered * hidden) as f64) as u64 } else { 0 };
+        // Tokens, the experts' outputs, and the gradients of both, on each way that they take. To kept products tokens go
+        // once more, while the gradients of outputs do.
+        let under_way = if kept { 6 } else { 4 } * gathered * hidden;
+        let to_widths = if self.width_ranks > 1 { under_way } else { 0 };
+        let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
         // The products are there of all experts, the rest of one at a time.
         let of_one = self.choices(rows) * self.ep / self.all.max(1);
         to_widths + to_experts + 10 * self.router(rows) + of_one * (4 * hidden + 5 * self.wide)

@@ -137,8 +137,9 @@ impl Shape {
         };
         let widened = if self.storage == Storage::F32 { 0 } else { rows * self.hidden + tokens * attended };
         let with_experts = self.experts.map_or(0, |experts| {
-            let products = if self.recompute == Recompute::Nothing { 0 } else { experts.products(rows) };
-            products + experts.activations(rows, self.hidden)
+            let kept = self.recompute == Recompute::Nothing;
+            let products = if kept { 0 } else { experts.products(rows) };
+            products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
         let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * self.dropped;
