@@ -95,6 +95,17 @@ void enter() {
     leave(State::ENDED);
 }
 
+void finish(std::vector<Copy> &copies) {
+    for (const Copy &copy : copies) {
+        if (copy.from != nullptr) {
+            std::memcpy(copy.to, copy.from, copy.size);
+        } else {
+            std::memset(copy.to, 0, copy.size);
+        }
+    }
+    copies.clear();
+}
+
 // How many of these threads stand there.
 size_t standing(size_t first, size_t end, State state) {
     const auto begin = block.fibers.begin();
@@ -138,20 +149,21 @@ bool any_of_block(bool yes) {
     return any;
 }
 
-void later(void *to, const void *from, size_t size) { block.fibers[block.current].copies.back().push_back({to, from, size}); }
+void later(void *to, const void *from, size_t size) {
+    auto &copies = block.fibers[block.current].copies;
+    copies.back().push_back({to, from, size});
+    // As late as may be, or as soon.
+    if (blockIdx.x % 2 == 1) {
+        finish(copies.back());
+    }
+}
 
 void close_group() { block.fibers[block.current].copies.emplace_back(); }
 
 void finish_groups(size_t left) {
     auto &copies = block.fibers[block.current].copies;
     for (; copies.size() > left + 1; copies.pop_front()) {
-        for (const Copy &copy : copies.front()) {
-            if (copy.from != nullptr) {
-                std::memcpy(copy.to, copy.from, copy.size);
-            } else {
-                std::memset(copy.to, 0, copy.size);
-            }
-        }
+        finish(copies.front());
     }
 }
 
@@ -195,12 +207,14 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
             forwards = !forwards;
             continue;
         }
+        // One warp goes on to the next barrier before another does.
+        const size_t warps = (threads + WARP - 1) / WARP;
         bool any = false;
-        for (size_t first = 0; first < threads; first += WARP) {
-            const size_t end = std::min(first + WARP, threads);
-            const bool whole = standing(first, end, State::AT_SHUFFLE) == end - first;
-            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), whole);
-            any = any || whole;
+        goes.assign(threads, false);
+        for (size_t n = 0; n < warps && !any; n++) {
+            const size_t first = (forwards ? n : warps - 1 - n) * WARP, end = std::min(first + WARP, threads);
+            any = standing(first, end, State::AT_SHUFFLE) == end - first;
+            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), any);
         }
         if (!any) {
             fail("some threads of a block wait for each other, and others have ended or wait elsewhere");
