@@ -2,12 +2,13 @@
 #include "device.hpp"
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <ucontext.h>
 #include <vector>
 
 thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-thread_local float shared[58112];
+alignas(16) thread_local float shared[58112];
 
 namespace {
 
@@ -54,12 +55,22 @@ void prepare(Place &place, char *stack, void (*start)()) {
 // Where a thread stands when it does not run.
 enum class State { STARTS, AT_BARRIER, AT_SHUFFLE, ENDED };
 
+struct Copy {
+    void *to;
+    // Nowhere for zeros.
+    const void *from;
+    size_t size;
+};
+
 struct Fiber {
     Place place;
     // As it comes, so that what no fiber uses is no memory.
     std::unique_ptr<char[]> stack;
     State state;
     size_t shuffles;
+    // Started, not done; those of the last group are not closed.
+    std::deque<std::vector<Copy>> copies;
+    bool says;
 };
 
 struct Block {
@@ -84,6 +95,17 @@ void enter() {
     leave(State::ENDED);
 }
 
+void finish(std::vector<Copy> &copies) {
+    for (const Copy &copy : copies) {
+        if (copy.from != nullptr) {
+            std::memcpy(copy.to, copy.from, copy.size);
+        } else {
+            std::memset(copy.to, 0, copy.size);
+        }
+    }
+    copies.clear();
+}
+
 // How many of these threads stand there.
 size_t standing(size_t first, size_t end, State state) {
     const auto begin = block.fibers.begin();
@@ -106,6 +128,45 @@ void shuffle(void *value, size_t size, unsigned lane) {
     std::memcpy(value, slots[from], size);
 }
 
+void exchange(const void *value, size_t size, void *all) {
+    const size_t self = block.current, first = self / WARP * WARP;
+    auto &slots = block.slots[block.fibers[self].shuffles++ % 2];
+    std::memcpy(slots[self], value, size);
+    leave(State::AT_SHUFFLE);
+    for (size_t lane = 0; lane < WARP; lane++) {
+        std::memcpy(static_cast<unsigned char *>(all) + lane * size, slots[first + lane], size);
+    }
+}
+
+bool any_of_block(bool yes) {
+    block.fibers[block.current].says = yes;
+    barrier();
+    bool any = false;
+    for (size_t i = 0; i < blockDim.x; i++) {
+        any = any || block.fibers[i].says;
+    }
+    barrier(); // All have seen what the next call overwrites.
+    return any;
+}
+
+void later(void *to, const void *from, size_t size) {
+    auto &copies = block.fibers[block.current].copies;
+    copies.back().push_back({to, from, size});
+    // As late as may be, or as soon.
+    if (blockIdx.x % 2 == 1) {
+        finish(copies.back());
+    }
+}
+
+void close_group() { block.fibers[block.current].copies.emplace_back(); }
+
+void finish_groups(size_t left) {
+    auto &copies = block.fibers[block.current].copies;
+    for (; copies.size() > left + 1; copies.pop_front()) {
+        finish(copies.front());
+    }
+}
+
 void run_block(size_t threads, size_t shared_bytes, const std::function<void()> &body) {
     if (shared_bytes > sizeof shared) {
         fail("more shared memory than there is");
@@ -125,6 +186,7 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         }
         fiber.state = State::STARTS;
         fiber.shuffles = 0;
+        fiber.copies.assign(1, {});
         prepare(fiber.place, fiber.stack.get(), enter);
     }
     std::vector<bool> goes(threads, true);
@@ -145,12 +207,14 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
             forwards = !forwards;
             continue;
         }
+        // One warp goes on to the next barrier before another does.
+        const size_t warps = (threads + WARP - 1) / WARP;
         bool any = false;
-        for (size_t first = 0; first < threads; first += WARP) {
-            const size_t end = std::min(first + WARP, threads);
-            const bool whole = standing(first, end, State::AT_SHUFFLE) == end - first;
-            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), whole);
-            any = any || whole;
+        goes.assign(threads, false);
+        for (size_t n = 0; n < warps && !any; n++) {
+            const size_t first = (forwards ? n : warps - 1 - n) * WARP, end = std::min(first + WARP, threads);
+            any = standing(first, end, State::AT_SHUFFLE) == end - first;
+            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), any);
         }
         if (!any) {
             fail("some threads of a block wait for each other, and others have ended or wait elsewhere");

@@ -61,7 +61,12 @@ struct Index {
 // As in prelude.h.
 extern "C" {
 extern thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-extern thread_local float shared[58112];
+alignas(16) extern thread_local float shared[58112];
 void barrier();
 void shuffle(void *value, size_t size, unsigned lane);
+void exchange(const void *value, size_t size, void *all);
+bool any_of_block(bool yes);
+void later(void *to, const void *from, size_t size);
+void close_group();
+void finish_groups(size_t left);
 }

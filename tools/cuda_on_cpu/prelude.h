@@ -17,10 +17,20 @@ struct Index {
 
 extern "C" thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 // Shared memory of the block that runs: of the greatest size, of which a launch asks for a part.
-extern "C" thread_local float shared[58112];
+extern "C" {
+alignas(16) extern thread_local float shared[58112];
+}
 extern "C" void barrier();
 // Replaces the value by that of another thread of the warp, by its lane.
 extern "C" void shuffle(void *value, size_t size, unsigned lane);
+// Writes those of all threads of the warp to `all`, by their lanes.
+extern "C" void exchange(const void *value, size_t size, void *all);
+// A barrier that tells whether any thread of the block said yes.
+extern "C" bool any_of_block(bool yes);
+// Copies of a thread: started, closed to a group, and done when all but the last `left` groups are waited for.
+extern "C" void later(void *to, const void *from, size_t size);
+extern "C" void close_group();
+extern "C" void finish_groups(size_t left);
 
 // Also the mark by which kernels are found in a preprocessed source.
 #define __global__ __attribute__((noinline))
@@ -30,6 +40,7 @@ extern "C" void shuffle(void *value, size_t size, unsigned lane);
 #define __shared__ thread_local
 #define __launch_bounds__(threads)
 #define __syncthreads() barrier()
+#define __syncthreads_or(...) any_of_block(__VA_ARGS__)
 
 using std::isnan;
 using std::max;
@@ -78,6 +89,77 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
     static_assert(sizeof(T) <= 16, "as wide as a slot");
     shuffle(&value, sizeof value, (threadIdx.x % 32) ^ static_cast<unsigned>(mask));
     return value;
+}
+
+template <class T> T __shfl_sync(unsigned, T value, int lane, int = 32) {
+    static_assert(sizeof(T) <= 16, "as wide as a slot");
+    shuffle(&value, sizeof value, static_cast<unsigned>(lane));
+    return value;
+}
+
+// What tensor.cu has in assembly, by the tables of the PTX ISA: which thread has which element of a fragment.
+
+inline float of_bf16(unsigned word, unsigned half) { return __uint_as_float(word >> 16 * half << 16); }
+
+inline void multiply(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    unsigned all_a[32][4], all_b[32][2];
+    exchange(a, sizeof a, all_a);
+    exchange(b, sizeof b, all_b);
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned at = 0; at < 4; at++) {
+        const unsigned column = lane % 4 * 2 + at % 2;
+        for (unsigned k = 0; k < 16; k++) {
+            const unsigned in_row = k % 8 / 2;
+            sums[at] += of_bf16(all_a[lane / 4 * 4 + in_row][k / 8 * 2 + at / 2], k % 2) *
+                        of_bf16(all_b[column * 4 + in_row][k / 8], k % 2);
+        }
+    }
+}
+
+// Where the rows of four matrices are, by all threads of a warp.
+inline void matrix_rows(const unsigned short *row, const unsigned short *(&rows)[32]) {
+    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+        __builtin_trap();
+    }
+    exchange(&row, sizeof row, rows);
+}
+
+inline void read_matrices(unsigned (&to)[4], const unsigned short *row) {
+    const unsigned short *rows[32];
+    matrix_rows(row, rows);
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned n = 0; n < 4; n++) {
+        std::memcpy(&to[n], rows[n * 8 + lane / 4] + lane % 4 * 2, 4);
+    }
+}
+
+inline void read_transposed(unsigned (&to)[4], const unsigned short *row) {
+    const unsigned short *rows[32];
+    matrix_rows(row, rows);
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned n = 0; n < 4; n++) {
+        const unsigned first = n * 8 + lane % 4 * 2;
+        to[n] = rows[first][lane / 4] | static_cast<unsigned>(rows[first + 1][lane / 4]) << 16;
+    }
+}
+
+inline void start_copy(unsigned short *to, const void *from, bool there) {
+    if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+        __builtin_trap();
+    }
+    later(to, there ? from : nullptr, 16);
+}
+
+inline void group_copies() { close_group(); }
+
+template <int LEFT> void wait_copies() { finish_groups(LEFT); }
+
+inline unsigned pair_of(float low, float high) {
+    const auto rounded = [](float x) {
+        const unsigned bits = __float_as_uint(x);
+        return std::isnan(x) ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    };
+    return rounded(low) | rounded(high) << 16;
 }
 
 // Threads of a block run one at a time, and blocks one after the other.

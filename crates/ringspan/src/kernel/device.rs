@@ -75,12 +75,13 @@ impl Kernel {
         }
     }
 
-    /// Whether q, k and v that are stored as bf16 are multiplied as bf16, weights rounded too, where the scale is positive.
+    /// Whether q, k and v that are stored as bf16 are multiplied as bf16, weights rounded too, where the scale is positive;
+    /// on GPUs only where their widths and strides are multiples of 8.
     pub fn multiplies_bf16(&self) -> bool {
         match &self.0 {
             Device::Cpu(cpu) => cpu.isa.multiplies_bf16(),
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => false,
+            Device::Cuda(cuda) => cuda.multiplies_bf16(),
         }
     }
 

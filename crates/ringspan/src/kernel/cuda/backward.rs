@@ -4,7 +4,7 @@ use super::super::{FloatsMut, Inputs, Saved, Sums, Tile};
 use super::job::Job;
 use super::module::Options;
 use super::tables::{Rows, Tables, Terms};
-use super::{Cuda, count};
+use super::{Cuda, count, in_eights};
 use crate::error::Result;
 
 impl Cuda {
@@ -17,17 +17,21 @@ impl Cuda {
         sums: &mut Sums,
     ) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
-        let options = Options::backward(inputs, &saved.d_out, self.gpu.0.shared_memory);
+        let d_out = &saved.d_out;
+        let [q_view, k_view, v_view, d_out_view] = [self.view(q)?, self.view(k)?, self.view(v)?, self.view(d_out)?];
+        let tensor =
+            self.gpu.0.tensor_cores && in_eights(&[(q, &q_view), (k, &k_view), (v, &v_view), (d_out, &d_out_view)]);
+        let options = Options::backward(inputs, d_out, tensor, self.gpu.0.shared_memory);
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
         let job = Job {
-            q: self.view(q)?,
-            k: self.view(k)?,
-            v: self.view(v)?,
+            q: q_view,
+            k: k_view,
+            v: v_view,
             bias: self.view_of(inputs.bias.as_ref())?,
-            d_out: self.view(&saved.d_out)?,
+            d_out: d_out_view,
             lse: self.read_any(saved.lse)?,
             delta: self.read_any(saved.delta)?,
             dq: self.sum(&mut sums.dq)?,

@@ -5,23 +5,25 @@ use super::job::Job;
 use super::memory::GpuArray;
 use super::module::Options;
 use super::tables::{Rows, Tables, Terms};
-use super::{Cuda, count};
+use super::{Cuda, count, in_eights};
 use crate::error::Result;
 
 impl Cuda {
     /// Adds the keys of `tiles` to the softmax state `[out | max | sum]` of the queries.
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], state: &mut GpuArray) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
-        let options = Options::forward(inputs, self.gpu.0.shared_memory);
+        let [q_view, k_view, v_view] = [self.view(q)?, self.view(k)?, self.view(v)?];
+        let tensor = self.gpu.0.tensor_cores && in_eights(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
+        let options = Options::forward(inputs, tensor, self.gpu.0.shared_memory);
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;
         let rows = q.tokens * q.heads;
         let out = state.all_mut().write(&self.stream)?;
         let max = out + 4 * (rows * v.dim) as u64;
         let job = Job {
-            q: self.view(q)?,
-            k: self.view(k)?,
-            v: self.view(v)?,
+            q: q_view,
+            k: k_view,
+            v: v_view,
             bias: self.view_of(inputs.bias.as_ref())?,
             out,
             max,

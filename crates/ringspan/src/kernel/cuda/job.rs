@@ -14,6 +14,13 @@ impl View {
     pub(super) fn new(view: &crate::kernel::View, data: u64) -> Self {
         Self { data, token_stride: view.token_stride as i64, head_stride: view.head_stride as i64 }
     }
+
+    /// Whether tensor cores can read its rows, of `dim` elements of `bytes` bytes: eight elements at once, 16 bytes of bf16
+    /// from where 16 bytes begin.
+    pub(super) fn is_in_eights(&self, dim: usize, bytes: u64) -> bool {
+        let strides = [self.token_stride, self.head_stride];
+        dim.is_multiple_of(8) && (bytes != 2 || self.data % 16 == 0 && strides.iter().all(|stride| stride % 8 == 0))
+    }
 }
 
 /// A tile with its band, cut to what the tile holds.

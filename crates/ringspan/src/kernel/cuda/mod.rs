@@ -1,4 +1,5 @@
-//! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, compiled for the shapes at hand.
+//! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, and one for tensor cores, which
+//! multiply bf16; both are compiled for the shapes at hand.
 //!
 //! Work is started and not waited for, but where numbers go to the CPU; who waits drives communication on. The driver and the
 //! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
@@ -39,6 +40,8 @@ struct Shared {
     downloaded: AtomicU64,
     /// Most bytes of shared memory of a block of threads.
     shared_memory: usize,
+    /// Whether it multiplies bf16 on tensor cores.
+    tensor_cores: bool,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -95,6 +98,7 @@ impl Gpu {
             number,
             name: context.name().map_err(failed(&device, "ask for its name"))?,
             modules: Modules::new(context.clone(), capability),
+            tensor_cores: capability.0 >= 8,
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             aside: context.new_stream().map_err(failed(&device, "make a stream"))?,
             uploaded: AtomicU64::new(0),
@@ -157,6 +161,10 @@ impl Cuda {
 
     pub(super) fn gpu(&self) -> &Gpu {
         &self.gpu
+    }
+
+    pub(super) fn multiplies_bf16(&self) -> bool {
+        self.gpu.0.tensor_cores
     }
 
     /// Row sums of `out * d_out`, `[H, Tq]`.
@@ -260,6 +268,11 @@ impl Cuda {
         use cudarc::driver::DevicePtr;
         buffer.device_ptr(&self.stream).0
     }
+}
+
+/// Whether tensor cores can read these tensors.
+fn in_eights(views: &[(&View, &job::View)]) -> bool {
+    views.iter().all(|(view, at)| at.is_in_eights(view.dim, view.data.stored().width() as u64))
 }
 
 /// A size as kernels count.

@@ -14,11 +14,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Rows and threads of a block: the first that fit are taken.
 const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
 
+/// Rows and threads of a block on tensor cores: 16 rows for each warp.
+const TENSOR_BLOCK: (usize, usize) = (64, 128);
+/// Widest heads there: wider ones do not leave enough registers for their sums.
+const TENSOR_WIDTHS: Widths = Widths { forward: 256, backward: 128 };
+
+struct Widths {
+    forward: usize,
+    backward: usize,
+}
+
 /// Most bytes of shared memory of a block: two of them share a multiprocessor of a data centre's GPU.
 const SHARED_MEMORY: usize = 96 * 1024;
 
 const ELEMENT: &str = include_str!("source/element.cu");
 const COMMON: &str = include_str!("source/common.cu");
+const TENSOR: &str = include_str!("source/tensor.cu");
+const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
+const TENSOR_BACKWARD: &str = include_str!("source/tensor_backward.cu");
 const FORWARD: &str = include_str!("source/forward.cu");
 const BACKWARD: &str = include_str!("source/backward.cu");
 const DELTA: &str = include_str!("source/delta.cu");
@@ -28,6 +41,8 @@ const MEMORY: &str = include_str!("source/memory.cu");
 enum Pass {
     Forward,
     Backward,
+    TensorForward,
+    TensorBackward,
     Delta,
     Memory,
 }
@@ -42,6 +57,8 @@ pub(super) struct Options {
     pub(super) rows: usize,
     /// Threads of a block.
     pub(super) threads: usize,
+    /// Rows of the other side that a block on tensor cores takes at once.
+    chunk: usize,
     /// Of q, k, v, the bias, the gradient of the output and the output.
     types: [Stored; 6],
     softcap: bool,
@@ -52,13 +69,25 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// For blocks with `shared` bytes of shared memory.
-    pub(super) fn forward(inputs: &Inputs, shared: usize) -> Self {
+    /// For blocks with `shared` bytes of shared memory; on tensor cores where `tensor` says that they can read q, k and v.
+    pub(super) fn forward(inputs: &Inputs, tensor: bool, shared: usize) -> Self {
+        let Inputs { q, v, .. } = inputs;
+        if tensor && multiplies_bf16(inputs) && q.dim.max(v.dim) <= TENSOR_WIDTHS.forward {
+            // Wide heads leave fewer registers for scores.
+            let chunk = if q.dim.max(v.dim) > 128 { 32 } else { 64 };
+            return Self::of_block(inputs, Pass::TensorForward, None, TENSOR_BLOCK, chunk);
+        }
         Self::fitted(inputs, Pass::Forward, None, shared)
     }
 
-    /// As [`Self::forward`].
-    pub(super) fn backward(inputs: &Inputs, d_out: &View, shared: usize) -> Self {
+    /// As [`Self::forward`]; `tensor` is said of `d_out`, too.
+    pub(super) fn backward(inputs: &Inputs, d_out: &View, tensor: bool, shared: usize) -> Self {
+        let Inputs { q, v, score, bias, .. } = inputs;
+        // What is summed for each pair is left to the other kernels.
+        let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
+        if tensor && multiplies_bf16(inputs) && !summed && q.dim.max(v.dim) <= TENSOR_WIDTHS.backward {
+            return Self::of_block(inputs, Pass::TensorBackward, Some(d_out), TENSOR_BLOCK, 32);
+        }
         Self::fitted(inputs, Pass::Backward, Some(d_out), shared)
     }
 
@@ -81,6 +110,7 @@ impl Options {
             v_dim: dim,
             rows: 16,
             threads: 128,
+            chunk: 0,
             types,
             softcap: false,
             alibi: false,
@@ -91,33 +121,44 @@ impl Options {
     }
 
     fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>, shared: usize) -> Self {
+        let of_block = |block| Self::of_block(inputs, pass, d_out, block, 0);
+        let [.., smallest] = BLOCKS;
+        let fits = |options: &Self| options.shared_bytes() <= shared.min(SHARED_MEMORY);
+        BLOCKS.into_iter().map(of_block).find(fits).unwrap_or_else(|| of_block(smallest))
+    }
+
+    fn of_block(inputs: &Inputs, pass: Pass, d_out: Option<&View>, block: (usize, usize), chunk: usize) -> Self {
         let Inputs { q, k, v, score, bias, .. } = inputs;
         let of = |view: Option<&View>| view.map_or(Stored::F32, |view| view.data.stored());
-        let of_block = |(rows, threads)| Self {
+        let (rows, threads) = block;
+        Self {
             pass,
             dim: q.dim,
             v_dim: v.dim,
             rows,
             threads,
+            chunk,
             types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), Stored::F32],
             softcap: score.softcap.is_some(),
             alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
             buckets: matches!(score.relative, Some(Relative::Buckets(_))),
             bias: bias.is_some(),
             dropout: score.dropout.is_some_and(|dropout| dropout.rate > 0.0),
-        };
-        let [.., smallest] = BLOCKS;
-        let fits = |options: &Self| options.shared_bytes() <= shared.min(SHARED_MEMORY);
-        BLOCKS.into_iter().map(of_block).find(fits).unwrap_or_else(|| of_block(smallest))
+        }
     }
 
     /// Shared memory of a block of threads, as the sources lay it out.
     pub(super) fn shared_bytes(&self) -> usize {
         let (rows, keys, values) = (self.rows, self.rows * (self.dim + 1), self.rows * (self.v_dim + 1));
         let pairs = rows * (rows + 1);
+        // In halves of a word, whole steps of 16 and 8 between rows.
+        let row = |dim: usize| dim.next_multiple_of(16) + 8;
+        let (key, value, chunk) = (row(self.dim), row(self.v_dim), self.chunk);
         let floats = match self.pass {
             Pass::Forward => keys + keys.max(values) + pairs,
             Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
+            Pass::TensorForward => (rows * key + chunk * (key + value)) / 2,
+            Pass::TensorBackward => (rows + chunk) * (key + value) / 2 + 2 * chunk,
             Pass::Delta | Pass::Memory => 0,
         };
         4 * floats
@@ -127,6 +168,8 @@ impl Options {
         match self.pass {
             Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
             Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
+            Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
+            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
             Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
             Pass::Memory => [ELEMENT, MEMORY].concat(),
         }
@@ -144,6 +187,7 @@ impl Options {
             ("V_DIM", self.v_dim),
             ("ROWS", self.rows),
             ("THREADS", self.threads),
+            ("CHUNK", self.chunk),
             ("JOB_BYTES", if self.pass == Pass::Memory { size_of::<Move>() } else { size_of::<Job>() }),
         ];
         let names = ["Q_TYPE", "K_TYPE", "V_TYPE", "BIAS_TYPE", "D_OUT_TYPE", "OUT_TYPE"];
@@ -158,6 +202,12 @@ impl Options {
         let all = sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on))));
         all.map(|(name, value)| format!("-D{name}={value}")).collect()
     }
+}
+
+/// Where the CPU's kernels multiply bf16, too.
+fn multiplies_bf16(inputs: &Inputs) -> bool {
+    let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.stored() == Stored::Bf16);
+    halves && inputs.score.scale > 0.0
 }
 
 /// Kernels that are there, or will be when whoever compiles them lets go of the lock.
@@ -268,6 +318,30 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
+    #[test]
+    fn tensor_cores_take_bf16_of_their_widths() {
+        let heads = HeadMap::grouped(1, 1).expect("they divide");
+        let (plain, flat) = (Score::new(1.0), Score::new(0.0));
+        let buckets = Buckets { table: vec![0.0; 4], count: 4, max_distance: 8, bidirectional: false };
+        let buckets = Score { relative: Some(Relative::Buckets(buckets)), ..plain.clone() };
+        let (f, b) = (vec![0.0; 512], vec![bf16::ZERO; 512]);
+        let (floats, halves) = (Data::F32(&f), Data::Bf16(&b));
+        let pass = |data: Data, dim: usize, score: &Score, readable: bool| {
+            let view = View::stored(data.slice(0..dim), 1, 1, dim).expect("its size");
+            let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score, bias: None };
+            let forward = Options::forward(&inputs, readable, SHARED_MEMORY).pass;
+            (forward, Options::backward(&inputs, &view, readable, SHARED_MEMORY).pass)
+        };
+        use Pass::{Backward, Forward, TensorBackward, TensorForward};
+        assert_eq!(pass(halves, 128, &plain, true), (TensorForward, TensorBackward));
+        assert_eq!(pass(halves, 256, &plain, true), (TensorForward, Backward));
+        assert_eq!(pass(halves, 64, &buckets, true), (TensorForward, Backward));
+        assert_eq!(pass(halves, 264, &plain, true), (Forward, Backward));
+        assert_eq!(pass(halves, 128, &plain, false), (Forward, Backward));
+        assert_eq!(pass(halves, 128, &flat, true), (Forward, Backward));
+        assert_eq!(pass(floats, 128, &plain, true), (Forward, Backward));
+    }
+
     /// Without a GPU this still shows that the kernels are CUDA, fit its architectures, and agree on the job's size.
     #[test]
     fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
@@ -293,7 +367,7 @@ mod tests {
                     compile(&Options::memory(from, to), architecture).unwrap_or_else(|error| panic!("{error}"));
                 assert!(!binary.is_empty(), "{from:?} to {to:?}");
             }
-            for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
+            for (dim, v_dim) in [(128, 128), (8, 24), (256, 256), (576, 512)] {
                 let wide = 2 * dim.max(v_dim);
                 let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);
                 for (score, data, biased) in
@@ -303,8 +377,10 @@ mod tests {
                     let bias = biased.then(|| view(2));
                     let inputs = Inputs { q: view(dim), k: view(dim), v: view(v_dim), heads: &heads, score, bias };
                     let passes = [
-                        Options::forward(&inputs, SHARED_MEMORY),
-                        Options::backward(&inputs, &view(v_dim), SHARED_MEMORY),
+                        Options::forward(&inputs, false, SHARED_MEMORY),
+                        Options::forward(&inputs, true, SHARED_MEMORY),
+                        Options::backward(&inputs, &view(v_dim), false, SHARED_MEMORY),
+                        Options::backward(&inputs, &view(v_dim), true, SHARED_MEMORY),
                         Options::delta(&view(v_dim), &view(v_dim)),
                     ];
                     for options in passes {

@@ -29,6 +29,8 @@ struct Problem {
     step: usize,
     /// What q, k, v and the bias are stored in.
     storage: Storage,
+    /// What the gradient of the output is stored in.
+    d_out_storage: Storage,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,6 +117,7 @@ impl Problem {
             first: (0, 0),
             step: 1,
             storage: Storage::F32,
+            d_out_storage: Storage::F32,
         }
     }
 
@@ -150,6 +153,7 @@ impl Problem {
             let stored = self.storage.store(tensor).data().to_f32().into_owned();
             *tensor = stored;
         }
+        values.d_out = self.d_out_storage.store(&values.d_out).data().to_f32().into_owned();
         values
     }
 
@@ -241,7 +245,8 @@ impl Problem {
         let map = HeadMap::new(self.kv_of.clone(), self.kv_heads).expect("heads in order");
         let [q, k, v, bias] = [&values.q, &values.k, &values.v, &values.bias].map(|x| self.storage.store(x));
         let q = View::stored(q.data(), self.queries, heads, self.dim).expect("its size");
-        let d_out = View::new(&values.d_out, self.queries, heads, self.v_dim).expect("its size");
+        let d_out = self.d_out_storage.store(&values.d_out);
+        let d_out = View::stored(d_out.data(), self.queries, heads, self.v_dim).expect("its size");
         let bias = View::stored(bias.data(), self.queries, self.bias_heads, self.tokens().1).filter(|b| b.heads > 0);
         let (k_width, v_width) = (self.kv_heads * self.dim, self.kv_heads * self.v_dim);
         let inputs = |rows: &Range<usize>| {

@@ -27,28 +27,6 @@ __device__ inline Buffers buffers(float *shared) {
     return all;
 }
 
-// What a pair adds.
-struct Pair {
-    // Weight behind dropout; gradient of the score; gradient of the unscaled product.
-    float weight, term, ds;
-};
-
-__device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp) {
-    Pair result = {0.0f, 0.0f, 0.0f};
-    const i64 state = (i64)head * job.queries + tile.q + i;
-    const float lse = job.lse[state];
-    // Such a query saw nothing but scores of -inf.
-    if (lse != NEGATIVE_INFINITY) {
-        float slope;
-        const float weight = expf(score(job, tile, head, i, j, product, slope) - lse);
-        const float kept_part = kept(job, tile, head, i, j);
-        result.weight = weight * kept_part;
-        result.term = weight * (dp * kept_part - job.delta[state]);
-        result.ds = result.term * slope * job.scale;
-    }
-    return result;
-}
-
 // Gradients of ROWS queries of a head, or of all heads in turn where they share a bias; of the bias, and of buckets.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
     extern __shared__ float shared[];
@@ -108,7 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
                     const int key = lane + p * SPLIT, j = base + key - tile.k;
                     const bool seen = seen_from <= key && key < seen_to;
                     if (seen) {
-                        const Pair got = pair(job, tile, head, i, j, products[p], dp[p]);
+                        const i64 state = (i64)head * job.queries + token;
+                        const Pair got =
+                            pair(job, tile, head, i, j, products[p], dp[p], job.lse[state], job.delta[state]);
                         all.ds[row][key] = got.ds;
 #if BIAS
                         const i64 bias_row = (i64)token * job.bias_heads + (job.bias_heads == 1 ? 0 : head);
@@ -219,7 +199,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
                 for (int p = 0; p < PAIRS; p++) {
                     const int query = lane + p * SPLIT;
                     if (seen_from <= query && query < seen_to) {
-                        const Pair got = pair(job, tile, head, base + query - tile.q, j, products[p], dp[p]);
+                        const int i = base + query - tile.q;
+                        const i64 state = (i64)head * job.queries + base + query;
+                        const Pair got =
+                            pair(job, tile, head, i, j, products[p], dp[p], job.lse[state], job.delta[state]);
                         all.weights[row][query] = got.weight;
                         all.ds[row][query] = got.ds;
                     }

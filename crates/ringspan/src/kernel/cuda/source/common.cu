@@ -134,3 +134,24 @@ __device__ inline float kept(const Job &job, const Tile &tile, int head, int i, 
     return 1.0f;
 #endif
 }
+
+// What a pair adds to gradients.
+struct Pair {
+    // Weight behind dropout; gradient of the score; gradient of the unscaled product.
+    float weight, term, ds;
+};
+
+__device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
+                            float lse, float delta) {
+    Pair result = {0.0f, 0.0f, 0.0f};
+    // Such a query saw nothing but scores of -inf.
+    if (lse != NEGATIVE_INFINITY) {
+        float slope;
+        const float weight = expf(score(job, tile, head, i, j, product, slope) - lse);
+        const float kept_part = kept(job, tile, head, i, j);
+        result.weight = weight * kept_part;
+        result.term = weight * (dp * kept_part - delta);
+        result.ds = result.term * slope * job.scale;
+    }
+    return result;
+}

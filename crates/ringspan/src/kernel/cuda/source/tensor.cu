@@ -1,0 +1,233 @@
+// Products of bf16 on tensor cores, with sums in f32 (PTX ISA, "Warp-level matrix instructions", since sm_80). Behind
+// `common.cu`.
+//
+// A block of threads has ROWS rows, 16 for each warp, and goes over the rows of the other side in chunks of CHUNK. Of 16 x 8 sums
+// a thread has four: [0] and [1] in row lane / 4 and columns 2 (lane % 4) and the next, [2] and [3] eight rows below. Rows in
+// shared memory are 16 bytes longer than what they hold, so that eight of them are read in one go.
+
+typedef unsigned short u16;
+
+#define TILES (CHUNK / 8)
+// Width of rows, in whole steps of 16; and from one row to the next.
+#define WIDTH ((DIM + 15) / 16 * 16)
+#define V_WIDTH ((V_DIM + 15) / 16 * 16)
+#define STRIDE (WIDTH + 8)
+#define V_STRIDE (V_WIDTH + 8)
+
+#define LANE (threadIdx.x % 32)
+// First row of the warp, and of the thread.
+#define WARP_ROW (threadIdx.x / 32 * 16)
+#define THREAD_ROW (WARP_ROW + LANE / 4)
+// First column of the thread in a tile.
+#define THREAD_COLUMN (LANE % 4 * 2)
+
+#ifdef __CUDACC__
+
+__device__ inline u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+
+// sums[16, 8] += a[16, 16] b[16, 8].
+__device__ inline void multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four matrices of 8 x 8; a thread says where row lane % 8 of matrix lane / 8 lies.
+__device__ inline void read_matrices(u32 (&to)[4], const u16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same, each of them transposed.
+__device__ inline void read_transposed(u32 (&to)[4], const u16 *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Starts to copy 16 bytes to shared memory, or zeros.
+__device__ inline void start_copy(u16 *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(to)), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+// What this thread started since the last call is one group.
+__device__ inline void group_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for this thread's copies, except the last LEFT groups.
+template <int LEFT> __device__ inline void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// Two numbers rounded to bf16, the first in the lower half.
+__device__ inline u32 pair_of(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+#endif
+
+// Starts to copy HELD rows of a head from row `first` on, zeros from row `count` on; numbers that are not bf16 are rounded.
+template <int TYPE, int WIDTH_OF, int STRIDE_OF, int HELD>
+__device__ void start_rows(u16 *to, const View &from, int first, int count, int head) {
+    constexpr int PIECES = WIDTH_OF / 8;
+    for (int n = threadIdx.x; n < HELD * PIECES; n += THREADS) {
+        const int row = n / PIECES, column = n % PIECES * 8;
+        const bool there = row < count;
+        const i64 at = (first + (there ? row : 0)) * from.token_stride + head * from.head_stride + column;
+        u16 *const place = to + row * STRIDE_OF + column;
+        if constexpr (TYPE == BF16) {
+            start_copy(place, (const u16 *)from.data + at, there);
+        } else {
+#pragma unroll
+            for (int c = 0; c < 8; c += 2) {
+                const float low = there ? element<TYPE>(from.data, at + c) : 0.0f;
+                const float high = there ? element<TYPE>(from.data, at + c + 1) : 0.0f;
+                *(u32 *)(place + c) = pair_of(low, high);
+            }
+        }
+    }
+}
+
+// Zeros in the columns behind those that rows have.
+template <int WIDTH_OF, int STRIDE_OF> __device__ void clear_rest(u16 *rows, int count) {
+    constexpr int REST = (WIDTH_OF + 15) / 16 * 16 - WIDTH_OF;
+    if constexpr (REST > 0) {
+        for (int n = threadIdx.x; n < count * REST; n += THREADS) {
+            rows[n / REST * STRIDE_OF + WIDTH_OF + n % REST] = 0;
+        }
+    }
+}
+
+// Whether this thread started to copy a number that is none, or is infinite.
+template <int WIDTH_OF, int STRIDE_OF> __device__ bool has_non_finite(const u16 *rows) {
+    constexpr int PIECES = WIDTH_OF / 8;
+    bool any = false;
+    for (int n = threadIdx.x; n < CHUNK * PIECES; n += THREADS) {
+        const u16 *const piece = rows + n / PIECES * STRIDE_OF + n % PIECES * 8;
+#pragma unroll
+        for (int c = 0; c < 8; c++) {
+            any = any || (piece[c] & 0x7F80u) == 0x7F80u;
+        }
+    }
+    return any;
+}
+
+// sums[16 of the warp, CHUNK] = own[.., WIDTH_OF] others[CHUNK, ..]^T.
+template <int WIDTH_OF, int STRIDE_OF>
+__device__ inline void products(float (&sums)[TILES][4], const u16 *own, const u16 *others) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    }
+#pragma unroll
+    for (int at = 0; at < WIDTH_OF; at += 16) {
+        u32 a[4];
+        read_matrices(a, own + (WARP_ROW + LANE % 16) * STRIDE_OF + at + LANE / 16 * 8);
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) {
+            u32 b[4];
+            const int row = n * 8 + LANE / 16 * 8 + LANE % 8;
+            read_matrices(b, others + row * STRIDE_OF + at + LANE / 8 % 2 * 8);
+            multiply(sums[n], a, {b[0], b[1]});
+            multiply(sums[n + 1], a, {b[2], b[3]});
+        }
+    }
+}
+
+// sums[16 of the warp, WIDTH_OF] += weights[16, CHUNK] others[CHUNK, ..]; weights are rounded to bf16.
+template <int WIDTH_OF, int STRIDE_OF>
+__device__ inline void add_products(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others) {
+#pragma unroll
+    for (int n = 0; n < TILES; n += 2) {
+        const u32 a[4] = {pair_of(weights[n][0], weights[n][1]), pair_of(weights[n][2], weights[n][3]),
+                          pair_of(weights[n + 1][0], weights[n + 1][1]), pair_of(weights[n + 1][2], weights[n + 1][3])};
+#pragma unroll
+        for (int at = 0; at < WIDTH_OF; at += 16) {
+            u32 b[4];
+            read_transposed(b, others + (n * 8 + LANE % 16) * STRIDE_OF + at + LANE / 16 * 8);
+            multiply(sums[at / 8], a, {b[0], b[1]});
+            multiply(sums[at / 8 + 1], a, {b[2], b[3]});
+        }
+    }
+}
+
+// Whether `queries` rows from query `first` on all see `keys` rows from key `base` on.
+__device__ inline bool sees_all(const Tile &tile, int first, int queries, int base, int keys) {
+    const int i = first - tile.q, last_i = i + queries - 1, j = base - tile.k, last_j = j + keys - 1;
+    const bool inside = i >= 0 && last_i < tile.queries && j >= 0 && last_j < tile.keys;
+    return inside && last_i - j <= tile.hi && i - last_j >= tile.lo;
+}
+
+// The rows of the chunk that each of the thread's two rows sees.
+struct Seen {
+    int from[2], to[2];
+
+    __device__ bool operator()(int pair, int at) const { return from[pair] <= at && at < to[pair]; }
+};
+
+// The same one pair at a time, over pairs that are visible: for chunks in which something is no number, which weights of 0
+// would spread to rows that do not see it.
+template <int WIDTH_OF, int STRIDE_OF>
+__device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others, const Seen &seen) {
+    for (int at = 0; at < CHUNK; at++) {
+        // Lane of the four that share a row, and place there.
+        const int lane = LANE / 4 * 4 + at % 8 / 2;
+        for (int half = 0; half < 2; half++) {
+            float weight = 0.0f;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                const float odd = at % 2 ? weights[n][2 * half + 1] : weights[n][2 * half];
+                weight = n == at / 8 ? odd : weight;
+            }
+            weight = __shfl_sync(0xFFFFFFFFu, weight, lane);
+            if (!seen(half, at)) {
+                continue;
+            }
+#pragma unroll
+            for (int n = 0; n < WIDTH_OF / 8; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    sums[n][2 * half + e] += weight * element<BF16>(others, at * STRIDE_OF + n * 8 + THREAD_COLUMN + e);
+                }
+            }
+        }
+    }
+}
+
+// One of both, for all threads of the block alike.
+template <int WIDTH_OF, int STRIDE_OF>
+__device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others,
+                                 const Seen &seen, bool spoilt) {
+    if (spoilt) {
+        add_visible<WIDTH_OF, STRIDE_OF>(sums, weights, others, seen);
+    } else {
+        add_products<WIDTH_OF, STRIDE_OF>(sums, weights, others);
+    }
+}
+
+// Where a block stands in its parts.
+struct Chunk {
+    int part, base;
+
+    __device__ Chunk(const Job &job, int block) : part(job.parts_of[block]), base(job.parts[part].from) {}
+
+    __device__ bool is_there(const Job &job, int block) const { return part < job.parts_of[block + 1]; }
+
+    __device__ int count(const Job &job) const { return min(CHUNK, job.parts[part].to - base); }
+
+    __device__ void advance(const Job &job, int block) {
+        base += CHUNK;
+        if (base >= job.parts[part].to) {
+            part++;
+            if (is_there(job, block)) {
+                base = job.parts[part].from;
+            }
+        }
+    }
+};

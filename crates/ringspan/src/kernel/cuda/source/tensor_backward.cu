@@ -1,0 +1,166 @@
+// The backward pass on tensor cores: the two kernels of `backward.cu` with products of bf16, without bias and buckets.
+
+// Adds to gradients [tokens, heads, WIDTH_OF] those of the thread's rows.
+template <int WIDTH_OF, int TILES_OF>
+__device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int first, int tokens, int heads, int head) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        if (token >= tokens) {
+            continue;
+        }
+        float *const row = to + ((i64)token * heads + head) * WIDTH_OF + THREAD_COLUMN;
+#pragma unroll
+        for (int n = 0; n < WIDTH_OF / 8; n++) {
+            row[n * 8] += sums[n][2 * half];
+            row[n * 8 + 1] += sums[n][2 * half + 1];
+        }
+    }
+}
+
+// Gradients of ROWS queries of a head.
+extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
+    extern __shared__ float shared[];
+    u16 *const q = (u16 *)shared, *const d_out = q + ROWS * STRIDE;
+    u16 *const k = d_out + ROWS * V_STRIDE, *const v = k + CHUNK * STRIDE;
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows = min(ROWS, job.queries - first);
+    clear_rest<DIM, STRIDE>(q, ROWS);
+    clear_rest<V_DIM, V_STRIDE>(d_out, ROWS);
+    clear_rest<DIM, STRIDE>(k, CHUNK);
+    clear_rest<V_DIM, V_STRIDE>(v, CHUNK);
+    start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, job.q, first, rows, head);
+    start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, ROWS>(d_out, job.d_out, first, rows, head);
+    float lse[2], delta[2], sums[WIDTH / 8][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const i64 state = (i64)head * job.queries + token;
+        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
+        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++) {
+        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    }
+    for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
+        const Tile tile = job.tiles[job.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(job);
+        __syncthreads(); // The chunk before this is used.
+        start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, base, count, kv_head);
+        start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, job.v, base, count, kv_head);
+        group_copies();
+        wait_copies<0>();
+        const bool whole = sees_all(tile, first, rows, base, count);
+        const bool spoilt = __syncthreads_or(!whole && has_non_finite<DIM, STRIDE>(k));
+        float scores[TILES][4], dp[TILES][4];
+        products<WIDTH, STRIDE>(scores, q, k);
+        products<V_WIDTH, V_STRIDE>(dp, d_out, v);
+        Seen seen;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int token = first + THREAD_ROW + 8 * half, i = token - tile.q;
+            const bool inside = token < job.queries && 0 <= i && i < tile.queries;
+            const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
+            const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
+            seen.from[half] = max(low - base, 0);
+            seen.to[half] = min(high - base, count);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                    float ds = 0.0f;
+                    if (seen(half, key)) {
+                        const int j = base + key - tile.k;
+                        ds = pair(job, tile, head, i, j, scores[n][at], dp[n][at], lse[half], delta[half]).ds;
+                    }
+                    scores[n][at] = ds;
+                }
+            }
+        }
+        add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, spoilt);
+    }
+    add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
+}
+
+// Gradients of ROWS keys of a key-value head and of their values. Parts are those of blocks of keys.
+extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
+    extern __shared__ float shared[];
+    u16 *const k = (u16 *)shared, *const v = k + ROWS * STRIDE;
+    u16 *const q = v + ROWS * V_STRIDE, *const d_out = q + CHUNK * STRIDE;
+    float *const lse = (float *)(d_out + CHUNK * V_STRIDE), *const delta = lse + CHUNK;
+    const int block = blockIdx.x, kv_head = blockIdx.y;
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows = min(ROWS, job.keys - first);
+    clear_rest<DIM, STRIDE>(k, ROWS);
+    clear_rest<V_DIM, V_STRIDE>(v, ROWS);
+    clear_rest<DIM, STRIDE>(q, CHUNK);
+    clear_rest<V_DIM, V_STRIDE>(d_out, CHUNK);
+    start_rows<K_TYPE, DIM, STRIDE, ROWS>(k, job.k, first, rows, kv_head);
+    start_rows<V_TYPE, V_DIM, V_STRIDE, ROWS>(v, job.v, first, rows, kv_head);
+    float dk[WIDTH / 8][4], dv[V_WIDTH / 8][4];
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n++) {
+        dk[n][0] = dk[n][1] = dk[n][2] = dk[n][3] = 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < V_WIDTH / 8; n++) {
+        dv[n][0] = dv[n][1] = dv[n][2] = dv[n][3] = 0.0f;
+    }
+    for (int head = job.heads_of[kv_head]; head < job.heads_of[kv_head + 1]; head++) {
+        for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
+            const Tile tile = job.tiles[job.parts[chunk.part].tile];
+            const int base = chunk.base, count = chunk.count(job);
+            __syncthreads(); // The chunk before this is used.
+            start_rows<Q_TYPE, DIM, STRIDE, CHUNK>(q, job.q, base, count, head);
+            start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, CHUNK>(d_out, job.d_out, base, count, head);
+            group_copies();
+            if (threadIdx.x < count) {
+                const i64 state = (i64)head * job.queries + base + threadIdx.x;
+                lse[threadIdx.x] = job.lse[state];
+                delta[threadIdx.x] = job.delta[state];
+            }
+            wait_copies<0>();
+            const bool whole = sees_all(tile, base, count, first, rows);
+            const bool spoilt = __syncthreads_or(
+                !whole && (has_non_finite<DIM, STRIDE>(q) || has_non_finite<V_DIM, V_STRIDE>(d_out)));
+            float weights[TILES][4], ds[TILES][4];
+            products<WIDTH, STRIDE>(weights, k, q);
+            products<V_WIDTH, V_STRIDE>(ds, v, d_out);
+            Seen seen;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int token = first + THREAD_ROW + 8 * half, j = token - tile.k;
+                const bool inside = token < job.keys && 0 <= j && j < tile.keys;
+                const int low = inside ? tile.q + max(j + tile.lo, 0) : 0;
+                const int high = inside ? tile.q + min(j + tile.hi + 1, tile.queries) : 0;
+                seen.from[half] = max(low - base, 0);
+                seen.to[half] = min(high - base, count);
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                        Pair got = {0.0f, 0.0f, 0.0f};
+                        if (seen(half, query)) {
+                            const int i = base + query - tile.q;
+                            got = pair(job, tile, head, i, j, weights[n][at], ds[n][at], lse[query], delta[query]);
+                        }
+                        weights[n][at] = got.weight;
+                        ds[n][at] = got.ds;
+                    }
+                }
+            }
+            add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, spoilt);
+            add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, spoilt);
+        }
+    }
+    add_rows<DIM>(job.dk, dk, first, job.keys, job.kv_heads, kv_head);
+    add_rows<V_DIM>(job.dv, dv, first, job.keys, job.kv_heads, kv_head);
+}

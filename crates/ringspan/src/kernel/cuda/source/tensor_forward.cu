@@ -1,0 +1,139 @@
+// The forward pass on tensor cores: that of `forward.cu` with products of bf16 (Dao, 2023). Keys of the next chunk and values of
+// this one arrive while products are computed.
+
+__device__ inline float of_four(float x, bool greatest) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+        x = greatest ? fmaxf(x, other) : x + other;
+    }
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
+    extern __shared__ float shared[];
+    u16 *const q = (u16 *)shared, *const k = q + ROWS * STRIDE, *const v = k + CHUNK * STRIDE;
+
+    // Under causal masks the last queries have most to do: they begin.
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows = min(ROWS, job.queries - first);
+    clear_rest<DIM, STRIDE>(q, ROWS);
+    clear_rest<DIM, STRIDE>(k, CHUNK);
+    clear_rest<V_DIM, V_STRIDE>(v, CHUNK);
+    Chunk chunk(job, block);
+    start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, job.q, first, rows, head);
+    start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+    group_copies();
+
+    float greatest[2], sum[2], values[V_WIDTH / 8][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const bool held = token < job.queries;
+        const i64 state = (i64)head * job.queries + token;
+        greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
+        // Each thread sums its own columns.
+        sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
+#pragma unroll
+        for (int n = 0; n < V_WIDTH / 8; n++) {
+            const bool here = held && n < V_DIM / 8;
+            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
+            values[n][2 * half] = here ? out[0] : 0.0f;
+            values[n][2 * half + 1] = here ? out[1] : 0.0f;
+        }
+    }
+
+    while (chunk.is_there(job, block)) {
+        const Tile tile = job.tiles[job.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(job);
+        const bool whole = sees_all(tile, first, rows, base, count);
+        __syncthreads(); // The values before these are used.
+        start_rows<V_TYPE, V_DIM, V_STRIDE, CHUNK>(v, job.v, base, count, kv_head);
+        group_copies();
+        wait_copies<1>();
+        __syncthreads(); // Keys are here.
+        float scores[TILES][4];
+        products<WIDTH, STRIDE>(scores, q, k);
+        __syncthreads(); // And used.
+        chunk.advance(job, block);
+        if (chunk.is_there(job, block)) {
+            start_rows<K_TYPE, DIM, STRIDE, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+        }
+        group_copies();
+
+        Seen seen;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int token = first + THREAD_ROW + 8 * half, i = token - tile.q;
+            const bool inside = token < job.queries && 0 <= i && i < tile.queries;
+            const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
+            const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
+            seen.from[half] = max(low - base, 0);
+            seen.to[half] = min(high - base, count);
+            float most = greatest[half];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int key = n * 8 + THREAD_COLUMN + e;
+                    if (seen(half, key)) {
+                        float slope, &s = scores[n][2 * half + e];
+                        s = score(job, tile, head, i, base + key - tile.k, s, slope) * LOG2_E;
+                        most = fmaxf(most, s);
+                    }
+                }
+            }
+            most = of_four(most, true);
+            // A number to measure -inf against, so that no NaN arises.
+            const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
+            const float shrink = exp2f(greatest[half] - shift);
+            greatest[half] = most;
+            sum[half] *= shrink;
+#pragma unroll
+            for (int n = 0; n < V_WIDTH / 8; n++) {
+                values[n][2 * half] *= shrink;
+                values[n][2 * half + 1] *= shrink;
+            }
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int key = n * 8 + THREAD_COLUMN + e;
+                    float weight = 0.0f;
+                    if (seen(half, key)) {
+                        weight = exp2f(scores[n][2 * half + e] - shift);
+                        sum[half] += weight;
+                        weight *= kept(job, tile, head, i, base + key - tile.k);
+                    }
+                    scores[n][2 * half + e] = weight;
+                }
+            }
+        }
+        wait_copies<1>();
+        const bool spoilt = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
+        add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, seen, spoilt);
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const float whole_sum = of_four(sum[half], false);
+        if (token >= job.queries) {
+            continue;
+        }
+        if (LANE % 4 == 0) {
+            const i64 state = (i64)head * job.queries + token;
+            job.max[state] = greatest[half];
+            job.sum[state] = whole_sum;
+        }
+        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
+#pragma unroll
+        for (int n = 0; n < V_DIM / 8; n++) {
+            out[n * 8] = values[n][2 * half];
+            out[n * 8 + 1] = values[n][2 * half + 1];
+        }
+    }
+}
