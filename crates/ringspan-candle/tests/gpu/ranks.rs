@@ -96,7 +96,12 @@ impl Mesh {
             // As one projection for all three gives them: a token's heads lie beside each other.
             let projected = random(&[rows, 8, self.dim], own as u64 + 1);
             Ok(results(device, &[projected], &|_, x| {
-                let (q, k, v) = (x[0].narrow(1, 0, 4)?, x[0].narrow(1, 4, 2)?, x[0].narrow(1, 6, 2)?);
+                // On the GPU they are read as parts, whose strides and beginnings the CPU's copies know nothing of.
+                let part = |from, heads| {
+                    let part = x[0].narrow(1, from, heads)?;
+                    if device.tensors().is_cpu() { part.force_contiguous() } else { Ok(part) }
+                };
+                let (q, k, v) = (part(0, 4)?, part(4, 2)?, part(6, 2)?);
                 let (mask, score) = (Mask::causal(), Score::new(0.3));
                 let Some(storage) = self.again else { return context.attention(0, &q, &k, &v, &mask, &score) };
                 let mut memory = Memory::new(storage);
