@@ -1,20 +1,25 @@
 //! Attention over a group of ranks as one candle operation with a backward.
 
 use crate::kept::{self, Storage as Stored};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
-use ringspan::attention::{self, Forward, Group, Inputs};
-use ringspan::kernel::{Data, View};
+use crate::loan::{self, Loan};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
+use ringspan::attention::{Forward, Group, Inputs, on_device};
+use ringspan::kernel::Floats;
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
 ///
 /// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32. All ranks must call this in the same order,
-/// forward and backward. Tensors on a GPU go through the memory of the CPU, where the group's kernel takes them.
+/// forward and backward.
+///
+/// Tensors on the GPU on which the group's kernel computes stay there, and so do the output and all gradients. Where the kernel
+/// computes on the CPU, tensors of a GPU are copied there and back.
 ///
 /// # Errors
-/// Other types or shapes than these, and failures of other ranks.
+/// Other types or shapes than these, tensors on another GPU than the kernel's, and failures of other ranks.
 pub fn attention(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
@@ -26,12 +31,15 @@ pub fn attention(
     attention_keeping(group, schedule, q, k, v, score, &mut Memory::default())
 }
 
-/// What attention computed: output `[T, H, Dv]` and log-sum-exp `[H, T]`.
+/// What attention computed: output `[T, H, Dv]` and log-sum-exp `[H, T]`, where it was computed.
 #[derive(Debug, Clone)]
 pub struct Kept {
     out: kept::Kept,
-    lse: Arc<Mutex<Vec<f32>>>,
+    lse: Statistics,
 }
+
+/// Log-sum-exps on their way from the forward pass to the backward; none before the one, and behind the other.
+type Statistics = Arc<Mutex<Option<Tensor>>>;
 
 /// Where attention looks for what it computed before, and leaves what it computes.
 #[derive(Debug, Default)]
@@ -69,16 +77,12 @@ pub fn attention_keeping(
     score: Score,
     memory: &mut Memory,
 ) -> Result<Tensor> {
-    let readable = |tensor: &Tensor| match tensor.stride().last() {
-        Some(1) if tensor.device().is_cpu() => Ok(tensor.clone()),
-        // Moving a tensor moves all that it is a part of.
-        _ => tensor.contiguous()?.to_device(&Device::Cpu),
-    };
     let before = memory.kept.take();
     let first = before.is_none();
     let (out, lse) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.lse));
     let op =
         Attention { group: group.clone(), schedule: schedule.clone(), score, out: Mutex::new(out), lse: lse.clone() };
+    let readable = |tensor| loan::readable(group.kernel(), tensor);
     let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
     if first {
         memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, lse });
@@ -93,7 +97,32 @@ struct Attention {
     score: Score,
     /// Computed before.
     out: Mutex<Option<kept::Kept>>,
-    lse: Arc<Mutex<Vec<f32>>>,
+    lse: Statistics,
+}
+
+impl Attention {
+    /// What is known of the output, which has this shape.
+    fn known(&self, shape: &[usize]) -> Result<Option<kept::Kept>> {
+        let known = self.out.lock().unwrap_or_else(PoisonError::into_inner).take();
+        known.map(|kept| kept.of(shape)).transpose()
+    }
+
+    /// The output where the kernel has it; the log-sum-exp is left on `device`.
+    fn forward(&self, [q, k, v]: [&Loan; 3], device: &Device) -> Result<Floats> {
+        let (q, k, v) = (q.view()?, k.view()?, v.view()?);
+        let inputs = Inputs::new(q, k, v, &self.score);
+        let Forward { out, lse, .. } =
+            on_device::forward(&self.group, &self.schedule, &inputs).map_err(candle_core::Error::wrap)?;
+        let lse = loan::tensor(self.group.kernel(), lse, (q.heads, q.tokens), device)?;
+        *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse);
+        Ok(out)
+    }
+}
+
+/// `[T, H, Dv]` of q and v.
+fn out_shape(q: &Layout, v: &Layout) -> Result<[usize; 3]> {
+    let ((tokens, heads, _), (_, _, v_dim)) = (q.shape().dims3()?, v.shape().dims3()?);
+    Ok([tokens, heads, v_dim])
 }
 
 impl CustomOp3 for Attention {
@@ -110,16 +139,37 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (q, k, v) = (view(q, q_layout)?, view(k, k_layout)?, view(v, v_layout)?);
-        if let Some(out) = self.out.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            let shape = [q.tokens, q.heads, v.dim];
-            return Ok((CpuStorage::F32(out.values(&shape)?), Shape::from(&shape[..])));
+        let shape = out_shape(q_layout, v_layout)?;
+        let out = match self.known(&shape)? {
+            Some(kept) => kept.values(&shape)?,
+            None => {
+                let (q, k, v) = (Loan::cpu(q, q_layout)?, Loan::cpu(k, k_layout)?, Loan::cpu(v, v_layout)?);
+                let out = self.forward([&q, &k, &v], &Device::Cpu)?;
+                self.group.kernel().to_host(out).map_err(candle_core::Error::wrap)?
+            }
+        };
+        Ok((CpuStorage::F32(out), Shape::from(&shape[..])))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let shape = out_shape(q_layout, v_layout)?;
+        if let Some(kept) = self.known(&shape)? {
+            return crate::gpu::copied(&kept.tensor()?);
         }
-        let Forward { out, lse, .. } =
-            attention::forward(&self.group, &self.schedule, &Inputs::new(q, k, v, &self.score))
-                .map_err(candle_core::Error::wrap)?;
-        *self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = lse;
-        Ok((CpuStorage::F32(out), Shape::from((q.tokens, q.heads, v.dim))))
+        let (kernel, device) = (self.group.kernel(), q.device.clone());
+        let loan = |storage, layout| Loan::cuda(kernel, storage, layout);
+        let (q, k, v) = (loan(q, q_layout)?, loan(k, k_layout)?, loan(v, v_layout)?);
+        let out = self.forward([&q, &k, &v], &Device::Cuda(device.clone()))?;
+        Ok((loan::on_gpu(out, &device)?, Shape::from(&shape[..])))
     }
 
     fn bwd(
@@ -132,44 +182,19 @@ impl CustomOp3 for Attention {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         // The gradient may be a broadcast view.
         let d_out = d_out.contiguous()?;
-        let lse = std::mem::take(&mut *self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
-        let saved = Forward { out: out.flatten_all()?.to_vec1()?, lse, peak_bytes: 0 };
-        let gradients = with_view(q, |q| {
-            with_view(k, |k| {
-                with_view(v, |v| {
-                    with_view(&d_out, |d_out| {
-                        let inputs = Inputs::new(q, k, v, &self.score);
-                        attention::backward(&self.group, &self.schedule, &inputs, &saved, d_out)
-                            .map_err(candle_core::Error::wrap)
-                    })
-                })
-            })
-        })?;
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+        let Some(lse) = self.lse.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            bail!("the backward pass of an attention whose log-sum-exp is gone: it was differentiated before");
+        };
+        let kernel = self.group.kernel();
+        let guards = [q, k, v, out, &d_out, &lse].map(Tensor::storage_and_layout);
+        let loans = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
+        let [q_loan, k_loan, v_loan, out, d_out, lse] = loans;
+        let (q_loan, k_loan, v_loan, out, d_out, lse) = (q_loan?, k_loan?, v_loan?, out?, d_out?, lse?);
+        let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
+        let saved = Forward { out: out.data()?, lse: lse.data()?, peak_bytes: 0 };
+        let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
+            .map_err(candle_core::Error::wrap)?;
+        let tensor = |values, like: &Tensor| loan::tensor(kernel, values, like.shape(), like.device()).map(Some);
         Ok((tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?))
-    }
-}
-
-fn view<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<View<'a>> {
-    let (tokens, heads, dim) = layout.shape().dims3()?;
-    let CpuStorage::F32(data) = storage else {
-        bail!("attention computes in {:?}, given {:?}", DType::F32, storage.dtype());
-    };
-    let stride = layout.stride();
-    Ok(View {
-        data: Data::F32(data.get(layout.start_offset()..).unwrap_or_default()),
-        tokens,
-        heads,
-        dim,
-        token_stride: stride[0],
-        head_stride: stride[1],
-    })
-}
-
-fn with_view<T>(tensor: &Tensor, f: impl FnOnce(View) -> Result<T>) -> Result<T> {
-    let (storage, layout) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => f(view(storage, layout)?),
-        _ => bail!("attention runs on the CPU, given a tensor on {:?}", tensor.device()),
     }
 }

@@ -1,6 +1,9 @@
 //! Collectives as candle operations with a backward.
 //!
 //! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
+//! Tensors on GPUs are handed over where ranks are threads, and go through the memory of the CPU where they are processes.
+
+mod on_gpu;
 
 use crate::gpu;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -30,6 +33,9 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     if counts.len() != comm.size() || counts[rank] != rows {
         bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
     }
+    if on_gpu::hands_over(comm, x) {
+        return on_gpu::all_gather(comm, x, counts);
+    }
     gpu::on_host(x, AllGather { comm: comm.clone(), counts })
 }
 
@@ -52,6 +58,9 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
     if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
         bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
     }
+    if on_gpu::hands_over(comm, x) {
+        return on_gpu::reduce_scatter(comm, x, &counts, seen);
+    }
     gpu::on_host(x, ReduceScatter { comm: comm.clone(), counts, seen })
 }
 
@@ -60,6 +69,9 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
 /// # Errors
 /// Failures of other ranks, ranks with other shapes.
 pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
+    if on_gpu::hands_over(comm, x) {
+        return on_gpu::all_reduce(comm, x);
+    }
     gpu::on_host(x, AllReduce { comm: comm.clone() })
 }
 
@@ -87,6 +99,9 @@ fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], se
     let rows = x.dim(0)?;
     if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
         bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
+    }
+    if on_gpu::hands_over(comm, x) {
+        return on_gpu::all_to_all(comm, x, counts, seen);
     }
     let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), seen };
     gpu::on_host(x, op)
@@ -216,7 +231,8 @@ impl CustomOp1 for AllToAll {
 
 fn values(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f32>> {
     match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(data), Some((start, end))) => Ok(data[start..end].to_vec()),
+        // A part of a tensor without elements begins behind its end.
+        (CpuStorage::F32(data), Some((start, end))) => Ok(data.get(start..end).unwrap_or_default().to_vec()),
         _ => bail!("collectives move contiguous f32 tensors, given {:?}", layout.shape()),
     }
 }

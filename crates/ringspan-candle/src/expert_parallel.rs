@@ -131,13 +131,19 @@ impl Experts for ExpertParallel {
 
 /// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
+    if gpu::holds(x) {
+        return gpu::picked(x, &rows);
+    }
     let of = x.dim(0)?;
-    gpu::on_host(x, Pick { rows: Rows { rows, of }, back: false })
+    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: false })
 }
 
 /// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
 fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
-    gpu::on_host(x, Pick { rows: Rows { rows, of }, back: true })
+    if gpu::holds(x) {
+        return gpu::put_back(x, &rows, of);
+    }
+    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: true })
 }
 
 /// Numbers of rows, and how many rows there are.

@@ -1,7 +1,5 @@
 //! Layers on a GPU: made of candle's operations, which candle differentiates, with the values and gradients of the fused
 //! layers of the CPU. Products are cuBLAS's.
-//!
-//! Collectives and attention move tensors through the memory of the CPU, where the library takes them.
 
 use crate::rope::Rotation;
 use candle_core::backend::{BackendDevice, BackendStorage};
@@ -41,7 +39,7 @@ struct Given<F> {
 }
 
 /// `value`, computed from x, whose gradient in x `backward` makes of that in `value`.
-fn given<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
+pub(crate) fn given<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
 {
@@ -70,6 +68,33 @@ impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let root = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
     x.broadcast_div(&root)?.broadcast_mul(weight)
+}
+
+/// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
+pub(crate) fn picked(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+    let (of, rows) = (x.dim(0)?, Tensor::new(rows, x.device())?);
+    let value = pick(&x.detach(), &rows)?;
+    given(x, value, move |d| add_up(d, &rows, of))
+}
+
+/// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
+pub(crate) fn put_back(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
+    let rows = Tensor::new(rows, x.device())?;
+    let value = add_up(&x.detach(), &rows, of)?;
+    given(x, value, move |d| pick(d, &rows))
+}
+
+fn pick(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    match rows.elem_count() * x.elem_count() {
+        // Candle starts no kernels for tensors without elements.
+        0 => Tensor::zeros((rows.elem_count(), x.dim(1)?), x.dtype(), x.device()),
+        _ => x.contiguous()?.index_select(rows, 0),
+    }
+}
+
+fn add_up(x: &Tensor, rows: &Tensor, of: usize) -> Result<Tensor> {
+    let zeros = Tensor::zeros((of, x.dim(1)?), x.dtype(), x.device())?;
+    if x.elem_count() == 0 { Ok(zeros) } else { zeros.index_add(rows, &x.contiguous()?, 0) }
 }
 
 /// As [`rope`](crate::rope::rope).

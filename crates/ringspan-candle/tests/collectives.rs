@@ -75,6 +75,27 @@ fn all_reduce_and_all_to_all_go_back_the_way_they_came() {
 }
 
 #[test]
+fn attention_of_parts_of_a_tensor_is_that_of_their_copies() -> candle_core::Result<()> {
+    let comm = run(1, Options::default(), Ok::<_, Error>).expect("one rank").remove(0);
+    let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).expect("one rank"));
+    let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 9), 1).expect("one rank"));
+    let context = Context::new(group, layout, Strategy::Ring)?;
+    let results = |copies: bool| -> candle_core::Result<[Vec<f32>; 2]> {
+        // Heads of queries, keys and values beside each other, of tokens behind two that are left out.
+        let x = Var::from_tensor(&Tensor::from_vec(values(11 * 8 * 8, 5), (11, 8, 8), &Device::Cpu)?)?;
+        let part = |from, heads| {
+            let part = x.narrow(0, 2, 9)?.narrow(1, from, heads)?;
+            if copies { part.force_contiguous() } else { Ok(part) }
+        };
+        let out = context.attention(0, &part(0, 4)?, &part(4, 2)?, &part(6, 2)?, &Mask::causal(), &Score::new(0.35))?;
+        let gradients = out.sqr()?.sum_all()?.backward()?;
+        Ok([flat(&out), gradients.get(&x).map(flat).unwrap_or_default()])
+    };
+    assert_eq!(results(false)?, results(true)?);
+    Ok(())
+}
+
+#[test]
 fn attention_of_a_context_has_the_gradients_of_one_rank() {
     const LEN: usize = 30;
     let on = |ring: usize, ulysses: usize| -> Vec<Vec<f32>> {

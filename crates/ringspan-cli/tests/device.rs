@@ -83,6 +83,9 @@ fn a_build_without_gpus_for_models_says_how_to_make_one_with_them() {
 #[cfg(feature = "candle-cuda")]
 mod with_gpus {
     use super::*;
+    use ringspan_candle::Devices;
+    use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
+    use std::ops::ControlFlow;
     use support::read;
 
     #[track_caller]
@@ -143,6 +146,36 @@ mod with_gpus {
         }
     }
 
+    /// Of heads of any width the same is copied: tokens and lists, and nothing of the cache.
+    #[test]
+    fn a_new_token_copies_nothing_of_the_cache() {
+        if no_gpu() {
+            return;
+        }
+        let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
+        let options = Options { sampling: Sampling::greedy(), max_tokens: 6, stop_tokens: Vec::new() };
+        // A prompt that ends a block, so that with two ranks the new tokens are the second one's.
+        let prompt: Vec<u32> = (0..BLOCK as u32).map(|i| i * 7 % 257).collect();
+        for ring in [1, 2] {
+            let copied = [8, 32].map(|head_dim| {
+                let bench = bench(&serde_json::json!({ "head_dim": head_dim }));
+                let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
+                let decoder = Decoder::new(config).expect("a known model");
+                let model = Model::new(decoder, weights).and_then(|model| model.on(&devices)).expect("a model");
+                let mesh = Mesh { ring, devices: devices.clone(), ..Mesh::single() };
+                let gpu = devices.of(0).kernel(1).expect("a stream").gpu().expect("a GPU").clone();
+                let before = gpu.copied();
+                let all =
+                    generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("a text");
+                assert!(all.iter().all(|generation| generation.tokens.len() == 6));
+                assert_eq!(all.iter().map(|generation| generation.cached).sum::<usize>(), prompt.len() + 5);
+                let after = gpu.copied();
+                (after.0 - before.0, after.1 - before.1)
+            });
+            assert_eq!(copied, [(copied[0].0, 0); 2], "{ring} ranks: bytes copied to the GPU and from it");
+        }
+    }
+
     /// Loss, logits, gradients and updated weights, against one rank on the CPU.
     #[test]
     fn a_step_on_a_mesh_of_a_gpu_is_that_of_one_rank_of_the_cpu() {
@@ -150,7 +183,13 @@ mod with_gpus {
             return;
         }
         let bench = bench(&serde_json::json!({}));
-        for mesh in ["--ring 1", "--ring 2 --recompute nothing", "--dp-shard 2 --tp 2", "--ring 2 --ep 2"] {
+        for mesh in [
+            "--ring 1",
+            "--ring 2 --recompute nothing",
+            "--ring 2 --ulysses 2",
+            "--dp-shard 2 --tp 2",
+            "--ring 2 --ep 2",
+        ] {
             let said = succeed(&bench, "verify", &format!("--tiny --sequence-length 24 --device cuda {mesh}"));
             assert!(said.contains("PASS") && said.contains("on cuda"), "{said}");
         }

@@ -2,7 +2,6 @@
 
 use candle_core::{Result, Tensor, bail};
 use ringspan::Run;
-use ringspan::kernel::View;
 
 /// Generated tokens go to the ranks in blocks of this many positions: long enough that a rank's rows stay long runs,
 /// short enough that the ranks fill evenly.
@@ -13,33 +12,83 @@ pub fn owner(position: usize, ranks: usize) -> usize {
     (position / BLOCK) % ranks.max(1)
 }
 
-/// The keys and values of the tokens that this rank keeps, layer by layer.
+/// The keys and values of the tokens that this rank keeps, layer by layer, where the model computes.
 ///
 /// Shape letters: n tokens held, G key-value heads, D and Dv head widths.
 #[derive(Debug)]
 pub struct Cache {
-    layers: Vec<Layer>,
+    layers: Vec<Option<Layer>>,
     /// Positions of the rows, in row order.
     runs: Vec<Run>,
     /// Rows that will be needed, so that growth does not copy.
     expected: usize,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Layer {
-    kv_heads: usize,
-    dim: usize,
-    v_dim: usize,
     /// `[n, G, D]`
-    keys: Vec<f32>,
+    keys: Rows,
     /// `[n, G, Dv]`
-    values: Vec<f32>,
+    values: Rows,
+}
+
+/// A tensor that grows by rows, which are written in place.
+#[derive(Debug)]
+struct Rows {
+    /// With room behind the rows that are filled.
+    all: Tensor,
+    filled: usize,
+}
+
+impl Rows {
+    /// None yet, of rows like these.
+    fn new(like: &Tensor, room: usize) -> Result<Self> {
+        Ok(Self { all: Tensor::zeros(with_rows(like, room), like.dtype(), like.device())?, filled: 0 })
+    }
+
+    /// Writes rows behind those that are there. Nobody has them in a graph: what is read is a [`tensor`](Self::tensor) of a
+    /// call that is over.
+    fn append(&mut self, rows: &Tensor) -> Result<()> {
+        let (held, needed) = (self.all.dim(0)?, self.filled + rows.dim(0)?);
+        if needed == self.filled {
+            return Ok(());
+        }
+        if needed > held {
+            let all = Self::new(&self.all, needed.max(2 * held))?.all;
+            if self.filled > 0 {
+                all.slice_set(&self.tensor()?, 0, 0)?;
+            }
+            self.all = all;
+        }
+        self.all.slice_set(&rows.contiguous()?, 0, self.filled)?;
+        self.filled = needed;
+        Ok(())
+    }
+
+    /// Those that are filled.
+    fn tensor(&self) -> Result<Tensor> {
+        self.all.narrow(0, 0, self.filled)
+    }
+
+    /// Whether rows like these can be appended.
+    fn takes(&self, rows: &Tensor) -> bool {
+        self.all.dims()[1..] == rows.dims()[1..]
+    }
+
+    fn bytes(&self) -> usize {
+        self.filled * self.all.dims()[1..].iter().product::<usize>() * self.all.dtype().size_in_bytes()
+    }
+}
+
+/// The dimensions of a tensor with another number of rows.
+fn with_rows(tensor: &Tensor, rows: usize) -> Vec<usize> {
+    std::iter::once(rows).chain(tensor.dims().iter().skip(1).copied()).collect()
 }
 
 impl Cache {
     /// An empty cache for a model of `layers` layers, with room for `expected` tokens.
     pub fn new(layers: usize, expected: usize) -> Self {
-        Self { layers: (0..layers).map(|_| Layer::default()).collect(), runs: Vec::new(), expected }
+        Self { layers: (0..layers).map(|_| None).collect(), runs: Vec::new(), expected }
     }
 
     /// Tokens held.
@@ -49,7 +98,7 @@ impl Cache {
 
     /// Bytes of the keys and values held.
     pub fn bytes(&self) -> usize {
-        self.layers.iter().map(|layer| (layer.keys.len() + layer.values.len()) * size_of::<f32>()).sum()
+        self.layers.iter().flatten().map(|layer| layer.keys.bytes() + layer.values.bytes()).sum()
     }
 
     /// Says where the rows that every layer appends next stand.
@@ -64,46 +113,36 @@ impl Cache {
         }
     }
 
-    /// Appends keys `[T, G, D]` and values `[T, G, Dv]` to a layer.
+    /// Appends keys `[T, G, D]` and values `[T, G, Dv]` to a layer, on their device.
     pub(crate) fn append(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
-        let (tokens, kv_heads, dim) = k.dims3()?;
-        let (v_tokens, v_heads, v_dim) = v.dims3()?;
-        let (held, expected) = (self.tokens(), self.expected);
-        let layers = self.layers.len();
+        let ((tokens, kv_heads, _), (v_tokens, v_heads, _)) = (k.dims3()?, v.dims3()?);
+        let (held, expected, layers) = (self.tokens(), self.expected.max(tokens), self.layers.len());
         let Some(layer) = self.layers.get_mut(layer) else { bail!("layer {layer} of a cache of {layers} layers") };
-        if layer.keys.is_empty() {
-            (layer.kv_heads, layer.dim, layer.v_dim) = (kv_heads, dim, v_dim);
-            layer.keys.reserve_exact(expected.max(tokens) * kv_heads * dim);
-            layer.values.reserve_exact(expected.max(tokens) * kv_heads * v_dim);
-        }
-        if (v_tokens, v_heads) != (tokens, kv_heads)
-            || (layer.kv_heads, layer.dim, layer.v_dim) != (kv_heads, dim, v_dim)
-        {
+        let Layer { keys, values } = match layer {
+            Some(layer) => layer,
+            None => layer.insert(Layer { keys: Rows::new(k, expected)?, values: Rows::new(v, expected)? }),
+        };
+        if (v_tokens, v_heads) != (tokens, kv_heads) || !keys.takes(k) || !values.takes(v) {
+            let (of_keys, of_values) = (&keys.all.dims()[1..], &values.all.dims()[1..]);
             bail!(
-                "keys {:?} and values {:?} do not fit a cache of {} heads of {} and {}",
+                "keys {:?} and values {:?} do not fit a cache whose rows are {of_keys:?} and {of_values:?}",
                 k.dims(),
-                v.dims(),
-                layer.kv_heads,
-                layer.dim,
-                layer.v_dim
+                v.dims()
             );
         }
-        layer.keys.extend(k.flatten_all()?.to_vec1::<f32>()?);
-        layer.values.extend(v.flatten_all()?.to_vec1::<f32>()?);
-        if layer.keys.len() != held * kv_heads * dim {
-            bail!("a layer holds {} keys, but {held} tokens are announced", layer.keys.len() / (kv_heads * dim));
+        if keys.filled + tokens != held {
+            bail!("a layer would hold {} keys, but {held} tokens are announced", keys.filled + tokens);
         }
-        Ok(())
+        keys.append(k)?;
+        values.append(v)
     }
 
-    /// The keys and values of a layer; `None` while there are none.
-    pub(crate) fn layer(&self, layer: usize) -> Option<(View<'_>, View<'_>)> {
-        let Layer { kv_heads, dim, v_dim, keys, values } = self.layers.get(layer)?;
-        let tokens = self.tokens();
-        if tokens == 0 {
-            return None;
+    /// The keys `[n, G, D]` and values `[n, G, Dv]` of a layer; `None` before the first.
+    pub(crate) fn layer(&self, layer: usize) -> Result<Option<(Tensor, Tensor)>> {
+        match self.layers.get(layer) {
+            Some(Some(Layer { keys, values })) => Ok(Some((keys.tensor()?, values.tensor()?))),
+            _ => Ok(None),
         }
-        Some((View::new(keys, tokens, *kv_heads, *dim)?, View::new(values, tokens, *kv_heads, *v_dim)?))
     }
 
     /// The tokens of the rows, in their order.
@@ -138,8 +177,28 @@ mod tests {
         let mut cache = Cache::new(1, 8);
         let k = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &Device::Cpu).expect("tensor");
         assert!(cache.append(0, &k, &k).is_err());
-        cache.grow(&[run(0, 4)]);
+        cache.grow(&[run(0, 2)]);
         assert!(cache.append(1, &k, &k).is_err(), "a layer that does not exist");
-        assert!(cache.append(0, &k, &k).is_ok(), "4 rows in all");
+        assert!(cache.append(0, &k, &k).is_ok(), "2 rows in all");
+        let wide = Tensor::zeros((0, 1, 5), candle_core::DType::F32, &Device::Cpu).expect("tensor");
+        let refused = cache.append(0, &wide, &wide).expect_err("other heads").to_string();
+        assert!(refused.contains("[0, 1, 5]") && refused.contains("[1, 4]"), "{refused}");
+    }
+
+    #[test]
+    fn rows_stay_in_order_when_more_come_than_were_expected() -> Result<()> {
+        let (mut cache, mut wanted) = (Cache::new(1, 3), Vec::new());
+        for (start, len) in [(0, 2), (2, 0), (2, 1), (3, 1), (4, 7)] {
+            let numbers = |scale: f32| (start * 4..(start + len) * 4).map(|x| x as f32 * scale).collect::<Vec<_>>();
+            let tensor = |scale| Tensor::from_vec(numbers(scale), (len, 2, 2), &Device::Cpu);
+            cache.grow(&[run(start, len)]);
+            cache.append(0, &tensor(1.0)?, &tensor(-1.0)?)?;
+            wanted.extend(numbers(1.0));
+            let (keys, values) = cache.layer(0)?.expect("keys and values");
+            assert_eq!(keys.flatten_all()?.to_vec1::<f32>()?, wanted);
+            assert_eq!(values.neg()?.flatten_all()?.to_vec1::<f32>()?, wanted);
+        }
+        assert_eq!((cache.tokens(), cache.bytes()), (11, 11 * 2 * 4 * 4));
+        Ok(())
     }
 }

@@ -2,9 +2,10 @@
 
 use crate::cache::{Cache, owner};
 use candle_core::{Result, Tensor, bail};
-use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
-use ringspan::kernel::{Data, Score, View};
+use ringspan::attention::{Group, Tokens};
+use ringspan::kernel::Score;
 use ringspan::{Mask, Run};
+use ringspan_candle::decode::decode;
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, Context, Drops, Experts, TensorParallel};
@@ -89,26 +90,24 @@ impl Attend for Decode<'_> {
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        let (tokens, heads, dim) = q.dims3()?;
-        let (_, kv_heads, v_dim) = v.dims3()?;
+        let tokens = q.dim(0)?;
         if tokens != 1 {
             bail!("decoding takes one token at a time, not {tokens}");
         }
         if self.keeps {
             self.cache.borrow_mut().append(layer, k, v)?;
         }
-        let query = q.flatten_all()?.to_vec1::<f32>()?;
-        let device = q.device();
-        let Some(q) = View::new(&query, 1, heads, dim) else { bail!("a query of {} elements", query.len()) };
         let cache = self.cache.borrow();
-        let (k, v) = cache.layer(layer).unwrap_or_else(|| (empty(kv_heads, dim), empty(kv_heads, v_dim)));
+        let (k, v) = match cache.layer(layer)? {
+            Some(held) => held,
+            // A rank that keeps none yet.
+            None => (k.narrow(0, 0, 0)?, v.narrow(0, 0, 0)?),
+        };
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
         // Query and keys count in one frame, whose length only end-aligned masks look at.
         let frame = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
-        let (out, _) = decode(self.group, mask, &tokens, &Inputs::new(q, k, v, score), Merge::AllGather)
-            .map_err(candle_core::Error::wrap)?;
-        Tensor::from_vec(out, (1, heads, v_dim), device)
+        decode(self.group, mask, &tokens, [q, &k, &v], score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -130,9 +129,4 @@ impl Attend for Decode<'_> {
     fn drops(&self) -> Option<&Drops> {
         None
     }
-}
-
-/// Keys or values of a rank that holds none.
-fn empty<'a>(heads: usize, dim: usize) -> View<'a> {
-    View { data: Data::F32(&[]), tokens: 0, heads, dim, token_stride: heads * dim, head_stride: dim }
 }

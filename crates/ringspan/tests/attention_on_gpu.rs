@@ -54,7 +54,7 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On) -> Result<(Answer, [Copied; 2]),
             let start = count()?;
             let forward = on_device::forward(group, schedule, &held)?;
             let middle = count()?;
-            let gradients = on_device::backward(group, schedule, &held, &forward, d_out.view())?;
+            let gradients = on_device::backward(group, schedule, &held, &forward.data(), d_out.view())?;
             let end = count()?;
             let less = |(a, b): Copied, (c, d): Copied| (a - c, b - d);
             *copied.lock().expect("no panic under it") = [less(middle.0, start.0), less(end.0, middle.0)];

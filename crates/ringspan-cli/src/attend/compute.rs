@@ -90,7 +90,7 @@ impl Work<'_> {
             let middle = (comm.bytes_sent(), together(&*comm)?, comm.bytes_sent());
             seconds_forward.push((middle.1 - start.0).as_secs_f64());
             let gradients = match &d_out {
-                Some(d_out) => Some(on_device::backward(&group, schedule, &inputs, &forward, d_out.view())?),
+                Some(d_out) => Some(on_device::backward(&group, schedule, &inputs, &forward.data(), d_out.view())?),
                 None => None,
             };
             kernel.wait()?;

@@ -62,11 +62,11 @@ pub fn backward(
     forward: &Forward,
     d_out: View,
 ) -> Result<Gradients> {
-    let (out, lse) = (Data::F32(&forward.out), Data::F32(&forward.lse));
-    of_any(group, schedule, inputs, (out, lse), d_out)?.to_host(group.kernel())
+    on_device(group, schedule, inputs, &forward.data(), d_out)?.to_host(group.kernel())
 }
 
-/// [`backward()`] whose results are left where the group's kernel computes, but for the gradients of sinks and tables.
+/// [`backward()`] whose results are left where the group's kernel computes, but for the gradients of sinks and tables. What the
+/// forward pass returned may lie anywhere ([`Forward::data`]).
 ///
 /// # Errors
 /// As of [`backward()`].
@@ -74,22 +74,11 @@ pub fn on_device(
     group: &Group,
     schedule: &Schedule,
     inputs: &Inputs,
-    forward: &Forward<Floats>,
-    d_out: View,
-) -> Result<Gradients<Floats>> {
-    of_any(group, schedule, inputs, (forward.out.data(), forward.lse.data()), d_out)
-}
-
-/// With output and log-sum-exp wherever they are.
-fn of_any(
-    group: &Group,
-    schedule: &Schedule,
-    inputs: &Inputs,
-    (out, lse): (Data, Data),
+    forward: &Forward<Data>,
     d_out: View,
 ) -> Result<Gradients<Floats>> {
     inputs.check("attention backward", group, schedule)?;
-    let kernel = group.kernel();
+    let (kernel, Forward { out, lse, .. }) = (group.kernel(), *forward);
     let (rows, v_dim) = (inputs.q.tokens * inputs.q.heads, inputs.v.dim);
     let elements = |what, actual: usize, dim: usize| {
         let expected = rows * dim;

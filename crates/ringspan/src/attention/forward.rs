@@ -6,12 +6,12 @@ use super::ulysses::Part;
 use super::wire::floats;
 use super::{Group, Inputs, f32_bytes, stored_bytes};
 use crate::error::Result;
-use crate::kernel::{self, Floats, HeadMap, Kernel};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel};
 use crate::schedule::{Block, Pass, Schedule};
 use std::sync::Arc;
 
 /// What the forward pass leaves, for the caller and for the backward pass.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct Forward<F = Vec<f32>> {
     /// Attention output `[T, H, Dv]`; 0 where a query sees nothing.
     pub out: F,
@@ -22,7 +22,19 @@ pub struct Forward<F = Vec<f32>> {
     pub peak_bytes: u64,
 }
 
+impl Forward {
+    /// The same numbers where they lie, as the backward pass reads them.
+    pub fn data(&self) -> Forward<Data<'_>> {
+        Forward { out: Data::F32(&self.out), lse: Data::F32(&self.lse), peak_bytes: self.peak_bytes }
+    }
+}
+
 impl Forward<Floats> {
+    /// The same numbers where they lie, as the backward pass reads them.
+    pub fn data(&self) -> Forward<Data<'_>> {
+        Forward { out: self.out.data(), lse: self.lse.data(), peak_bytes: self.peak_bytes }
+    }
+
     /// The same in the memory of the CPU.
     ///
     /// # Errors

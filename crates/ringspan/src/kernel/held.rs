@@ -1,7 +1,7 @@
 //! Tensors where a rank's kernel computes.
 
 #[cfg(feature = "cuda")]
-use super::cuda::{GpuArray, GpuElement, Lent};
+use super::cuda::{Gpu, GpuArray, GpuElement, Lent};
 use super::device::Device;
 use super::{Data, Floats, Kernel, View};
 use crate::error::Result;
@@ -79,6 +79,15 @@ impl Kernel {
                 Ok(Cow::Owned(values))
             }
             values => Ok(values.to_f32()),
+        }
+    }
+
+    /// The GPU on which this kernel computes; `None` if it is the CPU.
+    #[cfg(feature = "cuda")]
+    pub fn gpu(&self) -> Option<&Gpu> {
+        match &self.0 {
+            Device::Cpu(_) => None,
+            Device::Cuda(cuda) => Some(cuda.gpu()),
         }
     }
 

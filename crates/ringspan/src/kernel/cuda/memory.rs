@@ -174,6 +174,18 @@ impl GpuArray {
         copied.map_err(gpu.failed("copy on the GPU"))
     }
 
+    /// A copy of f32 elements for another library, made on its stream behind what this array's rank has started.
+    ///
+    /// # Errors
+    /// Elements of another type, a stream of another GPU; failures of the driver.
+    pub fn copied_on(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<f32>> {
+        // SAFETY: the copy writes all elements, or fails and nobody gets them.
+        let taken = unsafe { stream.alloc(self.len) };
+        let mut to = taken.map_err(self.memory.gpu.failed("take memory"))?;
+        self.copy_to(&mut to)?;
+        Ok(to)
+    }
+
     /// Some of the elements; the memory stays as long as either is there.
     pub(in crate::kernel) fn part(&self, range: Range<usize>) -> Self {
         let GpuData { start, len, .. } = self.data().slice(range);

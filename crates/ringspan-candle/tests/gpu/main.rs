@@ -1,11 +1,11 @@
 //! Every operation on a GPU has the values and gradients that it has on the CPU.
 #![cfg(feature = "cuda")]
 
+mod apart;
+mod ranks;
+
 use candle_core::{DType, Device, Result, Tensor, Var};
-use ringspan::attention::Group;
-use ringspan::comm::threads;
 use ringspan::kernel::Gpu;
-use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::experts::{Local, Memory, pressed};
 use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
@@ -17,9 +17,7 @@ use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{
-    Attend, Context, Drops, Expert, Experts, RankDevice, Routing, collective, cotangent, geglu as gemma,
-};
+use ringspan_candle::{Drops, Expert, Experts, RankDevice, Routing, cotangent, geglu as gemma};
 use std::sync::Arc;
 
 /// The first GPU; none where there is none, and a test has nothing to do.
@@ -191,54 +189,4 @@ fn experts_and_the_pressure_on_their_router() {
     }
     let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
     compare("pressed", &[random(&[4, 3], 3)], |_, x| pressed(&x[0], pressure.clone()));
-}
-
-/// Attention, collectives and a rank without tokens, whose tensors are on the GPU and empty.
-#[test]
-fn ranks_that_share_a_gpu_have_the_results_of_the_cpu() {
-    let Some(gpu) = gpu() else { return };
-    let documents = Documents::batch(1, 2);
-    let run = |device: &RankDevice| -> Vec<Vec<Vec<f32>>> {
-        let rank = |comm: Arc<dyn ringspan::comm::Communicator>| -> Result<Vec<Vec<f32>>> {
-            let (ranks, own) = (comm.size(), comm.rank());
-            let layout =
-                Arc::new(Layout::new(LayoutKind::Contiguous, &documents, ranks).map_err(candle_core::Error::wrap)?);
-            let rows = layout.tokens(own);
-            let kernel = if device.tensors().is_cpu() { Kernel::new(1) } else { device.kernel(1).expect("a stream") };
-            let group = comm.split(0, own).map_err(candle_core::Error::wrap)?;
-            let group = Arc::new(Group::new(group, (ranks, 1), kernel).map_err(candle_core::Error::wrap)?);
-            let context = Context::new(group, layout, Strategy::Ring)?;
-            let inputs = [[rows, 4, 8], [rows, 2, 8], [rows, 2, 8]].map(|shape| random(&shape, own as u64 + 1));
-            let attended = results(device, &inputs, &|_, x| {
-                context.attention(0, &x[0], &x[1], &x[2], &Mask::causal(), &Score::new(0.3))
-            });
-            let x = [random(&[rows, 3], own as u64 + 7)];
-            let gathered = results(device, &x, &|_, x| collective::all_gather(&comm, &x[0]));
-            let summed = results(device, &[random(&[2, 3], own as u64)], &|_, x| collective::all_reduce(&comm, &x[0]));
-            Ok([attended, gathered, summed].concat())
-        };
-        threads::run(3, threads::Options::default(), |comm| rank(comm).map_err(Wrapped))
-            .map_err(|e| e.0)
-            .expect("ranks")
-    };
-    for (rank, (got, wanted)) in run(&gpu).iter().zip(&run(&RankDevice::CPU)).enumerate() {
-        for (index, (got, wanted)) in got.iter().zip(wanted).enumerate() {
-            assert_equal(&format!("rank {rank}, result {index}"), got, wanted);
-        }
-    }
-}
-
-/// An error of candle as a rank returns it.
-struct Wrapped(candle_core::Error);
-
-impl From<ringspan::Error> for Wrapped {
-    fn from(error: ringspan::Error) -> Self {
-        Self(candle_core::Error::wrap(error))
-    }
-}
-
-impl std::fmt::Display for Wrapped {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.fmt(f)
-    }
 }

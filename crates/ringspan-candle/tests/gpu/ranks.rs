@@ -1,0 +1,309 @@
+//! What ranks do together: attention, decoding and collectives of tensors on a GPU that the ranks share.
+
+use crate::apart::Apart;
+use crate::{assert_equal, gpu, numbers, random, results};
+use candle_core::{Device, Result, Tensor};
+use ringspan::attention::{Group, Tokens};
+use ringspan::comm::{Communicator, threads};
+use ringspan::kernel::Gpu;
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
+use ringspan_candle::attention::Memory;
+use ringspan_candle::decode::decode;
+use ringspan_candle::kept::Storage;
+use ringspan_candle::{Attend, Context, RankDevice, collective};
+use std::sync::Arc;
+
+/// Of each rank, values and gradients.
+type OfRanks = Vec<Vec<Vec<f32>>>;
+
+/// Bytes that the kernels of all ranks copied to the GPU and from it. What candle copies is not in it; but what it would bring
+/// to the CPU for attention, a kernel would copy back.
+type Copied = (u64, u64);
+
+/// What each rank returns.
+fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Vec<T> {
+    threads::run(ranks, threads::Options::default(), |comm| rank(comm).map_err(Wrapped))
+        .map_err(|error| error.0)
+        .expect("ranks")
+}
+
+/// An error of candle as a rank returns it.
+struct Wrapped(candle_core::Error);
+
+impl From<ringspan::Error> for Wrapped {
+    fn from(error: ringspan::Error) -> Self {
+        Self(candle_core::Error::wrap(error))
+    }
+}
+
+impl std::fmt::Display for Wrapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// This, and what kernels copied meanwhile.
+fn counted<T>(device: &RankDevice, f: impl FnOnce() -> T) -> (T, Copied) {
+    let gpu = device.kernel(1).expect("a stream").gpu().cloned();
+    let copied = || gpu.as_ref().map_or((0, 0), Gpu::copied);
+    let before = copied();
+    let result = f();
+    let after = copied();
+    (result, (after.0 - before.0, after.1 - before.1))
+}
+
+#[track_caller]
+fn assert_ranks_equal(what: &str, got: &OfRanks, wanted: &OfRanks) {
+    assert_eq!(got.len(), wanted.len(), "{what}");
+    for (rank, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+        assert_eq!(got.len(), wanted.len(), "{what}, rank {rank}");
+        for (index, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+            assert_equal(&format!("{what}, rank {rank}, result {index}"), got, wanted);
+        }
+    }
+}
+
+fn group(comm: Arc<dyn Communicator>, grid: (usize, usize), kernel: Kernel) -> Result<Arc<Group>> {
+    Group::new(comm, grid, kernel).map(Arc::new).map_err(candle_core::Error::wrap)
+}
+
+/// One call of attention on each rank of a mesh.
+#[derive(Debug, Clone, Copy)]
+struct Mesh {
+    kind: LayoutKind,
+    strategy: Strategy,
+    grid: (usize, usize),
+    /// Head width.
+    dim: usize,
+    /// The layer is computed a second time, with what the first time kept.
+    again: Option<Storage>,
+}
+
+impl Mesh {
+    fn new(kind: LayoutKind, strategy: Strategy, grid: (usize, usize)) -> Self {
+        Self { kind, strategy, grid, dim: 8, again: None }
+    }
+
+    /// The value, and the gradient of what q, k and v are parts of.
+    fn run(&self, device: &RankDevice) -> (OfRanks, Copied) {
+        let documents = Documents::packed(&[31, 19, 40]);
+        let rank = |comm: Arc<dyn Communicator>| {
+            let own = comm.rank();
+            let layout = Layout::new(self.kind, &documents, comm.size()).map_err(candle_core::Error::wrap)?;
+            let rows = layout.tokens(own);
+            let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
+            let context = Context::new(group(comm, self.grid, kernel)?, Arc::new(layout), self.strategy)?;
+            // As one projection for all three gives them: a token's heads lie beside each other.
+            let projected = random(&[rows, 8, self.dim], own as u64 + 1);
+            Ok(results(device, &[projected], &|_, x| {
+                // On the GPU they are read as parts, whose strides and beginnings the CPU's copies know nothing of.
+                let part = |from, heads| {
+                    let part = x[0].narrow(1, from, heads)?;
+                    if device.tensors().is_cpu() { part.force_contiguous() } else { Ok(part) }
+                };
+                let (q, k, v) = (part(0, 4)?, part(4, 2)?, part(6, 2)?);
+                let (mask, score) = (Mask::causal(), Score::new(0.3));
+                let Some(storage) = self.again else { return context.attention(0, &q, &k, &v, &mask, &score) };
+                let mut memory = Memory::new(storage);
+                let mut call = || context.attention_keeping(&mut memory, 0, &q, &k, &v, &mask, &score);
+                // The graph of the first time is gone when it is computed again.
+                drop(call()?);
+                call()
+            }))
+        };
+        counted(device, || on_ranks(self.grid.0 * self.grid.1, rank))
+    }
+}
+
+const MESHES: [(LayoutKind, Strategy, (usize, usize)); 7] = [
+    (LayoutKind::Contiguous, Strategy::Ring, (1, 1)),
+    (LayoutKind::Zigzag, Strategy::Ring, (3, 1)),
+    (LayoutKind::Striped(4), Strategy::BidirectionalRing, (4, 1)),
+    (LayoutKind::Contiguous, Strategy::PassQ, (2, 1)),
+    (LayoutKind::Zigzag, Strategy::AllGather, (1, 2)),
+    (LayoutKind::Zigzag, Strategy::Ring, (1, 4)),
+    (LayoutKind::Zigzag, Strategy::Ring, (2, 2)),
+];
+
+#[test]
+fn attention_has_the_results_of_the_cpu_and_no_tensor_crosses() {
+    let Some(gpu) = gpu() else { return };
+    for (kind, strategy, grid) in MESHES {
+        let mut tables = None;
+        // Heads of any width have the same tiles: only what is of the size of a tensor could tell the counts apart.
+        for dim in [8, 24] {
+            let mesh = Mesh { dim, ..Mesh::new(kind, strategy, grid) };
+            let what = format!("{mesh:?}");
+            let (wanted, _) = mesh.run(&RankDevice::CPU);
+            let (got, (up, down)) = mesh.run(&gpu);
+            assert_ranks_equal(&what, &got, &wanted);
+            assert_eq!((up, down), (*tables.get_or_insert(up), 0), "{what}: bytes copied to the GPU and from it");
+            if dim == 8 {
+                let (got, copied) = Mesh { again: Some(Storage::F32), ..mesh }.run(&gpu);
+                assert_ranks_equal(&format!("{what}, again"), &got, &wanted);
+                assert_eq!(copied, (up, 0), "{what}, again: bytes copied to the GPU and from it");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_attention_keeps_may_be_rounded() {
+    let Some(gpu) = gpu() else { return };
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    for grid in [(1, 1), (2, 2)] {
+        let mesh = Mesh::new(LayoutKind::Zigzag, Strategy::Ring, grid);
+        let (whole, copied) = mesh.run(&gpu);
+        let (rounded, also_copied) = Mesh { again: Some(Storage::Bf16), ..mesh }.run(&gpu);
+        assert_eq!(copied, also_copied, "{mesh:?}");
+        for (rounded, whole) in rounded.iter().flatten().zip(whole.iter().flatten()) {
+            let off = norm(&mut rounded.iter().zip(whole).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+            let all = norm(&mut whole.iter().map(|x| f64::from(*x)));
+            assert!(off > 0.0 && off < 4e-3 * all, "{mesh:?}: off by {:e}", off / all);
+        }
+    }
+}
+
+/// What candle has started and nobody waited for comes before attention reads it, and what candle writes afterwards behind.
+#[test]
+fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let run = |device: &RankDevice| -> Vec<Vec<f32>> {
+        on_ranks(2, |comm| {
+            let own = comm.rank() as u64;
+            let layout =
+                Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 80), 2).map_err(candle_core::Error::wrap)?;
+            let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
+            let context = Context::new(group(comm, (2, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+            let mut x = random(&[40, 4, 8], 5 + own).to_device(device.tensors())?;
+            for _ in 0..4 {
+                let (q, k) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);
+                let out = context.attention(0, &q, &k, &x, &Mask::causal(), &Score::new(0.3))?;
+                q.zero_set()?;
+                k.zero_set()?;
+                x = ((out * 2.0)? + &q)?;
+            }
+            Ok(numbers(&x))
+        })
+    };
+    for (got, wanted) in run(&gpu).iter().zip(&run(&RankDevice::CPU)) {
+        assert_equal("a chain of layers", got, wanted);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let call = |device: &RankDevice, kernel: Kernel| -> Result<Vec<Vec<f32>>> {
+        let comm = on_ranks(1, Ok).remove(0);
+        let layout =
+            Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 20), 1).map_err(candle_core::Error::wrap)?;
+        let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+        let inputs = [[20, 4, 8], [20, 2, 8], [20, 2, 8]].map(|shape| random(&shape, 3));
+        let attend = |x: &[Tensor]| context.attention(0, &x[0], &x[1], &x[2], &Mask::causal(), &Score::new(0.3));
+        let there: Vec<Tensor> = inputs.iter().map(|x| x.to_device(device.tensors())).collect::<Result<_>>()?;
+        attend(&there)?;
+        Ok(results(device, &inputs, &|_, x| attend(x)))
+    };
+    let wanted = call(&RankDevice::CPU, Kernel::new(1))?;
+    let mixed = [call(&gpu, Kernel::new(1))?, call(&RankDevice::CPU, gpu.kernel(1).expect("a stream"))?];
+    for (got, wanted) in mixed.iter().flatten().zip(wanted.iter().chain(&wanted)) {
+        assert_equal("tensors here, the kernel there", got, wanted);
+    }
+    if Gpu::count().is_ok_and(|count| count > 1) {
+        let other = Kernel::cuda(&Gpu::open(1).expect("a GPU that works")).expect("a stream");
+        let refused = call(&gpu, other).expect_err("of another GPU").to_string();
+        assert!(refused.contains("GPU 1") && refused.contains("that lie on GPU 0"), "{refused}");
+    }
+    Ok(())
+}
+
+/// One step of decoding over a cache with room behind it, of which a rank may hold nothing.
+#[test]
+fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for (ranks, held) in [(1, 70), (3, 70), (3, 20)] {
+        let mut tables = None;
+        for dim in [8, 32] {
+            let documents = Documents::batch(1, held);
+            let layout = Layout::new(LayoutKind::Striped(16), &documents, ranks).map_err(candle_core::Error::wrap)?;
+            let query = [Run { document: 0, start: held - 1, len: 1, step: 1 }];
+            let run = |device: &RankDevice| {
+                counted(device, || {
+                    on_ranks(ranks, |comm| {
+                        let (own, rows) = (comm.rank(), layout.tokens(comm.rank()));
+                        let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
+                        let group = group(comm, (ranks, 1), kernel)?;
+                        let on = |shape: &[usize], seed| random(shape, seed).to_device(device.tensors());
+                        let cache = |seed| -> Result<Tensor> {
+                            let room = Tensor::zeros((rows + 5, 2, dim), candle_core::DType::F32, device.tensors())?;
+                            if rows > 0 {
+                                room.slice_set(&on(&[rows, 2, dim], seed + own as u64)?, 0, 0)?;
+                            }
+                            room.narrow(0, 0, rows)
+                        };
+                        let (q, k, v) = (on(&[1, 4, dim], 9)?, cache(20)?, cache(40)?);
+                        let tokens = Tokens { queries: &query, keys: layout.runs(own), frames: (held, held) };
+                        let out = decode(&group, &Mask::causal(), &tokens, [&q, &k, &v], &Score::new(0.3))?;
+                        assert!(out.device().same_device(device.tensors()));
+                        Ok(numbers(&out))
+                    })
+                })
+            };
+            let ((got, (up, down)), (wanted, _)) = (run(&gpu), run(&RankDevice::CPU));
+            for (got, wanted) in got.iter().zip(&wanted) {
+                assert_equal(&format!("{ranks} ranks, {held} tokens"), got, wanted);
+            }
+            assert_eq!((up, down), (*tables.get_or_insert(up), 0), "{ranks} ranks: bytes copied");
+        }
+    }
+    Ok(())
+}
+
+/// Ranks with and without rows, whose tensors are empty.
+#[test]
+fn collectives_have_the_results_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let run = |device: &RankDevice, apart: bool| -> OfRanks {
+        on_ranks(3, |comm| {
+            let own = comm.rank();
+            let comm: Arc<dyn Communicator> = if apart { Arc::new(Apart(comm)) } else { comm };
+            let input = |rows: usize| [random(&[rows, 3], own as u64 + 7)];
+            let gathered = results(device, &input(2 * own), &|_, x| collective::all_gather(&comm, &x[0]));
+            let summed = results(device, &input(2), &|_, x| collective::all_reduce(&comm, &x[0]));
+            let dealt = results(device, &input(5), &|_, x| collective::reduce_scatter(&comm, &x[0], vec![3, 0, 2]));
+            // Rank r sends r rows to each of the others, and keeps none.
+            let others = |rows: [usize; 3]| [0, 1, 2].map(|rank| if rank == own { 0 } else { rows[rank] });
+            let (send, receive) = (others([own; 3]), others([0, 1, 2]));
+            let sent = results(device, &input(2 * own), &|_, x| {
+                // Rows of a wider tensor, as a layer may have them.
+                let x = Tensor::cat(&[&x[0], &x[0]], 1)?.narrow(1, 1, 4)?;
+                collective::all_to_all(&comm, &x, &send, &receive)
+            });
+            Ok([gathered, summed, dealt, sent].concat())
+        })
+    };
+    let wanted = run(&RankDevice::CPU, false);
+    assert_ranks_equal("handed over", &run(&gpu, false), &wanted);
+    assert_ranks_equal("through the CPU", &run(&gpu, true), &wanted);
+}
+
+/// Candle has no copy between two GPUs that tells one from the other.
+#[test]
+fn collectives_reach_ranks_on_other_gpus() {
+    let Some(gpu) = gpu() else { return };
+    if !Gpu::count().is_ok_and(|count| count > 1) {
+        println!("one GPU on this machine: ranks on two were not tried");
+        return;
+    }
+    let second = RankDevice::gpu(1).expect("a GPU that works");
+    let sums = on_ranks(4, |comm| {
+        let device = [&gpu, &second][comm.rank() % 2];
+        let x = Tensor::full(comm.rank() as f32 + 1.0, (2, 3), &Device::Cpu)?.to_device(device.tensors())?;
+        let sum = collective::all_reduce(&comm, &x)?;
+        assert!(sum.device().same_device(device.tensors()));
+        Ok(numbers(&sum))
+    });
+    assert_eq!(sums, vec![vec![10.0; 6]; 4]);
+}
