@@ -1,15 +1,26 @@
-// NCCL between threads of one process, without buffers: the sends and receives of a pair are matched in order, none ends before
-// both ends of it are there, those of a group move together, and groups of a communicator follow each other. What would wait
-// for ever there does so here. Communicators that do not block begin late.
+// NCCL between threads and processes of one machine, without buffers: the sends and receives of a pair are matched in order, none
+// ends before both ends of it are there, those of a group move together, and groups of a communicator follow each other. What
+// would wait for ever there does so here. Communicators that do not block begin late.
+//
+// Ranks meet in a folder, whose path is the id: `rank.R` says that R is there and on which device, `want.A.B.N` that B waits
+// for the N-th block of A, `data.A.B.N` is that block, and `ended.R` says that R needs the folder no more.
 #include "device.hpp"
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <map>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace {
 
-enum Code { OK = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
+namespace fs = std::filesystem;
+
+enum Code { OK = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 
 // Questions that are answered with "not yet".
 constexpr int LATE = 2;
@@ -24,11 +35,10 @@ struct Transfer {
 
 using Group = std::vector<Transfer>;
 
-struct World;
-
 struct Comm {
-    std::shared_ptr<World> world;
-    int rank = 0, device = 0;
+    std::mutex lock;
+    fs::path folder;
+    int rank = 0, size = 0, device = 0;
     bool connected = false, aborted = false, finalized = false;
     int late = LATE;
     // Between the end of a group and its place on the stream.
@@ -36,13 +46,8 @@ struct Comm {
     Stream *stream = nullptr;
     // Whose turn it is on the stream.
     std::shared_ptr<Group> open;
-    int failed = OK;
-};
-
-struct World {
-    std::mutex lock;
-    std::vector<std::shared_ptr<Comm>> ranks;
-    size_t joined = 0;
+    // Blocks so far, by peer.
+    std::map<int, unsigned> sent, received;
 };
 
 struct Id {
@@ -56,10 +61,8 @@ struct Config {
 };
 
 std::mutex lock;
-std::map<std::string, std::shared_ptr<World>> worlds;
 // Those that were not ended.
 std::map<Comm *, std::shared_ptr<Comm>> comms;
-unsigned ids = 0;
 
 thread_local int depth = 0;
 thread_local std::shared_ptr<Comm> grouped;
@@ -81,19 +84,65 @@ std::shared_ptr<Comm> of(void *handle) {
     return found->second;
 }
 
-// The first transfer of a direction that is not done.
-Transfer *first(Group &of, int peer, bool sends) {
-    for (Transfer &transfer : of) {
-        if (!transfer.done && transfer.peer == peer && transfer.sends == sends) {
-            return &transfer;
-        }
+std::string named(const char *what, int rank) { return std::string(what) + "." + std::to_string(rank); }
+
+// A file is there whole or not at all.
+void put(const fs::path &path, const void *bytes, size_t size) {
+    fs::path begun = path;
+    begun += ".begun";
+    std::ofstream(begun, std::ios::binary).write(static_cast<const char *>(bytes), static_cast<std::streamsize>(size));
+    std::error_code error;
+    fs::rename(begun, path, error);
+}
+
+std::optional<std::string> get(const fs::path &path) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) {
+        return std::nullopt;
     }
-    return nullptr;
+    return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+// Moves a transfer if its other end is there.
+void move(Comm &comm, Transfer &mine) {
+    const int from = mine.sends ? comm.rank : mine.peer, to = mine.sends ? mine.peer : comm.rank;
+    unsigned &number = (mine.sends ? comm.sent : comm.received)[mine.peer];
+    const std::string name = named("", from) + named("", to) + "." + std::to_string(number);
+    const fs::path want = comm.folder / ("want" + name), data = comm.folder / ("data" + name);
+    auto *memory = reinterpret_cast<char *>(mine.at);
+    if (mine.sends) {
+        const auto wanted = get(want);
+        if (!wanted) {
+            return;
+        }
+        if (*wanted != std::to_string(mine.bytes)) {
+            fail("NCCL: rank " + std::to_string(to) + " waits for " + *wanted + " bytes of rank " + std::to_string(from) +
+                 ", which sends " + std::to_string(mine.bytes));
+        }
+        check_copy(mine.at, mine.bytes, comm.device);
+        put(data, memory, mine.bytes);
+    } else {
+        const auto block = get(data);
+        if (!block) {
+            if (!fs::exists(want)) {
+                const std::string bytes = std::to_string(mine.bytes);
+                put(want, bytes.data(), bytes.size());
+            }
+            return;
+        }
+        check_copy(mine.at, mine.bytes, comm.device);
+        std::memcpy(memory, block->data(), block->size());
+        std::error_code error;
+        fs::remove(want, error);
+        fs::remove(data, error);
+    }
+    number++;
+    mine.done = true;
 }
 
 // Moves what both ends are there for; whether all of this group has moved.
 bool move(Comm &comm, const std::shared_ptr<Group> &now) {
-    std::lock_guard<std::mutex> guard(comm.world->lock);
+    std::lock_guard<std::mutex> guard(comm.lock);
     if (comm.aborted) {
         return true;
     }
@@ -104,20 +153,11 @@ bool move(Comm &comm, const std::shared_ptr<Group> &now) {
         return false;
     }
     bool all = true;
+    // Of each direction, the first that is not done.
+    std::map<std::pair<int, bool>, bool> later;
     for (Transfer &mine : *now) {
-        Comm &other = *comm.world->ranks[static_cast<size_t>(mine.peer)];
-        if (!mine.done && other.open != nullptr && first(*now, mine.peer, mine.sends) == &mine) {
-            if (Transfer *theirs = first(*other.open, comm.rank, !mine.sends)) {
-                if (theirs->bytes != mine.bytes) {
-                    fail("NCCL: rank " + std::to_string(comm.rank) + " and rank " + std::to_string(mine.peer) + " mean " +
-                         std::to_string(mine.bytes) + " and " + std::to_string(theirs->bytes) + " bytes");
-                }
-                const Transfer &from = mine.sends ? mine : *theirs, &to = mine.sends ? *theirs : mine;
-                check_copy(from.at, from.bytes, mine.sends ? comm.device : other.device);
-                check_copy(to.at, to.bytes, mine.sends ? other.device : comm.device);
-                std::memcpy(reinterpret_cast<void *>(to.at), reinterpret_cast<const void *>(from.at), to.bytes);
-                mine.done = theirs->done = true;
-            }
+        if (!mine.done && !std::exchange(later[{mine.peer, mine.sends}], true)) {
+            move(comm, mine);
         }
         all = all && mine.done;
     }
@@ -125,6 +165,22 @@ bool move(Comm &comm, const std::shared_ptr<Group> &now) {
         comm.open = nullptr;
     }
     return all;
+}
+
+// The last one clears the folder.
+void end(void *handle) {
+    const auto comm = of(handle);
+    put(comm->folder / named("ended", comm->rank), "", 0);
+    bool all = true;
+    for (int rank = 0; rank < comm->size; rank++) {
+        all = all && fs::exists(comm->folder / named("ended", rank));
+    }
+    std::error_code error;
+    if (all) {
+        fs::remove_all(comm->folder, error);
+    }
+    std::lock_guard<std::mutex> guard(lock);
+    comms.erase(static_cast<Comm *>(handle));
 }
 
 void launch(const std::shared_ptr<Comm> &comm) {
@@ -137,7 +193,7 @@ int add(bool sends, uintptr_t at, size_t count, int type, int peer, void *handle
     if (type != 1) {
         return refuse("only bytes are moved here", INVALID_ARGUMENT);
     }
-    if (peer < 0 || static_cast<size_t>(peer) >= comm->world->ranks.size() || peer == comm->rank) {
+    if (peer < 0 || peer >= comm->size || peer == comm->rank) {
         return refuse("a peer that is not there, or oneself", INVALID_ARGUMENT);
     }
     if (!comm->connected || comm->starting != nullptr || comm->finalized) {
@@ -180,11 +236,12 @@ int ncclGetVersion(int *version) {
 }
 
 int ncclGetUniqueId(Id *id) {
-    std::lock_guard<std::mutex> guard(lock);
     std::memset(id, 0, sizeof *id);
-    std::memcpy(id->bytes, &++ids, sizeof ids);
-    worlds[std::string(id->bytes, sizeof id->bytes)] = std::make_shared<World>();
-    return OK;
+    std::error_code error;
+    const fs::path shared = "/dev/shm", root = fs::exists(shared, error) ? shared : fs::temp_directory_path();
+    const std::string folder = (root / "nccl-on-cpu-XXXXXX").string();
+    std::memcpy(id->bytes, folder.data(), std::min(folder.size(), sizeof id->bytes - 1));
+    return mkdtemp(id->bytes) == nullptr ? refuse("no folder to meet in", SYSTEM_ERROR) : OK;
 }
 
 int ncclCommInitRankConfig(void **made, int size, Id id, int rank, const Config *config) {
@@ -194,24 +251,20 @@ int ncclCommInitRankConfig(void **made, int size, Id id, int rank, const Config 
     if (config->blocking != 0) {
         return refuse("communicators that block are not made here", INVALID_ARGUMENT);
     }
-    std::lock_guard<std::mutex> guard(lock);
-    const auto found = worlds.find(std::string(id.bytes, sizeof id.bytes));
-    if (found == worlds.end()) {
-        return refuse("an id that nobody made", INVALID_ARGUMENT);
-    }
     const auto comm = std::make_shared<Comm>();
-    comm->world = found->second;
+    comm->folder = id.bytes;
     comm->rank = rank;
+    comm->size = size;
     comm->device = device();
-    std::lock_guard<std::mutex> world(found->second->lock);
-    found->second->ranks.resize(static_cast<size_t>(size));
-    if (found->second->ranks[static_cast<size_t>(rank)] != nullptr) {
-        return refuse("two of the same rank", INVALID_ARGUMENT);
+    const fs::path here = comm->folder / named("rank", rank);
+    if (!fs::exists(comm->folder) || fs::exists(here)) {
+        return refuse("an id that nobody made, or two of the same rank", INVALID_ARGUMENT);
     }
-    found->second->ranks[static_cast<size_t>(rank)] = comm;
-    found->second->joined++;
-    comms[comm.get()] = comm;
+    const std::string on = std::to_string(comm->device);
+    put(here, on.data(), on.size());
     *made = comm.get();
+    std::lock_guard<std::mutex> guard(lock);
+    comms[comm.get()] = comm;
     return IN_PROGRESS;
 }
 
@@ -219,15 +272,15 @@ int ncclCommGetAsyncError(void *handle, int *state) {
     const auto comm = of(handle);
     *state = OK;
     if (!comm->connected) {
-        std::lock_guard<std::mutex> guard(comm->world->lock);
-        const auto &ranks = comm->world->ranks;
         const char *shared = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-        if (comm->world->joined < ranks.size()) {
-            *state = IN_PROGRESS;
-            return OK;
-        }
-        for (const auto &other : ranks) {
-            if (other != comm && other->device == comm->device && (shared == nullptr || std::strcmp(shared, "1") != 0)) {
+        for (int rank = 0; rank < comm->size; rank++) {
+            const auto on = get(comm->folder / named("rank", rank));
+            if (!on) {
+                *state = IN_PROGRESS;
+                return OK;
+            }
+            const bool same = rank != comm->rank && *on == std::to_string(comm->device);
+            if (same && (shared == nullptr || std::strcmp(shared, "1") != 0)) {
                 *state = refuse("Duplicate GPU detected");
                 return OK;
             }
@@ -277,7 +330,7 @@ int ncclRecv(void *at, size_t count, int type, int peer, void *comm, void *strea
 
 int ncclCommFinalize(void *handle) {
     const auto comm = of(handle);
-    std::lock_guard<std::mutex> guard(comm->world->lock);
+    std::lock_guard<std::mutex> guard(comm->lock);
     if (comm->open != nullptr || comm->starting != nullptr) {
         fail("NCCL is to end in peace with a group under way");
     }
@@ -290,21 +343,19 @@ int ncclCommDestroy(void *handle) {
     if (!of(handle)->finalized) {
         fail("a communicator of NCCL is destroyed that was not finalized");
     }
-    std::lock_guard<std::mutex> guard(lock);
-    comms.erase(static_cast<Comm *>(handle));
+    end(handle);
     return OK;
 }
 
 int ncclCommAbort(void *handle) {
     const auto comm = of(handle);
     {
-        std::lock_guard<std::mutex> guard(comm->world->lock);
+        std::lock_guard<std::mutex> guard(comm->lock);
         comm->aborted = true;
         comm->open = nullptr;
         comm->starting = nullptr;
     }
-    std::lock_guard<std::mutex> guard(lock);
-    comms.erase(static_cast<Comm *>(handle));
+    end(handle);
     return OK;
 }
 

@@ -302,6 +302,29 @@ fn a_rank_that_stops_answering_is_named_at_the_deadline() {
     assert!(texts.iter().all(|text| !text.is_empty()), "{texts:?}");
 }
 
+/// Most ranks wait for ranks that wait as well.
+#[test]
+fn a_rank_that_stops_is_named_by_ranks_that_do_not_talk_to_it() {
+    let deadline = Duration::from_millis(700);
+    let texts = failing(&Hub::new(5), 5, deadline, |comm| {
+        let (rank, right) = (comm.rank(), (comm.rank() + 1) % 5);
+        if rank == 1 {
+            std::thread::sleep(4 * deadline);
+            return comm.barrier();
+        }
+        // Rank 4 is first at its deadline; it waits for 3, which waits for 2, which waits for 1.
+        if rank != 4 {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        comm.receive((rank + 4) % 5, 0)?.wait()?;
+        comm.send(right, 0, Arc::new(Cells::message(rank, vec![1; 9])))?.wait().map(drop)
+    });
+    let words =
+        "in receive from rank 3 (tag 0) for rank 1, which has announced nothing that is not here; it does not say";
+    assert!(texts[4].contains(words), "{texts:?}");
+    assert!(texts.iter().all(|text| text.contains("for rank 1, which")), "{texts:?}");
+}
+
 #[test]
 fn a_device_that_stops_is_named_at_the_deadline_and_its_flights_are_aborted() {
     let (hub, deadline) = (Hub::new(3), Duration::from_millis(700));

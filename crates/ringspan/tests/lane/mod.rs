@@ -1,5 +1,5 @@
-//! A lane between threads, with the rules of NCCL: flights one after the other, sends and receives of a pair matched in order,
-//! no send that ends before its receive has begun. Wrong orders wait for ever, as they would there.
+//! A lane between threads, with the rules of NCCL: flights one after the other, sends and receives of a pair matched in
+//! order, no send that ends before its receive has begun. Wrong orders wait for ever, as they would there.
 
 use ringspan::Error;
 use ringspan::comm::direct::{Lane, Transfer};

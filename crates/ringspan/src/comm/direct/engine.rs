@@ -22,6 +22,8 @@ struct Peer {
     ear: Option<Box<dyn Pending>>,
     /// Whether it sends nothing more.
     gone: bool,
+    /// What it said it does, since it was asked.
+    does: Option<String>,
     /// Announced, and not answered yet.
     unanswered: VecDeque<(u64, Arc<dyn OnDevice>)>,
     /// Announced by it, in its order: a message counts as arrived when all before it have.
@@ -78,6 +80,8 @@ pub(super) struct Engine {
     next: u64,
     mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
     rounds: HashMap<(GroupId, u64), Round>,
+    /// What this rank waits in; empty if it computes.
+    pub(super) doing: String,
 }
 
 impl Engine {
@@ -95,6 +99,7 @@ impl Engine {
             next: 0,
             mailboxes: HashMap::new(),
             rounds: HashMap::new(),
+            doing: String::new(),
         }
     }
 
@@ -137,6 +142,19 @@ impl Engine {
     /// Whether nothing of this rank is under way to others, and no flight.
     pub(super) fn is_quiet(&self) -> bool {
         self.leaving.is_empty() && self.boarding.is_empty() && self.flying.is_empty()
+    }
+
+    /// Asks all others what they do.
+    pub(super) fn ask(&mut self) -> Result<()> {
+        self.peers.iter_mut().for_each(|peer| peer.does = None);
+        let others: Vec<usize> = (0..self.peers.len()).filter(|rank| *rank != self.rank()).collect();
+        others.into_iter().filter(|to| !self.peers[*to].gone).try_for_each(|to| self.note(to, &Note::Question))
+    }
+
+    /// The first rank that did not [answer](Self::ask).
+    pub(super) fn silent(&self) -> Option<usize> {
+        let silent = |(rank, peer): &(usize, &Peer)| *rank != self.rank() && !peer.gone && peer.does.is_none();
+        self.peers.iter().enumerate().find(silent).map(|(rank, _)| rank)
     }
 
     /// Tells all that nothing follows.
@@ -217,6 +235,8 @@ impl Engine {
                 let transfer = Transfer::Send { to: from, elements };
                 self.boarding.entry(flight).or_default().push(Passenger { transfer, number });
             }
+            Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
+            Note::Doing { text } => self.peers[from].does = Some(text),
             Note::Bye => {
                 // What it did not ask for it does not want.
                 for (number, _) in std::mem::take(&mut self.peers[from].unanswered) {
@@ -229,7 +249,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Room for a message that was announced, and the answer: it goes with the first flight that takes transfers at both ends.
+    /// Room for a message that was announced, and the answer: it goes with the first flight that is open at both ends.
     fn make_room(&mut self, from: usize, len: usize, OnItsWay { form, earliest }: OnItsWay) -> Result<Coming> {
         let elements = self.lane.room(form, len)?;
         if len == 0 {
@@ -350,8 +370,13 @@ impl Engine {
     /// What is known of a rank that is waited for.
     pub(super) fn describe(&self, peer: usize) -> String {
         let with = |(_, passengers): &&(u64, Vec<Passenger>)| passengers.iter().any(|p| p.transfer.peer() == peer);
-        let Peer { unanswered, incoming, gone, .. } = &self.peers[peer];
-        if let Some((flight, passengers)) = self.flying.iter().find(with) {
+        let Peer { unanswered, incoming, gone, does, .. } = &self.peers[peer];
+        let doing = match does.as_deref() {
+            None => "it does not say what it does".into(),
+            Some("") => "it computes".into(),
+            Some(text) => format!("it waits in {text}"),
+        };
+        let known = if let Some((flight, passengers)) = self.flying.iter().find(with) {
             let count = passengers.len();
             format!("has a block in flight {flight} ({count} blocks here), which has not ended")
         } else if *gone {
@@ -364,7 +389,8 @@ impl Engine {
             format!("may wait as well: other ranks have not answered the announcement of {} blocks", self.unanswered)
         } else {
             "has announced nothing that is not here".into()
-        }
+        };
+        format!("{known}; {doing}")
     }
 }
 

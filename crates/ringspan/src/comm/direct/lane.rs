@@ -53,7 +53,7 @@ pub trait Lane: Send {
     /// # Errors
     /// What the lane says; it carries nothing more then.
     fn start(&mut self, transfers: Vec<Transfer>) -> Result<()>;
-    /// Moves all along, and returns how many flights have ended since the last call. Of these, what was received can be read.
+    /// Moves all along, and returns how many flights have ended since the last call. What these brought can be read.
     ///
     /// # Errors
     /// As of [`start`](Self::start).

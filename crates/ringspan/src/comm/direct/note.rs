@@ -10,6 +10,10 @@ pub(super) enum Note {
     Announce { header: Header, device: Option<OnItsWay> },
     /// The first message that was announced and has no answer goes with this flight.
     Answer { flight: u64 },
+    /// What does the receiver do?
+    Question,
+    /// What the sender waits in; empty if it computes.
+    Doing { text: String },
     /// Nothing follows.
     Bye,
 }
@@ -31,6 +35,8 @@ impl Note {
             }
             Self::Answer { flight } => Writer::default().number(2).number(*flight),
             Self::Bye => Writer::default().number(3),
+            Self::Question => Writer::default().number(4),
+            Self::Doing { text } => Writer::default().number(5).text(text),
         };
         if let Self::Announce { header, .. } = self {
             bytes.extend(header.encode());
@@ -48,6 +54,11 @@ impl Note {
                 return reader.end(Self::Answer { flight });
             }
             3 => return reader.end(Self::Bye),
+            4 => return reader.end(Self::Question),
+            5 => {
+                let text = reader.text()?;
+                return reader.end(Self::Doing { text });
+            }
             _ => return None,
         };
         Some(Self::Announce { header: Header::decode(reader.0)?, device })
@@ -68,6 +79,8 @@ mod tests {
             Note::Announce { header: header.clone(), device: None },
             Note::Announce { header, device },
             Note::Answer { flight: 9 },
+            Note::Question,
+            Note::Doing { text: "barrier #3".into() },
             Note::Bye,
         ] {
             let bytes = note.encode();

@@ -20,7 +20,11 @@ use std::time::{Duration, Instant};
 const EAGER: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Longest time in which a rank that is done brings under way what it sent and did not wait for.
+/// Longest time in which other ranks can say what they do, once a wait is at its deadline.
+const QUESTION: Duration = Duration::from_secs(1);
+
+/// Longest time in which a rank that is done, or has failed by itself, brings under way what it sent and did not wait for:
+/// its end must not wait for one that never looks.
 const FAREWELL: Duration = Duration::from_secs(10);
 
 /// This rank's side of all ranks.
@@ -93,13 +97,17 @@ impl World {
         operation: &Operation,
         mut look: impl FnMut(&mut Engine) -> std::result::Result<ControlFlow<T, Vec<usize>>, Failure>,
     ) -> Result<T> {
-        let (start, mut looks) = (Instant::now(), 0);
+        let (start, mut looks, mut asked) = (Instant::now(), 0, None);
+        self.engine().doing = operation.to_string();
         loop {
             let mut engine = self.engine();
             self.check_with(operation)?;
             let busy = engine.drive().map_err(|error| self.lost(&mut engine, operation, error))?;
             let missing = match look(&mut engine) {
-                Ok(ControlFlow::Break(found)) => return Ok(found),
+                Ok(ControlFlow::Break(found)) => {
+                    engine.doing.clear();
+                    return Ok(found);
+                }
                 Ok(ControlFlow::Continue(missing)) => missing,
                 Err(failure) => {
                     let error = failure.seen_by(self.rank, operation);
@@ -109,8 +117,14 @@ impl World {
             };
             self.ask_of_the_gone(&mut engine, operation, &missing)?;
             let waited = start.elapsed();
-            if waited >= self.deadline {
-                let peer = missing.first().copied().unwrap_or(self.rank);
+            if waited >= self.deadline && asked.is_none() {
+                // Who is waited for may wait as well: who says nothing is the one that holds up all.
+                asked = Some(waited);
+                engine.ask().map_err(|error| self.lost(&mut engine, operation, error))?;
+            }
+            let over = |asked: Duration| engine.silent().is_none() || waited - asked >= QUESTION.min(self.deadline);
+            if asked.is_some_and(over) {
+                let peer = engine.silent().or(missing.first().copied()).unwrap_or(self.rank);
                 let (rank, operation, peer_state) = (self.rank, operation.to_string(), engine.describe(peer));
                 let error = Error::Deadline { rank, operation, peer, peer_state, waited: self.deadline };
                 self.give_up(&mut engine, Failure::Rank { peer: rank, message: error.to_string() });
@@ -121,7 +135,7 @@ impl World {
             if looks < EAGER {
                 thread::yield_now();
             } else {
-                thread::sleep(PAUSE.min(self.deadline - waited));
+                thread::sleep(PAUSE);
             }
         }
     }
@@ -284,6 +298,7 @@ impl Drop for World {
             engine.abort();
             return;
         }
+        // What this rank sent and did not wait for.
         let start = Instant::now();
         loop {
             if engine.is_quiet() && engine.bye().is_ok() {
@@ -293,7 +308,7 @@ impl Drop for World {
                 engine.abort();
                 return;
             }
-            thread::yield_now();
+            thread::sleep(PAUSE);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The few calls of NCCL that move blocks, of the library that the machine has.
 //!
-//! cudarc has them too, but looks for `libnccl.so` and `libnccl.so.13`, where NCCL is installed as `libnccl.so.2`; it panics where a
-//! call is missing; and a program that is linked with CUDA's libraries would be linked with NCCL as well. So they are
+//! cudarc has them too, but looks for `libnccl.so` and `libnccl.so.13`, where NCCL is installed as `libnccl.so.2`; it panics
+//! where a call is missing; and a program that is linked with CUDA's libraries would be linked with NCCL as well. So they are
 //! looked up here, and what they answer is a number, which a newer library may add to.
 
 use libloading::Library;
@@ -210,8 +210,8 @@ impl Comm {
     /// Begins to put transfers that move together on a stream. No other may begin before this one [has](Self::is_idle).
     ///
     /// # Safety
-    /// The memory must be there, of this GPU, until the stream is past them; nobody writes to what is sent, nor reads or writes
-    /// what is received.
+    /// The memory must be there, of this GPU, until the stream is past them; nobody writes to what is sent, nor reads or
+    /// writes what is received.
     pub(super) unsafe fn start(&self, ways: &[Way], stream: *mut c_void) -> Result<()> {
         let calls = &self.nccl.calls;
         // SAFETY: the calls between start and end of the group are of one thread.

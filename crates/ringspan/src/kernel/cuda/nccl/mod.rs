@@ -36,8 +36,8 @@ impl Default for Options {
     }
 }
 
-/// Why the ranks of `comm`, of which this one computes on `gpu`, cannot be connected by NCCL: the same answer on every rank. All
-/// must call this. `None`: they can.
+/// Why the ranks of `comm`, of which this one computes on `gpu`, cannot be connected by NCCL: the same answer on every rank.
+/// All must call this. `None`: they can.
 ///
 /// # Errors
 /// Failures of other ranks.
@@ -68,8 +68,8 @@ pub fn obstacle(comm: &dyn Communicator, gpu: &Gpu, options: &Options) -> Result
 /// with the GPU that its kernel is on.
 ///
 /// # Errors
-/// [`Error::Device`] with the [obstacle](obstacle()) if there is one, or what NCCL says; failures of other ranks; ranks that do not connect within three
-/// minutes, or the deadline if that is shorter.
+/// [`Error::Device`] with the [obstacle](obstacle()) if there is one, or what NCCL says; failures of other ranks;
+/// [`Error::Deadline`] for ranks that do not connect within three minutes, or the deadline if that is shorter.
 pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<dyn Communicator>> {
     let failed = |message: String| Error::Device { device: format!("{gpu:?}"), operation: "connect by NCCL", message };
     if let Some(obstacle) = obstacle(comm, gpu, &options)? {
@@ -217,8 +217,8 @@ impl Link {
         };
         let ways = transfers.iter().map(way).collect::<Result<Vec<_>>>()?;
         self.cuda.bind()?;
-        // SAFETY: the arrays are kept until the flight has ended, or the communicator was aborted; who sends one writes to it
-        // no more (`Kernel::outgoing`), and one that is received is given to nobody before.
+        // SAFETY: the arrays are kept until the flight has ended, or the communicator was aborted; who sends one writes to
+        // it no more (`Kernel::outgoing`), and one that is received is given to nobody before.
         let started = unsafe { self.comm()?.start(&ways, stream.cu_stream().cast()) };
         started.map_err(|message| self.failed(message))
     }
