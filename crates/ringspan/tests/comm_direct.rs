@@ -102,6 +102,9 @@ fn sentences(size: usize, random: &mut Random) -> Vec<Sentence> {
     (0..40).map(sentence).collect()
 }
 
+/// What is under way; of a receive, what has to come, and its place in the conversation.
+type Wait = (Box<dyn Pending>, Option<(Sentence, usize)>);
+
 fn shuffle<T>(all: &mut [T], random: &mut Random) {
     (1..all.len()).for_each(|at| all.swap(at, random.below(at + 1)));
 }
@@ -119,7 +122,7 @@ fn talk(comm: &Comm, seed: u64) -> Result<(), Error> {
     shuffle(&mut ends, &mut random);
     let key = |(sends, s): &(bool, Sentence)| (*sends, s.from, s.to, s.tag, s.group);
     let mut taken = std::collections::HashMap::new();
-    let mut waits: Vec<(Box<dyn Pending>, Option<(Sentence, usize)>)> = Vec::new();
+    let mut waits: Vec<Wait> = Vec::new();
     for end in &ends {
         let number = taken.entry(key(end)).or_insert(0usize);
         let (at, sentence) = all
