@@ -362,9 +362,13 @@ impl Engine {
         self.rounds.remove(&(group.clone(), number)).unwrap_or_default()
     }
 
-    /// The first of `ranks` that sends nothing more.
+    /// The first of `ranks` that sends nothing more, and of which all that it sent is here: a flight may have ended there before
+    /// it has ended here.
     pub(super) fn gone(&self, ranks: &[usize]) -> Option<usize> {
-        ranks.iter().copied().find(|rank| self.peers[*rank].gone)
+        let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, passengers)| passengers));
+        let with = |rank: usize| flights().flatten().any(|passenger| passenger.transfer.peer() == rank);
+        let over = |rank: &usize| self.peers[*rank].gone && self.peers[*rank].incoming.is_empty() && !with(*rank);
+        ranks.iter().copied().find(over)
     }
 
     /// What is known of a rank that is waited for.
