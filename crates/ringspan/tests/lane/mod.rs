@@ -54,6 +54,8 @@ pub(crate) struct Hub(Mutex<Vec<Device>>);
 struct Device {
     flights: VecDeque<Flight>,
     landed: usize,
+    /// Questions since a flight ended that nobody was told of.
+    questions: usize,
     aborted: bool,
     /// Whether it takes flights and does nothing.
     stuck: bool,
@@ -141,7 +143,14 @@ impl Lane for Plane {
     fn landed(&mut self) -> Result<usize, Error> {
         let mut devices = self.hub.0.lock().expect("no panic under it");
         settle(&mut devices);
-        Ok(std::mem::take(&mut devices[self.rank].landed))
+        // Not all ends of a flight are seen at one time: those of higher ranks are later.
+        let device = &mut devices[self.rank];
+        device.questions += usize::from(device.landed > 0);
+        if device.questions < 30 * self.rank {
+            return Ok(0);
+        }
+        device.questions = 0;
+        Ok(std::mem::take(&mut device.landed))
     }
 
     fn abort(&mut self) {
