@@ -14,6 +14,7 @@ mkdir -p "$cpu"
 cp -r tools/cuda_on_cpu/prelude.h tools/cuda_on_cpu/include "$cpu"
 c++ -std=c++17 -O2 -Wall -Wextra -shared -fPIC tools/cuda_on_cpu/*.cpp -ldl -Wl,-soname,libcuda.so.1 -o "$cpu/libcuda.so.1"
 for name in cuda nvrtc cublas cublasLt curand cudart; do ln -sf libcuda.so.1 "$cpu/lib$name.so"; done
+ln -sf libcuda.so.1 "$cpu/libnccl.so.2"
 
 if [ ! -e "$compiler/done" ]; then
   rm -rf "$compiler" && mkdir -p "$compiler"
@@ -22,15 +23,19 @@ if [ ! -e "$compiler/done" ]; then
 fi
 
 cargo clippy -p ringspan --all-targets --features cuda -- -D warnings
-LD_LIBRARY_PATH=$(realpath "$compiler"/nvidia/cu13/lib) cargo test -p ringspan --features cuda --lib kernels_compile -- --nocapture | tee "$cpu/compiles"
+cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan/nccl,ringspan-cli/nccl -- -D warnings
+LD_LIBRARY_PATH=$(realpath "$compiler"/nvidia/cu13/lib) cargo test -p ringspan --features nccl --lib kernels_compile -- --nocapture | tee "$cpu/compiles"
 grep -q "1 passed" "$cpu/compiles"
 if grep skipped "$cpu/compiles"; then exit 1; fi
 
 export LD_LIBRARY_PATH=$(realpath "$cpu")
-cargo test -p ringspan --features cuda --lib kernel::
-cargo test -p ringspan --features cuda --test attention_on_gpu
-RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features cuda --test attention_decode
-cargo test -p ringspan-cli --features cuda --test attend_device
+cargo test -p ringspan --features nccl --lib kernel::
+# All ranks of a test share a GPU.
+export NCCL_MULTI_RANK_GPU_ENABLE=1
+cargo test -p ringspan --features nccl --test attention_on_gpu -- --nocapture | tee "$cpu/on-gpu"
+if grep skipped "$cpu/on-gpu"; then exit 1; fi
+RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features nccl --test attention_decode
+cargo test -p ringspan-cli --features nccl --test attend_device
 
 # Models: candle's kernels are built by an nvcc that is made of a CPU as well.
 toolkit=$(realpath "$cpu")/toolkit

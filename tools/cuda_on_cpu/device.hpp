@@ -27,17 +27,21 @@ void check_copy(uintptr_t at, size_t size, int device);
 struct Stream {
     int device;
     std::mutex queue_lock, running;
-    std::deque<std::function<void()>> queue;
+    std::deque<std::function<bool()>> queue;
     std::atomic<uint64_t> pushed{0}, done{0};
 
     void push(std::function<void()> work);
+    // Work that is asked again until it says that it is done.
+    void push_until(std::function<bool()> work);
     // Does what was pushed up to there.
     void run(uint64_t position);
-    // Does one piece of it; false if there was none.
+    // Does one piece of it, or asks it; false if there was none.
     bool step(uint64_t position);
 };
 
 Stream *new_stream(int device);
+// The device of the calling thread.
+int device();
 // That of a handle of the driver's.
 Stream *stream(void *given);
 // Does all that is left on any stream.

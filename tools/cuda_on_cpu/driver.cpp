@@ -27,11 +27,7 @@ using Entry = std::function<void()> *(void **);
 
 thread_local void *current;
 
-namespace {
-
 int device() { return current == nullptr ? 0 : device_of(current); }
-
-} // namespace
 
 Stream *stream(void *given) {
     // The stream without a name: one for each device.
@@ -60,6 +56,12 @@ int cuDeviceGet(int *device, int number) {
 
 int cuDeviceGetName(char *name, int size, int) {
     std::snprintf(name, static_cast<size_t>(size), "a CPU");
+    return SUCCESS;
+}
+
+int cuDeviceGetUuid_v2(unsigned char *uuid, int number) {
+    std::memset(uuid, 0, 16);
+    uuid[0] = static_cast<unsigned char>(1 + number);
     return SUCCESS;
 }
 
@@ -111,7 +113,8 @@ int cuStreamSynchronize(void *given) {
 int cuStreamWaitEvent(void *given, void *event, unsigned) {
     const Event until = *static_cast<Event *>(event);
     if (until.stream != nullptr) {
-        stream(given)->push([until] { until.stream->run(until.position); });
+        // Piece by piece: what waits for another rank must not keep who asks.
+        stream(given)->push_until([until] { return !until.stream->step(until.position); });
     }
     return SUCCESS;
 }

@@ -25,6 +25,13 @@ Stream *new_stream(int device) {
 }
 
 void Stream::push(std::function<void()> work) {
+    push_until([work = std::move(work)] {
+        work();
+        return true;
+    });
+}
+
+void Stream::push_until(std::function<bool()> work) {
     std::lock_guard<std::mutex> guard(queue_lock);
     queue.push_back(std::move(work));
     pushed++;
@@ -44,13 +51,21 @@ bool Stream::step(uint64_t position) {
     if (done >= position) {
         return false;
     }
-    std::function<void()> work;
+    std::function<bool()> work;
     {
         std::lock_guard<std::mutex> guard_queue(queue_lock);
         work = std::move(queue.front());
         queue.pop_front();
     }
-    work();
+    if (!work()) {
+        {
+            std::lock_guard<std::mutex> guard_queue(queue_lock);
+            queue.push_front(std::move(work));
+        }
+        guard.unlock();
+        std::this_thread::yield();
+        return true;
+    }
     done++;
     return true;
 }

@@ -75,3 +75,49 @@ mod with_gpus {
         }
     }
 }
+
+/// Each process is a rank: needs MPI, too.
+#[cfg(all(feature = "mpi", feature = "nccl"))]
+mod between_processes {
+    use super::*;
+    use ringspan::kernel::{Gpu, nccl};
+    use std::process::Command;
+
+    /// What rank 0 says of its way, and how far its numbers are from the CPU's.
+    fn attend(ranks: usize, mesh: &str) -> (String, f32) {
+        let bench = bench();
+        let wanted = bench.results("--mask causal --backward");
+        let mut command = Command::new("mpirun");
+        command.args(["--oversubscribe", "--allow-run-as-root", "-n", &ranks.to_string(), "-wdir"]).arg(bench.path(""));
+        command.arg(env!("CARGO_BIN_EXE_ringspan")).args(["attend", "in.safetensors", "--out", "out.safetensors"]);
+        let flags = format!("--mask causal --backward --device cuda --report report.json {mesh}");
+        let output = command.args(flags.split_whitespace()).output().expect("mpirun is installed");
+        assert!(output.status.success(), "{mesh}: {}", String::from_utf8_lossy(&output.stderr));
+        let got = support::read(&bench.path("out.safetensors"));
+        let off = |name: &str| {
+            let (got, wanted) = (got[name].values(), wanted[name].values());
+            let norm: f32 = wanted.iter().map(|x| x * x).sum();
+            let off: f32 = got.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
+            (off / norm).sqrt()
+        };
+        let off = ["out", "lse", "dq", "dk", "dv"].map(off).into_iter().fold(0.0, f32::max);
+        let report = std::fs::read_to_string(bench.path("report.json")).expect("a report");
+        let report: serde_json::Value = serde_json::from_str(&report).expect("a report in JSON");
+        (report["run"]["blocks"].as_str().expect("how blocks went").to_owned(), off)
+    }
+
+    #[test]
+    fn blocks_go_by_nccl_where_each_rank_has_a_gpu() {
+        if Gpu::count() != Ok(2) || nccl::version().is_err() {
+            println!("skipped: no NCCL, or not two GPUs on this machine");
+            return;
+        }
+        for mesh in ["--ring 2", "--ulysses 2"] {
+            let (way, off) = attend(2, mesh);
+            assert!(way.starts_with("blocks by NCCL 2.") && off <= 1e-5, "{mesh}: {way}, off by {off:e}");
+        }
+        let (way, off) = attend(3, "--ring 3");
+        let words = "through the memory of the CPU (no NCCL: ranks 0 and 2 share a GPU";
+        assert!(way.contains(words) && off <= 1e-5, "{way}, off by {off:e}");
+    }
+}

@@ -2,6 +2,9 @@
 //! answer, and no copy between CPU and GPU whose size depends on that of a tensor.
 #![cfg(feature = "cuda")]
 
+#[cfg(feature = "nccl")]
+#[path = "attention_on_gpu/by_nccl.rs"]
+mod by_nccl;
 mod support;
 
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, on_device};
@@ -10,7 +13,7 @@ use ringspan::kernel::{Gpu, Kernel, View};
 use ringspan::{Error, Layout, LayoutKind, Mask, Run, Schedule, Strategy};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use support::{Answer, On, Problem, relative_l2};
+use support::{Answer, Means, On, Problem, relative_l2};
 
 /// The first GPU, for one test at a time: its counts are of all ranks.
 fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
@@ -31,13 +34,10 @@ fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
 type Copied = (u64, u64);
 
 /// The answer by calls whose tensors are on the GPU, and what the forward and the backward calls copied.
-fn on_gpu(gpu: &Gpu, problem: &Problem, on: On) -> Result<(Answer, [Copied; 2]), Error> {
+fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(Answer, [Copied; 2]), Error> {
     let copied = Mutex::new([(0, 0); 2]);
-    let answer = problem.on_mesh_by(
-        &problem.inputs_of(on.stored, 3),
-        on,
-        &|| Kernel::cuda(gpu),
-        &|group, schedule, local, d_out| {
+    let answer =
+        problem.on_mesh_with(&problem.inputs_of(on.stored, 3), on, means, &|group, schedule, local, d_out| {
             let (kernel, comm) = (group.kernel(), group.cp());
             let (q, k, v, d_out) =
                 (kernel.hold(local.q)?, kernel.hold(local.k)?, kernel.hold(local.v)?, kernel.hold(d_out)?);
@@ -60,20 +60,24 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On) -> Result<(Answer, [Copied; 2]),
             *copied.lock().expect("no panic under it") = [less(middle.0, start.0), less(end.0, middle.0)];
             let sent = [middle.1 - start.1, end.1 - middle.1];
             Ok((forward.to_host(kernel)?, gradients.to_host(kernel)?, sent))
-        },
-    )?;
+        })?;
     Ok((answer, copied.into_inner().expect("no panic under it")))
 }
 
 /// On the GPU as by the reference, with the messages of the CPU; tables and lists cross, and what `downloads` says of tensors.
 fn check(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2]) {
+    check_with(gpu, problem, on, downloads, &|comm| Ok((comm, Kernel::cuda(gpu)?)));
+}
+
+/// [`check`] of ranks that talk by these means.
+fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2], means: &Means<'_>) {
     let mut tables = None;
     for dim in [8, 24] {
         let problem = problem(dim);
         let what = format!("{}, {on:?}", problem.name);
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
-        let (got, copied) = on_gpu(gpu, &problem, on).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let (got, copied) = on_gpu(gpu, &problem, on, means).unwrap_or_else(|error| panic!("{what}: {error}"));
         if let Some((name, error)) = wanted.difference(&got, 1e-5) {
             panic!("{what}: {name} differs by {error:e}");
         }

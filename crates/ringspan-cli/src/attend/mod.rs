@@ -18,6 +18,7 @@ use compute::Work;
 use input::Input;
 use report::Report;
 use ringspan::comm::ranks::Ranks;
+use std::sync::OnceLock;
 
 pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     if args.support {
@@ -54,6 +55,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         wire: plan.wire,
         devices: &devices,
         repeat: args.repeat as usize,
+        blocks: OnceLock::new(),
     };
     let Some(parts) = work.run(ranks)? else { return Ok(()) };
     let report = Report::new(&work, &plan, &parts);

@@ -57,6 +57,9 @@ struct Run {
     /// Threads or GPUs, for people.
     #[serde(skip)]
     devices: String,
+    /// How blocks went between GPUs, where ranks are processes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    blocks: Option<String>,
     repeat: usize,
 }
 
@@ -93,6 +96,7 @@ impl Report {
                 gpus: work.devices.names(),
                 threads: work.devices.threads(),
                 devices: work.devices.to_string(),
+                blocks: work.blocks.get().cloned(),
                 repeat: work.repeat,
             },
             estimates: plan.choice.iter().flat_map(|choice| &choice.estimates).map(estimate).collect(),

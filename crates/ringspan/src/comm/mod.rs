@@ -1,5 +1,5 @@
-//! How ranks talk: one object-safe trait, a transport for ranks that are threads of one process, and one for ranks that
-//! are processes (feature `mpi`).
+//! How ranks talk: one object-safe trait, a transport for ranks that are threads of one process, one for ranks that are
+//! processes (feature `mpi`), and one around these that moves what lies on devices from one device to the other.
 //!
 //! A transfer is started, computed past, then waited for: this is how a schedule hides it behind a step. A wait ends at
 //! a deadline, and a rank that fails, or calls another collective than the others, makes all of them return an error
@@ -23,8 +23,11 @@
 //! ```
 
 pub mod agree;
+mod codec;
 mod device;
+pub mod direct;
 mod group;
+mod header;
 pub mod launch;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -126,8 +129,8 @@ pub trait Communicator: Send + Sync {
     /// millisecond. Threads hand their messages over at once, so there it does nothing; a communicator around another one
     /// passes the call on, or its transfers hide behind nothing.
     fn progress(&self);
-    /// Whether messages may be [`Buffer::Device`]: they reach their receiver as they are, in the sender's process. A
-    /// communicator around another one passes the question on.
+    /// Whether messages may be [`Buffer::Device`]: they reach their receiver as they are, in the sender's process, or on the
+    /// receiver's own device. A communicator around another one passes the question on.
     fn hands_over(&self) -> bool {
         false
     }

@@ -34,6 +34,8 @@ mod workers;
 #[cfg(test)]
 mod test;
 
+#[cfg(feature = "nccl")]
+pub use cuda::nccl;
 #[cfg(feature = "cuda")]
 pub use cuda::{Gpu, GpuArray, GpuData, GpuElement, GpuMut, Lent};
 pub use device::{Kernel, Progress};

@@ -7,7 +7,7 @@
 //! that `shuttle::replay` repeats. Time stands still: `wait_timeout` never times out, so no deadline can hide a lost
 //! wake-up.
 
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unreachable_pub, unused_imports)]
 #[path = "../../src/comm/mod.rs"]
 mod comm;
 #[allow(dead_code, unreachable_pub)]

@@ -33,6 +33,9 @@ pub(crate) struct Problem {
 pub(crate) type Call<'c> =
     dyn Fn(&Group, &Schedule, &attention::Inputs, View) -> Result<(Forward, Gradients, [u64; 2]), Error> + Sync + 'c;
 
+/// What a rank talks and computes with, given its communicator of threads.
+pub(crate) type Means<'c> = dyn Fn(Arc<dyn Communicator>) -> Result<(Arc<dyn Communicator>, Kernel), Error> + Sync + 'c;
+
 /// How a problem is computed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct On {
@@ -315,6 +318,17 @@ impl Problem {
         kernel: &(dyn Fn() -> Result<Kernel, Error> + Sync),
         call: &Call<'_>,
     ) -> Result<Answer, Error> {
+        self.on_mesh_with(inputs, on, &|comm| Ok((comm, kernel()?)), call)
+    }
+
+    /// The answer by a mesh of ranks with these communicators, each around one of threads, and kernels.
+    pub(crate) fn on_mesh_with(
+        &self,
+        inputs: &Inputs,
+        on: On,
+        means: &Means<'_>,
+        call: &Call<'_>,
+    ) -> Result<Answer, Error> {
         let ranks = on.grid.size().expect("a small grid");
         let (query, key) = Layout::pair(on.kind, &self.q_documents, &self.k_documents, &self.mask, ranks)?;
         let schedule = Schedule::new(on.strategy, &query, &key, &self.mask, on.grid)?.with_head_chunks(on.head_chunks);
@@ -322,7 +336,8 @@ impl Problem {
         let bias_width = bias_heads * self.keys;
         let locals = threads::run(ranks, threads::Options::default(), |comm| {
             let rank = comm.rank();
-            let mut group = Group::new(comm, on.grid, kernel()?)?;
+            let (comm, kernel) = means(comm)?;
+            let mut group = Group::new(comm, on.grid, kernel)?;
             if on.wire != on.stored {
                 group = group.with_wire(on.wire);
             }

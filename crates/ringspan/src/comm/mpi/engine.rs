@@ -1,10 +1,10 @@
 //! What is under way between this process and the others, and what has arrived. Moved along by calls only.
 
-use super::header::{Call, Content, Header, Kind};
 use super::wire::{Request, Result, Wire};
 use crate::comm::Buffer;
 use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
 use crate::comm::group::part::Part;
+use crate::comm::header::{Call, Content, Header, Kind};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 

@@ -18,9 +18,7 @@
 //! When a process dies, `mpirun` ends the others, first by SIGTERM: a program that handles it has a second left in which it
 //! hears who died, and can say so.
 
-mod codec;
 mod engine;
-mod header;
 mod watch;
 mod wire;
 mod world;

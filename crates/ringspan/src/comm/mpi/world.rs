@@ -1,7 +1,6 @@
 //! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
 
 use super::engine::{Engine, Round};
-use super::header::{Call, Content};
 use super::watch::Watch;
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
@@ -9,6 +8,7 @@ use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::{Operation, listing};
 use crate::comm::group::part::Part;
 use crate::comm::group::transport::{Member, Transport};
+use crate::comm::header::{Call, Content};
 use crate::error::{Error, Result};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};

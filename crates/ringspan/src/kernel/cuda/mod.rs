@@ -11,6 +11,8 @@ mod library;
 mod memory;
 mod module;
 mod moves;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod tables;
 
 pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};

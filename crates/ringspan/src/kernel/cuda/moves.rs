@@ -71,7 +71,7 @@ impl Cuda {
     }
 
     /// The calls of the driver that cudarc passes on as they are need a thread that knows the GPU.
-    fn bind(&self) -> Result<()> {
+    pub(super) fn bind(&self) -> Result<()> {
         self.gpu.0.context.bind_to_thread().map_err(self.gpu.failed("use from this thread"))
     }
 

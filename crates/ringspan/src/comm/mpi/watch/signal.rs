@@ -1,6 +1,6 @@
 //! What ranks tell each other beside their work.
 
-use super::super::codec::{Reader, Writer};
+use crate::comm::codec::{Reader, Writer};
 use crate::comm::group::failure::Failure;
 use std::io::{self, Read, Write};
 

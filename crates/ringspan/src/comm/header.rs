@@ -7,15 +7,15 @@ use crate::comm::group::operation::Operation;
 
 /// A header. The sender and the receiver are those of the message that carries it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Header {
-    pub(super) content: Content,
-    pub(super) kind: Kind,
+pub(in crate::comm) struct Header {
+    pub(in crate::comm) content: Content,
+    pub(in crate::comm) kind: Kind,
     /// Elements of the payload.
-    pub(super) len: usize,
+    pub(in crate::comm) len: usize,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Content {
+pub(in crate::comm) enum Content {
     /// A message of a group under a tag.
     Message { group: GroupId, tag: u64 },
     /// A part of a collective of a group.
@@ -26,14 +26,14 @@ pub(super) enum Content {
 
 /// How a rank describes its collective: for people, and for the comparison, since the text shortens long lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Call {
-    pub(super) text: String,
-    pub(super) fingerprint: u64,
+pub(in crate::comm) struct Call {
+    pub(in crate::comm) text: String,
+    pub(in crate::comm) fingerprint: u64,
 }
 
 /// The type of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(in crate::comm) enum Kind {
     F32,
     U16,
     U64,
@@ -41,7 +41,7 @@ pub(super) enum Kind {
 }
 
 impl Call {
-    pub(super) fn new(operation: &Operation) -> Self {
+    pub(in crate::comm) fn new(operation: &Operation) -> Self {
         // FNV-1a over everything the operation consists of.
         let add = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         let fingerprint = format!("{operation:?}").bytes().fold(0xcbf2_9ce4_8422_2325, add);
@@ -50,7 +50,7 @@ impl Call {
 }
 
 impl Kind {
-    pub(super) fn of(buffer: &Buffer) -> Self {
+    pub(in crate::comm) fn of(buffer: &Buffer) -> Self {
         match buffer {
             Buffer::F32(_) => Self::F32,
             Buffer::U16(_) => Self::U16,
@@ -61,7 +61,8 @@ impl Kind {
     }
 
     /// A buffer to receive into.
-    pub(super) fn zeros(self, len: usize) -> Buffer {
+    #[cfg(feature = "mpi")]
+    pub(in crate::comm) fn zeros(self, len: usize) -> Buffer {
         match self {
             Self::F32 => Buffer::F32(vec![0.0; len]),
             Self::U16 => Buffer::U16(vec![0; len]),
@@ -72,7 +73,7 @@ impl Kind {
 }
 
 impl Header {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::comm) fn encode(&self) -> Vec<u8> {
         let head = Writer::default().number(self.kind as u64).number(self.len as u64);
         let with_group = |writer: Writer, group: &GroupId| {
             let writer = writer.number(group.len() as u64);
@@ -88,7 +89,7 @@ impl Header {
         message.0
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+    pub(in crate::comm) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut reader = Reader(bytes);
         let kind = match reader.number()? {
             0 => Kind::F32,

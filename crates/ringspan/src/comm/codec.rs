@@ -2,15 +2,15 @@
 
 /// Appends to a message.
 #[derive(Debug, Default)]
-pub(super) struct Writer(pub(super) Vec<u8>);
+pub(in crate::comm) struct Writer(pub(in crate::comm) Vec<u8>);
 
 impl Writer {
-    pub(super) fn number(mut self, number: u64) -> Self {
+    pub(in crate::comm) fn number(mut self, number: u64) -> Self {
         self.0.extend_from_slice(&number.to_le_bytes());
         self
     }
 
-    pub(super) fn text(self, text: &str) -> Self {
+    pub(in crate::comm) fn text(self, text: &str) -> Self {
         let mut with_len = self.number(text.len() as u64);
         with_len.0.extend_from_slice(text.as_bytes());
         with_len
@@ -19,20 +19,20 @@ impl Writer {
 
 /// Reads a message; `None` where it ends too early or is no text.
 #[derive(Debug)]
-pub(super) struct Reader<'a>(pub(super) &'a [u8]);
+pub(in crate::comm) struct Reader<'a>(pub(in crate::comm) &'a [u8]);
 
 impl Reader<'_> {
-    pub(super) fn number(&mut self) -> Option<u64> {
+    pub(in crate::comm) fn number(&mut self) -> Option<u64> {
         let (number, rest) = self.0.split_first_chunk::<8>()?;
         self.0 = rest;
         Some(u64::from_le_bytes(*number))
     }
 
-    pub(super) fn index(&mut self) -> Option<usize> {
+    pub(in crate::comm) fn index(&mut self) -> Option<usize> {
         usize::try_from(self.number()?).ok()
     }
 
-    pub(super) fn text(&mut self) -> Option<String> {
+    pub(in crate::comm) fn text(&mut self) -> Option<String> {
         let len = self.index()?;
         let (text, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
@@ -40,7 +40,7 @@ impl Reader<'_> {
     }
 
     /// `value`, if the message ends here.
-    pub(super) fn end<T>(self, value: T) -> Option<T> {
+    pub(in crate::comm) fn end<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }
 }

@@ -1,0 +1,414 @@
+//! What is under way between this rank and the others: notes and payloads beneath, flights of the lane. Moved along by calls
+//! only. The protocol is described in `README.md`.
+
+use super::lane::{Lane, Transfer};
+use super::note::{Note, OnItsWay};
+use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
+use crate::comm::group::part::Part;
+use crate::comm::header::{Call, Content, Header, Kind};
+use crate::comm::{Buffer, Communicator, OnDevice, Pending};
+use crate::error::{Error, Result};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+/// Tags beneath: notes and payloads keep their order each.
+const NOTES: u64 = 0;
+const PAYLOADS: u64 = 1;
+
+/// Another rank.
+#[derive(Default)]
+struct Peer {
+    /// The receive of its next note.
+    ear: Option<Box<dyn Pending>>,
+    /// Whether it sends nothing more.
+    gone: bool,
+    /// What it said it does, since it was asked.
+    does: Option<String>,
+    /// Announced, and not answered yet.
+    unanswered: VecDeque<(u64, Arc<dyn OnDevice>)>,
+    /// Announced by it, in its order: a message counts as arrived when all before it have.
+    incoming: VecDeque<(Content, Coming)>,
+    /// Number of the first of these.
+    first: u64,
+}
+
+enum Coming {
+    /// Beneath.
+    Payload(Box<dyn Pending>),
+    /// With a flight.
+    Flight,
+    Here(Arc<Buffer>),
+}
+
+/// A message of this rank that has not left.
+enum Leaving {
+    Payload(Box<dyn Pending>),
+    Flight,
+}
+
+/// A transfer, and whose it is.
+struct Passenger {
+    transfer: Transfer,
+    /// Of a send, that of the message; of a receive, among the sender's.
+    number: u64,
+}
+
+/// What a rank brought to a collective.
+pub(super) struct Brought {
+    pub(super) call: Call,
+    pub(super) data: Arc<Buffer>,
+}
+
+/// A collective that this rank has not left: what the others brought, by rank.
+pub(super) type Round = BTreeMap<usize, Brought>;
+
+/// All messages of this rank.
+pub(super) struct Engine {
+    beneath: Arc<dyn Communicator>,
+    lane: Box<dyn Lane>,
+    peers: Vec<Peer>,
+    /// Messages without an answer, of all peers.
+    unanswered: usize,
+    /// Flights that still take transfers, by number.
+    boarding: BTreeMap<u64, Vec<Passenger>>,
+    /// Lowest flight that still takes transfers.
+    open: u64,
+    /// Flights that have left, in their order.
+    flying: VecDeque<(u64, Vec<Passenger>)>,
+    leaving: BTreeMap<u64, Leaving>,
+    /// Number of the next message that leaves.
+    next: u64,
+    mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
+    rounds: HashMap<(GroupId, u64), Round>,
+    /// What this rank waits in; empty if it computes.
+    pub(super) doing: String,
+}
+
+impl Engine {
+    pub(super) fn new(beneath: Arc<dyn Communicator>, lane: Box<dyn Lane>) -> Self {
+        let peers = (0..beneath.size()).map(|_| Peer::default()).collect();
+        Self {
+            beneath,
+            lane,
+            peers,
+            unanswered: 0,
+            boarding: BTreeMap::new(),
+            open: 0,
+            flying: VecDeque::new(),
+            leaving: BTreeMap::new(),
+            next: 0,
+            mailboxes: HashMap::new(),
+            rounds: HashMap::new(),
+            doing: String::new(),
+        }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.beneath.rank()
+    }
+
+    /// Starts sending, and returns the number under which [`has_left`](Self::has_left) knows the message.
+    pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
+        let number = self.next;
+        self.next += 1;
+        if to == self.rank() {
+            self.arrive(to, content, part.data);
+            return Ok(number);
+        }
+        if let Buffer::Device(elements) = &*part.data {
+            let device = Some(OnItsWay { form: self.lane.form(&**elements)?, earliest: self.open });
+            self.note(
+                to,
+                &Note::Announce { header: Header { content, kind: Kind::U8, len: elements.elements() }, device },
+            )?;
+            if elements.elements() > 0 {
+                self.peers[to].unanswered.push_back((number, elements.clone()));
+                self.unanswered += 1;
+                self.leaving.insert(number, Leaving::Flight);
+            }
+            return Ok(number);
+        }
+        let header = Header { content, kind: Kind::of(&part.data), len: part.range.len() };
+        self.note(to, &Note::Announce { header, device: None })?;
+        let payload = self.beneath.send(to, PAYLOADS, whole(part))?;
+        self.leaving.insert(number, Leaving::Payload(payload));
+        Ok(number)
+    }
+
+    pub(super) fn has_left(&self, number: u64) -> bool {
+        !self.leaving.contains_key(&number)
+    }
+
+    /// Whether nothing of this rank is under way to others, and no flight.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.leaving.is_empty() && self.boarding.is_empty() && self.flying.is_empty()
+    }
+
+    /// Asks all others what they do.
+    pub(super) fn ask(&mut self) -> Result<()> {
+        self.peers.iter_mut().for_each(|peer| peer.does = None);
+        let others: Vec<usize> = (0..self.peers.len()).filter(|rank| *rank != self.rank()).collect();
+        others.into_iter().filter(|to| !self.peers[*to].gone).try_for_each(|to| self.note(to, &Note::Question))
+    }
+
+    /// The first rank that did not [answer](Self::ask).
+    pub(super) fn silent(&self) -> Option<usize> {
+        let silent = |(rank, peer): &(usize, &Peer)| *rank != self.rank() && !peer.gone && peer.does.is_none();
+        self.peers.iter().enumerate().find(silent).map(|(rank, _)| rank)
+    }
+
+    /// Tells all that nothing follows.
+    pub(super) fn bye(&mut self) -> Result<()> {
+        let others = (0..self.peers.len()).filter(|rank| *rank != self.rank());
+        others.collect::<Vec<_>>().into_iter().try_for_each(|to| self.note(to, &Note::Bye))
+    }
+
+    /// Lets all flights go nowhere.
+    pub(super) fn abort(&mut self) {
+        self.lane.abort();
+    }
+
+    /// Moves everything along. Returns whether anything is under way, so that it is worth to come back soon.
+    pub(super) fn drive(&mut self) -> Result<bool> {
+        let mut moved = false;
+        for from in (0..self.peers.len()).filter(|from| *from != self.beneath.rank()).collect::<Vec<_>>() {
+            while !self.peers[from].gone {
+                let Some(note) = self.hear(from)? else { break };
+                self.heed(from, note)?;
+                moved = true;
+            }
+        }
+        self.depart()?;
+        for _ in 0..self.lane.landed()? {
+            self.land();
+            moved = true;
+        }
+        let mut left = Vec::new();
+        for (number, leaving) in &mut self.leaving {
+            if let Leaving::Payload(payload) = leaving
+                && payload.test()?
+            {
+                left.push(*number);
+            }
+        }
+        left.iter().for_each(|number| drop(self.leaving.remove(number)));
+        for from in 0..self.peers.len() {
+            self.deliver(from)?;
+        }
+        Ok(moved || self.unanswered > 0 || !self.flying.is_empty())
+    }
+
+    /// The next note of a rank, if it is here. Of one that is gone there is none: then its end is the error.
+    pub(super) fn hear(&mut self, from: usize) -> Result<Option<Note>> {
+        let mut ear = match self.peers[from].ear.take() {
+            Some(ear) => ear,
+            None => self.beneath.receive(from, NOTES)?,
+        };
+        if !ear.test()? {
+            self.peers[from].ear = Some(ear);
+            return Ok(None);
+        }
+        let damaged = || self.broken(format!("rank {from} sent a damaged note"));
+        match ear.wait()?.as_deref() {
+            Some(Buffer::U8(bytes)) => Note::decode(bytes).map(Some).ok_or_else(damaged),
+            _ => Err(damaged()),
+        }
+    }
+
+    fn heed(&mut self, from: usize, note: Note) -> Result<()> {
+        match note {
+            Note::Announce { header, device } => {
+                let coming = match device {
+                    None => Coming::Payload(self.beneath.receive(from, PAYLOADS)?),
+                    Some(way) => self.make_room(from, header.len, way)?,
+                };
+                self.peers[from].incoming.push_back((header.content, coming));
+            }
+            Note::Answer { flight } => {
+                let Some((number, elements)) = self.peers[from].unanswered.pop_front() else {
+                    return Err(self.broken(format!("rank {from} answered what was not announced")));
+                };
+                if flight < self.open {
+                    return Err(self.broken(format!("rank {from} sent a block after flight {flight}, which has left")));
+                }
+                self.unanswered -= 1;
+                let transfer = Transfer::Send { to: from, elements };
+                self.boarding.entry(flight).or_default().push(Passenger { transfer, number });
+            }
+            Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
+            Note::Doing { text } => self.peers[from].does = Some(text),
+            Note::Bye => {
+                // What it did not ask for it does not want.
+                for (number, _) in std::mem::take(&mut self.peers[from].unanswered) {
+                    self.unanswered -= 1;
+                    self.leaving.remove(&number);
+                }
+                self.peers[from].gone = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Room for a message that was announced, and the answer: it goes with the first flight that is open at both ends.
+    fn make_room(&mut self, from: usize, len: usize, OnItsWay { form, earliest }: OnItsWay) -> Result<Coming> {
+        let elements = self.lane.room(form, len)?;
+        if len == 0 {
+            return Ok(Coming::Here(Arc::new(Buffer::Device(elements))));
+        }
+        let flight = earliest.max(self.open);
+        let Peer { first, incoming, .. } = &self.peers[from];
+        let number = first + incoming.len() as u64;
+        let transfer = Transfer::Receive { from, elements };
+        self.boarding.entry(flight).or_default().push(Passenger { transfer, number });
+        self.note(from, &Note::Answer { flight })?;
+        Ok(Coming::Flight)
+    }
+
+    /// Lets flights go. While an answer is out none may: what it is about could still belong to it.
+    fn depart(&mut self) -> Result<()> {
+        while self.unanswered == 0
+            && let Some((flight, passengers)) = self.boarding.pop_first()
+        {
+            self.open = flight.checked_add(1).ok_or_else(|| self.broken("flights are counted to 2^64".into()))?;
+            self.lane.start(passengers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
+            self.flying.push_back((flight, passengers));
+        }
+        Ok(())
+    }
+
+    /// Ends the first flight.
+    fn land(&mut self) {
+        for Passenger { transfer, number } in self.flying.pop_front().map(|(_, all)| all).into_iter().flatten() {
+            match transfer {
+                Transfer::Send { .. } => drop(self.leaving.remove(&number)),
+                Transfer::Receive { from, elements } => {
+                    let Peer { first, incoming, .. } = &mut self.peers[from];
+                    let at = usize::try_from(number - *first).unwrap_or(usize::MAX);
+                    if let Some((_, coming)) = incoming.get_mut(at) {
+                        *coming = Coming::Here(Arc::new(Buffer::Device(elements)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Hands over what has arrived from a rank.
+    fn deliver(&mut self, from: usize) -> Result<()> {
+        while let Some((content, coming)) = self.peers[from].incoming.pop_front() {
+            let data = match coming {
+                Coming::Here(data) => Ok(data),
+                Coming::Flight => Err(Coming::Flight),
+                Coming::Payload(mut payload) => match payload.test()? {
+                    true => {
+                        Ok(payload.wait()?.ok_or_else(|| self.broken("a receive ended without a payload".into()))?)
+                    }
+                    false => Err(Coming::Payload(payload)),
+                },
+            };
+            match data {
+                Ok(data) => {
+                    self.peers[from].first += 1;
+                    self.arrive(from, content, data);
+                }
+                Err(coming) => {
+                    self.peers[from].incoming.push_front((content, coming));
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn arrive(&mut self, from: usize, content: Content, data: Arc<Buffer>) {
+        match content {
+            Content::Message { group, tag } => {
+                let address = Address { group, from, to: self.rank(), tag };
+                self.with_mailbox(&address, |mailbox| mailbox.send(data));
+            }
+            Content::Part { group, number, call } => {
+                self.rounds.entry((group, number)).or_default().insert(from, Brought { call, data });
+            }
+            // A rank says so by its own note.
+            Content::Finished => (),
+        }
+    }
+
+    fn note(&self, to: usize, note: &Note) -> Result<()> {
+        // It leaves whether it is waited for or not.
+        self.beneath.send(to, NOTES, Arc::new(Buffer::U8(note.encode()))).map(drop)
+    }
+
+    fn broken(&self, problem: String) -> Error {
+        Error::Communicator { rank: self.rank(), operation: "moving blocks between devices".into(), problem }
+    }
+
+    /// Does something with a mailbox; idle ones are not kept.
+    pub(super) fn with_mailbox<T>(&mut self, address: &Address, act: impl FnOnce(&mut Mailbox<Arc<Buffer>>) -> T) -> T {
+        let mailbox = self.mailboxes.entry(address.clone()).or_default();
+        let result = act(mailbox);
+        if mailbox.is_idle() {
+            self.mailboxes.remove(address);
+        }
+        result
+    }
+
+    /// What others brought to a collective so far.
+    pub(super) fn round(&mut self, group: &GroupId, number: u64) -> &mut Round {
+        self.rounds.entry((group.clone(), number)).or_default()
+    }
+
+    /// Forgets a collective, and returns what all brought.
+    pub(super) fn leave(&mut self, group: &GroupId, number: u64) -> Round {
+        self.rounds.remove(&(group.clone(), number)).unwrap_or_default()
+    }
+
+    /// The first of `ranks` that sends nothing more, and of which all that it sent is here: a flight may have ended there before
+    /// it has ended here.
+    pub(super) fn gone(&self, ranks: &[usize]) -> Option<usize> {
+        let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, passengers)| passengers));
+        let with = |rank: usize| flights().flatten().any(|passenger| passenger.transfer.peer() == rank);
+        let over = |rank: &usize| self.peers[*rank].gone && self.peers[*rank].incoming.is_empty() && !with(*rank);
+        ranks.iter().copied().find(over)
+    }
+
+    /// What is known of a rank that is waited for.
+    pub(super) fn describe(&self, peer: usize) -> String {
+        let with = |(_, passengers): &&(u64, Vec<Passenger>)| passengers.iter().any(|p| p.transfer.peer() == peer);
+        let Peer { unanswered, incoming, gone, does, .. } = &self.peers[peer];
+        let doing = match does.as_deref() {
+            None => "it does not say what it does".into(),
+            Some("") => "it computes".into(),
+            Some(text) => format!("it waits in {text}"),
+        };
+        let known = if let Some((flight, passengers)) = self.flying.iter().find(with) {
+            let count = passengers.len();
+            format!("has a block in flight {flight} ({count} blocks here), which has not ended")
+        } else if *gone {
+            "has finished".into()
+        } else if !unanswered.is_empty() {
+            format!("has not answered the announcement of {} blocks", unanswered.len())
+        } else if matches!(incoming.front(), Some((_, Coming::Payload(_)))) {
+            "has announced a message that is still on its way".into()
+        } else if self.unanswered > 0 {
+            format!("may wait as well: other ranks have not answered the announcement of {} blocks", self.unanswered)
+        } else {
+            "has announced nothing that is not here".into()
+        };
+        format!("{known}; {doing}")
+    }
+}
+
+/// A part as a buffer of its own.
+fn whole(Part { data, range }: Part) -> Arc<Buffer> {
+    if range.len() == data.len() {
+        return data;
+    }
+    Arc::new(match &*data {
+        Buffer::F32(values) => Buffer::F32(values[range].to_vec()),
+        Buffer::U16(values) => Buffer::U16(values[range].to_vec()),
+        Buffer::U64(values) => Buffer::U64(values[range].to_vec()),
+        Buffer::U8(values) => Buffer::U8(values[range].to_vec()),
+        // Groups cut no such buffer.
+        Buffer::Device(elements) => Buffer::Device(elements.clone()),
+    })
+}

@@ -1,0 +1,287 @@
+//! The few calls of NCCL that move blocks, of the library that the machine has.
+//!
+//! cudarc has them too, but looks for `libnccl.so` and `libnccl.so.13`, where NCCL is installed as `libnccl.so.2`; it panics
+//! where a call is missing; and a program that is linked with CUDA's libraries would be linked with NCCL as well. So they are
+//! looked up here, and what they answer is a number, which a newer library may add to.
+
+use libloading::Library;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
+
+/// Where to look: the name under which it is installed to be run, and the one to build with.
+pub(super) const NAMES: &[&str] = if cfg!(windows) { &["nccl.dll"] } else { &["libnccl.so.2", "libnccl.so"] };
+
+/// Since 2.18 a communicator that does not block can be trusted with sends and receives, and can be finalized.
+const OLDEST: c_int = 21800;
+
+const SUCCESS: c_int = 0;
+const IN_PROGRESS: c_int = 7;
+/// A byte, as it counts elements.
+const UINT8: c_int = 1;
+
+/// A failure, in words.
+pub(super) type Result<T> = std::result::Result<T, String>;
+
+type Handle = *mut c_void;
+
+/// By which ranks find each other.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct UniqueId([u8; 128]);
+
+/// `ncclConfig_t` of 2.18; newer libraries read no more than it says it has.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+type OnComm = unsafe extern "C" fn(Handle) -> c_int;
+type Plain = unsafe extern "C" fn() -> c_int;
+
+/// The calls.
+struct Calls {
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
+    init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
+    async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int,
+    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int,
+    group_start: Plain,
+    group_end: Plain,
+    finalize: OnComm,
+    destroy: OnComm,
+    abort: OnComm,
+    error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+    last_error: unsafe extern "C" fn(Handle) -> *const c_char,
+}
+
+/// The library, which stays loaded until the process ends: it has threads of its own.
+pub(super) struct Nccl {
+    calls: Calls,
+    /// As it is written, 2.22.3 say.
+    pub(super) version: String,
+    _library: ManuallyDrop<Library>,
+}
+
+impl UniqueId {
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self)
+    }
+}
+
+impl Nccl {
+    /// The first library of `names` that can be loaded.
+    pub(super) fn load(names: &[&str]) -> Result<Self> {
+        // SAFETY: runs the initialisers of NVIDIA's library, which are its own.
+        let Some(library) = names.iter().find_map(|name| unsafe { Library::new(*name) }.ok()) else {
+            return Err(format!(
+                "NVIDIA's library NCCL was not found: looked for {} where libraries are loaded from (LD_LIBRARY_PATH and \
+                 the system's folders); the packages libnccl2 of NVIDIA and nvidia-nccl-cu13 of Python have it",
+                names.join(" and ")
+            ));
+        };
+        let library = ManuallyDrop::new(library);
+        /// A call of that name; its type is what the field says.
+        macro_rules! call {
+            ($name:literal) => {{
+                // SAFETY: the types of the fields are those of nccl.h since 2.18, which does not change them.
+                let call = unsafe { library.get($name.as_bytes()) };
+                *call.map_err(|_| format!("NCCL has no call {}: it must be 2.18 or newer", $name))?
+            }};
+        }
+        let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = call!("ncclGetVersion");
+        let mut version = 0;
+        // SAFETY: the number is where the call may write.
+        if unsafe { get_version(&mut version) } != SUCCESS || version < OLDEST {
+            return Err(format!("NCCL is version {}, but must be 2.18 or newer", written(version)));
+        }
+        let calls = Calls {
+            get_unique_id: call!("ncclGetUniqueId"),
+            init: call!("ncclCommInitRankConfig"),
+            async_error: call!("ncclCommGetAsyncError"),
+            send: call!("ncclSend"),
+            receive: call!("ncclRecv"),
+            group_start: call!("ncclGroupStart"),
+            group_end: call!("ncclGroupEnd"),
+            finalize: call!("ncclCommFinalize"),
+            destroy: call!("ncclCommDestroy"),
+            abort: call!("ncclCommAbort"),
+            error_string: call!("ncclGetErrorString"),
+            last_error: call!("ncclGetLastError"),
+        };
+        Ok(Self { calls, version: written(version), _library: library })
+    }
+
+    /// A new name for a communicator; the rank that asks answers all others until they have found each other.
+    pub(super) fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: the id is where the call may write.
+        let code = unsafe { (self.calls.get_unique_id)(&mut id) };
+        self.check(code, "make an id", std::ptr::null_mut()).map(|()| id)
+    }
+
+    /// An error for what is neither done nor begun.
+    fn check(&self, code: c_int, what: &str, comm: Handle) -> Result<()> {
+        if code == SUCCESS || code == IN_PROGRESS {
+            return Ok(());
+        }
+        // SAFETY: both calls answer with texts that stay, or with none.
+        let texts = unsafe { [(self.calls.error_string)(code), (self.calls.last_error)(comm)] };
+        let text = |text: *const c_char| match text.is_null() {
+            true => String::new(),
+            // SAFETY: a text of C that is not missing.
+            false => unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned(),
+        };
+        let [error, last] = texts.map(text);
+        let last = if last.is_empty() || last == error { String::new() } else { format!(": {last}") };
+        Err(format!("could not {what}: {error} ({code}){last}"))
+    }
+}
+
+/// 21805 and 22203 as people write them.
+fn written(version: c_int) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}
+
+/// One end of a block's way, where it lies.
+pub(super) struct Way {
+    pub(super) peer: usize,
+    pub(super) sends: bool,
+    pub(super) at: u64,
+    pub(super) bytes: usize,
+}
+
+/// A rank's end of a communicator, whose calls do not block. It belongs to the GPU that the thread knew when it was made.
+pub(super) struct Comm {
+    nccl: Nccl,
+    handle: Handle,
+}
+
+// SAFETY: a communicator may be used by any thread, one at a time; it lies behind one lock.
+unsafe impl Send for Comm {}
+
+impl Comm {
+    /// Begins to find the other ranks, on the GPU that this thread knows.
+    pub(super) fn begin(nccl: Nccl, id: UniqueId, rank: usize, size: usize) -> Result<Self> {
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: 0xcafe_beef,
+            version: OLDEST.unsigned_abs(),
+            blocking: 0,
+            // As the library likes.
+            cga_cluster_size: c_int::MIN,
+            min_ctas: c_int::MIN,
+            max_ctas: c_int::MIN,
+            net_name: std::ptr::null(),
+            split_share: c_int::MIN,
+        };
+        let mut handle = std::ptr::null_mut();
+        let (rank, size) = (c_count(rank)?, c_count(size)?);
+        // SAFETY: handle and config are where the call may write and read; the id is one of `unique_id`.
+        let code = unsafe { (nccl.calls.init)(&mut handle, size, id, rank, &mut config) };
+        nccl.check(code, "connect the ranks", std::ptr::null_mut())?;
+        if handle.is_null() {
+            return Err("it made no communicator".into());
+        }
+        Ok(Self { nccl, handle })
+    }
+
+    /// Whether nothing that was begun is still beginning.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        let mut state = SUCCESS;
+        // SAFETY: the communicator is neither destroyed nor aborted, and the state is where the call may write.
+        let code = unsafe { (self.nccl.calls.async_error)(self.handle, &mut state) };
+        self.nccl.check(code, "ask for its state", self.handle)?;
+        self.nccl.check(state, "move blocks", self.handle)?;
+        Ok(state == SUCCESS)
+    }
+
+    /// Begins to put transfers that move together on a stream. No other may begin before this one [has](Self::is_idle).
+    ///
+    /// # Safety
+    /// The memory must be there, of this GPU, until the stream is past them; nobody writes to what is sent, nor reads or
+    /// writes what is received.
+    pub(super) unsafe fn start(&self, ways: &[Way], stream: *mut c_void) -> Result<()> {
+        let calls = &self.nccl.calls;
+        // SAFETY: the calls between start and end of the group are of one thread.
+        self.nccl.check(unsafe { (calls.group_start)() }, "begin a group", self.handle)?;
+        let one = |way: &Way| {
+            let peer = c_count(way.peer)?;
+            // SAFETY: the caller's promise is these calls'.
+            let code = unsafe {
+                match way.sends {
+                    true => (calls.send)(way.at as *const c_void, way.bytes, UINT8, peer, self.handle, stream),
+                    false => (calls.receive)(way.at as *mut c_void, way.bytes, UINT8, peer, self.handle, stream),
+                }
+            };
+            self.nccl.check(code, if way.sends { "send" } else { "receive" }, self.handle)
+        };
+        let all = ways.iter().try_for_each(one);
+        // SAFETY: a group was begun on this thread; it ends whatever its calls said.
+        let end = self.nccl.check(unsafe { (calls.group_end)() }, "end a group", self.handle);
+        all.and(end)
+    }
+
+    /// Begins to end the communicator in peace, which all ranks should.
+    pub(super) fn finalize(&self) -> Result<()> {
+        // SAFETY: nothing is under way.
+        self.nccl.check(unsafe { (self.nccl.calls.finalize)(self.handle) }, "end", self.handle)
+    }
+
+    /// Gives back what is left after [`finalize`](Self::finalize).
+    pub(super) fn destroy(self) -> Result<()> {
+        // SAFETY: nobody has the handle after this.
+        self.nccl.check(unsafe { (self.nccl.calls.destroy)(self.handle) }, "end", std::ptr::null_mut())
+    }
+
+    /// Ends the communicator and what is under way; its memory is then as it is.
+    pub(super) fn abort(self) {
+        // SAFETY: nobody has the handle after this. Nothing is left to do with what it answers.
+        let _ = unsafe { (self.nccl.calls.abort)(self.handle) };
+    }
+}
+
+fn c_count(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| format!("{number} is more than NCCL can count"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_that_says_what_was_looked_for_and_who_has_it() {
+        let Err(text) = Nccl::load(&["libno-nccl.so.2", "libno-nccl.so"]) else { panic!("found") };
+        for words in
+            ["NCCL was not found", "libno-nccl.so.2 and libno-nccl.so", "LD_LIBRARY_PATH", "libnccl2", "nvidia-nccl"]
+        {
+            assert!(text.contains(words), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_library_that_is_another_one_is_refused() {
+        // One that every program has.
+        if let Err(text) = Nccl::load(&["libc.so.6"]) {
+            assert!(text.contains("no call ncclGetVersion") || text.contains("was not found"), "{text}");
+        } else {
+            panic!("taken");
+        }
+    }
+
+    #[test]
+    fn versions_are_written_as_people_do() {
+        assert_eq!([21800, 22203, 23004].map(written), ["2.18.0", "2.22.3", "2.30.4"]);
+    }
+}

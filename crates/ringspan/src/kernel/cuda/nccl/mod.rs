@@ -1,0 +1,314 @@
+//! NCCL: blocks go from GPU to GPU, also between processes and machines. How ranks agree on what goes when is described in
+//! `comm/direct/README.md`; here flights are put on a stream.
+
+mod library;
+
+use super::super::view::Stored;
+use super::memory::GpuArray;
+use super::{Cuda, Gpu};
+use crate::comm::direct::{self, Lane, Transfer};
+use crate::comm::{Buffer, Communicator, OnDevice, Pending};
+use crate::error::{Error, Result};
+use cudarc::driver::CudaEvent;
+use library::{Comm, NAMES, Nccl, UniqueId, Way};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longest time in which ranks find each other, and in which they end.
+const CONNECT: Duration = Duration::from_secs(180);
+const END: Duration = Duration::from_secs(10);
+
+/// How to connect GPUs.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Longest wait for another rank, also for one that computes.
+    pub deadline: Duration,
+    /// Whether ranks may share a GPU. NCCL refuses that, unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is in the environment of all.
+    pub shared_gpus: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { deadline: Duration::from_secs(3600), shared_gpus: false }
+    }
+}
+
+/// Why the ranks of `comm`, of which this one computes on `gpu`, cannot be connected by NCCL: the same answer on every rank.
+/// All must call this. `None`: they can.
+///
+/// # Errors
+/// Failures of other ranks.
+pub fn obstacle(comm: &dyn Communicator, gpu: &Gpu, options: &Options) -> Result<Option<String>> {
+    let here = Nccl::load(NAMES).err().or_else(|| uuid(gpu).err().map(|error| error.to_string()));
+    let mut view = uuid(gpu).unwrap_or_default().to_vec();
+    view.extend(here.unwrap_or_default().bytes());
+    let views = comm.all_gather(Buffer::U8(view))?;
+    let read = |view: &Arc<Buffer>| match &**view {
+        Buffer::U8(bytes) => {
+            bytes.split_first_chunk::<16>().map(|(id, text)| (*id, String::from_utf8_lossy(text).into()))
+        }
+        _ => None,
+    };
+    let views: Vec<([u8; 16], String)> = views.iter().filter_map(read).collect();
+    if let Some((rank, (_, text))) = views.iter().enumerate().find(|(_, (_, text))| !text.is_empty()) {
+        return Ok(Some(format!("rank {rank}: {text}")));
+    }
+    for (rank, (id, _)) in views.iter().enumerate().filter(|_| !options.shared_gpus) {
+        if let Some(first) = views[..rank].iter().position(|(other, _)| other == id) {
+            return Ok(Some(format!("ranks {first} and {rank} share a GPU, and NCCL wants one for each rank")));
+        }
+    }
+    Ok(None)
+}
+
+/// A communicator of the same ranks whose blocks on GPUs go by NCCL, and all else by `comm`. All ranks must call this, each
+/// with the GPU that its kernel is on.
+///
+/// # Errors
+/// [`Error::Device`] with the [obstacle](obstacle()) if there is one, or what NCCL says; failures of other ranks;
+/// [`Error::Deadline`] for ranks that do not connect within three minutes, or the deadline if that is shorter.
+pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<dyn Communicator>> {
+    let failed = |message: String| Error::Device { device: format!("{gpu:?}"), operation: "connect by NCCL", message };
+    if let Some(obstacle) = obstacle(comm, gpu, &options)? {
+        return Err(failed(obstacle));
+    }
+    let link = Link::connect(comm, gpu, options.deadline.min(CONNECT), &failed)?;
+    direct::over(comm, Box::new(link), options.deadline)
+}
+
+/// The version of NCCL on this machine.
+///
+/// # Errors
+/// [`Error::Device`]: none is found, or it is too old.
+pub fn version() -> Result<String> {
+    let failed = |message| Error::Device { device: "CUDA".into(), operation: "load NCCL", message };
+    Nccl::load(NAMES).map(|nccl| nccl.version).map_err(failed)
+}
+
+fn uuid(gpu: &Gpu) -> Result<[u8; 16]> {
+    let id = gpu.0.context.uuid().map_err(gpu.failed("ask for its number"))?;
+    Ok(id.bytes.map(|byte| byte.to_ne_bytes()[0]))
+}
+
+/// A flight that NCCL has put on the stream.
+struct Flight {
+    end: CudaEvent,
+    /// Kept until it has ended.
+    _transfers: Vec<Transfer>,
+}
+
+/// A rank's lane: a communicator, and a stream on which its flights follow each other.
+struct Link {
+    cuda: Cuda,
+    /// None once it was aborted.
+    comm: Option<Comm>,
+    /// Not given to NCCL yet: it takes one after the other.
+    waiting: VecDeque<Vec<Transfer>>,
+    /// Which it is putting on the stream.
+    starting: Option<Vec<Transfer>>,
+    flying: VecDeque<Flight>,
+}
+
+impl Link {
+    /// Connects all ranks of `comm`.
+    fn connect(
+        comm: &dyn Communicator,
+        gpu: &Gpu,
+        patience: Duration,
+        failed: &dyn Fn(String) -> Error,
+    ) -> Result<Self> {
+        let (rank, size) = (comm.rank(), comm.size());
+        let nccl = Nccl::load(NAMES).map_err(failed)?;
+        let id = match rank {
+            0 => Some(Buffer::U8(nccl.unique_id().map_err(failed)?.bytes().to_vec())),
+            _ => None,
+        };
+        let id = match &*comm.broadcast(0, id)? {
+            Buffer::U8(bytes) => UniqueId::from_bytes(bytes),
+            _ => None,
+        };
+        let id = id.ok_or_else(|| failed("rank 0 sent something else than an id".into()))?;
+        // A group of its own: its tags are nobody else's. Its messages say who is connected, and its errors who failed.
+        let words = comm.split(0, rank)?;
+        let others: Vec<usize> = (0..size).filter(|other| *other != rank).collect();
+        let connected =
+            others.iter().map(|other| Ok((*other, words.receive(*other, 0)?))).collect::<Result<Vec<_>>>()?;
+        let cuda = Cuda::new(gpu)?;
+        cuda.bind()?;
+        let mut link = Self {
+            comm: Some(Comm::begin(nccl, id, rank, size).map_err(failed)?),
+            cuda,
+            waiting: VecDeque::new(),
+            starting: None,
+            flying: VecDeque::new(),
+        };
+        match link.meet(&*words, connected, patience) {
+            Ok(()) => Ok(link),
+            Err(error) => {
+                link.abort();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until NCCL has connected all ranks, and they have said so.
+    fn meet(
+        &self,
+        words: &dyn Communicator,
+        mut missing: Vec<(usize, Box<dyn Pending>)>,
+        patience: Duration,
+    ) -> Result<()> {
+        let (start, mut told) = (Instant::now(), false);
+        loop {
+            if !told && self.comm()?.is_idle().map_err(|message| self.failed(message))? {
+                for (other, _) in &missing {
+                    words.send(*other, 0, Arc::new(Buffer::U8(Vec::new()))).map(drop)?;
+                }
+                told = true;
+            }
+            // Before this rank has told, it keeps all of them.
+            if told {
+                let mut silent = Vec::new();
+                for (other, mut word) in missing {
+                    if !word.test()? {
+                        silent.push((other, word));
+                    }
+                }
+                missing = silent;
+            } else {
+                missing.iter_mut().try_for_each(|(_, word)| word.test().map(drop))?;
+            }
+            match missing.first() {
+                None if told => return Ok(()),
+                _ if start.elapsed() < patience => thread::sleep(Duration::from_micros(200)),
+                first => {
+                    let rank = words.rank();
+                    let peer = first.map_or(rank, |(other, _)| *other);
+                    let (operation, peer_state) = ("connecting by NCCL".into(), "has not connected".into());
+                    return Err(Error::Deadline { rank, operation, peer, peer_state, waited: patience });
+                }
+            }
+        }
+    }
+
+    fn comm(&self) -> Result<&Comm> {
+        self.comm.as_ref().ok_or_else(|| self.failed("it was aborted".into()))
+    }
+
+    fn failed(&self, message: String) -> Error {
+        Error::Device { device: format!("{:?}", self.cuda.gpu()), operation: "NCCL", message }
+    }
+
+    /// Gives a flight to NCCL.
+    fn begin(&self, transfers: &[Transfer]) -> Result<()> {
+        let stream = &self.cuda.stream;
+        let way = |transfer: &Transfer| {
+            let (array, sends) = match transfer {
+                Transfer::Send { elements, .. } => (self.array(&**elements)?, true),
+                Transfer::Receive { elements, .. } => (self.array(&**elements)?, false),
+            };
+            // What is sent is waited for on the stream; what is received was taken on it.
+            let at = if sends { array.data().read(stream)? } else { array.clone().all_mut().write(stream)? };
+            let bytes = array.len() * usize::try_from(array.width()).unwrap_or(0);
+            Ok(Way { peer: transfer.peer(), sends, at, bytes })
+        };
+        let ways = transfers.iter().map(way).collect::<Result<Vec<_>>>()?;
+        self.cuda.bind()?;
+        // SAFETY: the arrays are kept until the flight has ended, or the communicator was aborted; who sends one writes to
+        // it no more (`Kernel::outgoing`), and one that is received is given to nobody before.
+        let started = unsafe { self.comm()?.start(&ways, stream.cu_stream().cast()) };
+        started.map_err(|message| self.failed(message))
+    }
+
+    fn array<'a>(&self, elements: &'a dyn OnDevice) -> Result<&'a GpuArray> {
+        let array = (elements as &dyn Any).downcast_ref::<GpuArray>().filter(|array| array.is_on(self.cuda.gpu()));
+        array.ok_or_else(|| self.failed(format!("{elements:?} is not on the GPU that was connected")))
+    }
+
+    /// Moves all along.
+    fn advance(&mut self) -> Result<()> {
+        while self.comm()?.is_idle().map_err(|message| self.failed(message))? {
+            if let Some(transfers) = self.starting.take() {
+                // Only now it is on the stream, so that an event behind it is its end.
+                for transfer in &transfers {
+                    if let Transfer::Receive { elements, .. } = transfer {
+                        self.array(&**elements)?.share(&self.cuda)?;
+                    }
+                }
+                let end = self.cuda.stream.record_event(None).map_err(self.cuda.gpu().failed("mark a flight's end"))?;
+                self.flying.push_back(Flight { end, _transfers: transfers });
+            }
+            let Some(transfers) = self.waiting.pop_front() else { break };
+            self.begin(&transfers)?;
+            self.starting = Some(transfers);
+        }
+        Ok(())
+    }
+}
+
+impl Lane for Link {
+    fn form(&self, elements: &dyn OnDevice) -> Result<u64> {
+        Ok(match self.array(elements)?.data().stored() {
+            Stored::F32 => 0,
+            Stored::Bf16 => 1,
+            Stored::F16 => 2,
+        })
+    }
+
+    fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>> {
+        let stored = match form {
+            0 => Stored::F32,
+            1 => Stored::Bf16,
+            2 => Stored::F16,
+            _ => return Err(self.failed(format!("another rank sent elements of form {form}, which is none"))),
+        };
+        self.cuda.bind()?;
+        Ok(Arc::new(self.cuda.array(stored, len)?))
+    }
+
+    fn start(&mut self, transfers: Vec<Transfer>) -> Result<()> {
+        self.waiting.push_back(transfers);
+        self.advance()
+    }
+
+    fn landed(&mut self) -> Result<usize> {
+        self.advance()?;
+        let mut landed = 0;
+        while let Some(flight) = self.flying.front() {
+            if !flight.end.try_is_complete().map_err(self.cuda.gpu().failed("move blocks"))? {
+                break;
+            }
+            self.flying.pop_front();
+            landed += 1;
+        }
+        Ok(landed)
+    }
+
+    fn abort(&mut self) {
+        if let Some(comm) = self.comm.take() {
+            // Where the GPU cannot be told, its driver has failed, and with it what is under way.
+            let _ = self.cuda.bind();
+            comm.abort();
+        }
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        let Some(comm) = self.comm.take() else { return };
+        let (_, start) = (self.cuda.bind(), Instant::now());
+        let mut ended = comm.finalize().is_ok();
+        while ended && start.elapsed() < END {
+            match comm.is_idle() {
+                // Nobody is left to hear what it answers.
+                Ok(true) => return drop(comm.destroy()),
+                Ok(false) => thread::sleep(Duration::from_micros(200)),
+                Err(_) => ended = false,
+            }
+        }
+        comm.abort();
+    }
+}
