@@ -34,6 +34,14 @@ impl Feed {
         }
     }
 
+    /// Steps of a pass over the text, not rounded; one for a file of tokens.
+    pub(crate) fn steps_of_pass(&self, accumulation: usize) -> f64 {
+        match self {
+            Self::Text { packer, batch_size, .. } => packer.sequences_of_pass() / (batch_size * accumulation) as f64,
+            Self::Tokens(_) => 1.0,
+        }
+    }
+
     /// Where the next step begins; always the beginning for a file of tokens.
     pub(crate) fn position(&self) -> Position {
         match self {

@@ -155,6 +155,9 @@ pub struct Settings {
     /// Steps in all [default: 220]
     #[arg(long, value_name = "N", help_heading = "Optimisation")]
     pub steps: Option<u64>,
+    /// Passes over the text, instead of --steps: as many steps as they take, the last one rounded up
+    #[arg(long, value_name = "N", help_heading = "Optimisation")]
+    pub epochs: Option<f64>,
     /// adamw, sgd [default: adamw]
     #[arg(long, help_heading = "Optimisation")]
     pub optimizer: Option<String>,
@@ -251,6 +254,12 @@ impl Settings {
     /// A number that TOML cannot hold.
     pub fn over(&self, base: &Self) -> Result<Self> {
         let mut table = base.table()?;
+        // One of both says how long a run is.
+        for (given, other) in [(self.steps.is_some(), "epochs"), (self.epochs.is_some(), "steps")] {
+            if given {
+                table.remove(other);
+            }
+        }
         table.extend(self.table()?);
         let mut merged: Self = table.try_into().map_err(|e| Error::Settings(e.to_string()))?;
         merged.resume = self.resume.clone().or_else(|| base.resume.clone());

@@ -2,12 +2,13 @@
 
 use crate::{
     checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
-    config::{RUN_FILE, Source, TrainConfig},
+    config::{Length, RUN_FILE, Source, TrainConfig},
     data::{Batch, Sequence, fingerprint},
     dataset::{Dataset, Unsaved},
     error::{Error, Result},
     feed::Feed,
     given::Given,
+    lr_schedule::LrSchedule,
     mesh::RunMesh,
     observer::grouped,
     plan::Plan,
@@ -33,6 +34,8 @@ pub(crate) struct Setup {
     pub(crate) start: Start,
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) feed: Feed,
+    /// Learning rates, and with them the number of steps.
+    pub(crate) lr: LrSchedule,
     /// Held-out sequences and their length; empty for a file of tokens.
     pub(crate) held_out: Vec<Sequence>,
     /// Steps done before this run.
@@ -71,16 +74,17 @@ impl Setup {
         let threads = config.threads * ranks_here(config);
         let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads)?;
         let mut feed = data.feed.clone();
-        let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data);
+        let lr = config.lr(steps(config, &feed))?;
+        let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data, lr);
         if config.resume {
             let saved = Checkpoints::new(&config.out, config.keep).newest(&setup.model, &setup.data)?;
             same_configuration(config, &saved, &setup.config_json)?;
-            if saved.progress.step >= config.lr.steps {
+            if saved.progress.step >= lr.steps {
                 return Err(Error::Settings(format!(
-                    "the run in {out} has done {} of {} steps: to go on, give more with --steps; `ringspan export {out}` writes \
+                    "the run in {out} has done {} of {} steps: to go on, give more with --steps or --epochs; `ringspan export {out}` writes \
                      its model once more",
                     saved.progress.step,
-                    config.lr.steps,
+                    lr.steps,
                     out = config.out.display()
                 )));
             }
@@ -103,7 +107,8 @@ impl Setup {
         let start = Start::weights(weights, ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::fed(Feed::Tokens(batch), identity);
-        Ok(Self::of(Value::Null, decoder, mesh, start, None, data))
+        let lr = config.lr(steps(config, &data.feed))?;
+        Ok(Self::of(Value::Null, decoder, mesh, start, None, data, lr))
     }
 
     /// Writes tokens that are in no file yet, and reads them from there, as later runs do: a text may be larger than what
@@ -125,6 +130,7 @@ impl Setup {
         start: Start,
         tokenizer: Option<Tokenizer>,
         data: Dataset,
+        lr: LrSchedule,
     ) -> Self {
         let shapes = decoder.shapes();
         let model = identity(decoder.config(), &shapes);
@@ -140,6 +146,7 @@ impl Setup {
             first_step: 0,
             tokens: 0,
             losses: Losses::default(),
+            lr,
             model,
             data,
             notes,
@@ -155,6 +162,15 @@ impl Setup {
     pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
         let first = self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
         self.feed.fullest().or(first)
+    }
+}
+
+/// Steps in all.
+fn steps(config: &TrainConfig, feed: &Feed) -> u64 {
+    match config.length {
+        Length::Steps(steps) => steps,
+        // The last step of a pass begins the next one where it is not full.
+        Length::Epochs(epochs) => (epochs * feed.steps_of_pass(config.grad_accumulation)).ceil().max(1.0) as u64,
     }
 }
 
@@ -229,13 +245,13 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
 }
 
 /// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.
-pub(crate) fn write_settings(config: &TrainConfig) -> Result<()> {
+pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()> {
     std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
     let mut settings = config.settings.clone();
     let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
     settings.out = None;
     // Defaults that other settings decide, which a resumed run may change: it goes on with those it began with.
-    settings.warmup = Some(config.lr.warmup);
+    (settings.steps, settings.epochs, settings.warmup) = (Some(lr.steps), None, Some(lr.warmup));
     if let Source::Text(_) = config.source {
         settings.batch_size = Some(config.batch_size);
     }

@@ -102,7 +102,7 @@ pub fn train_on(
     let mut metrics = None;
     if ranks.lead() {
         observer.planned(&setup.plan);
-        write_settings(config)?;
+        write_settings(config, &setup.lr)?;
         setup.keep_tokens(config)?;
         let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
         if let Some(folder) = &config.tensorboard {
@@ -126,7 +126,7 @@ pub fn train_on(
     }
     Ok(Outcome {
         step: end.step,
-        steps: config.lr.steps,
+        steps: setup.lr.steps,
         interrupted: end.interrupted,
         out: config.out.clone(),
         metrics: metrics_path,

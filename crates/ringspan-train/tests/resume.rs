@@ -333,12 +333,12 @@ fn a_resumed_run_keeps_its_batches_and_tells_of_other_learning_rates() {
         settings: Settings { resume: Some(outcome.out), steps: Some(9), ..Settings::default() },
         ..TrainArgs::default()
     };
-    assert_eq!(TrainConfig::from_args(&same).unwrap().lr.warmup, 0, "a tenth of 8 steps, not of 40");
+    assert_eq!(TrainConfig::from_args(&same).unwrap().warmup, Some(0), "a tenth of 8 steps, not of 40");
     // A run that is cut shorter than its warm-up still ends.
     let (longer, _) = run(Settings { warmup: Some(6), ..settings(root, "longer") });
     let shorter = TrainArgs {
         settings: Settings { resume: Some(longer.out), steps: Some(4), ..Settings::default() },
         ..TrainArgs::default()
     };
-    assert_eq!(TrainConfig::from_args(&shorter).unwrap().lr.warmup, 3);
+    assert_eq!(TrainConfig::from_args(&shorter).unwrap().warmup, Some(3));
 }

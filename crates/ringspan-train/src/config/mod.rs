@@ -6,7 +6,7 @@ mod resolve;
 use crate::{
     data::{Overlong, Packing},
     error::{Error, Result},
-    lr_schedule::LrSchedule,
+    lr_schedule::{Decay, LrSchedule},
     optimizer::Method,
     settings::{Settings, TrainArgs},
 };
@@ -22,8 +22,9 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 32] = [
+const CHANGEABLE: [&str; 33] = [
     "steps",
+    "epochs",
     "lr",
     "weight-decay",
     "warmup",
@@ -165,8 +166,14 @@ pub struct TrainConfig {
     pub deadline: Duration,
     /// Optimiser.
     pub method: Method,
-    /// Learning rates, and with them the number of steps.
-    pub lr: LrSchedule,
+    /// How long the run is.
+    pub length: Length,
+    /// The highest learning rate.
+    pub peak_lr: f64,
+    /// Steps over which it rises, if not a tenth of all, at most 100.
+    pub warmup: Option<u64>,
+    /// What follows the rise.
+    pub decay: Decay,
     /// Those of the run that is resumed, as far as is known.
     pub lr_before: Option<LrSchedule>,
     /// Longest gradient.
@@ -193,6 +200,15 @@ pub struct TrainConfig {
     pub spike_factor: Option<f64>,
     /// Spikes in a row that stop a run.
     pub spike_steps: u64,
+}
+
+/// How long a run is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Length {
+    /// So many steps.
+    Steps(u64),
+    /// So many passes over the text: the steps are known when it is.
+    Epochs(f64),
 }
 
 impl TrainConfig {
@@ -234,7 +250,10 @@ impl TrainConfig {
             settings.warmup = Some(warmup.min(steps.saturating_sub(1)));
         }
         // What cannot be resolved now was written by another version: nothing is said of it then.
-        let lr_before = Self::resolve(before).ok().map(|before| before.lr);
+        let lr_before = Self::resolve(before).ok().and_then(|before| match before.length {
+            Length::Steps(steps) => before.lr(steps).ok(),
+            Length::Epochs(_) => None,
+        });
         Ok(Self { resume: true, lr_before, ..Self::resolve(settings)? })
     }
 
@@ -245,6 +264,29 @@ impl TrainConfig {
             (None, 1..) => Lora { targets: ATTENTION_TARGETS.map(str::to_owned).to_vec(), ..lora },
             _ => lora,
         })
+    }
+
+    /// The learning rates of a run of so many steps.
+    ///
+    /// # Errors
+    /// A warm-up that does not end within them.
+    pub fn lr(&self, steps: u64) -> Result<LrSchedule> {
+        let warmup = match (self.warmup, self.length) {
+            // That of a longer run than is asked for now.
+            (Some(warmup), Length::Epochs(_)) if self.resume => warmup.min(steps.saturating_sub(1)),
+            (warmup, _) => warmup.unwrap_or((steps / 10).min(100)),
+        };
+        if warmup >= steps {
+            let length = match self.length {
+                Length::Steps(_) => String::new(),
+                Length::Epochs(epochs) => format!(" (--epochs {epochs})"),
+            };
+            return Err(Error::Settings(format!(
+                "--warmup {warmup} does not end within --steps {steps}{length}: at most {}",
+                steps.saturating_sub(1)
+            )));
+        }
+        Ok(LrSchedule { peak: self.peak_lr, warmup, steps, decay: self.decay })
     }
 
     /// Takes note of where the ranks run: those of a machine share its memory and, where nothing is set, its cores.

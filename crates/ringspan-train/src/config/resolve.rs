@@ -1,11 +1,11 @@
 //! Settings to a configuration: defaults filled in, contradictions refused.
 
 use super::checks::{held_out, lora, method, shape, within};
-use super::{Sharding, Source, TrainConfig, cores};
+use super::{Length, Sharding, Source, TrainConfig, cores};
 use crate::{
     data::Packing,
     error::{Error, Result},
-    lr_schedule::{Decay, LrSchedule},
+    lr_schedule::Decay,
     optimizer::OptimizerKind,
     settings::Settings,
 };
@@ -45,6 +45,7 @@ impl TrainConfig {
                 ("overlong", s.overlong.is_some()),
                 ("sequence-length", s.sequence_length.is_some()),
                 ("batch-size", s.batch_size.is_some()),
+                ("epochs", s.epochs.is_some()),
                 ("eval-every", s.eval_every.is_some()),
                 ("eval-tokens", s.eval_tokens.is_some()),
                 ("sample-tokens", s.sample_tokens.is_some()),
@@ -133,17 +134,19 @@ impl TrainConfig {
             );
         }
 
-        let steps = s.steps.unwrap_or(220);
-        if steps == 0 {
-            return Err(Error::Settings("--steps is 0, but must be at least 1".into()));
-        }
-        let warmup = s.warmup.unwrap_or((steps / 10).min(100));
-        if warmup >= steps {
-            return Err(Error::Settings(format!(
-                "--warmup {warmup} does not end within --steps {steps}: at most {}",
-                steps - 1
-            )));
-        }
+        let length = match (s.steps, s.epochs) {
+            (Some(_), Some(_)) => {
+                return Err(Error::Settings(
+                    "--steps and --epochs exclude each other: both say how long a run is".into(),
+                ));
+            }
+            (_, Some(epochs)) if !(epochs > 0.0 && epochs.is_finite()) => {
+                return Err(Error::Settings(format!("--epochs is {epochs}, but must be above 0 and finite")));
+            }
+            (_, Some(epochs)) => Length::Epochs(epochs),
+            (Some(0), _) => return Err(Error::Settings("--steps is 0, but must be at least 1".into())),
+            (steps, None) => Length::Steps(steps.unwrap_or(220)),
+        };
         let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
         let method = method(kind, s)?;
         let new = s.model.is_none();
@@ -183,7 +186,7 @@ impl TrainConfig {
         let ranks = ring.saturating_mul(ulysses).saturating_mul(tp).saturating_mul(data_ranks);
         let every = |n: Option<u64>, default: u64| Some(n.unwrap_or(default)).filter(|&n| n > 0);
         let out = s.out.clone().unwrap_or_else(|| "ringspan-out".into());
-        Ok(Self {
+        let config = Self {
             model: s.model.clone(),
             model_config: s.model_config.clone(),
             tokenizer: s.tokenizer.clone(),
@@ -220,7 +223,10 @@ impl TrainConfig {
             activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
             deadline,
             method,
-            lr: LrSchedule { peak, warmup, steps, decay },
+            length,
+            peak_lr: peak,
+            warmup: s.warmup,
+            decay,
             lr_before: None,
             grad_clip: (grad_clip > 0.0).then_some(grad_clip),
             grad_accumulation,
@@ -235,6 +241,10 @@ impl TrainConfig {
             spike_factor: s.spike_factor.filter(|factor| *factor > 0.0),
             spike_steps: s.spike_steps.unwrap_or(10),
             settings,
-        })
+        };
+        if let Length::Steps(steps) = config.length {
+            config.lr(steps)?;
+        }
+        Ok(config)
     }
 }

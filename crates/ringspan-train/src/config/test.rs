@@ -103,6 +103,9 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("spike-factor = 2.0\nspike-steps = 0", &["--spike-steps is 0"]);
     refused("eps = inf", &["--eps is inf"]);
     refused("deadline = 0.0", &["--deadline is 0"]);
+    refused("steps = 3\nepochs = 2.0", &["--steps and --epochs exclude each other"]);
+    refused("epochs = 0.0", &["--epochs is 0"]);
+    refused("epochs = 1.0\ntokens = 't.safetensors'", &["--epochs has no effect", "--tokens"]);
     for key in ["ring", "ulysses", "dp-replicate", "steps", "threads", "grad-accumulation", "keep", "batch-size"] {
         refused(&format!("{key} = 0"), &[&format!("--{key} is 0")]);
     }
@@ -116,7 +119,10 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     let flags = Settings { steps: Some(9), ..Settings::default() };
     let config =
         TrainConfig::from_args(&TrainArgs { dry_run: false, config: Some(path.clone()), settings: flags }).unwrap();
-    assert_eq!((config.lr.steps, config.ring), (9, 3));
+    assert_eq!((config.length, config.ring), (Length::Steps(9), 3));
+    let flags = Settings { epochs: Some(1.5), ..Settings::default() };
+    let args = TrainArgs { dry_run: false, config: Some(path.clone()), settings: flags };
+    assert_eq!(TrainConfig::from_args(&args).unwrap().length, Length::Epochs(1.5), "instead of the file's steps");
     let text = config.settings.to_toml().unwrap();
     assert_eq!(toml::from_str::<Settings>(&text).unwrap(), config.settings);
     std::fs::write(&path, "stepz = 7").unwrap();
@@ -162,7 +168,7 @@ fn a_resumed_run_keeps_its_settings_and_changes_only_what_its_checkpoint_does_no
     let more = Settings { steps: Some(20), ring: Some(1), ..Settings::default() };
     let config = TrainConfig::from_args(&args(more)).unwrap();
     assert!(config.resume);
-    assert_eq!((config.seed, config.lr.steps, config.ring, &config.out), (4, 20, 1, &out));
+    assert_eq!((config.seed, config.length, config.ring, &config.out), (4, Length::Steps(20), 1, &out));
     for settings in [
         Settings { model: Some("m".into()), ..Settings::default() },
         Settings { seed: Some(1), ..Settings::default() },

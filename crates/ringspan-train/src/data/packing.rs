@@ -167,6 +167,18 @@ impl Packer {
         Some(all.into_iter().cycle().take(count).map(|sequence| self.sequence(&spans(sequence))).collect())
     }
 
+    /// Sequences that a pass fills: of text the last one not to the end.
+    #[must_use]
+    pub fn sequences_of_pass(&self) -> f64 {
+        match &*self.pass {
+            Pass::Stream(_) => {
+                let tokens: usize = self.fit.spans.iter().map(|span| span.len).sum();
+                tokens as f64 / self.length as f64
+            }
+            Pass::Whole(sequences) => sequences.len() as f64,
+        }
+    }
+
     fn sequence(&self, spans: &[Span]) -> Sequence {
         let mut sequence = Sequence::with_capacity(self.length);
         for span in spans {

@@ -10,6 +10,8 @@ use crate::{
     config::{Sharding, TrainConfig},
     data::Batch,
     error::Result,
+    feed::Feed,
+    lr_schedule::LrSchedule,
     memory as memory_of_machine,
     observer::grouped,
     optimizer::Method,
@@ -73,6 +75,8 @@ pub struct Plan {
     pub steps: u64,
     /// Steps that are done.
     pub first_step: u64,
+    /// Passes of all steps over the text; none for a file of tokens.
+    pub passes: Option<f64>,
 }
 
 impl Plan {
@@ -82,8 +86,12 @@ impl Plan {
             data: setup.data.summary.clone(),
             documents: setup.notes.clone(),
             data_warnings: setup.warnings.clone(),
-            steps: config.lr.steps,
+            steps: setup.lr.steps,
             first_step: setup.first_step,
+            passes: match setup.feed {
+                Feed::Text { .. } => Some(setup.lr.steps as f64 / setup.feed.steps_of_pass(config.grad_accumulation)),
+                Feed::Tokens(_) => None,
+            },
             saving: match config.save_every {
                 Some(n) => format!("{}, a checkpoint every {n} steps", config.out.display()),
                 None => format!("{}, one checkpoint at the end", config.out.display()),
@@ -105,8 +113,8 @@ impl Plan {
             let copies = config.ranks() / (ep * moe_tp);
             plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
         }
-        plan.optimizer = optimizer_words(config);
-        plan.optimizer += &schedule_change(config, setup.first_step).unwrap_or_default();
+        plan.optimizer = optimizer_words(config, &setup.lr);
+        plan.optimizer += &schedule_change(config.lr_before.as_ref(), &setup.lr, setup.first_step).unwrap_or_default();
         plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
         if let Some(lora) = setup.decoder.lora() {
             let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
@@ -224,7 +232,7 @@ fn layout_words(config: &TrainConfig) -> String {
     config.layout.to_string()
 }
 
-fn optimizer_words(config: &TrainConfig) -> String {
+fn optimizer_words(config: &TrainConfig, lr: &LrSchedule) -> String {
     let method = match config.method {
         Method::AdamW { beta1, beta2, weight_decay, .. } => {
             format!("adamw (betas {beta1}, {beta2}; weight decay {weight_decay})")
@@ -232,12 +240,12 @@ fn optimizer_words(config: &TrainConfig) -> String {
         Method::Sgd { momentum, weight_decay } => format!("sgd (momentum {momentum}; weight decay {weight_decay})"),
     };
     let clip = config.grad_clip.map_or_else(|| "no clipping".into(), |c| format!("gradients clipped to norm {c}"));
-    format!("{method}, lr {} {} after {} steps of warm-up, {clip}", config.lr.peak, config.lr.decay, config.lr.warmup)
+    format!("{method}, lr {} {} after {} steps of warm-up, {clip}", lr.peak, lr.decay, lr.warmup)
 }
 
 /// What a resumed run does otherwise than it would have done, if its learning rates change.
-fn schedule_change(config: &TrainConfig, step: u64) -> Option<String> {
-    let (before, now) = (config.lr_before?, config.lr);
+fn schedule_change(before: Option<&LrSchedule>, now: &LrSchedule, step: u64) -> Option<String> {
+    let before = before?;
     let [was, is] = [before.at(step), now.at(step)];
     (before != now).then(|| {
         format!(
@@ -325,9 +333,14 @@ impl fmt::Display for Plan {
             writeln!(f, "sent       about {} a step by a rank: {}", total(&self.traffic), parts(&self.traffic))?;
         }
         writeln!(f, "optimiser  {}", self.optimizer)?;
+        let passes = match self.passes {
+            Some(passes) if passes < 0.005 => ", less than 0.01 passes over the data".into(),
+            Some(passes) => format!(", {passes:.2} passes over the data"),
+            None => String::new(),
+        };
         match self.first_step {
-            0 => writeln!(f, "steps      {}", self.steps)?,
-            done => writeln!(f, "steps      {} to {}, resumed", done + 1, self.steps)?,
+            0 => writeln!(f, "steps      {}{passes}", self.steps)?,
+            done => writeln!(f, "steps      {} to {}{passes}, resumed", done + 1, self.steps)?,
         }
         write!(f, "output     {}", self.saving)
     }

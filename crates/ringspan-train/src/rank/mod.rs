@@ -100,7 +100,7 @@ impl<'a> Rank<'a> {
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
-        while step < config.lr.steps {
+        while step < setup.lr.steps {
             let agreed = self.agree(stop)?;
             if agreed.saved {
                 self.finish_saving(host)?;
@@ -129,7 +129,7 @@ impl<'a> Rank<'a> {
             let mut metrics = StepMetrics {
                 step: step + 1,
                 loss,
-                lr: config.lr.at(step),
+                lr: setup.lr.at(step),
                 grad_norm,
                 tokens,
                 tokens_per_second: now as f64 / seconds,
@@ -153,7 +153,7 @@ impl<'a> Rank<'a> {
                 return Err(spike);
             }
             let due = |every: Option<u64>| every.is_some_and(|n| step.is_multiple_of(n));
-            if due(config.eval_every) || step == config.lr.steps {
+            if due(config.eval_every) || step == setup.lr.steps {
                 evaluation = self.look_at_held_out(step, host)?;
             }
             if due(config.save_every) {

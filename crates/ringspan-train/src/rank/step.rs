@@ -84,7 +84,7 @@ impl Rank<'_> {
     pub(crate) fn update(&mut self, step: u64, loss: f64, gradients: &Sums) -> Result<f64> {
         let squares = self.shards.sum_of_squares(gradients, |shard| sum_of_squares([shard]));
         let norm = sum(&**self.shards.copy(), squares)?.sqrt();
-        let lr = self.config.lr.at(step);
+        let lr = self.setup.lr.at(step);
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: step + 1, loss, norm, lr });
         }
