@@ -43,12 +43,13 @@ impl Devices {
         place: &Ranks,
     ) -> Result<(Arc<dyn Communicator>, Option<String>)> {
         match self {
+            _ if place.local().is_none() => Ok((comm, None)),
+            Self::Cpu(_) => Ok((comm, None)),
             #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) if place.local().is_some() => {
+            Self::Gpus(gpus) => {
                 let (comm, way) = by_nccl(comm, &gpus[0])?;
                 Ok((comm, Some(way)))
             }
-            _ => Ok((comm, None)),
         }
     }
 
