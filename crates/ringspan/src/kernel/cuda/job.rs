@@ -19,7 +19,8 @@ impl View {
     /// from where 16 bytes begin.
     pub(super) fn is_in_eights(&self, dim: usize, bytes: u64) -> bool {
         let strides = [self.token_stride, self.head_stride];
-        dim.is_multiple_of(8) && (bytes != 2 || self.data % 16 == 0 && strides.iter().all(|stride| stride % 8 == 0))
+        dim.is_multiple_of(8)
+            && (bytes != 2 || self.data.is_multiple_of(16) && strides.iter().all(|stride| stride % 8 == 0))
     }
 }
 
