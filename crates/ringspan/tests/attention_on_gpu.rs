@@ -78,7 +78,9 @@ fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: 
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
         let (got, copied) = on_gpu(gpu, &problem, on, means).unwrap_or_else(|error| panic!("{what}: {error}"));
-        if let Some((name, error)) = wanted.difference(&got, 1e-5) {
+        // Tensor cores round the weights that they multiply by bf16.
+        let bound = if on.wire == Wire::Bf16 { 8e-3 } else { 1e-5 };
+        if let Some((name, error)) = wanted.difference(&got, bound) {
             panic!("{what}: {name} differs by {error:e}");
         }
         let host = problem.on_mesh_by(&inputs, on, &|| Ok(Kernel::new(1)), &|group, schedule, local, d_out| {
@@ -175,7 +177,7 @@ fn messages_between_processes_go_through_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
     for (grid, strategy) in [((3, 1), Strategy::Ring), ((2, 2), Strategy::PassQ)] {
         let problem = causal(4, 2, 16);
-        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
+        let on = On { stored: Wire::F16, wire: Wire::F16, ..On::new(LayoutKind::Zigzag, strategy, grid) };
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
         let ranks = on.grid.size().expect("a small grid");

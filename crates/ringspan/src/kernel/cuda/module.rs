@@ -317,6 +317,7 @@ mod tests {
     use super::super::super::{Buckets, Data, Dropout, HeadMap, Score};
     use super::*;
     use half::{bf16, f16};
+    use std::collections::HashSet;
 
     #[test]
     fn tensor_cores_take_bf16_of_their_widths() {
@@ -367,7 +368,13 @@ mod tests {
                     compile(&Options::memory(from, to), architecture).unwrap_or_else(|error| panic!("{error}"));
                 assert!(!binary.is_empty(), "{from:?} to {to:?}");
             }
-            for (dim, v_dim) in [(128, 128), (8, 24), (256, 256), (576, 512)] {
+            let widest = vec![bf16::ZERO; TENSOR_WIDTHS.forward];
+            let view = View::stored(Data::Bf16(&widest), 1, 1, widest.len()).expect("its size");
+            let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score: &plain, bias: None };
+            let options = Options::forward(&inputs, true, SHARED_MEMORY);
+            assert!(options.pass == Pass::TensorForward && options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
+            compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
+            for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
                 let wide = 2 * dim.max(v_dim);
                 let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);
                 for (score, data, biased) in
@@ -376,13 +383,13 @@ mod tests {
                     let view = |dim: usize| View::stored(data.slice(0..2 * dim), 2, 1, dim).expect("its size");
                     let bias = biased.then(|| view(2));
                     let inputs = Inputs { q: view(dim), k: view(dim), v: view(v_dim), heads: &heads, score, bias };
-                    let passes = [
+                    let passes: HashSet<Options> = HashSet::from([
                         Options::forward(&inputs, false, SHARED_MEMORY),
                         Options::forward(&inputs, true, SHARED_MEMORY),
                         Options::backward(&inputs, &view(v_dim), false, SHARED_MEMORY),
                         Options::backward(&inputs, &view(v_dim), true, SHARED_MEMORY),
                         Options::delta(&view(v_dim), &view(v_dim)),
-                    ];
+                    ]);
                     for options in passes {
                         assert!(options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
                         let binary = compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
