@@ -23,7 +23,8 @@ impl Place<'_> {
 
     /// Elements that the sum must have.
     fn end(&self) -> usize {
-        self.rows.iter().map(|rows| rows.end).max().map_or(0, |end| self.offset + (end - 1) * self.stride + self.width)
+        let last = self.rows.iter().filter_map(|rows| rows.clone().next_back()).max();
+        last.map_or(0, |row| self.offset + row * self.stride + self.width)
     }
 }
 

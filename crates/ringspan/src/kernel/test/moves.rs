@@ -272,3 +272,15 @@ mod streams {
         assert_eq!(other.to_host(sum), Ok(vec![1.0; 1000]));
     }
 }
+
+#[test]
+fn a_rank_without_rows_adds_nothing() {
+    for kernel in kernels(&[1]) {
+        let mut sum = kernel.zeros(0).expect("zeros");
+        let nothing = kernel.hold(View::new(&[], 0, 1, 4).expect("its size")).expect("held");
+        kernel.add_all(sum.all_mut(), nothing.view().data).expect("added");
+        let place = SumPlace { rows: std::slice::from_ref(&(0..0)), offset: 0, stride: 8, width: 4 };
+        kernel.add(sum.all_mut(), &place, nothing.view().data).expect("added");
+        assert_eq!(kernel.to_host(sum).expect("copied"), []);
+    }
+}
