@@ -23,6 +23,7 @@
 //! ```
 
 pub mod agree;
+mod arrived;
 mod codec;
 mod device;
 pub mod direct;

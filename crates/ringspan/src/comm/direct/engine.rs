@@ -3,12 +3,12 @@
 
 use super::lane::{Lane, Transfer};
 use super::note::{Note, OnItsWay};
-use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
+use crate::comm::arrived::Arrived;
 use crate::comm::group::part::Part;
-use crate::comm::header::{Call, Content, Header, Kind};
+use crate::comm::header::{Content, Header, Kind};
 use crate::comm::{Buffer, Communicator, OnDevice, Pending};
 use crate::error::{Error, Result};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Tags beneath: notes and payloads keep their order each.
@@ -53,15 +53,6 @@ struct Passenger {
     number: u64,
 }
 
-/// What a rank brought to a collective.
-pub(super) struct Brought {
-    pub(super) call: Call,
-    pub(super) data: Arc<Buffer>,
-}
-
-/// A collective that this rank has not left: what the others brought, by rank.
-pub(super) type Round = BTreeMap<usize, Brought>;
-
 /// All messages of this rank.
 pub(super) struct Engine {
     beneath: Arc<dyn Communicator>,
@@ -78,8 +69,7 @@ pub(super) struct Engine {
     leaving: BTreeMap<u64, Leaving>,
     /// Number of the next message that leaves.
     next: u64,
-    mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
-    rounds: HashMap<(GroupId, u64), Round>,
+    pub(super) arrived: Arrived,
     /// What this rank waits in; empty if it computes.
     pub(super) doing: String,
 }
@@ -87,6 +77,7 @@ pub(super) struct Engine {
 impl Engine {
     pub(super) fn new(beneath: Arc<dyn Communicator>, lane: Box<dyn Lane>) -> Self {
         let peers = (0..beneath.size()).map(|_| Peer::default()).collect();
+        let arrived = Arrived::new(beneath.rank());
         Self {
             beneath,
             lane,
@@ -97,8 +88,7 @@ impl Engine {
             flying: VecDeque::new(),
             leaving: BTreeMap::new(),
             next: 0,
-            mailboxes: HashMap::new(),
-            rounds: HashMap::new(),
+            arrived,
             doing: String::new(),
         }
     }
@@ -112,7 +102,7 @@ impl Engine {
         let number = self.next;
         self.next += 1;
         if to == self.rank() {
-            self.arrive(to, content, part.data);
+            self.arrived.put(to, content, part.data);
             return Ok(number);
         }
         if let Buffer::Device(elements) = &*part.data {
@@ -308,7 +298,8 @@ impl Engine {
             match data {
                 Ok(data) => {
                     self.peers[from].first += 1;
-                    self.arrive(from, content, data);
+                    // That it finished a rank says by its own note.
+                    self.arrived.put(from, content, data);
                 }
                 Err(coming) => {
                     self.peers[from].incoming.push_front((content, coming));
@@ -319,20 +310,6 @@ impl Engine {
         Ok(())
     }
 
-    fn arrive(&mut self, from: usize, content: Content, data: Arc<Buffer>) {
-        match content {
-            Content::Message { group, tag } => {
-                let address = Address { group, from, to: self.rank(), tag };
-                self.with_mailbox(&address, |mailbox| mailbox.send(data));
-            }
-            Content::Part { group, number, call } => {
-                self.rounds.entry((group, number)).or_default().insert(from, Brought { call, data });
-            }
-            // A rank says so by its own note.
-            Content::Finished => (),
-        }
-    }
-
     fn note(&self, to: usize, note: &Note) -> Result<()> {
         // It leaves whether it is waited for or not.
         self.beneath.send(to, NOTES, Arc::new(Buffer::U8(note.encode()))).map(drop)
@@ -340,26 +317,6 @@ impl Engine {
 
     fn broken(&self, problem: String) -> Error {
         Error::Communicator { rank: self.rank(), operation: "moving blocks between devices".into(), problem }
-    }
-
-    /// Does something with a mailbox; idle ones are not kept.
-    pub(super) fn with_mailbox<T>(&mut self, address: &Address, act: impl FnOnce(&mut Mailbox<Arc<Buffer>>) -> T) -> T {
-        let mailbox = self.mailboxes.entry(address.clone()).or_default();
-        let result = act(mailbox);
-        if mailbox.is_idle() {
-            self.mailboxes.remove(address);
-        }
-        result
-    }
-
-    /// What others brought to a collective so far.
-    pub(super) fn round(&mut self, group: &GroupId, number: u64) -> &mut Round {
-        self.rounds.entry((group.clone(), number)).or_default()
-    }
-
-    /// Forgets a collective, and returns what all brought.
-    pub(super) fn leave(&mut self, group: &GroupId, number: u64) -> Round {
-        self.rounds.remove(&(group.clone(), number)).unwrap_or_default()
     }
 
     /// The first of `ranks` that sends nothing more, and of which all that it sent is here: a flight may have ended there before

@@ -1,6 +1,6 @@
 //! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
 
-use super::engine::{Engine, Round};
+use super::engine::Engine;
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
@@ -146,13 +146,6 @@ impl World {
         engine.hear(peer).map(drop).map_err(|error| self.lost(engine, operation, error))
     }
 
-    /// Two ranks in different collectives, if there are any.
-    fn mismatch(&self, own: &Call, round: &Round) -> Option<Failure> {
-        let (peer, other) = round.iter().find(|(_, other)| other.call != *own)?;
-        let operations = [own.text.clone(), other.call.text.clone()];
-        Some(Failure::Mismatch { ranks: [self.rank, *peer], operations })
-    }
-
     fn send_part(
         &self,
         engine: &mut Engine,
@@ -201,14 +194,14 @@ impl Transport for World {
     fn post(&self, address: &Address, operation: &Operation) -> Result<u64> {
         let mut engine = self.engine();
         self.check_with(operation)?;
-        Ok(engine.with_mailbox(address, Mailbox::post))
+        Ok(engine.arrived.with_mailbox(address, Mailbox::post))
     }
 
     fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
         let mut engine = self.engine();
         self.check_with(operation)?;
         engine.drive().map_err(|error| self.lost(&mut engine, operation, error))?;
-        let here = engine.with_mailbox(address, |mailbox| mailbox.peek(ticket).is_some());
+        let here = engine.arrived.with_mailbox(address, |mailbox| mailbox.peek(ticket).is_some());
         if !here {
             self.ask_of_the_gone(&mut engine, operation, &[address.from])?;
         }
@@ -217,7 +210,7 @@ impl Transport for World {
 
     fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
         self.wait_for(operation, |engine| {
-            Ok(match engine.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
+            Ok(match engine.arrived.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
                 Some(data) => ControlFlow::Break(data),
                 None => ControlFlow::Continue(vec![address.from]),
             })
@@ -225,7 +218,7 @@ impl Transport for World {
     }
 
     fn abandon(&self, address: &Address, ticket: u64) {
-        self.engine().with_mailbox(address, |mailbox| mailbox.abandon(ticket));
+        self.engine().arrived.with_mailbox(address, |mailbox| mailbox.abandon(ticket));
     }
 
     fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
@@ -245,24 +238,15 @@ impl Transport for World {
             }
         }
         let others: Vec<usize> = ranks.iter().copied().filter(|rank| *rank != self.rank).collect();
-        let mut round = self.wait_for(operation, |engine| {
-            let round = engine.round(group, number);
-            if let Some(failure) = self.mismatch(&call, round) {
-                return Err(failure);
-            }
-            let mut missing: Vec<usize> = others.iter().copied().filter(|rank| !round.contains_key(rank)).collect();
+        self.wait_for(operation, |engine| {
+            let mut missing = engine.arrived.missing((group, number), &call, &others)?;
             // Also what this rank sends must have left: once it computes again, nothing moves it along.
             missing.extend(sent.iter().filter(|(_, number)| !engine.has_left(*number)).map(|(to, _)| *to));
             match missing.is_empty() {
-                true => Ok(ControlFlow::Break(engine.leave(group, number))),
+                true => Ok(ControlFlow::Break(engine.arrived.leave((group, number), ranks, own.take()))),
                 false => Ok(ControlFlow::Continue(missing)),
             }
-        })?;
-        let part = |rank: &usize| match *rank == self.rank {
-            true => own.take(),
-            false => round.remove(rank).map(|brought| Part::whole(brought.data)),
-        };
-        Ok(ranks.iter().filter_map(part).collect())
+        })
     }
 
     fn progress(&self) {

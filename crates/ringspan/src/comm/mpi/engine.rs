@@ -2,10 +2,10 @@
 
 use super::wire::{Request, Result, Wire};
 use crate::comm::Buffer;
-use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
+use crate::comm::arrived::Arrived;
 use crate::comm::group::part::Part;
-use crate::comm::header::{Call, Content, Header, Kind};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use crate::comm::header::{Content, Header, Kind};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// A message on its way to another rank. MPI reads from what is kept here.
@@ -22,15 +22,6 @@ struct Incoming {
     data: Buffer,
 }
 
-/// What a rank brought to a collective.
-pub(super) struct Brought {
-    pub(super) call: Call,
-    pub(super) data: Arc<Buffer>,
-}
-
-/// A collective that this rank has not left: what the others brought, by rank of the world.
-pub(super) type Round = BTreeMap<usize, Brought>;
-
 /// All messages of this process.
 pub(super) struct Engine {
     wire: Wire,
@@ -39,8 +30,7 @@ pub(super) struct Engine {
     next: u64,
     /// By sender, in the order sent: a message counts as arrived when all before it have.
     incoming: Vec<VecDeque<Incoming>>,
-    mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
-    rounds: HashMap<(GroupId, u64), Round>,
+    pub(super) arrived: Arrived,
     /// Ranks that send nothing more; all they sent is here.
     finished: Vec<bool>,
     /// Whether MPI has ended, or is about to: then nothing may call it.
@@ -51,8 +41,8 @@ impl Engine {
     pub(super) fn new(wire: Wire) -> Self {
         let incoming = (0..wire.size).map(|_| VecDeque::new()).collect();
         let finished = vec![false; wire.size];
-        let (outgoing, mailboxes, rounds) = (BTreeMap::new(), HashMap::new(), HashMap::new());
-        Self { wire, outgoing, next: 0, incoming, mailboxes, rounds, finished, closed: false }
+        let arrived = Arrived::new(wire.rank);
+        Self { wire, outgoing: BTreeMap::new(), next: 0, incoming, arrived, finished, closed: false }
     }
 
     pub(super) fn wire(&self) -> &Wire {
@@ -74,7 +64,7 @@ impl Engine {
         let number = self.next;
         self.next += 1;
         if to == self.wire.rank {
-            self.arrive(to, content, part.data);
+            self.arrived.put(to, content, part.data);
             return Ok(number);
         }
         let header = Header { content, kind: Kind::of(&part.data), len: part.range.len() }.encode();
@@ -132,7 +122,8 @@ impl Engine {
             }
             while self.incoming[from].front().is_some_and(|message| message.requests.is_empty()) {
                 let Some(Incoming { content, data, .. }) = self.incoming[from].pop_front() else { break };
-                self.arrive(from, content, Arc::new(data));
+                self.finished[from] |= content == Content::Finished;
+                self.arrived.put(from, content, Arc::new(data));
             }
         }
         let mut gone = Vec::new();
@@ -143,39 +134,6 @@ impl Engine {
         }
         gone.iter().for_each(|number| drop(self.outgoing.remove(number)));
         Ok(busy || !self.outgoing.is_empty())
-    }
-
-    fn arrive(&mut self, from: usize, content: Content, data: Arc<Buffer>) {
-        match content {
-            Content::Message { group, tag } => {
-                let address = Address { group, from, to: self.wire.rank, tag };
-                self.with_mailbox(&address, |mailbox| mailbox.send(data));
-            }
-            Content::Part { group, number, call } => {
-                self.rounds.entry((group, number)).or_default().insert(from, Brought { call, data });
-            }
-            Content::Finished => self.finished[from] = true,
-        }
-    }
-
-    /// Does something with a mailbox; idle ones are not kept.
-    pub(super) fn with_mailbox<T>(&mut self, address: &Address, act: impl FnOnce(&mut Mailbox<Arc<Buffer>>) -> T) -> T {
-        let mailbox = self.mailboxes.entry(address.clone()).or_default();
-        let result = act(mailbox);
-        if mailbox.is_idle() {
-            self.mailboxes.remove(address);
-        }
-        result
-    }
-
-    /// What others brought to a collective so far.
-    pub(super) fn round(&mut self, group: &GroupId, number: u64) -> &mut Round {
-        self.rounds.entry((group.clone(), number)).or_default()
-    }
-
-    /// Forgets a collective, and returns what all brought.
-    pub(super) fn leave(&mut self, group: &GroupId, number: u64) -> Round {
-        self.rounds.remove(&(group.clone(), number)).unwrap_or_default()
     }
 
     /// The first of `ranks` that sends nothing more.

@@ -1,6 +1,6 @@
 //! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
 
-use super::engine::{Engine, Round};
+use super::engine::Engine;
 use super::watch::Watch;
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
@@ -160,13 +160,6 @@ impl World {
         Failure::Rank { peer, message }
     }
 
-    /// Two ranks in different collectives, if there are any.
-    fn mismatch(&self, own: &Call, round: &Round) -> Option<Failure> {
-        let (peer, other) = round.iter().find(|(_, other)| other.call != *own)?;
-        let operations = [own.text.clone(), other.call.text.clone()];
-        Some(Failure::Mismatch { ranks: [self.rank, *peer], operations })
-    }
-
     pub(super) fn set_deadline(&self, deadline: Duration) {
         *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = deadline;
     }
@@ -222,14 +215,14 @@ impl Transport for World {
     fn post(&self, address: &Address, operation: &Operation) -> Result<u64> {
         let mut engine = self.engine();
         self.check_with(operation)?;
-        Ok(engine.with_mailbox(address, Mailbox::post))
+        Ok(engine.arrived.with_mailbox(address, Mailbox::post))
     }
 
     fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
         let mut engine = self.engine();
         self.check_with(operation)?;
         engine.progress().map_err(|problem| self.lost(operation, problem))?;
-        let here = engine.with_mailbox(address, |mailbox| mailbox.peek(ticket).is_some());
+        let here = engine.arrived.with_mailbox(address, |mailbox| mailbox.peek(ticket).is_some());
         match engine.finished(&[address.from]).filter(|_| !here) {
             None => Ok(here),
             Some(peer) => {
@@ -243,7 +236,7 @@ impl Transport for World {
 
     fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
         self.wait_for(operation, self.deadline(), |engine| {
-            match engine.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
+            match engine.arrived.with_mailbox(address, |mailbox| mailbox.take(ticket)) {
                 Some(data) => Ok(ControlFlow::Break(data)),
                 None => match engine.finished(&[address.from]) {
                     Some(peer) => Err(self.gone(peer, operation)),
@@ -254,7 +247,7 @@ impl Transport for World {
     }
 
     fn abandon(&self, address: &Address, ticket: u64) {
-        self.engine().with_mailbox(address, |mailbox| mailbox.abandon(ticket));
+        self.engine().arrived.with_mailbox(address, |mailbox| mailbox.abandon(ticket));
     }
 
     fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
@@ -277,26 +270,17 @@ impl Transport for World {
             }
         }
         let others: Vec<usize> = ranks.iter().copied().filter(|rank| *rank != self.rank).collect();
-        let mut round = self.wait_for(operation, self.deadline(), |engine| {
-            let round = engine.round(group, number);
-            if let Some(failure) = self.mismatch(&call, round) {
-                return Err(failure);
-            }
-            let missing: Vec<usize> = others.iter().copied().filter(|rank| !round.contains_key(rank)).collect();
+        self.wait_for(operation, self.deadline(), |engine| {
+            let missing = engine.arrived.missing((group, number), &call, &others)?;
             if let Some(peer) = engine.finished(&missing) {
                 return Err(self.gone(peer, operation));
             }
             // Also what this rank sends must have left: once it computes again, nothing moves it along.
             match missing.is_empty() && sent.iter().all(|number| engine.has_left(*number)) {
-                true => Ok(ControlFlow::Break(engine.leave(group, number))),
+                true => Ok(ControlFlow::Break(engine.arrived.leave((group, number), ranks, own.take()))),
                 false => Ok(ControlFlow::Continue(missing)),
             }
-        })?;
-        let part = |rank: &usize| match *rank == self.rank {
-            true => own.take(),
-            false => round.remove(rank).map(|brought| Part::whole(brought.data)),
-        };
-        Ok(ranks.iter().filter_map(part).collect())
+        })
     }
 
     fn progress(&self) {
