@@ -118,13 +118,17 @@ template <int WIDTH_OF, int STRIDE_OF> __device__ bool has_non_finite(const u16 
     return any;
 }
 
+template <int TILES_OF> __device__ inline void clear(float (&sums)[TILES_OF][4]) {
+#pragma unroll
+    for (int n = 0; n < TILES_OF; n++) {
+        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
+    }
+}
+
 // sums[16 of the warp, CHUNK] = own[.., WIDTH_OF] others[CHUNK, ..]^T.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ inline void products(float (&sums)[TILES][4], const u16 *own, const u16 *others) {
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-    }
+    clear(sums);
 #pragma unroll
     for (int at = 0; at < WIDTH_OF; at += 16) {
         u32 a[4];
@@ -164,9 +168,30 @@ __device__ inline bool sees_all(const Tile &tile, int first, int queries, int ba
     return inside && last_i - j <= tile.hi && i - last_j >= tile.lo;
 }
 
-// The rows of the chunk that each of the thread's two rows sees.
+// The rows of a chunk, `count` from row `base` on, that each of the thread's two rows sees; the block's begin at row `first`.
 struct Seen {
     int from[2], to[2];
+
+    __device__ static Seen by_queries(const Job &job, const Tile &tile, int first, int base, int count) {
+        const int queries = min(tile.queries, job.queries - tile.q);
+        return Seen(first - tile.q, queries, -tile.hi, -tile.lo, tile.keys, base - tile.k, count);
+    }
+
+    __device__ static Seen by_keys(const Job &job, const Tile &tile, int first, int base, int count) {
+        const int keys = min(tile.keys, job.keys - tile.k);
+        return Seen(first - tile.k, keys, tile.lo, tile.hi, tile.queries, base - tile.q, count);
+    }
+
+    // Row x of `rows` sees rows x + low ..= x + high of `others`, all counted in the tile.
+    __device__ Seen(int first, int rows, int low, int high, int others, int base, int count) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int x = first + THREAD_ROW + 8 * half;
+            const bool inside = 0 <= x && x < rows;
+            from[half] = max((inside ? max(x + low, 0) : 0) - base, 0);
+            to[half] = min((inside ? min(x + high + 1, others) : 0) - base, count);
+        }
+    }
 
     __device__ bool operator()(int pair, int at) const { return from[pair] <= at && at < to[pair]; }
 };

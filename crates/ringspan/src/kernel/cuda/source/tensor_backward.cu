@@ -42,10 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
         delta[half] = token < job.queries ? job.delta[state] : 0.0f;
     }
-#pragma unroll
-    for (int n = 0; n < WIDTH / 8; n++) {
-        sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
-    }
+    clear(sums);
     for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job);
@@ -59,15 +56,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         float scores[TILES][4], dp[TILES][4];
         products<WIDTH, STRIDE>(scores, q, k);
         products<V_WIDTH, V_STRIDE>(dp, d_out, v);
-        Seen seen;
+        const Seen seen = Seen::by_queries(job, tile, first, base, count);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int token = first + THREAD_ROW + 8 * half, i = token - tile.q;
-            const bool inside = token < job.queries && 0 <= i && i < tile.queries;
-            const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
-            const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
-            seen.from[half] = max(low - base, 0);
-            seen.to[half] = min(high - base, count);
+            const int i = first + THREAD_ROW + 8 * half - tile.q;
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
 #pragma unroll
@@ -105,14 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     start_rows<K_TYPE, DIM, STRIDE, ROWS>(k, job.k, first, rows, kv_head);
     start_rows<V_TYPE, V_DIM, V_STRIDE, ROWS>(v, job.v, first, rows, kv_head);
     float dk[WIDTH / 8][4], dv[V_WIDTH / 8][4];
-#pragma unroll
-    for (int n = 0; n < WIDTH / 8; n++) {
-        dk[n][0] = dk[n][1] = dk[n][2] = dk[n][3] = 0.0f;
-    }
-#pragma unroll
-    for (int n = 0; n < V_WIDTH / 8; n++) {
-        dv[n][0] = dv[n][1] = dv[n][2] = dv[n][3] = 0.0f;
-    }
+    clear(dk);
+    clear(dv);
     for (int head = job.heads_of[kv_head]; head < job.heads_of[kv_head + 1]; head++) {
         for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
             const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -133,15 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             float weights[TILES][4], ds[TILES][4];
             products<WIDTH, STRIDE>(weights, k, q);
             products<V_WIDTH, V_STRIDE>(ds, v, d_out);
-            Seen seen;
+            const Seen seen = Seen::by_keys(job, tile, first, base, count);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int token = first + THREAD_ROW + 8 * half, j = token - tile.k;
-                const bool inside = token < job.keys && 0 <= j && j < tile.keys;
-                const int low = inside ? tile.q + max(j + tile.lo, 0) : 0;
-                const int high = inside ? tile.q + min(j + tile.hi + 1, tile.queries) : 0;
-                seen.from[half] = max(low - base, 0);
-                seen.to[half] = min(high - base, count);
+                const int j = first + THREAD_ROW + 8 * half - tile.k;
 #pragma unroll
                 for (int n = 0; n < TILES; n++) {
 #pragma unroll

@@ -64,15 +64,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         }
         group_copies();
 
-        Seen seen;
+        const Seen seen = Seen::by_queries(job, tile, first, base, count);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int token = first + THREAD_ROW + 8 * half, i = token - tile.q;
-            const bool inside = token < job.queries && 0 <= i && i < tile.queries;
-            const int low = inside ? tile.k + max(i - tile.hi, 0) : 0;
-            const int high = inside ? tile.k + min(i - tile.lo + 1, tile.keys) : 0;
-            seen.from[half] = max(low - base, 0);
-            seen.to[half] = min(high - base, count);
+            const int i = first + THREAD_ROW + 8 * half - tile.q;
             float most = greatest[half];
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
