@@ -310,7 +310,6 @@ fn every_way_to_compute_is_metered() {
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];
     for (strategy, grid) in Strategy::ALL.into_iter().flat_map(|strategy| grids.map(|grid| (strategy, grid))) {
         for (chunks, biased) in [(1, false), (3, true)] {
-            let biased = biased && strategy != Strategy::PassQ;
             let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 272 * 4), 4).expect("a layout");
             let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), grid).expect("a schedule");
             let schedule = schedule.with_head_chunks(chunks);

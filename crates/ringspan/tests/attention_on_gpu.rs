@@ -168,6 +168,9 @@ fn scores_of_all_kinds() {
         let tables = 4 * 4 * 12 * grid.0 as u64;
         check(gpu, |dim| causal(4, 2, dim).with_buckets().with_bias(1), on, [0, tables]);
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
+        // A bias travels with its queries.
+        let on = On { stored: Wire::Bf16, wire: Wire::Bf16, ..On::new(LayoutKind::Zigzag, Strategy::PassQ, grid) };
+        check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
     }
 }
 

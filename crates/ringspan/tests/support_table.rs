@@ -78,7 +78,7 @@ fn problems(feature: Feature) -> Vec<Problem> {
         Feature::ValueWidth => of_widths(&[(48, 32), (16, 40)]),
         Feature::WideHeads => of_widths(&[(8, 8), (80, 80), (192, 128), (256, 256), (576, 512)]),
         Feature::Strided => vec![Problem { strided: true, ..causal(4, 2) }],
-        Feature::Bf16 | Feature::F16 => vec![causal(4, 2)],
+        Feature::Bf16 | Feature::F16 => vec![causal(4, 2), causal(4, 2).with_bias(4)],
     }
 }
 
@@ -96,7 +96,7 @@ fn conditions(feature: Feature) -> (&'static [LayoutKind], Wire, f64) {
     }
 }
 
-/// What a cell should say: the words of the error, or nothing if every layout and grid gives the reference's answer.
+/// What is wrong with a cell: nothing if every layout and grid gives the reference's answer.
 fn computed(feature: Feature, strategy: Strategy) -> Option<String> {
     let (layouts, of, bound) = conditions(feature);
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];
@@ -119,11 +119,10 @@ fn computed(feature: Feature, strategy: Strategy) -> Option<String> {
 }
 
 #[test]
-fn every_cell_says_what_the_code_does() {
+fn every_cell_works() {
     for &feature in Feature::ALL {
         for strategy in Strategy::ALL {
-            let said = feature.with(strategy).err().map(|error| error.to_string());
-            assert_eq!(computed(feature, strategy), said, "{} with {strategy}", feature.name());
+            assert_eq!(computed(feature, strategy), None, "{} with {strategy}", feature.name());
         }
     }
 }

@@ -4,7 +4,7 @@ use super::args::{AttendArgs, StrategyChoice, WireName};
 use super::input::{self, Input};
 use super::parameters::Terms;
 use anyhow::{Context, Result, ensure};
-use ringspan::attention::{Wire, supports_bias};
+use ringspan::attention::Wire;
 use ringspan::mesh::Grid;
 use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes};
 use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
@@ -59,9 +59,7 @@ impl Plan {
                 Ok(Self { schedule: schedule(strategy)?, layout, wire, choice: None })
             }
             StrategyChoice::Auto => {
-                let possible = |strategy: &Strategy| terms.bias.is_none() || supports_bias(*strategy).is_ok();
-                let candidates =
-                    Strategy::ALL.into_iter().filter(possible).map(schedule).collect::<Result<Vec<_>>>()?;
+                let candidates = Strategy::ALL.into_iter().map(schedule).collect::<Result<Vec<_>>>()?;
                 let link = Link {
                     bandwidth: args.link_bandwidth.unwrap_or(10.0) * 1e9,
                     latency: args.link_latency.unwrap_or(5.0) * 1e-6,

@@ -196,7 +196,8 @@ fn over_ring(
         }
         let received =
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
-        let mut dq_foreign = Floats::default();
+        // Of queries, then of their bias.
+        let mut q_foreign = Floats::default();
         if let Some(compute) = &step.compute {
             let compute = &schedule.filled(compute);
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
@@ -210,20 +211,21 @@ fn over_ring(
                 },
             };
             let (dk, dv) = sum.split_at_mut(keys);
-            let dq = match compute.queries == rank {
-                true => &mut dq,
+            let (dq, d_bias) = match compute.queries == rank {
+                true => (dq.all_mut(), d_bias.all_mut()),
                 false => {
-                    dq_foreign = zeros(kernel, inputs.q.tokens * q.heads * q.dim, meter)?;
-                    &mut dq_foreign
+                    let queries = inputs.q.tokens * q.heads * q.dim;
+                    let terms = inputs.bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
+                    q_foreign = zeros(kernel, queries + terms, meter)?;
+                    q_foreign.split_at_mut(queries)
                 }
             };
-            let (dq, d_table, d_bias) = (dq.all_mut(), d_table.all_mut(), d_bias.all_mut());
-            let mut sums = kernel::Sums { dq, dk, dv, d_table, d_bias };
+            let mut sums = kernel::Sums { dq, dk, dv, d_table: d_table.all_mut(), d_bias };
             kernel.backward(&inputs, &compute.tiles, &saved, &mut sums)?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
-            let message = payload(group, pending, wire_of(wire, transfer.block))?;
+            let message = payload(group, pending, wire_of(wire, transfer.block, inputs))?;
             meter.touch(message.bytes());
             match transfer.block {
                 Block::KeyGradients(owner) => {
@@ -235,8 +237,12 @@ fn over_ring(
                     }
                 }
                 Block::QueryGradients(_) => {
-                    let values = floats(&message, dq.len(), "attention backward")?;
-                    kernel.add_all(dq.all_mut(), values)?;
+                    let (queries, all) = (dq.len(), dq.len() + d_bias.len());
+                    let values = floats(&message, all, "attention backward")?;
+                    kernel.add_all(dq.all_mut(), values.slice(0..queries))?;
+                    if inputs.bias.is_some() {
+                        kernel.add_all(d_bias.all_mut(), values.slice(queries..all))?;
+                    }
                 }
                 _ => blocks.insert(transfer, message, meter),
             }
@@ -244,7 +250,7 @@ fn over_ring(
         for transfer in &step.after {
             let sum = match transfer.block {
                 Block::KeyGradients(owner) => foreign.remove(&owner).unwrap_or_default(),
-                _ => std::mem::take(&mut dq_foreign),
+                _ => std::mem::take(&mut q_foreign),
             };
             meter.release(f32_bytes(sum.len()));
             sent.push(send(group, transfer, wire, Arc::new(sum.into_message()))?);

@@ -49,11 +49,14 @@ impl<'a> Blocks<'a> {
         if block.owner() != self.rank {
             return Err(missing(*block));
         }
-        let Inputs { q, k, v, .. } = &self.own;
+        let Inputs { q, k, v, bias, .. } = &self.own;
         let piece = |view: &View<'a>| Piece { view: *view, heads: 0..view.heads, rows: rows.ranges() };
         let message = match (block, self.saved) {
             (Block::Keys(_), _) => self.kernel.pack(self.wire.stored(), &[piece(k), piece(v)])?,
-            (Block::Queries(_), _) => self.kernel.pack(self.wire.stored(), &[piece(q)])?,
+            (Block::Queries(_), _) => match bias {
+                Some(bias) => self.kernel.pack(Stored::F32, &[piece(q), piece(bias)])?,
+                None => self.kernel.pack(self.wire.stored(), &[piece(q)])?,
+            },
             (Block::Saved(_), Some(Saved { lse, delta, d_out })) => {
                 let all = |data: Data<'a>| -> Result<Piece> {
                     Ok(Piece { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
@@ -97,9 +100,13 @@ impl<'a> Blocks<'a> {
             inputs.v = stored(data.slice(keys..both), rows, k.heads, v.dim)?;
         }
         if let Some((rows, message)) = self.foreign(Block::Queries(compute.queries))? {
-            let data = self.wire.read(message, rows * q.heads * q.dim, "attention")?;
-            inputs.q = stored(data, rows, q.heads, q.dim)?;
-            inputs.bias = None;
+            let queries = rows * q.heads * q.dim;
+            let all = queries + self.own.bias.map_or(0, |bias| rows * bias.heads * bias.dim);
+            let data =
+                wire_of(self.wire, Block::Queries(compute.queries), &self.own).read(message, all, "attention")?;
+            inputs.q = stored(data.slice(0..queries), rows, q.heads, q.dim)?;
+            let terms = |bias: View<'a>| stored(data.slice(queries..all), rows, bias.heads, bias.dim);
+            inputs.bias = self.own.bias.map(terms).transpose()?;
         }
         Ok(inputs)
     }
@@ -178,9 +185,10 @@ pub(super) fn payload(group: &Group, pending: Box<dyn Pending>, wire: Wire) -> R
     group.kernel().incoming(message, wire.stored())
 }
 
-/// The type in which a block travels where keys and queries do as `wire`.
-pub(super) fn wire_of(wire: Wire, block: Block) -> Wire {
+/// The type in which a block travels where keys, and queries without a bias, do as `wire`.
+pub(super) fn wire_of(wire: Wire, block: Block, inputs: &Inputs) -> Wire {
     match block {
+        Block::Queries(_) if inputs.bias.is_some() => Wire::F32,
         Block::Keys(_) | Block::Queries(_) => wire,
         Block::KeyGradients(_) | Block::Saved(_) | Block::Partial(_) | Block::QueryGradients(_) => Wire::F32,
     }

@@ -142,7 +142,7 @@ fn over_ring(
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
-            let message = payload(group, pending, wire_of(wire, transfer.block))?;
+            let message = payload(group, pending, wire_of(wire, transfer.block, inputs))?;
             match transfer.block {
                 Block::Partial(_) => {
                     meter.touch(message.bytes());

@@ -34,7 +34,7 @@ pub mod on_device {
 
 use crate::error::{Error, Result};
 use crate::kernel::{Score, View};
-use crate::schedule::{Schedule, Strategy};
+use crate::schedule::Schedule;
 
 /// The inputs of one attention call on this rank.
 #[derive(Debug, Clone, Copy)]
@@ -86,7 +86,6 @@ impl<'a> Inputs<'a> {
                     shape: "a row of it: one element for each key of a batch row".into(),
                 });
             }
-            supports_bias(schedule.strategy())?;
         }
         Ok(())
     }
@@ -131,21 +130,6 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
         });
     }
     Ok(())
-}
-
-/// Whether a strategy can carry a bias.
-///
-/// # Errors
-/// The reason why not.
-pub fn supports_bias(strategy: Strategy) -> Result<()> {
-    match strategy {
-        Strategy::PassQ => Err(Error::Unsupported {
-            what: "a bias",
-            with: "pass-q",
-            why: "its rows stay with their queries, which would travel without them; use a strategy that moves keys",
-        }),
-        _ => Ok(()),
-    }
 }
 
 /// Bytes of the elements of a tensor, in the type they are stored in.

@@ -61,7 +61,8 @@ impl Schedule {
                     let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
                     let share = &shares[self.grid().place(rank).1];
                     let own = Sizes { heads: share.query.len(), kv_heads: share.kv.len(), ..*sizes };
-                    let ring = self.traffic(pass, self.grid().place(rank).0).bytes(&own);
+                    let ring =
+                        self.traffic(pass, self.grid().place(rank).0).bytes(&own, self.key().documents().row_len());
                     // There and back. Parts of the heads hide all but the first and the last exchange.
                     let time = sent.saturating_sub(ring) as f64 / machine.ulysses.bandwidth;
                     exchanged = exchanged.max(time / self.head_chunks() as f64 + 2.0 * machine.ulysses.latency);
@@ -116,6 +117,8 @@ struct Player {
     busy: f64,
     /// When the link out is free again.
     link: f64,
+    /// Of a batch row.
+    keys: usize,
 }
 
 enum Act {
@@ -133,7 +136,8 @@ impl Player {
             acts.extend(step.receive.into_iter().map(Act::Receive));
             acts.extend(step.after.into_iter().map(Act::Send));
         }
-        Self { acts, next: 0, now: 0.0, busy: 0.0, link: 0.0 }
+        let keys = schedule.key().documents().row_len();
+        Self { acts, next: 0, now: 0.0, busy: 0.0, link: 0.0, keys }
     }
 
     /// Takes the next act; false if there is none, or it waits for something not yet sent.
@@ -148,7 +152,7 @@ impl Player {
             None => return false,
             Some(Act::Send(Transfer { block, peer, rows })) => {
                 let hops = if machine.line { peer.abs_diff(rank) as f64 } else { 1.0 };
-                let time = (rows.len() as u64 * sizes.row(*block)) as f64 / machine.ring.bandwidth;
+                let time = (rows.len() as u64 * sizes.row(*block, self.keys)) as f64 / machine.ring.bandwidth;
                 self.link = self.link.max(self.now) + time * hops;
                 arrivals.insert((rank, *peer, *block), self.link + machine.ring.latency * hops);
             }

@@ -11,13 +11,13 @@ pub enum Block {
     Keys(usize),
     /// What some ranks have added to the gradients of keys and values, in f32.
     KeyGradients(usize),
-    /// Queries, in the wire type.
+    /// Queries, in the wire type; with the rows of a bias, both in f32.
     Queries(usize),
     /// Gradients of the output, log-sum-exps and deltas of queries, as one message, in f32.
     Saved(usize),
     /// What a rank's keys give to queries: a softmax state, in f32.
     Partial(usize),
-    /// What a rank's keys give to the gradients of queries, in f32.
+    /// What a rank's keys give to the gradients of queries and of their rows of a bias, in f32.
     QueryGradients(usize),
 }
 

@@ -33,23 +33,29 @@ pub struct Sizes {
     pub v_dim: usize,
     /// Bytes of an element of the wire type.
     pub wire: usize,
-    /// Heads of a bias: H, 1 for one that all heads share, 0 for none. Its rows stay on their ring rank, but under Ulysses
-    /// they travel to the heads, in f32.
+    /// Heads of a bias: H, 1 for one that all heads share, 0 for none. Its rows travel with their queries, and under Ulysses
+    /// to the heads, in f32.
     pub bias_heads: usize,
 }
 
 impl Sizes {
-    /// Bytes of one row of a block.
-    pub fn row(&self, block: Block) -> u64 {
-        let Self { heads, kv_heads, dim, v_dim, wire, .. } = *self;
+    /// Bytes of one row of a block; a bias has a term for each of `keys` keys of a batch row.
+    pub fn row(&self, block: Block, keys: usize) -> u64 {
+        let Self { heads, kv_heads, dim, v_dim, wire, bias_heads } = *self;
+        let bias = self.bias(heads, keys);
         let bytes = match block {
             Block::Keys(_) => kv_heads * (dim + v_dim) * wire,
             Block::KeyGradients(_) => kv_heads * (dim + v_dim) * 4,
-            Block::Queries(_) => heads * dim * wire,
+            Block::Queries(_) => heads * dim * if bias_heads > 0 { 4 } else { wire } + bias * 4,
             Block::Saved(_) | Block::Partial(_) => heads * (v_dim + 2) * 4,
-            Block::QueryGradients(_) => heads * dim * 4,
+            Block::QueryGradients(_) => (heads * dim + bias) * 4,
         };
         bytes as u64
+    }
+
+    /// Terms of a query's bias for some of its heads. One for all heads goes whole wherever some of them go.
+    fn bias(&self, heads: usize, keys: usize) -> usize {
+        keys * if self.bias_heads == 1 { 1 } else { self.bias_heads.min(heads) }
     }
 }
 
@@ -69,8 +75,8 @@ impl Traffic {
         traffic
     }
 
-    /// Bytes of these rows.
-    pub fn bytes(&self, sizes: &Sizes) -> u64 {
+    /// Bytes of these rows, where a batch row has `keys` keys.
+    pub fn bytes(&self, sizes: &Sizes, keys: usize) -> u64 {
         let all = [
             (self.keys, Block::Keys(0)),
             (self.key_gradients, Block::KeyGradients(0)),
@@ -79,7 +85,7 @@ impl Traffic {
             (self.partials, Block::Partial(0)),
             (self.query_gradients, Block::QueryGradients(0)),
         ];
-        all.into_iter().map(|(rows, block)| rows as u64 * sizes.row(block)).sum()
+        all.into_iter().map(|(rows, block)| rows as u64 * sizes.row(block, keys)).sum()
     }
 }
 
@@ -89,10 +95,10 @@ impl Schedule {
     /// # Errors
     /// Heads that do not fit the grid.
     pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &Sizes) -> Result<u64> {
-        let Sizes { dim, v_dim, wire, bias_heads, .. } = *sizes;
-        // A bias for all heads goes whole to every member, and with every part of the heads again.
-        let bias =
-            |heads: usize| bias_heads.min(if bias_heads == 1 { 1 } else { heads }) * self.key().documents().row_len();
+        let Sizes { dim, v_dim, wire, .. } = *sizes;
+        let row_len = self.key().documents().row_len();
+        // A bias for all heads goes to every member, and with every part of the heads again.
+        let bias = |heads: usize| sizes.bias(heads, row_len);
         let (ring_rank, member) = self.grid().place(rank);
         let members = &self.grid().members()[ring_rank];
         let traffic = self.traffic(pass, ring_rank);
@@ -101,7 +107,7 @@ impl Schedule {
         let chunks = if self.grid().ulysses > 1 { self.head_chunks() } else { 1 };
         for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), chunks)? {
             let (heads, kv_heads) = (part[member].query.len(), part[member].kv.len());
-            bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes });
+            bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes }, row_len);
             for (other, share) in part.iter().enumerate().filter(|(other, _)| *other != member) {
                 // To another member its heads of this rank's tokens, and back its tokens of this rank's heads.
                 let queries = (self.query().tokens(rank), self.query().tokens(members[other]));

@@ -37,11 +37,12 @@ struct Rank {
 impl Panel {
     pub(super) fn new(schedule: &Schedule, sizes: &Sizes) -> Result<Self> {
         let sizes = schedule.largest_share(sizes)?;
+        let keys = schedule.key().documents().row_len();
         let moved = schedule.strategy() == Strategy::PassQ;
         let lane = |pass: Pass, rank: usize| -> Lane {
             let of = |step: &Step| {
                 let sent = step.send.iter().chain(&step.after);
-                let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block)).sum();
+                let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block, keys)).sum();
                 let compute = step.compute.as_ref();
                 let owner = compute.map(|compute| if moved { compute.queries } else { compute.keys });
                 (compute.map_or(0, |compute| schedule.filled(compute).pairs()), owner, bytes)
