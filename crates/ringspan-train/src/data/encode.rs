@@ -6,7 +6,11 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use serde_json::Value;
-use std::{ops::Range, path::Path};
+use std::{
+    ffi::OsStr,
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
 /// Set in a word whose token is given, not learned: nothing has to predict it.
 pub const GIVEN: u32 = 1 << 31;
@@ -53,8 +57,7 @@ impl<'a> Encoder<'a> {
                 Ok(words)
             }
             Content::Chat { messages, tools } => {
-                let wrong =
-                    |problem: String| Error::Data { path: source.into(), problem: format!("{name}: {problem}") };
+                let wrong = |problem: String| Error::Data { path: named_place(source, name), problem };
                 let Some(template) = self.template else {
                     return Err(wrong(
                         "holds `messages`, but the model has no chat template (chat_template.jinja, or chat_template in \
@@ -85,6 +88,16 @@ impl<'a> Encoder<'a> {
         // Which token ends a document is said by other files.
         let end = self.tokenizer.end_of_text().map_or(0, |end| u64::from(end) + 1);
         Ok(fingerprint(json.bytes().chain([0]).chain(template.bytes()).map(u64::from).chain([end])))
+    }
+}
+
+/// Where a document of `source` stands, for people: the name of one in a folder begins behind the folder, that of one in a file
+/// with the file's.
+pub(super) fn named_place(source: &Path, name: &str) -> PathBuf {
+    let file = source.file_name().and_then(OsStr::to_str);
+    match file.and_then(|file| name.strip_prefix(file)) {
+        Some(line) if line.is_empty() || line.starts_with(':') => source.with_file_name(name),
+        _ => source.join(name),
     }
 }
 
@@ -136,29 +149,37 @@ mod tests {
     }
 
     #[test]
+    fn a_document_is_named_once_with_its_folder() {
+        let named = |source: &str, name: &str| named_place(Path::new(source), name).to_string_lossy().into_owned();
+        assert_eq!(named("a/d.jsonl", "d.jsonl:3"), "a/d.jsonl:3");
+        assert_eq!(named("a/d.txt", "d.txt"), "a/d.txt");
+        assert_eq!(named("data", "data/d.jsonl:3"), "data/data/d.jsonl:3");
+    }
+
+    #[test]
     fn a_conversation_that_cannot_be_written_is_named_with_its_line() {
         let tokenizer = tokenizer();
         let chat =
             |text: &str| Content::Chat { messages: vec![json!({"role": "user", "content": text})], tools: Value::Null };
         let encode = |template: Option<&Template>, text: &str| {
-            let encoded = Encoder::new(&tokenizer, template).encode(&chat(text), Path::new("d.jsonl"), "line 7");
+            let encoded = Encoder::new(&tokenizer, template).encode(&chat(text), Path::new("a/d.jsonl"), "d.jsonl:7");
             encoded.expect_err("refused").to_string()
         };
         let message = encode(None, "hi");
-        assert!(message.contains("d.jsonl: line 7: ") && message.contains("--chat-template"), "{message}");
+        assert!(message.starts_with("a/d.jsonl:7: holds") && message.contains("--chat-template"), "{message}");
         let folder = tempfile::tempdir().expect("folder");
         let path = folder.path().join("t.jinja");
         std::fs::write(&path, "{{ raise_exception('roles must alternate') }}").expect("file");
         let template = Template::read(&path, None).expect("a template");
         let message = encode(Some(&template), "hi");
-        assert!(message.contains("line 7") && message.contains("roles must alternate"), "{message}");
+        assert!(message.starts_with("a/d.jsonl:7: ") && message.contains("roles must alternate"), "{message}");
         let message = encode(Some(&template), "so <|endoftext|> ends it");
         assert!(message.contains("message 1 spells the special token <|endoftext|>"), "{message}");
         let mut thought = chat("hi");
         if let Content::Chat { messages, .. } = &mut thought {
             messages[0]["reasoning_content"] = "<|endoftext|>".into();
         }
-        let encoded = Encoder::new(&tokenizer, Some(&template)).encode(&thought, Path::new("d.jsonl"), "line 7");
+        let encoded = Encoder::new(&tokenizer, Some(&template)).encode(&thought, Path::new("a/d.jsonl"), "d.jsonl:7");
         let message = encoded.expect_err("refused").to_string();
         assert!(message.contains("message 1 spells"), "{message}");
     }

@@ -2,7 +2,7 @@
 
 use super::{
     Content, Encoder, Store,
-    encode::GIVEN,
+    encode::{GIVEN, named_place},
     files::{Text, Texts},
 };
 use crate::error::{Error, Result};
@@ -105,8 +105,8 @@ fn encode(part: Part<'_>, encoder: &Encoder<'_>, source: &Path) -> Result<Store>
         let silent = words.iter().skip(1).all(|word| word & GIVEN != 0);
         match silent && !matches!(*content, Content::Text(_)) {
             true => Err(Error::Data {
-                path: source.into(),
-                problem: format!("{name}: no token of it is learned; its template yields no assistant's words"),
+                path: named_place(source, name),
+                problem: "no token of it is learned; its template yields no assistant's words".into(),
             }),
             false => Ok(words),
         }
