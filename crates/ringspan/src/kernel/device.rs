@@ -55,11 +55,11 @@ impl Kernel {
         Ok(Self(Device::Cuda(Box::new(Cuda::new(gpu)?))))
     }
 
-    /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, about once
-    /// a millisecond of work: communication that moves only when it is asked to is driven so.
+    /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, between tiles,
+    /// at once and then at most 4,000 times a second: communication that moves only when it is asked to is driven so.
     pub fn with_progress(mut self, progress: Progress) -> Self {
         match &mut self.0 {
-            Device::Cpu(cpu) => cpu.progress = Some(progress),
+            Device::Cpu(cpu) => cpu.set_progress(progress),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => cuda.progress = Some(progress),
         }
@@ -69,7 +69,7 @@ impl Kernel {
     /// What [`with_progress`](Self::with_progress) was given.
     pub fn progress_hook(&self) -> Option<Progress> {
         match &self.0 {
-            Device::Cpu(cpu) => cpu.progress.clone(),
+            Device::Cpu(cpu) => cpu.progress_hook(),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => cuda.progress.clone(),
         }
