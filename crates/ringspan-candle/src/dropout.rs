@@ -23,6 +23,27 @@ impl Drops {
         Self { seed, tokens: tokens.into() }
     }
 
+    /// The same for some of the tokens, by their rows here, in this order.
+    ///
+    /// # Panics
+    /// Rows that are not here.
+    #[must_use]
+    pub fn of_rows(&self, rows: &[u32]) -> Self {
+        self.of(rows.iter().map(|row| self.tokens[*row as usize]).collect())
+    }
+
+    /// The same for other tokens, by their numbers among all those of the step.
+    #[must_use]
+    pub fn of(&self, tokens: Vec<usize>) -> Self {
+        Self::new(self.seed, tokens)
+    }
+
+    /// The numbers of the tokens at hand among all those of the step.
+    #[must_use]
+    pub fn tokens(&self) -> &[usize] {
+        &self.tokens
+    }
+
     /// `x` `[T, in]`, the input of layer number `layer`, of which `first` is the first column here: a share of `rate` in
     /// 0..1 becomes 0, and the rest grows by `1 / (1 - rate)`. Differentiable.
     ///

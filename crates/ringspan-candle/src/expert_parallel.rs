@@ -4,12 +4,14 @@
 //! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to.
 
 use crate::collective::{all_gather, all_to_all, all_to_all_unseen, reduce_scatter, reduce_scatter_unseen};
+use crate::dropout::Drops;
 use crate::experts::{Expert, Experts, Memory, NOWHERE, Routing, mixed_keeping};
 use crate::gpu;
 use crate::slices::{cpu, values};
 use crate::tensor_parallel::part;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Experts of which each rank holds some, whole or with its part of their width.
@@ -51,37 +53,29 @@ impl ExpertParallel {
         }
         let (tokens, top) = routing.weights.dims2()?;
         let holds = |rank: usize| part(self.experts, rank, ranks);
-        let (mut rows, mut send, mut chosen) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rows, mut send, mut messages) = (Vec::new(), Vec::new(), Vec::new());
         for rank in 0..ranks {
             let (holds, before, mut of_rank) = (holds(rank), rows.len(), Vec::new());
             for (token, choices) in routing.chosen.chunks_exact(top.max(1)).enumerate() {
                 let here = |expert: &u32| if holds.contains(&(*expert as usize)) { *expert } else { NOWHERE };
                 if choices.iter().any(|expert| here(expert) != NOWHERE) {
                     rows.push(token as u32);
-                    of_rank.extend(choices.iter().map(|expert| u64::from(here(expert))));
+                    of_rank.extend(choices.iter().map(here));
                 }
             }
             send.push(rows.len() - before);
-            chosen.push(Buffer::U64(of_rank));
+            messages.push(message(&of_rank, top, routing.drops.as_ref().map(|drops| drops.of_rows(&rows[before..]))));
         }
-        let arrived = self.ep.all_to_all(chosen).map_err(candle_core::Error::wrap)?;
-        let (mut receive, mut chosen, own) = (Vec::new(), Vec::new(), holds(self.ep.rank()));
-        for (rank, buffer) in arrived.iter().enumerate() {
-            let Buffer::U64(choices) = &**buffer else {
-                bail!("rank {rank} sent something else than its tokens' experts")
-            };
-            let is_here = |choice: &u64| *choice == u64::from(NOWHERE) || own.contains(&(*choice as usize));
-            if choices.len() % top.max(1) != 0 || !choices.iter().all(is_here) {
-                let count = choices.len();
-                bail!("rank {rank} sent {count} choices, {top} a token, some not of the experts {own:?} that are here");
-            }
-            receive.push(choices.len() / top.max(1));
-            chosen.extend(choices.iter().map(|choice| *choice as u32));
+        let arrived = self.ep.all_to_all(messages).map_err(candle_core::Error::wrap)?;
+        let (receive, chosen, drops) = read(&arrived, top, routing.drops.as_ref())?;
+        let own = holds(self.ep.rank());
+        if let Some(other) = chosen.iter().find(|choice| **choice != NOWHERE && !own.contains(&(**choice as usize))) {
+            bail!("a token came here for expert {other}, which is not of the experts {own:?} that are here");
         }
 
         let picked = |of: &Tensor| all_to_all(&self.ep, &picked(of, rows.clone())?, &send, &receive);
         let (here, weights) = (picked(x)?, picked(&routing.weights)?);
-        let out = mixed_keeping(&here, &Routing { chosen, weights }, expert, memory)?;
+        let out = mixed_keeping(&here, &Routing { chosen, weights, drops }, expert, memory)?;
         let back = if again { all_to_all_unseen } else { all_to_all };
         put_back(&back(&self.ep, &out, &receive, &send)?, rows, tokens)
     }
@@ -112,21 +106,51 @@ impl Experts for ExpertParallel {
             return self.exchanged(x, routing, expert, memory);
         }
         let again = !memory.is_empty();
-        let own = Buffer::U64(routing.chosen.iter().map(|expert| u64::from(*expert)).collect());
         let top = routing.weights.dim(1)?;
-        let (mut chosen, mut counts) = (Vec::new(), Vec::new());
-        for (rank, buffer) in self.width.all_gather(own).map_err(candle_core::Error::wrap)?.iter().enumerate() {
-            let Buffer::U64(choices) = &**buffer else {
-                bail!("rank {rank} sent something else than its tokens' experts")
-            };
-            counts.push(choices.len() / top.max(1));
-            chosen.extend(choices.iter().map(|choice| *choice as u32));
-        }
-        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)? };
+        let own = message(&routing.chosen, top, routing.drops.clone());
+        let arrived = self.width.all_gather(own).map_err(candle_core::Error::wrap)?;
+        let (counts, chosen, drops) = read(&arrived, top, routing.drops.as_ref())?;
+        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, drops };
         let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert, memory)?;
         let dealt = if again { reduce_scatter_unseen } else { reduce_scatter };
         dealt(&self.width, &partial, counts)
     }
+
+    fn part(&self, whole: usize) -> Range<usize> {
+        part(whole, self.width.rank(), self.width.size())
+    }
+}
+
+/// Where tokens go, as it travels: the `top` experts of each and, where something is dropped, behind them its number among
+/// all tokens of the step, of which what is dropped follows.
+fn message(chosen: &[u32], top: usize, drops: Option<Drops>) -> Buffer {
+    let numbers = drops.as_ref().map(Drops::tokens);
+    let of_token = |(token, choices): (usize, &[u32])| {
+        let choices = choices.iter().map(|choice| u64::from(*choice)).collect::<Vec<_>>();
+        choices.into_iter().chain(numbers.map(|numbers| numbers[token] as u64))
+    };
+    Buffer::U64(chosen.chunks_exact(top.max(1)).enumerate().flat_map(of_token).collect())
+}
+
+/// How many tokens each rank sent, the choices of all of them, and what is dropped of them, by `drops` of any tokens.
+fn read(arrived: &[Arc<Buffer>], top: usize, drops: Option<&Drops>) -> Result<(Vec<usize>, Vec<u32>, Option<Drops>)> {
+    let each = (top + usize::from(drops.is_some())).max(1);
+    let (mut counts, mut chosen, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
+    for (rank, buffer) in arrived.iter().enumerate() {
+        let Buffer::U64(words) = &**buffer else { bail!("rank {rank} sent something else than its tokens' experts") };
+        if words.len() % each != 0 {
+            bail!("rank {rank} sent {} words of its tokens' experts, which are {each} a token", words.len());
+        }
+        counts.push(words.len() / each);
+        for token in words.chunks_exact(each) {
+            let (choices, number) = token.split_at(top.min(each));
+            for choice in choices {
+                chosen.push(u32::try_from(*choice).map_err(candle_core::Error::wrap)?);
+            }
+            numbers.extend(number.iter().map(|number| *number as usize));
+        }
+    }
+    Ok((counts, chosen, drops.map(|drops| drops.of(numbers))))
 }
 
 /// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.

@@ -4,14 +4,18 @@
 
 mod mixture;
 mod on_gpu;
+mod part;
 
 pub use mixture::{Memory, mixed, mixed_keeping};
 
+use crate::dropout::Drops;
+use crate::lora::Adapter;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// The parameters of one expert, a gated feed-forward layer without biases.
+/// The parameters of one expert, a gated feed-forward layer without biases; where ranks share its width, a rank's part.
 #[derive(Debug, Clone)]
 pub struct Expert {
     /// `[I, C]`.
@@ -20,6 +24,28 @@ pub struct Expert {
     pub up: Tensor,
     /// `[C, I]`.
     pub down: Tensor,
+    /// What stands beside gate, up and down.
+    pub adapters: [Option<Adapter>; 3],
+}
+
+impl Expert {
+    /// One without adapters.
+    #[must_use]
+    pub fn plain(gate: Tensor, up: Tensor, down: Tensor) -> Self {
+        Self { gate, up, down, adapters: Default::default() }
+    }
+
+    /// Gate, up and down, and behind them the two matrices of each adapter there is.
+    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
+        let adapters = self.adapters.iter().flatten().flat_map(|adapter| [&adapter.a, &adapter.b]);
+        [&self.gate, &self.up, &self.down].into_iter().chain(adapters)
+    }
+
+    /// The same without a graph.
+    pub(crate) fn detach(&self) -> Self {
+        let adapters = self.adapters.each_ref().map(|adapter| adapter.as_ref().map(Adapter::detach));
+        Self { gate: self.gate.detach(), up: self.up.detach(), down: self.down.detach(), adapters }
+    }
 }
 
 /// A choice that is not computed here.
@@ -32,6 +58,8 @@ pub struct Routing {
     pub chosen: Vec<u32>,
     /// Their weights `[T, K]`, differentiable.
     pub weights: Tensor,
+    /// What is dropped of the T tokens on their way into adapters of experts, if anything is: on all ranks, or on none.
+    pub drops: Option<Drops>,
 }
 
 /// What a router did with the tokens at hand, as sums: those of several ranks, or layers, may be added.
@@ -79,6 +107,9 @@ pub trait Experts {
     ) -> Result<Tensor> {
         self.mix(layer, x, routing, expert)
     }
+
+    /// The part of an expert's width that is here, of `whole`. Who wraps another hands on its own.
+    fn part(&self, whole: usize) -> Range<usize>;
 
     /// What the router of `layer` did with this rank's tokens; called once in a forward pass, and again where a layer
     /// is recomputed.
@@ -128,6 +159,10 @@ impl Experts for Local {
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
         mixed_keeping(x, routing, expert, memory)
+    }
+
+    fn part(&self, whole: usize) -> Range<usize> {
+        0..whole
     }
 }
 

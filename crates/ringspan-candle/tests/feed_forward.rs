@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 use ringspan_candle::experts::{Local, Memory, Pressure, mixed, mixed_keeping, pressed};
 use ringspan_candle::geglu::geglu;
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Expert, Experts, Routing};
+use ringspan_candle::{Adapter, Drops, Expert, Experts, Routing};
 
 fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
@@ -52,7 +52,7 @@ fn geglu_equals_its_definition() {
 /// Expert `index` of parameters that stand one after the other: gate, up, down of each.
 fn of(parameters: &[Tensor], index: usize) -> Result<Expert> {
     let [gate, up, down] = [0, 1, 2].map(|which| parameters[3 * index + which].clone());
-    Ok(Expert { gate, up, down })
+    Ok(Expert::plain(gate, up, down))
 }
 
 /// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
@@ -75,7 +75,7 @@ fn a_mixture_of_experts_equals_its_definition() {
             let row = x[0].narrow(0, token, 1)?;
             let mut sum = row.zeros_like()?;
             for slot in 0..2 {
-                let Expert { gate, up, down } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
+                let Expert { gate, up, down, .. } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
                 let gate = row.matmul(&gate.t()?)?;
                 let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * row.matmul(&up.t()?)?)?;
                 let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
@@ -86,10 +86,103 @@ fn a_mixture_of_experts_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let fused = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
         Local.mix(0, &x[0], &routing, &|index| of(&x[2..], index))
     };
     compare(&inputs(), fused, plain);
+}
+
+/// The same with adapters of inner width 3 beside all but expert 3's up, which drop two fifths of their inputs.
+fn adapted(x: &[Tensor], index: usize) -> Result<Expert> {
+    let mut expert = of(&x[2..], index)?;
+    let adapter = |which: usize| {
+        let at = 14 + 6 * index + 2 * which;
+        let (a, b) = (x[at].clone(), x[at + 1].clone());
+        Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 8 * which }
+    };
+    expert.adapters = [0, 1, 2].map(|which| (which != 1 || index != 3).then(|| adapter(which)));
+    Ok(expert)
+}
+
+fn adapted_inputs() -> Vec<Tensor> {
+    let (width, wide, rank) = (6, 5, 3);
+    let mut inputs = inputs();
+    for (which, (from, to)) in (0..4).flat_map(|_| [(width, wide), (width, wide), (wide, width)]).enumerate() {
+        inputs.extend([random(&[rank, from], 30 + which), random(&[to, rank], 50 + which)]);
+    }
+    inputs
+}
+
+#[test]
+fn a_mixture_of_experts_with_adapters_equals_its_definition() {
+    // Numbers of the tokens among those of a step.
+    let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
+    let through = |x: &Tensor, token: usize, weight: &Tensor, adapter: &Option<Adapter>| -> Result<Tensor> {
+        let y = x.matmul(&weight.t()?)?;
+        let Some(adapter) = adapter else { return Ok(y) };
+        let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
+        let mask = drops.of_rows(&[token as u32]).apply(&ones, adapter.dropout, adapter.layer, adapter.first)?;
+        let narrow = (x * mask.to_dtype(DType::F64)?)?.matmul(&adapter.a.t()?)?;
+        y + (narrow.matmul(&adapter.b.t()?)? * adapter.scale)?
+    };
+    let plain = |x: &[Tensor]| {
+        let mut rows = Vec::new();
+        for token in 0..5 {
+            let row = x[0].narrow(0, token, 1)?;
+            let mut sum = row.zeros_like()?;
+            for slot in 0..2 {
+                let Expert { gate, up, down, adapters: [of_gate, of_up, of_down] } =
+                    adapted(x, CHOSEN[2 * token + slot] as usize)?;
+                let gate = through(&row, token, &gate, &of_gate)?;
+                let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * through(&row, token, &up, &of_up)?)?;
+                let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
+                sum = (sum + through(&hidden, token, &down, &of_down)?.broadcast_mul(&weight)?)?;
+            }
+            rows.push(sum);
+        }
+        Tensor::cat(&rows, 0)
+    };
+    let fused = |x: &[Tensor]| {
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
+        Local.mix(0, &x[0], &routing, &|index| adapted(x, index))
+    };
+    compare(&adapted_inputs(), fused, plain);
+    // Computed twice, as a layer is whose products are kept.
+    let kept = |x: &[Tensor]| {
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
+        let mut memory = Memory::default();
+        let once = mixed_keeping(&x[0], &routing, &|index| adapted(x, index), &mut memory)?.detach();
+        once + mixed_keeping(&x[0], &routing, &|index| adapted(x, index), &mut memory)?
+    };
+    compare(&adapted_inputs(), kept, plain);
+}
+
+/// Only what is trained has gradients: those of a model beside its adapters would be as large as it.
+#[test]
+fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
+    let gradients = |trained: fn(usize) -> bool| -> Result<Vec<Option<Vec<f32>>>> {
+        let vars =
+            adapted_inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
+        let of =
+            |(at, var): (usize, &Var)| if trained(at) { var.as_tensor().clone() } else { var.as_detached_tensor() };
+        let x: Vec<Tensor> = vars.iter().enumerate().map(of).collect();
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
+        let y = mixed(&x[0], &routing, &|index| adapted(&x, index))?;
+        let store = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
+        vars.iter().map(|var| store.get(var).map(|d| d.flatten_all()?.to_vec1()).transpose()).collect()
+    };
+    let (all, some) = (gradients(|_| true)?, gradients(|at| !(2..14).contains(&at))?);
+    assert!(some[2..14].iter().all(Option::is_none) && all[2..5].iter().all(Option::is_some));
+    assert!(all[..2] == some[..2] && all[14..] == some[14..]);
+    Ok(())
+}
+
+#[test]
+fn what_is_dropped_of_other_tokens_is_refused() {
+    let x = inputs();
+    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(Drops::new(1, vec![0; 4])) };
+    let message = mixed(&x[0], &routing, &|index| of(&x[2..], index)).expect_err("four of five").to_string();
+    assert!(message.contains("4 tokens") && message.contains("fit 5"), "{message}");
 }
 
 /// The layer before may hand over a view, and a router's weights come from a chain of operations.
@@ -97,11 +190,11 @@ fn a_mixture_of_experts_equals_its_definition() {
 fn a_mixture_takes_strided_inputs() {
     let fused = |x: &[Tensor]| {
         let (strided, weights) = (x[0].t()?.contiguous()?.t()?, (x[1].t()?.contiguous()?.t()? * 1.0)?);
-        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights }, &|index| of(&x[2..], index))
+        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, drops: None }, &|index| of(&x[2..], index))
     };
     let plain = |x: &[Tensor]| {
         let single = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone() };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), drops: None };
         mixed(&single[0], &routing, &|index| of(&single[2..], index))?.to_dtype(DType::F64)
     };
     compare(&inputs(), fused, plain);
@@ -111,12 +204,12 @@ fn a_mixture_takes_strided_inputs() {
 fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let asked = std::cell::RefCell::new(Vec::new());
-    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() }, &|index| {
+    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None }, &|index| {
         asked.borrow_mut().push(index);
         of(&x[2..], index)
     })?;
     assert_eq!(*asked.borrow(), [0, 1, 3]);
-    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)? };
+    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, drops: None };
     let empty = Tensor::zeros((0, 6), DType::F32, &Device::Cpu)?;
     assert_eq!(mixed(&empty, &none, &|_| unreachable!("no token chose"))?.dims(), [0, 6]);
     Ok(())
@@ -126,7 +219,7 @@ fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
 fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
     let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
     let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone() };
+    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
     let y = mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)?;
     let gradients = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
     let of = |var: &Var| match gradients.get(var) {
@@ -163,7 +256,7 @@ fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result
 fn products_of_other_choices_are_refused() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let mix = |chosen: [u32; 10], memory: &mut Memory| {
-        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone() };
+        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), drops: None };
         mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)
     };
     let refused = |chosen: [u32; 10], words: [&str; 2]| -> Result<()> {
@@ -180,7 +273,7 @@ fn products_of_other_choices_are_refused() -> Result<()> {
 #[test]
 fn choices_that_do_not_fit_the_tokens_are_refused() {
     let x = inputs();
-    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone() };
+    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), drops: None };
     let message = mixed(&x[0], &routing, &|index| of(&x[2..], index)).expect_err("nine of ten").to_string();
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }

@@ -2,12 +2,13 @@
 
 use crate::{mesh, say};
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::Tensor;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::DeviceName;
 use ringspan_candle::loss::IGNORE;
-use ringspan_models::{Config, Decoder, Origin, Weights};
+use ringspan_models::{Config, Decoder, Lora, Origin, TARGETS, Weights};
 use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, TrainConfig, Trial, trial};
 use std::path::PathBuf;
@@ -55,6 +56,12 @@ pub(crate) struct VerifyArgs {
     /// What is computed again for the backward pass: full, keep-attention, nothing [default: keep-attention]
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     recompute: Option<String>,
+    /// Adapters of this inner width beside all layers, of experts each with its own: they alone have gradients then
+    #[arg(long, value_name = "R", help_heading = "LoRA")]
+    lora_rank: Option<usize>,
+    /// Share of the adapters' inputs that is dropped [default: 0]
+    #[arg(long, value_name = "P", help_heading = "LoRA")]
+    lora_dropout: Option<f64>,
     /// Threads of each rank [default: cores / ranks, at least 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     threads: Option<usize>,
@@ -81,7 +88,7 @@ impl VerifyArgs {
     fn config(&self) -> Result<TrainConfig> {
         let axes = [self.dp_replicate, self.dp_shard, self.ulysses, self.tp];
         let ring = self.ring.or_else(|| axes.iter().all(Option::is_none).then_some(1));
-        Ok(TrainConfig::resolve(Settings {
+        self.resolved(Settings {
             dp_replicate: self.dp_replicate,
             dp_shard: self.dp_shard,
             ring,
@@ -95,12 +102,26 @@ impl VerifyArgs {
             layout: Some(self.layout.clone()),
             strategy: Some(self.strategy.clone()),
             ..self.settings()
-        })?)
+        })
     }
 
     /// The same step on one rank.
     fn alone(&self) -> Result<TrainConfig> {
-        Ok(TrainConfig::resolve(Settings { ring: Some(1), ..self.settings() })?)
+        self.resolved(Settings { ring: Some(1), ..self.settings() })
+    }
+
+    /// With the adapters, whose model may be the tiny one.
+    fn resolved(&self, settings: Settings) -> Result<TrainConfig> {
+        Ok(TrainConfig { lora: self.lora()?, ..TrainConfig::resolve(settings)? })
+    }
+
+    fn lora(&self) -> Result<Option<Lora>> {
+        let Some(rank) = self.lora_rank else {
+            ensure!(self.lora_dropout.is_none(), "--lora-dropout has no effect without --lora-rank");
+            return Ok(None);
+        };
+        let lora = Lora::new(rank, 2.0 * rank as f64, TARGETS.map(str::to_owned).to_vec())?;
+        Ok(Some(lora.with_dropout(self.lora_dropout.unwrap_or(0.0))?))
     }
 
     fn settings(&self) -> Settings {
@@ -128,6 +149,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         }
         None => tiny(args.ep.is_some() || args.moe_dp.is_some())?,
     };
+    let (decoder, weights) = adapted(decoder, weights, config.lora.clone())?;
     let rows = config.data_ranks() + 1;
     let batch = random(rows, args.sequence_length as usize, decoder.config().vocab_size, args.seed)?;
     let TrainConfig { dp_replicate, dp_shard, ring, ulysses, tp, .. } = config;
@@ -135,6 +157,9 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         format!("dp_replicate {dp_replicate} x dp_shard {dp_shard} x ring {ring} x ulysses {ulysses} x tp {tp}");
     for (name, size) in [("ep", config.ep), ("moe_dp", config.moe_dp)] {
         mesh += &size.map_or_else(String::new, |size| format!(", {name} {size}"));
+    }
+    if let Some(lora) = &config.lora {
+        mesh += &format!(", adapters of rank {}", lora.rank);
     }
     if config.device != DeviceName::Cpu {
         mesh += &format!(" on {} (the one rank is on the CPU)", config.device);
@@ -209,6 +234,19 @@ fn tiny(sparse: bool) -> Result<(Decoder, Weights)> {
     }
     let decoder = Decoder::new(serde_json::from_value::<Config>(config)?)?;
     let weights = decoder.init(1)?;
+    Ok((decoder, weights))
+}
+
+/// The model with these adapters, if any. Both of their matrices are drawn, or the first would have no gradient.
+fn adapted(decoder: Decoder, weights: Weights, lora: Option<Lora>) -> Result<(Decoder, Weights)> {
+    let Some(lora) = lora else { return Ok((decoder, weights)) };
+    let decoder = decoder.with_lora(lora)?;
+    let mut weights = decoder.adapted(weights, 1)?;
+    let mut random = ChaCha8Rng::seed_from_u64(2);
+    for (_, weight) in weights.iter_mut().filter(|(name, _)| name.ends_with(".lora_B.weight")) {
+        let values = (0..weight.elem_count()).map(|_| (random.next_u32() as f32 / u32::MAX as f32 - 0.5) * 0.1);
+        *weight = Tensor::from_iter(values, weight.device())?.reshape(weight.dims())?;
+    }
     Ok((decoder, weights))
 }
 

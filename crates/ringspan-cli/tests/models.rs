@@ -222,5 +222,12 @@ fn verify_passes_on_every_mesh() {
         }
         assert!(!said.contains("FAIL"), "{said}");
     }
+    let adapters = "--lora-rank 4 --lora-dropout 0.2";
+    for flags in ["--tiny --ring 2 --tp 2", "--tiny --ring 2 --ep 2", "--tiny --ring 2 --tp 2 --ep 2"] {
+        let (said, _) = succeed(&bench, "verify", &format!("{flags} {adapters} --sequence-length 61"));
+        assert!(said.contains("PASS") && said.contains("lora_A") && !said.contains("\nd model.embed_tokens"), "{said}");
+        assert_eq!(said.contains("d model.layers.1.mlp.experts.7.down_proj.lora_B"), flags.contains("ep"), "{said}");
+    }
     assert!(message(&run(&bench, "verify", "--tiny --ulysses 9")).contains("ulysses 9"));
+    assert!(message(&run(&bench, "verify", "--tiny --lora-dropout 0.1")).contains("--lora-rank"));
 }

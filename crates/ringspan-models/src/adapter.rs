@@ -3,7 +3,7 @@
 use crate::decoder::Weights;
 use crate::error::{Error, Result};
 use crate::folder;
-use crate::lora::{Lora, is_adapter};
+use crate::lora::{Lora, ROUTER, TARGETS, is_adapter};
 use crate::origin::Base;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -146,7 +146,7 @@ pub fn load(folder: &Path) -> Result<Adapter> {
         // "all-linear", or a pattern: the tensors say it better.
         Targets::Word(_) => {
             let beside = |target: &&str| weights.keys().any(|name| name.contains(&format!(".{target}.")));
-            crate::lora::TARGETS.iter().filter(|target| beside(target)).map(|target| (*target).to_owned()).collect()
+            TARGETS.iter().chain([&ROUTER]).filter(|target| beside(target)).map(|target| (*target).to_owned()).collect()
         }
     };
     let lora = Lora::new(config.r, config.lora_alpha, targets)?.with_dropout(config.lora_dropout)?;

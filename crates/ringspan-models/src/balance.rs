@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 use ringspan_candle::experts::{Memory, Pressure};
 use ringspan_candle::{Expert, Experts, Load, Routing};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Experts whose load is watched, and pressed towards an even one.
@@ -83,6 +84,10 @@ impl Experts for Balanced {
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
         self.inner.mix_keeping(memory, layer, x, routing, expert)
+    }
+
+    fn part(&self, whole: usize) -> Range<usize> {
+        self.inner.part(whole)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {

@@ -18,7 +18,7 @@ use ringspan_candle::linear::linear;
 use ringspan_candle::residual::residual;
 use ringspan_candle::rope::rope;
 use ringspan_candle::swiglu::swiglu;
-use ringspan_candle::{Attend, TensorParallel};
+use ringspan_candle::{Adapter, Attend, TensorParallel};
 
 /// Layer `index` of a model, with its weights.
 pub(crate) struct Block<'a> {
@@ -138,13 +138,18 @@ impl Block<'_> {
             Some(keeper) => keeper.linear(&self.name(name), x, weight, bias, seen)?,
             None => linear(x, weight, bias)?,
         };
-        if let Some(lora) = self.decoder.lora.as_ref().filter(|lora| lora.is_beside(name)) {
-            let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
-            let first = self.first_column(name, attend.tensor_parallel())?;
-            let x = lora.input(&self.name(name), x, first, attend.drops())?;
-            out = (out + lora.apply(&x, self.get(&a)?, self.get(&b)?)?)?;
+        let first = || self.first_column(name, attend.tensor_parallel());
+        if let Some(adapter) = self.adapter(name, first)? {
+            out = (out + adapter.part(x, attend.drops())?)?;
         }
         Ok(out)
+    }
+
+    /// The adapter beside a layer, if it has one. `first` says which is the first column of the layer's input here.
+    fn adapter(&self, name: &str, first: impl FnOnce() -> Result<usize>) -> Result<Option<Adapter>> {
+        let Some(lora) = self.decoder.lora().filter(|lora| lora.is_beside(name)) else { return Ok(None) };
+        let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
+        Ok(Some(lora.adapter(&self.name(name), self.get(&a)?, self.get(&b)?, first()?)))
     }
 
     /// Where the input of a layer that is here begins: behind its heads, and its part of the width, a rank has no more.

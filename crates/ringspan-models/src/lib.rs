@@ -35,7 +35,7 @@ pub use decoder::{Decoder, Weights};
 pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
 pub use init::NewWeights;
-pub use lora::{ATTENTION_TARGETS, Lora, TARGETS};
+pub use lora::{Lora, ROUTER, TARGETS};
 pub use origin::{Base, Origin};
 pub use parameters::{Parameters, Unit};
 pub use portion::{Heads, Holders, Place, Portion};

@@ -6,14 +6,13 @@ use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use ringspan_candle::Drops;
-use ringspan_candle::linear::linear;
+use ringspan_candle::Adapter;
 
-/// The linear layers that adapters can stand beside.
+/// The linear layers that adapters can stand beside; in sparse layers the last three are those of each expert.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
-/// Those of attention, which sparse layers have, too.
-pub const ATTENTION_TARGETS: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
+/// The router of sparse layers, beside which there is an adapter only if it is named. PEFT's `all-linear` names it.
+pub const ROUTER: &str = "gate";
 
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
@@ -25,7 +24,7 @@ pub struct Lora {
     pub rank: usize,
     /// The adapter's part counts `alpha / rank` times.
     pub alpha: f64,
-    /// Last parts of the names of the layers: some of [`TARGETS`].
+    /// Last parts of the names of the layers: some of [`TARGETS`], and perhaps [`ROUTER`].
     pub targets: Vec<String>,
     /// Share of an adapter's input that is dropped while it is trained, in 0..1.
     pub dropout: f64,
@@ -46,8 +45,10 @@ impl Lora {
         }
         let possible = TARGETS.join(", ");
         for (at, target) in targets.iter().enumerate() {
-            if !TARGETS.contains(&target.as_str()) {
-                return refuse(format!("'{target}' is no layer it can stand beside: possible are {possible}"));
+            if !TARGETS.contains(&target.as_str()) && target != ROUTER {
+                return refuse(format!(
+                    "'{target}' is no layer it can stand beside: possible are {possible}, and {ROUTER}, the router of experts"
+                ));
             }
             if targets[..at].contains(target) {
                 return refuse(format!("'{target}' is given twice"));
@@ -100,21 +101,18 @@ impl Lora {
         (0..count).map(|_| (uniform() * bound) as f32).collect()
     }
 
-    /// The input `x` `[T, in]` of the adapter beside the layer `name`, of which `first` is the first column here: as it is, or
-    /// in training, with some of it dropped. Each layer drops by itself, as in PEFT.
-    pub(crate) fn input(&self, name: &str, x: &Tensor, first: usize, drops: Option<&Drops>) -> Result<Tensor> {
-        match drops.filter(|_| self.dropout > 0.0) {
+    /// The adapter beside the layer `name` with these matrices, or a rank's parts of them; `first` is the first column of the
+    /// layer's input that is here. Each layer drops by itself, as in PEFT.
+    pub(crate) fn adapter(&self, name: &str, a: &Tensor, b: &Tensor, first: usize) -> Adapter {
+        Adapter {
+            a: a.clone(),
+            b: b.clone(),
+            scale: self.scale(),
+            dropout: self.dropout,
             // Half of the words: the generator counts on from this.
-            Some(drops) => Ok(drops.apply(x, self.dropout, (stream(name) >> 1) as usize, first)?),
-            None => Ok(x.clone()),
+            layer: (stream(name) >> 1) as usize,
+            first,
         }
-    }
-
-    /// The adapter's part of a layer: x `[T, in]` to `[T, out]`.
-    pub(crate) fn apply(&self, x: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-        // The scale goes to the narrow matrix.
-        let narrow = (linear(x, a, None)? * self.scale())?;
-        Ok(linear(&narrow, b, None)?)
     }
 
     /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.
@@ -148,17 +146,16 @@ pub(crate) fn is_adapter(name: &str) -> bool {
 }
 
 impl Decoder {
-    /// The same model with adapters, which alone are trained.
+    /// The same model with adapters, which alone are trained. In sparse layers each expert has its own.
     ///
     /// # Errors
-    /// Sparse layers, whose experts have no adapters.
+    /// An adapter beside the router of a model without experts.
     pub fn with_lora(mut self, lora: Lora) -> Result<Self> {
-        let experts = lora.targets.iter().find(|target| TARGETS[4..].contains(&target.as_str()));
-        if let (Some(target), true) = (experts, self.experts() > 0) {
-            let possible = ATTENTION_TARGETS.join(", ");
-            return Err(Error::Lora(format!(
-                "'{target}' belongs to experts here, which have no adapters: possible are {possible}"
-            )));
+        if self.experts() == 0 && lora.targets.iter().any(|target| target == ROUTER) {
+            let possible = TARGETS.join(", ");
+            let problem =
+                format!("'{ROUTER}' is the router of experts, and this model has none: possible are {possible}");
+            return Err(Error::Lora(problem));
         }
         self.lora = Some(lora);
         Ok(self)

@@ -35,6 +35,8 @@ pub enum Holders {
     KeyValueHead(usize),
     /// Those with this place among the ranks that share experts.
     Experts(usize),
+    /// Those that have the same experts, whichever part of their width.
+    WholeExperts(usize),
 }
 
 /// The part of a parameter that a rank holds: a rectangle of a matrix, or a stretch of a vector.
@@ -81,6 +83,8 @@ impl Portion {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cut {
     Whole,
+    /// Whole on each rank that has the expert, or a part of its width.
+    WholeOfExpert(usize),
     Rows(Along),
     Columns(Along),
 }
@@ -147,6 +151,10 @@ impl Decoder {
             let (all, width) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
             let along = match cut {
                 Cut::Whole => return Some(Portion { name, whole, rows: all, columns: width, holders: Holders::All }),
+                Cut::WholeOfExpert(expert) => {
+                    let holders = self.holders_of(expert, place)?;
+                    return Some(Portion { name, whole, rows: all, columns: width, holders });
+                }
                 Cut::Rows(along) | Cut::Columns(along) => along,
             };
             let size = if matches!(cut, Cut::Rows(_)) { all.end } else { width.end };
@@ -183,6 +191,17 @@ impl Decoder {
         })
     }
 
+    /// Who has this expert, all of it or a part of its width; none if the rank has nothing of it.
+    fn holders_of(&self, expert: usize, place: Place) -> Option<Holders> {
+        let ((ep, of_ep), (_, widths)) = (place.ep, place.moe_tp);
+        part(self.experts(), ep, of_ep).contains(&expert).then_some(match (of_ep, widths) {
+            (1, _) => Holders::All,
+            // As of the expert's own matrices.
+            (_, 1) => Holders::Experts(ep),
+            _ => Holders::WholeExperts(ep),
+        })
+    }
+
     /// What the rank at `place` is one of the holders of, in an order that is the same for all places.
     ///
     /// # Errors
@@ -195,6 +214,10 @@ impl Decoder {
             let holders = exists.then(|| self.cut(along, 0, place, &heads)).flatten();
             all.extend(holders.map(|(_, holders)| holders).filter(|holders| !all.contains(holders)));
         }
+        // Nothing but adapters is whole where its expert is not.
+        let adapted = self.experts() > 0 && self.lora().is_some();
+        let whole = adapted.then(|| self.holders_of(self.first_expert(place), place)).flatten();
+        all.extend(whole.filter(|holders| !all.contains(holders)));
         Ok(all)
     }
 
@@ -260,7 +283,9 @@ mod tests {
         for (heads, kv_heads, tp, ep, moe_tp) in
             [(6, 3, 1, 1, 1), (6, 3, 2, 3, 1), (6, 2, 3, 1, 3), (6, 2, 5, 5, 2), (4, 1, 4, 2, 2), (6, 3, 3, 1, 1)]
         {
-            let decoder = decoder(heads, kv_heads);
+            let targets = crate::TARGETS.map(str::to_owned).to_vec();
+            let lora = crate::Lora::new(3, 1.0, targets).expect("possible");
+            let decoder = decoder(heads, kv_heads).with_lora(lora).expect("possible");
             decoder.check_shares(tp, ep, moe_tp).expect("possible");
             for unit in decoder.units() {
                 for (name, shape) in decoder.unit_shapes(unit) {
@@ -271,6 +296,7 @@ mod tests {
                         let place = Place { tp: (t, tp), ep: (e, ep), moe_tp: (m, moe_tp) };
                         let portions = decoder.portions(unit, place).expect("possible");
                         for portion in portions.iter().filter(|portion| portion.name == name) {
+                            assert!(decoder.holdings(place).expect("possible").contains(&portion.holders), "{name}");
                             assert!(!portion.is_empty(), "{name} at {place:?}");
                             for row in portion.rows.clone() {
                                 for column in portion.columns.clone() {

@@ -15,6 +15,7 @@ use ringspan_candle::rope::Rotation;
 use ringspan_candle::{Attend, Drops, Expert, Experts, Routing, TensorParallel, cotangent};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::{fmt, str::FromStr};
 
 /// What is computed again before a layer's backward. All give the same gradients, to the last bit.
@@ -246,6 +247,10 @@ impl Experts for Keeper<'_> {
         let mut layers = self.mixtures.borrow_mut();
         let memory = layers.entry(layer).or_insert_with(|| experts::Memory::new(self.keep.storage));
         self.attend.experts().mix_keeping(memory, layer, x, routing, expert)
+    }
+
+    fn part(&self, whole: usize) -> Range<usize> {
+        self.attend.experts().part(whole)
     }
 
     fn routed(&self, layer: usize, load: Load) -> candle_core::Result<()> {

@@ -72,15 +72,20 @@ impl Decoder {
             None => gated("mlp", wide, model.mlp_bias, Along::Width),
         }
         for (name, to, from, bias, cut) in linear {
-            // What is cut by rows has a bias that is, too; sums of columns get theirs whole, once.
-            let of_sum = if matches!(cut, Cut::Columns(_)) { Cut::Whole } else { cut };
+            // What is cut by rows has a bias that is, too; sums of columns get theirs whole, once. What is whole beside a
+            // matrix of an expert is only there where the expert is.
+            let whole = match cut {
+                Cut::Rows(Along::Expert(expert)) | Cut::Columns(Along::Expert(expert)) => Cut::WholeOfExpert(expert),
+                _ => Cut::Whole,
+            };
+            let of_sum = if matches!(cut, Cut::Columns(_)) { whole } else { cut };
             add(&format!("{name}.weight"), vec![to, from], cut);
             if bias {
                 add(&format!("{name}.bias"), vec![to], of_sum);
             }
             if let Some(lora) = self.lora().filter(|lora| lora.is_beside(&name)) {
                 let [(a, a_shape), (b, b_shape)] = lora.shapes(&name, to, from);
-                let of_input = if matches!(cut, Cut::Columns(_)) { cut } else { Cut::Whole };
+                let of_input = if matches!(cut, Cut::Columns(_)) { cut } else { whole };
                 add(&a, a_shape, of_input);
                 add(&b, b_shape, of_sum);
             }

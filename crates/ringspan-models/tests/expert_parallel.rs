@@ -3,7 +3,8 @@
 mod support;
 
 use ringspan::LayoutKind;
-use support::{Batch, Spread, assert_equal, load, on_one_device, on_ranks};
+use ringspan_models::{ROUTER, TARGETS};
+use support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
 
 #[test]
 fn experts_spread_over_ranks_equal_hugging_face() {
@@ -29,5 +30,28 @@ fn ranks_without_tokens_compute_the_experts_of_others() {
         let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
         let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
         assert_equal(&format!("3 tokens, {spread:?}"), &many, &one);
+    }
+}
+
+/// An adapter is where its expert is, and cut as it is.
+#[test]
+fn adapters_of_experts_go_where_their_experts_go() {
+    for name in ["qwen3_moe", "qwen3_moe_balanced"] {
+        let targets = [&TARGETS[..], &[ROUTER]].concat();
+        let (decoder, weights, batch) = adapted(name, &targets, 0.0);
+        let (one, _) = on_one_device(&decoder, &weights, &batch);
+        for (ring, ulysses, tp, ep, moe_tp) in [
+            (2, 1, 1, 2, 1),
+            (3, 1, 1, 3, 1),
+            (2, 1, 1, 1, 2),
+            (2, 2, 1, 2, 2),
+            (3, 1, 1, 1, 3),
+            (1, 1, 2, 1, 2),
+            (2, 1, 2, 2, 2),
+        ] {
+            let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+            assert_equal(&format!("{name}, {spread:?}"), &got, &one);
+        }
     }
 }

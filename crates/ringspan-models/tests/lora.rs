@@ -4,23 +4,25 @@ mod support;
 
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
-use ringspan_models::{Base, Decoder, Error, Lora, Origin, Weights, adapter, folder};
+use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, Weights, adapter, folder};
 use serde_json::{Value, json};
-use support::{Answer, Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
+use support::{
+    Answer, Batch, Spread, adapted, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2,
+};
 
-/// The model of PEFT's adapter, the weights with it, and what PEFT computes.
-fn peft() -> (Decoder, Weights, Batch, Answer) {
-    let (decoder, mut weights, batch, _) = load("llama");
-    let adapter = adapter::load(&fixture("llama_lora")).expect("the fixture");
+/// A model with PEFT's adapter beside it, the weights of both, and what PEFT computes.
+fn peft(model: &str) -> (Decoder, Weights, Batch, Answer) {
+    let (decoder, mut weights, batch, _) = load(model);
+    let folder = fixture(&format!("{model}_lora"));
+    let adapter = adapter::load(&folder).expect("the fixture");
     weights.extend(adapter.weights);
-    let path = fixture("llama_lora").join("reference.safetensors");
-    let wanted = support::answer(&candle_core::safetensors::load(path, &Device::Cpu).expect("the fixture"));
-    (decoder.with_lora(adapter.lora).expect("fits"), weights, batch, wanted)
+    let wanted = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu);
+    (decoder.with_lora(adapter.lora).expect("fits"), weights, batch, support::answer(&wanted.expect("the fixture")))
 }
 
 #[test]
 fn logits_loss_and_gradients_are_those_of_peft() {
-    let (decoder, weights, batch, wanted) = peft();
+    let (decoder, weights, batch, wanted) = peft("llama");
     assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
     for mesh in [(2, 1), (1, 2), (3, 2)] {
         let got = on_mesh(&decoder, &weights, &batch, LayoutKind::Zigzag, mesh);
@@ -28,15 +30,42 @@ fn logits_loss_and_gradients_are_those_of_peft() {
     }
 }
 
+/// PEFT's `all-linear`: beside each expert, and beside their router.
+#[test]
+fn adapters_of_experts_are_those_of_peft() {
+    let (decoder, weights, batch, wanted) = peft("qwen3_moe");
+    let targets = &decoder.lora().expect("adapters").targets;
+    assert!(TARGETS.iter().chain([&ROUTER]).all(|target| targets.iter().any(|t| t == target)), "{targets:?}");
+    assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
+    for (ring, tp, ep, moe_tp) in [(2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 2)] {
+        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
+        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+        assert_equal(&format!("{spread:?}"), &got, &wanted);
+    }
+    // `score` and `generate` see the merged model.
+    let (config, merged) = Origin::at(&fixture("qwen3_moe_lora")).and_then(Origin::load).expect("fits");
+    let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
+    assert!(relative_l2(&of_merged.logits, &wanted.logits) < 1e-5);
+}
+
 #[test]
 fn an_adapters_gradients_are_those_of_the_merged_matrix() {
-    let (decoder, weights, batch, _) = peft();
+    let (decoder, weights, batch, _) = peft("llama");
+    compare_with_merged("llama", (decoder, weights, batch));
+    let targets = [&TARGETS[..], &[ROUTER]].concat();
+    for name in ["qwen3_moe", "qwen3_moe_balanced"] {
+        compare_with_merged(name, adapted(name, &targets, 0.0));
+    }
+}
+
+fn compare_with_merged(model: &str, (decoder, weights, batch): (Decoder, Weights, Batch)) {
     let (got, _) = on_one_device(&decoder, &weights, &batch);
     let lora = decoder.lora().expect("adapters");
     let merged = lora.merge(weights.clone()).expect("fits");
     let plain = Decoder::new(decoder.config().clone()).expect("supported");
     let (of_merged, _) = on_one_device(&plain, &merged, &batch);
-    assert!(relative_l2(&got.logits, &of_merged.logits) < 1e-5);
+    assert!(relative_l2(&got.logits, &of_merged.logits) < 1e-5, "{model}");
+    let mut adapters = 0;
     let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
     for (name, d_weight) in &of_merged.gradients {
         let Some(a) = weights.get(&name.replace(".weight", ".lora_A.weight")) else { continue };
@@ -46,9 +75,12 @@ fn an_adapters_gradients_are_those_of_the_merged_matrix() {
         let d_b = (a.t().and_then(|a| d_weight.matmul(&a)).expect("fits") * lora.scale()).expect("f32");
         for (part, wanted) in [(".lora_A.weight", d_a), (".lora_B.weight", d_b)] {
             let name = name.replace(".weight", part);
-            assert!(relative_l2(&got.gradients[&name], &flat(&wanted)) < 1e-5, "{name}");
+            let off = relative_l2(&got.gradients[&name], &flat(&wanted));
+            assert!(off < 1e-5, "{model}: {name} is off by {off:e}");
+            adapters += 1;
         }
     }
+    assert_eq!(adapters, got.gradients.len(), "{model}");
 }
 
 #[test]
@@ -74,6 +106,34 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
     assert!(folder::load(out.path()).is_err(), "it is no model by itself");
 }
 
+/// Each expert has its own, by the names that PEFT gives them.
+#[test]
+fn adapters_of_experts_are_saved_by_peft_s_names_and_read_again() {
+    let (decoder, weights, batch) = adapted("qwen3_moe", &["gate_proj", "down_proj", ROUTER], 0.0);
+    let lora = decoder.lora().expect("adapters").clone();
+    let out = tempfile::tempdir().expect("a folder");
+    adapter::save(out.path(), &fixture("qwen3_moe"), &lora, &weights).expect("room");
+    let file = out.path().join("adapter_model.safetensors");
+    let tensors = candle_core::safetensors::load(file, &Device::Cpu).expect("what was saved");
+    let (hidden, wide, experts) = (32, 24, 6);
+    for (name, shape) in [
+        ("model.layers.2.mlp.experts.5.gate_proj.lora_A.weight", [3, hidden]),
+        ("model.layers.2.mlp.experts.5.gate_proj.lora_B.weight", [wide, 3]),
+        ("model.layers.0.mlp.experts.0.down_proj.lora_A.weight", [3, wide]),
+        ("model.layers.0.mlp.experts.0.down_proj.lora_B.weight", [hidden, 3]),
+        ("model.layers.0.mlp.gate.lora_B.weight", [experts, 3]),
+        ("model.layers.1.mlp.down_proj.lora_B.weight", [hidden, 3]),
+    ] {
+        assert_eq!(tensors[&format!("base_model.model.{name}")].dims(), shape, "{name}");
+    }
+    // Of two sparse layers and a dense one.
+    assert_eq!(tensors.len(), 2 * (2 * (2 * experts + 1) + 2));
+    let (config, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
+    let (of_adapters, _) = on_one_device(&decoder, &weights, &batch);
+    let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
+    assert!(relative_l2(&of_merged.logits, &of_adapters.logits) < 1e-5);
+}
+
 #[test]
 fn adapters_that_cannot_be_are_refused() {
     let lora = |rank, alpha, targets: &[&str]| Lora::new(rank, alpha, targets.iter().map(|t| (*t).into()).collect());
@@ -91,9 +151,9 @@ fn adapters_that_cannot_be_are_refused() {
         says(dropping(share), &["dropout is", &share.to_string(), "below 1"]);
     }
     assert!(dropping(0.0).is_ok() && dropping(0.9999999).is_ok());
-    let (sparse, ..) = load("qwen3_moe");
-    let message = sparse.with_lora(lora(2, 1.0, &["q_proj", "up_proj"]).expect("possible")).expect_err("experts");
-    assert!(message.to_string().contains("'up_proj'"), "{message}");
+    let (dense, ..) = load("qwen3");
+    let message = dense.with_lora(lora(2, 1.0, &["q_proj", ROUTER]).expect("possible")).expect_err("no experts");
+    assert!(message.to_string().contains("'gate'") && message.to_string().contains("up_proj"), "{message}");
 
     let out = tempfile::tempdir().expect("a folder");
     std::fs::copy(

@@ -4,22 +4,8 @@ mod support;
 
 use candle_core::Tensor;
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, Lora, TARGETS, Weights};
-use support::{Answer, Batch, Spread, assert_equal, load, on_ranks, relative_l2};
-
-/// A model with adapters whose matrices are both there, and which drop a third.
-fn adapted(name: &str, targets: &[&str]) -> (Decoder, Weights, Batch) {
-    let (decoder, weights, batch, _) = load(name);
-    let lora = Lora::new(3, 5.0, targets.iter().map(|t| (*t).to_owned()).collect()).expect("possible");
-    let decoder = decoder.with_lora(lora.with_dropout(0.3).expect("possible")).expect("possible");
-    let mut weights = decoder.adapted(weights, 7).expect("fits");
-    for (name, weight) in weights.iter_mut().filter(|(name, _)| name.ends_with("lora_B.weight")) {
-        let pace = 0.1 + name.len() as f32 * 0.01;
-        let values = (0..weight.elem_count()).map(|i| (i as f32 * pace).sin() * 0.1).collect::<Vec<_>>();
-        *weight = Tensor::from_vec(values, weight.shape(), weight.device()).expect("its size");
-    }
-    (decoder, weights, batch)
-}
+use ringspan_models::{Decoder, ROUTER, TARGETS, Weights};
+use support::{Answer, Batch, Spread, adapted, assert_equal, on_ranks, relative_l2};
 
 fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), spread: Spread) -> Answer {
     on_ranks(decoder, weights, batch, LayoutKind::Zigzag, Spread { drops: Some(seed), ..spread })
@@ -27,8 +13,8 @@ fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), s
 
 #[test]
 fn every_mesh_drops_the_same() {
-    for (name, targets, ep) in [("qwen3", &TARGETS[..], 1), ("qwen3_moe", &TARGETS[..4], 2)] {
-        let (decoder, weights, batch) = adapted(name, targets);
+    for (name, ep) in [("qwen3", 1), ("qwen3_moe", 2)] {
+        let (decoder, weights, batch) = adapted(name, &TARGETS, 0.3);
         let all = (&decoder, &weights, &batch);
         let one = dropped(5, all, Spread::default());
         let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
@@ -43,10 +29,44 @@ fn every_mesh_drops_the_same() {
     }
 }
 
+/// Experts and their router, dealt to ranks whole and by their width: tokens travel, and what is dropped of them stays.
+#[test]
+fn experts_drop_the_same_wherever_they_are() {
+    let targets = ["o_proj", "gate_proj", "up_proj", "down_proj", ROUTER];
+    let (decoder, weights, batch) = adapted("qwen3_moe", &targets, 0.3);
+    let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+    for (ring, ulysses, tp, ep, moe_tp) in [
+        (3, 1, 1, 3, 1),
+        (2, 1, 1, 1, 2),
+        (2, 2, 1, 2, 2),
+        (1, 1, 2, 1, 2),
+        (2, 1, 2, 2, 2),
+        (1, 1, 2, 2, 1),
+        (1, 1, 4, 1, 4),
+    ] {
+        let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
+        assert_equal(&format!("{spread:?}"), &dropped(5, (&decoder, &weights, &batch), spread), &one);
+    }
+}
+
+/// Some ranks have no token, and compute what others drop.
+#[test]
+fn ranks_without_tokens_drop_what_others_would() {
+    let targets = ["gate_proj", "up_proj", "down_proj", ROUTER];
+    let (decoder, weights, whole) = adapted("qwen3_moe", &targets, 0.3);
+    let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+    let of = |spread| on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, Spread { drops: Some(5), ..spread });
+    let one = of(Spread::default());
+    for (ring, tp, ep, moe_tp) in [(6, 1, 3, 2), (4, 1, 1, 4), (2, 4, 2, 4)] {
+        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
+        assert_equal(&format!("3 tokens, {spread:?}"), &of(spread), &one);
+    }
+}
+
 /// Along each matrix's gradient the loss rises by its length squared.
 #[test]
 fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
-    let (decoder, weights, batch) = adapted("llama", &TARGETS);
+    let (decoder, weights, batch) = adapted("llama", &TARGETS, 0.3);
     let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
     let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
     for (name, gradient) in &one.gradients {
@@ -69,7 +89,7 @@ fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
 /// What is dropped and what grows for it are even: the mean over seeds comes near the loss without.
 #[test]
 fn the_mean_over_seeds_is_near_what_nothing_dropped_gives() {
-    let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"]);
+    let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"], 0.3);
     let all = (&decoder, &weights, &batch);
     let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default()).logits;
     let mean_of = |seeds: u64| {

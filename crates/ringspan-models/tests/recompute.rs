@@ -174,6 +174,10 @@ impl Experts for Noting {
         Local.mix_keeping(memory, layer, x, routing, expert)
     }
 
+    fn part(&self, whole: usize) -> std::ops::Range<usize> {
+        Local.part(whole)
+    }
+
     fn routed(&self, layer: usize, load: Load) -> Result<()> {
         self.loads.lock().expect("no panics").push((layer, load));
         Ok(())

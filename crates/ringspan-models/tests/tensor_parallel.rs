@@ -3,8 +3,8 @@
 mod support;
 
 use ringspan::LayoutKind;
-use ringspan_models::{Heads, Lora};
-use support::{Batch, Spread, assert_equal, load, on_one_device, on_ranks};
+use ringspan_models::{Heads, TARGETS};
+use support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
 
 /// Every model, with fewer key-value heads than ranks, with as many, with biases, tied heads, norms after layers.
 #[test]
@@ -51,16 +51,7 @@ fn ranks_without_tokens_take_part() {
 /// Adapters beside layers that are cut by rows, and by columns.
 #[test]
 fn adapters_are_cut_as_their_layers_are() {
-    let (decoder, weights, batch, _) = load("qwen3");
-    let targets = ringspan_models::TARGETS.map(str::to_owned).to_vec();
-    let decoder = decoder.with_lora(Lora::new(3, 5.0, targets).expect("possible")).expect("possible");
-    let mut weights = decoder.adapted(weights, 7).expect("fits");
-    for (name, weight) in &mut weights {
-        if name.ends_with("lora_B.weight") {
-            let values = (0..weight.elem_count()).map(|i| (i as f32 * 0.37).sin() * 0.1).collect::<Vec<_>>();
-            *weight = candle_core::Tensor::from_vec(values, weight.shape(), weight.device()).expect("its size");
-        }
-    }
+    let (decoder, weights, batch) = adapted("qwen3", &TARGETS, 0.0);
     let (one, _) = on_one_device(&decoder, &weights, &batch);
     for (ring, tp) in [(1, 2), (2, 2), (1, 4)] {
         let spread = Spread { ring, tp, ..Spread::default() };

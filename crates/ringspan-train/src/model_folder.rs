@@ -88,7 +88,7 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     let tokenizer = given.tokenizer(&config)?;
     let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
     let start = first.start(&decoder, config.seed, 1)?;
-    if let Some(lora) = config.lora_of(&decoder) {
+    if let Some(lora) = config.lora.clone() {
         decoder = decoder.with_lora(lora).map_err(model_error)?;
     }
     let start = start.with_lora(decoder.lora());

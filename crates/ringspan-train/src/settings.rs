@@ -90,8 +90,8 @@ pub struct Settings {
     /// Adapters count alpha / rank times [default: 2 x lora-rank]
     #[arg(long, value_name = "ALPHA", help_heading = "LoRA")]
     pub lora_alpha: Option<f64>,
-    /// Layers with adapters, with commas between [default: q_proj,k_proj,v_proj,o_proj, and without experts
-    /// gate_proj,up_proj,down_proj]
+    /// Layers with adapters, with commas between, of experts each with its own [default: q_proj,k_proj,v_proj,o_proj,
+    /// gate_proj,up_proj,down_proj; also possible: gate, the router of experts]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
     /// Share of an adapter's input that is dropped in training, the same on every mesh [default: 0]

@@ -63,7 +63,7 @@ impl Setup {
         let (mut given, first) = Given::new(config)?;
         let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
         let start = first.start(&decoder, config.seed, ranks_here(config))?;
-        if let Some(lora) = config.lora_of(&decoder) {
+        if let Some(lora) = config.lora.clone() {
             decoder = decoder.with_lora(lora).map_err(model_error)?;
         }
         let start = start.with_lora(decoder.lora());

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Memory, run, text, tiny_model};
+use common::{Memory, run, sparse, text, tiny_model};
 use ringspan_models::{Weights, adapter, folder};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::path::Path;
@@ -74,6 +74,74 @@ fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
         near(&format!("mesh {n}"), &adapter::load(&many.out).unwrap().weights, &wanted.weights, 1e-4);
     }
     assert_eq!(std::fs::read(root.join("tiny/model.safetensors")).unwrap(), before);
+}
+
+/// Experts with adapters, whole and by their width on several ranks, cut and not, and a run that goes on on another mesh.
+#[test]
+fn every_mesh_trains_the_same_adapters_of_experts() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    sparse(&tiny_model(root));
+    text(root);
+    let mesh = |dp_shard, ring, tp, ep, moe_dp| Settings {
+        dp_shard: Some(dp_shard),
+        ring: Some(ring),
+        tp: Some(tp),
+        ep: Some(ep),
+        moe_dp: Some(moe_dp),
+        ..Settings::default()
+    };
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
+    let wanted = adapter::load(&one.out).unwrap();
+    let compare = |what: &str, losses: &[f64], got: &Path| {
+        for (a, b) in losses.iter().rev().zip(expected.losses().iter().rev()) {
+            assert!((a - b).abs() <= 1e-5 * b, "{what}: {a} is not {b}");
+        }
+        near(what, &adapter::load(got).unwrap().weights, &wanted.weights, 1e-4);
+    };
+    // Two ranks share whole experts, or their width, or four both; some of them with rows of their own.
+    let uncut = Settings { sharding: Some("none".into()), ..mesh(1, 2, 2, 2, 1) };
+    let meshes = [
+        mesh(1, 2, 1, 2, 1),
+        mesh(1, 1, 2, 1, 1),
+        mesh(2, 1, 2, 2, 1),
+        mesh(4, 1, 1, 2, 2),
+        mesh(2, 2, 1, 1, 2),
+        uncut,
+    ];
+    for (n, settings_of) in meshes.iter().enumerate() {
+        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        compare(&format!("{settings_of:?}"), &memory.losses(), &many.out);
+        if n != 2 {
+            continue;
+        }
+        std::fs::remove_dir_all(many.out.join("checkpoints/step-000006")).unwrap();
+        let resumed = Settings { resume: Some(many.out.clone()), ..mesh(1, 3, 1, 3, 1) };
+        let args = TrainArgs { dry_run: false, config: None, settings: resumed };
+        let mut memory = Memory::default();
+        let again = train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
+        assert_eq!(memory.steps.len(), 3, "it goes on from the checkpoint");
+        compare("resumed on three ranks", &memory.losses(), &again.out);
+    }
+}
+
+#[test]
+fn adapters_of_experts_are_merged_into_the_model_that_is_saved() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    sparse(&tiny_model(root));
+    text(root);
+    let (outcome, _) = run(Settings { ep: Some(2), lora_merge: Some(true), ..settings(root, "merged") });
+    let (_, merged) = folder::load(&outcome.out).unwrap();
+    let (_, base) = folder::load(&root.join("tiny")).unwrap();
+    let adapter = adapter::load(&outcome.out).unwrap();
+    let name = "model.layers.1.mlp.experts.2.up_proj.weight";
+    assert_ne!(
+        values(&Weights::from([("".into(), merged[name].clone())])),
+        values(&Weights::from([("".into(), base[name].clone())]))
+    );
+    near("merged", &merged, &adapter.lora.merge(base.into_iter().chain(adapter.weights).collect()).unwrap(), 1e-7);
 }
 
 #[test]

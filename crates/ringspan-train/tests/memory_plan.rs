@@ -118,6 +118,8 @@ fn a_run_takes_what_its_plan_predicts() {
         recompute: Some(recompute.into()),
         ..Settings::default()
     };
+    let adapters =
+        |dropout, settings: Settings| Settings { lora_rank: Some(8), lora_dropout: Some(dropout), ..settings };
     let dealt = Settings { dp_shard: Some(4), ..mesh(1, 1, Some(4), None) };
     let copied = Settings { dp_replicate: Some(2), ..mesh(2, 1, Some(2), None) };
     let of_experts: Vec<(&str, Experts, (usize, usize), Settings)> = vec![
@@ -149,6 +151,13 @@ fn a_run_takes_what_its_plan_predicts() {
         ("experts, tp 4, ep 4", eight, (1, 1024), mesh(1, 4, Some(4), Some(1))),
         ("experts, dp-shard 4, ep 4", eight, (4, 512), dealt),
         ("experts, dp-replicate 2, ep 2", eight, (4, 512), copied),
+        ("experts, adapters", eight, (1, 1024), adapters(0.0, s())),
+        ("experts, adapters, dropped", eight, (1, 1024), adapters(0.1, s())),
+        ("experts, adapters, all tokens to all", (4, 4, 128, 1), (1, 1024), adapters(0.1, s())),
+        ("experts, adapters, in every second layer", (8, 2, 256, 2), (1, 1024), adapters(0.1, s())),
+        ("experts, adapters, recompute nothing", eight, (1, 1024), adapters(0.1, nothing(s()))),
+        ("experts, adapters, tp 2, ep 2", eight, (1, 2048), adapters(0.1, mesh(2, 2, Some(2), None))),
+        ("experts, adapters, ep 4", eight, (1, 2048), adapters(0.0, mesh(4, 1, Some(4), None))),
     ];
     let of_experts = of_experts.into_iter().map(|(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));
     let runs = runs.into_iter().map(|(name, model, rows, settings)| (name, model, None, rows, settings));

@@ -3,6 +3,7 @@
 mod common;
 
 use common::{run, sparse, text, tiny_model};
+use ringspan_models::adapter;
 use ringspan_train::{Settings, TrainConfig, plan};
 use std::path::Path;
 
@@ -44,16 +45,25 @@ fn the_loss_of_routers_can_be_set_and_is_no_part_of_the_saved_model() {
 }
 
 #[test]
-fn adapters_of_a_sparse_model_stand_beside_its_attention() {
+fn adapters_stand_beside_every_expert_and_beside_the_router_if_it_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     sparse(&tiny_model(root));
     text(root);
     let adapters = Settings { lora_rank: Some(2), ..settings(root, "adapters") };
     let (outcome, _) = run(adapters.clone());
-    let saved = std::fs::read_to_string(outcome.out.join("adapter_config.json")).unwrap();
-    assert!(saved.contains("o_proj") && !saved.contains("up_proj"), "{saved}");
-    let named = Settings { lora_targets: Some("up_proj".into()), out: Some(root.join("named")), ..adapters };
-    let message = plan(&TrainConfig::resolve(named).unwrap()).unwrap_err().to_string();
-    assert!(message.contains("experts") && message.contains("q_proj"), "{message}");
+    let saved = adapter::load(&outcome.out).unwrap();
+    // Two layers, each with four matrices of attention, and three of each of six experts.
+    assert_eq!(saved.weights.len(), 2 * (4 + 3 * 6) * 2);
+    assert!(saved.weights.contains_key("model.layers.1.mlp.experts.5.down_proj.lora_A.weight"));
+    let router = |name: &str| Settings {
+        lora_targets: Some("q_proj, gate".into()),
+        out: Some(root.join(name)),
+        ..adapters.clone()
+    };
+    let (outcome, _) = run(router("router"));
+    assert!(adapter::load(&outcome.out).unwrap().weights.contains_key("model.layers.0.mlp.gate.lora_B.weight"));
+    tiny_model(root);
+    let message = plan(&TrainConfig::resolve(router("dense")).unwrap()).unwrap_err().to_string();
+    assert!(message.contains("'gate'") && message.contains("q_proj"), "{message}");
 }

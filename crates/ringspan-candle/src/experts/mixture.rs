@@ -2,12 +2,12 @@
 //!
 //! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of one expert.
 
+use super::part::{Part, Wide};
 use super::{Expert, NOWHERE, Routing, on_gpu};
 use crate::gpu;
 use crate::kept::{Kept, Storage};
-use crate::slices::values;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -60,6 +60,9 @@ pub fn mixed_keeping(
     if rows != tokens || routing.chosen.len() != tokens * top {
         bail!("{} choices and weights {:?} do not fit {tokens} tokens", routing.chosen.len(), routing.weights.shape());
     }
+    if let Some(numbers) = routing.drops.as_ref().map(|drops| drops.tokens().len()).filter(|n| *n != tokens) {
+        bail!("what is dropped of {numbers} tokens does not fit {tokens}");
+    }
     if gpu::holds(x) {
         // The gradient of a choice's weight is made there of the expert's output, which is not kept. That there was a first
         // time is remembered all the same, or ranks would not agree whether results travel back.
@@ -85,125 +88,32 @@ pub fn mixed_keeping(
     let mut known = known.into_iter().flatten();
     let gradients = Arc::new(Mutex::new(HashMap::new()));
     let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), Vec::new());
-    for (n, index) in order.iter().enumerate() {
-        let Expert { gate, up, down } = expert(*index as usize)?;
-        for (which, parameter) in [&gate, &up, &down].into_iter().enumerate() {
-            let op = Link { gradients: gradients.clone(), key: 3 * n + which };
+    for index in order {
+        let expert = expert(index as usize)?;
+        let first_link = links.len();
+        for parameter in expert.parameters() {
+            let op = Link { gradients: gradients.clone(), key: links.len() };
             links.push(parameter.contiguous()?.apply_op1(op)?);
         }
-        let expert = Expert { gate: gate.detach(), up: up.detach(), down: down.detach() };
-        let slots = slots.remove(index).unwrap_or_default();
-        let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
+        let slots = slots.remove(&index).unwrap_or_default();
+        let part = Part::new(&expert, routing.drops.as_ref(), slots, top);
         let wide = match known.next() {
-            Some(wide) => wide.of([tokens.len(), expert.gate.dim(0)?])?,
+            Some(wide) => wide.of(part.wide()?)?,
             None => {
-                let [gate, up] = products(&inputs, &expert, &tokens)?;
-                let y = (gate.silu()? * &up)?.matmul(&expert.down.t()?)?;
-                scatter(&y, &tokens, |n| factors[slots[n] as usize], &mut out)?;
+                let [gate, up] = part.products(&inputs)?;
+                part.add_output([&gate, &up], &factors, &mut out)?;
                 Wide { gate: Kept::new(&gate, memory.storage)?, up: Kept::new(&up, memory.storage)? }
             }
         };
-        parts.push(Part { expert, tokens, slots, wide });
+        parts.push(Linked { part, wide, first_link });
     }
     if first {
-        memory.kept = Some(parts.iter().map(|part| part.wide.clone()).collect());
+        memory.kept = Some(parts.iter().map(|linked| linked.wide.clone()).collect());
     }
     // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
     let links = if links.is_empty() { Tensor::zeros(1, DType::F32, x.device())? } else { Tensor::cat(&links, 0)? };
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
     x.apply_op3(&weights, &links, op)
-}
-
-/// Products of one expert's tokens with its gate and up, `[n, I]` each, as they wait for the backward.
-#[derive(Debug, Clone)]
-struct Wide {
-    gate: Kept,
-    up: Kept,
-}
-
-impl Wide {
-    /// Itself, if it has this shape.
-    fn of(self, shape: [usize; 2]) -> Result<Self> {
-        if self.gate.dims() != shape {
-            bail!("a mixture kept products {:?} of an expert, and now they are {shape:?}", self.gate.dims());
-        }
-        Ok(self)
-    }
-}
-
-/// One expert with its tokens, as the backward pass needs it.
-struct Part {
-    expert: Expert,
-    /// The tokens `[n]`, and their places in `[T, K]`.
-    tokens: Vec<u32>,
-    slots: Vec<u32>,
-    wide: Wide,
-}
-
-/// Of x `[T, C]`, the rows of these tokens times gate and times up: `[n, I]` each.
-fn products(x: &Tensor, expert: &Expert, tokens: &[u32]) -> Result<[Tensor; 2]> {
-    let rows = gathered(x, tokens)?;
-    Ok([rows.matmul(&expert.gate.t()?)?, rows.matmul(&expert.up.t()?)?])
-}
-
-impl Part {
-    /// Adds to dx `[T, C]` and to the weights' gradient `[T, K]`; returns the gradients of gate, up and down.
-    fn backward(
-        &self,
-        x: &Tensor,
-        factors: &[f32],
-        d_out: &Tensor,
-        dx: &mut [f32],
-        d_factors: &mut [f32],
-    ) -> Result<[Tensor; 3]> {
-        let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
-        let unscaled = d_out.matmul(&self.expert.down)?;
-        let (gate, up) = (self.wide.gate.tensor()?, self.wide.up.tensor()?);
-        let wide = gate.dim(1)?;
-        let (mut hidden, mut d_gate, mut d_up) = (Vec::new(), Vec::new(), Vec::new());
-        values(&gate, |gate| {
-            values(&up, |up| {
-                values(&unscaled, |d| {
-                    for (n, &slot) in self.slots.iter().enumerate() {
-                        let row = n * wide..(n + 1) * wide;
-                        let (factor, mut dot) = (factors[slot as usize], 0.0f32);
-                        for ((g, u), d) in gate[row.clone()].iter().zip(&up[row.clone()]).zip(&d[row]) {
-                            let s = 1.0 / (1.0 + (-g).exp());
-                            let h = g * s * u;
-                            dot += h * d;
-                            // The output is h times the factor, so is what h gets back.
-                            hidden.push(h * factor);
-                            d_gate.push(d * factor * u * s * (1.0 + g * (1.0 - s)));
-                            d_up.push(d * factor * g * s);
-                        }
-                        d_factors[slot as usize] += dot;
-                    }
-                    Ok(())
-                })
-            })
-        })?;
-        let tensor = |values| Tensor::from_vec(values, (self.slots.len(), wide), &Device::Cpu);
-        let (hidden, d_gate, d_up) = (tensor(hidden)?, tensor(d_gate)?, tensor(d_up)?);
-        let rows = (d_gate.matmul(&self.expert.gate)? + d_up.matmul(&self.expert.up)?)?;
-        scatter(&rows, &self.tokens, |_| 1.0, dx)?;
-        Ok([d_gate.t()?.matmul(&x)?, d_up.t()?.matmul(&x)?, d_out.t()?.matmul(&hidden)?])
-    }
-}
-
-fn gathered(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
-    x.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)
-}
-
-/// Adds the rows `[n, C]`, each times its factor, to those of their tokens.
-fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &mut [f32]) -> Result<()> {
-    let width = rows.dim(1)?;
-    values(&rows.contiguous()?, |rows| {
-        for (n, (row, &token)) in rows.chunks_exact(width.max(1)).zip(tokens).enumerate() {
-            let (factor, at) = (factor(n), token as usize * width);
-            sums[at..at + width].iter_mut().zip(row).for_each(|(sum, x)| *sum += factor * x);
-        }
-        Ok(())
-    })
 }
 
 /// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the links of all parameters.
@@ -212,9 +122,16 @@ fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &
 /// the backward pass of this operation comes first and leaves the gradients in `gradients`, where the links find them.
 struct Mixed {
     top: usize,
-    parts: Vec<Part>,
+    parts: Vec<Linked>,
     gradients: Gradients,
     out: Mutex<Vec<f32>>,
+}
+
+/// An expert with tokens, what its backward needs, and the number of its first parameter among the links.
+struct Linked {
+    part: Part,
+    wide: Wide,
+    first_link: usize,
 }
 
 /// Of the parameters that were linked, by number.
@@ -255,9 +172,9 @@ impl CustomOp3 for Mixed {
         let factors = weights.flatten_all()?.to_vec1::<f32>()?;
         let d_out = d_out.contiguous()?;
         let (mut dx, mut d_factors) = (vec![0.0; tokens * width], vec![0.0; tokens * self.top]);
-        for (n, part) in self.parts.iter().enumerate() {
-            let of_part = part.backward(x, &factors, &d_out, &mut dx, &mut d_factors)?;
-            locked(&self.gradients).extend(of_part.into_iter().enumerate().map(|(which, d)| (3 * n + which, d)));
+        for Linked { part, wide, first_link } in &self.parts {
+            let of_part = part.backward(wide, x, &factors, &d_out, &mut dx, &mut d_factors)?;
+            locked(&self.gradients).extend((*first_link..).zip(of_part).filter_map(|(key, d)| Some((key, d?))));
         }
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
         Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(links.zeros_like()?)))

@@ -2,7 +2,11 @@
 
 use super::{Expert, NOWHERE, Routing};
 use crate::activation::Activation;
+use crate::dropout::Drops;
 use crate::gated_mlp::gated_mlp;
+use crate::linear::linear;
+use crate::lora::Adapter;
+use crate::swiglu::swiglu;
 use candle_core::{Device, Result, Tensor};
 use std::collections::BTreeMap;
 
@@ -16,7 +20,7 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     if slots.is_empty() {
         // Nothing to compute, but a way back to both: other ranks may wait at it.
         let host = |tensor: &Tensor| tensor.to_device(&Device::Cpu);
-        let routing = Routing { chosen: routing.chosen.clone(), weights: host(&routing.weights)? };
+        let routing = Routing { weights: host(&routing.weights)?, ..routing.clone() };
         return super::mixed(&host(x)?, &routing, expert)?.to_device(device);
     }
     let all: Vec<u32> = slots.values().flatten().copied().collect();
@@ -26,10 +30,25 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     let factors = routing.weights.contiguous()?.flatten_all()?.index_select(&Tensor::new(all, device)?, 0)?;
     let (mut outputs, mut first) = (Vec::new(), 0);
     for (index, slots) in &slots {
-        let Expert { gate, up, down } = expert(*index as usize)?;
-        outputs.push(gated_mlp(&rows.narrow(0, first, slots.len())?, &gate, &up, &down, Activation::Silu)?);
+        let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
+        let drops = routing.drops.as_ref().map(|drops| drops.of_rows(&tokens));
+        outputs.push(output(&rows.narrow(0, first, slots.len())?, &expert(*index as usize)?, drops.as_ref())?);
         first += slots.len();
     }
     let weighted = Tensor::cat(&outputs, 0)?.broadcast_mul(&factors.reshape((count, 1))?)?;
     x.zeros_like()?.index_add(&tokens, &weighted, 0)
+}
+
+/// One expert's output: x `[n, C]` to `[n, C]`, of which `drops` drops what goes into adapters.
+fn output(x: &Tensor, expert: &Expert, drops: Option<&Drops>) -> Result<Tensor> {
+    let Expert { gate, up, down, adapters } = expert;
+    if adapters.iter().all(Option::is_none) {
+        return gated_mlp(x, gate, up, down, Activation::Silu);
+    }
+    let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
+        Some(adapter) => linear(x, weight, None)? + adapter.part(x, drops)?,
+        None => linear(x, weight, None),
+    };
+    let [of_gate, of_up, of_down] = adapters;
+    through(&swiglu(&through(x, gate, of_gate)?, &through(x, up, of_up)?)?, down, of_down)
 }

@@ -17,7 +17,7 @@ use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Drops, Expert, Experts, RankDevice, Routing, cotangent, geglu as gemma};
+use ringspan_candle::{Adapter, Drops, Expert, Experts, RankDevice, Routing, cotangent, geglu as gemma};
 use std::sync::Arc;
 
 /// The first GPU; none where there is none, and a test has nothing to do.
@@ -155,6 +155,17 @@ fn the_loss_of_a_head_and_its_gradients_over_chunks() -> Result<()> {
 
 #[test]
 fn experts_and_the_pressure_on_their_router() {
+    mixture(false);
+    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
+    compare("pressed", &[random(&[4, 3], 3)], |_, x| pressed(&x[0], pressure.clone()));
+}
+
+#[test]
+fn experts_with_adapters_that_drop() {
+    mixture(true);
+}
+
+fn mixture(adapted: bool) {
     let (tokens, width, inner, experts, top) = (7, 6, 5, 4, 2);
     // One expert is chosen by nobody.
     let chosen: Vec<u32> = (0..tokens * top).map(|slot| [0, 2, 3, 2][(slot * 3) % 4] as u32).collect();
@@ -162,12 +173,25 @@ fn experts_and_the_pressure_on_their_router() {
     for expert in 0..experts as u64 {
         inputs.extend([&[inner, width], &[inner, width], &[width, inner]].map(|shape| random(shape, 10 + expert)));
     }
+    let rank = 3;
+    for which in 0..3 * experts as u64 {
+        let (to, from) = if which % 3 == 2 { (width, inner) } else { (inner, width) };
+        inputs.extend([random(&[rank, from], 30 + which), random(&[to, rank], 50 + which)]);
+    }
     let Some(gpu) = gpu() else { return };
+    let drops = Drops::new(7, (0..tokens).map(|token| 3 * token + 1).collect());
     let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
-        let routing = Routing { chosen: chosen.clone(), weights: x[1].clone() };
+        let routing = Routing { chosen: chosen.clone(), weights: x[1].clone(), drops: adapted.then(|| drops.clone()) };
         let expert = |index: usize| {
             let [gate, up, down] = [0, 1, 2].map(|which| x[2 + 3 * index + which].clone());
-            Ok(Expert { gate, up, down })
+            let adapter = |which: usize| {
+                let at = 2 + 3 * experts + 6 * index + 2 * which;
+                let (a, b) = (x[at].clone(), x[at + 1].clone());
+                Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which }
+            };
+            // One stands beside nothing.
+            let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));
+            Ok(Expert { adapters, ..Expert::plain(gate, up, down) })
         };
         let mut memory = Memory::new(Storage::F32);
         let first = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;
@@ -187,6 +211,4 @@ fn experts_and_the_pressure_on_their_router() {
             assert_equal(&format!("experts, again: {again}, result {index}"), got, wanted);
         }
     }
-    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
-    compare("pressed", &[random(&[4, 3], 3)], |_, x| pressed(&x[0], pressure.clone()));
 }

@@ -5,10 +5,15 @@
 use super::Block;
 use crate::architecture::Sparse;
 use crate::error::Result;
+use crate::lora::Lora;
 use candle_core::{D, Tensor};
 use ringspan_candle::experts::pressed;
 use ringspan_candle::linear::linear;
-use ringspan_candle::{Attend, Expert, Experts, Load, Routing};
+use ringspan_candle::{Attend, Drops, Expert, Experts, Load, Routing};
+use std::ops::Range;
+
+/// The matrices of an expert.
+const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 impl Block<'_> {
     /// h `[T, C]` to `[T, C]`.
@@ -16,8 +21,10 @@ impl Block<'_> {
         if h.dim(0)? == 0 {
             return self.no_tokens(sparse, h, attend);
         }
+        // A rank has its rows of the tokens that it shares.
+        let drops = self.drops(attend.tensor_parallel().part(attend.positions().len()), attend);
         let experts = attend.experts();
-        let mut probabilities = softmax(&self.router(h)?)?;
+        let mut probabilities = softmax(&self.router(h, drops.as_ref())?)?;
         for pressure in experts.pressures(self.index) {
             probabilities = pressed(&probabilities, pressure)?;
         }
@@ -29,7 +36,7 @@ impl Block<'_> {
         if sparse.normed {
             weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
         }
-        self.mix(h, &Routing { chosen, weights }, experts)
+        self.mix(sparse, h, Routing { chosen, weights, drops }, experts)
     }
 
     /// The experts of a rank without tokens: it may compute those of others. x `[0, C]` to `[0, C]`.
@@ -38,27 +45,49 @@ impl Block<'_> {
         experts.routed(self.index, load(&[], &[], sparse.experts))?;
         // Made from x, as a router's are: the way back visits both on every rank, in one order.
         let weights = x.reshape((0, sparse.top))?;
-        self.mix(x, &Routing { chosen: Vec::new(), weights }, experts)
+        self.mix(sparse, x, Routing { chosen: Vec::new(), weights, drops: self.drops(0..0, attend) }, experts)
+    }
+
+    /// What is dropped of these tokens on their way into adapters, if anything is.
+    fn drops(&self, tokens: Range<usize>, attend: &dyn Attend) -> Option<Drops> {
+        let drops = self.decoder.lora().filter(|lora| lora.dropout > 0.0).and(attend.drops())?;
+        Some(drops.of(drops.tokens()[tokens].to_vec()))
     }
 
     /// Logits `[T, E]`.
-    fn router(&self, h: &Tensor) -> Result<Tensor> {
-        let (name, weight) = ("mlp.gate", self.get("mlp.gate.weight")?);
-        match self.keeper {
-            Some(keeper) => keeper.router(&self.name(name), h, weight),
-            None => Ok(linear(h, weight, None)?),
+    fn router(&self, h: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+        let product = |name: &str, x: &Tensor, weight: &Tensor| match self.keeper {
+            Some(keeper) => keeper.router(&self.name(name), x, weight),
+            None => Ok(linear(x, weight, None)?),
+        };
+        let logits = product("mlp.gate", h, self.get("mlp.gate.weight")?)?;
+        match self.adapter("mlp.gate", || Ok(0))? {
+            // What is seen of either is never rounded.
+            Some(adapter) => Ok((logits + product("mlp.gate.lora_B", &adapter.narrow(h, drops)?, &adapter.b)?)?),
+            None => Ok(logits),
         }
     }
 
-    fn mix(&self, x: &Tensor, routing: &Routing, experts: &dyn Experts) -> Result<Tensor> {
+    fn mix(&self, sparse: Sparse, x: &Tensor, mut routing: Routing, experts: &dyn Experts) -> Result<Tensor> {
+        let adapted = |lora: &Lora| PARTS.iter().any(|part| lora.is_beside(part));
+        routing.drops = routing.drops.filter(|_| self.decoder.lora().is_some_and(adapted));
         let expert = |index: usize| -> Result<Expert> {
-            let part = |name: &str| self.get(&format!("mlp.experts.{index}.{name}.weight")).cloned();
-            Ok(Expert { gate: part("gate_proj")?, up: part("up_proj")?, down: part("down_proj")? })
+            let [gate, up, down] = PARTS.map(|part| format!("mlp.experts.{index}.{part}"));
+            let weight = |name: &str| self.get(&format!("{name}.weight")).cloned();
+            let whole = || Ok(0);
+            // Of what comes out of gate and up, a rank may have a part.
+            let narrow = || Ok(experts.part(sparse.wide).start);
+            Ok(Expert {
+                adapters: [self.adapter(&gate, whole)?, self.adapter(&up, whole)?, self.adapter(&down, narrow)?],
+                gate: weight(&gate)?,
+                up: weight(&up)?,
+                down: weight(&down)?,
+            })
         };
         // A layer that is computed again need not have its values.
         debug_assert!(!self.decoder.model.post_norms, "what experts give is only added to the layer's input");
         let expert = |index: usize| expert(index).map_err(candle_core::Error::wrap);
-        Ok(experts.mix(self.index, x, routing, &expert)?)
+        Ok(experts.mix(self.index, x, &routing, &expert)?)
     }
 }
 

@@ -1,5 +1,9 @@
 //! Fixtures of Hugging Face models, and ways to compute the same with ours.
-#![allow(dead_code)] // Each test file uses its part.
+#![allow(dead_code, unused_imports)] // Each test file uses its part.
+
+mod adapters;
+
+pub(crate) use adapters::adapted;
 
 use candle_core::{D, DType, Device, Tensor};
 use ringspan::attention::Group;

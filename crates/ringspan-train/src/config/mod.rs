@@ -15,7 +15,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
 use ringspan_candle::DeviceName;
 use ringspan_candle::kept::Storage;
-use ringspan_models::{ATTENTION_TARGETS, Decoder, Lora, Recompute, RopeScaling, folder::SavedType};
+use ringspan_models::{Lora, Recompute, RopeScaling, folder::SavedType};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// The settings of a run, kept in its folder so that it can be resumed.
@@ -255,15 +255,6 @@ impl TrainConfig {
             Length::Epochs(_) => None,
         });
         Ok(Self { resume: true, lr_before, ..Self::resolve(settings)? })
-    }
-
-    /// The adapters of a model of this kind: beside the layers that are named, or else all that can have them.
-    pub(crate) fn lora_of(&self, decoder: &Decoder) -> Option<Lora> {
-        let lora = self.lora.clone()?;
-        Some(match (&self.settings.lora_targets, decoder.experts()) {
-            (None, 1..) => Lora { targets: ATTENTION_TARGETS.map(str::to_owned).to_vec(), ..lora },
-            _ => lora,
-        })
     }
 
     /// The learning rates of a run of so many steps.

@@ -21,6 +21,10 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
+    /// Which of them have adapters, and whether these drop some of their inputs.
+    adapted: bool,
+    router_adapted: bool,
+    dropping: bool,
 }
 
 impl Experts {
@@ -37,6 +41,9 @@ impl Experts {
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,
+            adapted: setup.shapes.keys().any(|name| name.contains(".experts.") && name.contains(".lora_")),
+            router_adapted: setup.shapes.keys().any(|name| name.contains(".mlp.gate.lora_")),
+            dropping: decoder.lora().is_some_and(|lora| lora.dropout > 0.0),
         })
     }
 
@@ -45,9 +52,9 @@ impl Experts {
         2 * self.choices(rows) * self.wide
     }
 
-    /// Numbers of a router's results.
+    /// Numbers of a router's results that are kept, and of its adapter's.
     pub(super) fn router(&self, rows: u64) -> u64 {
-        rows * self.all
+        rows * self.all * if self.router_adapted { 2 } else { 1 }
     }
 
     /// Choices that a rank computes: as many come from other ranks as go to them.
@@ -67,7 +74,14 @@ impl Experts {
         let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
         // The products are there of all experts, the rest of one at a time.
         let of_one = self.choices(rows) * self.ep / self.all.max(1);
-        to_widths + to_experts + 10 * self.router(rows) + of_one * (4 * hidden + 5 * self.wide)
+        let of_adapters = match (self.adapted, self.dropping) {
+            (false, _) => 0,
+            // What they give back to the inputs, and where some of these are dropped, what is left of one.
+            (true, dropping) => 2 * hidden + self.wide + if dropping { hidden } else { 0 },
+        };
+        let dropped = if self.router_adapted && self.dropping { rows * hidden } else { 0 };
+        let router = 10 * rows * self.all + dropped;
+        to_widths + to_experts + router + of_one * (4 * hidden + 5 * self.wide + of_adapters)
     }
 
     /// Ranks that have experts of a token, on average.

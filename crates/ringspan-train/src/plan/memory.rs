@@ -156,7 +156,7 @@ impl Shape {
         };
         // Rows are gathered and summed as for attention.
         let gathered = if self.tp > 1 && self.feed_forward > 0 { 4 * tokens * self.hidden } else { 0 };
-        gathered + wide * self.feed_forward
+        gathered + wide * self.feed_forward + tokens * self.feed_forward_dropped
     }
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.

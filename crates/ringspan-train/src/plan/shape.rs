@@ -10,7 +10,7 @@ use crate::{
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
 use ringspan_candle::kept::Storage;
-use ringspan_models::{Config, Heads, Recompute};
+use ringspan_models::{Config, Heads, ROUTER, Recompute};
 
 /// Of the rank that has most of each.
 #[derive(Clone)]
@@ -25,8 +25,10 @@ pub(super) struct Shape {
     pub(super) feed_forward: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
-    /// Numbers of a token that a layer's adapters have of their own, where some of their inputs are dropped.
+    /// Numbers of a token that the adapters beside attention have of their own, where some of their inputs are dropped; and
+    /// those beside the feed-forward part of a layer without experts.
     pub(super) dropped: u64,
+    pub(super) feed_forward_dropped: u64,
     pub(super) vocabulary: u64,
     /// Whether the embedding is the output head, too.
     pub(super) tied: bool,
@@ -55,12 +57,15 @@ impl Shape {
         let dense = experts.is_none_or(|experts| experts.layers < layers);
         let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
         let input = |target: &String| match target.as_str() {
-            "o_proj" => heads.queries.len() * model.head_dim(),
-            "down_proj" => feed_forward,
-            _ => model.hidden_size,
+            "o_proj" => [heads.queries.len() * model.head_dim(), 0],
+            "down_proj" => [0, feed_forward],
+            "gate_proj" | "up_proj" => [0, model.hidden_size],
+            ROUTER => [0, 0],
+            _ => [model.hidden_size, 0],
         };
         let drops = config.lora.as_ref().filter(|lora| lora.dropout > 0.0);
-        let dropped = drops.map_or(0, |lora| lora.targets.iter().map(input).sum::<usize>());
+        let [dropped, feed_forward_dropped] = [0, 1]
+            .map(|part| drops.map_or(0, |lora| lora.targets.iter().map(|target| input(target)[part]).sum::<usize>()));
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,
@@ -68,6 +73,7 @@ impl Shape {
             hidden: model.hidden_size as u64,
             heads,
             dropped: dropped as u64,
+            feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
             dim: model.head_dim() as u64,
             feed_forward: feed_forward as u64,
             feed_forward_adapted: setup

@@ -81,18 +81,28 @@ mod tests {
         Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
     }
 
+    /// The same with adapters, of which those of experts are whole where their matrices are cut.
+    fn adapted() -> Decoder {
+        let targets = ringspan_models::TARGETS.map(str::to_owned).to_vec();
+        let lora = ringspan_models::Lora::new(2, 1.0, targets).expect("possible");
+        decoder().with_lora(lora).expect("possible")
+    }
+
     /// Every element is kept by exactly one rank of a copy where shards are cut, and by all its holders where not.
     #[test]
     fn the_shards_of_all_ranks_are_the_model() {
-        let decoder = decoder();
-        for (ranks, tp, ep, moe_tp, cut) in [
+        let meshes = [
             (1, 1, 1, 1, true),
             (6, 3, 1, 1, true),
             (8, 4, 2, 2, true),
             (8, 4, 2, 4, true),
             (4, 2, 4, 1, true),
             (4, 2, 2, 1, false),
-        ] {
+            (8, 2, 2, 2, false),
+        ];
+        let of_models =
+            [decoder(), adapted()].into_iter().flat_map(|decoder| meshes.map(|mesh| (decoder.clone(), mesh)));
+        for (decoder, (ranks, tp, ep, moe_tp, cut)) in of_models {
             let place = |rank: usize| Place {
                 tp: (rank % tp, tp),
                 ep: (rank / moe_tp % ep, ep),
@@ -103,9 +113,10 @@ mod tests {
                 for (name, shape) in decoder.unit_shapes(unit) {
                     let width = shape.get(1).copied().unwrap_or(1);
                     let mut kept = vec![0; shape.iter().product()];
+                    let trained = decoder.trains(&name);
                     for rank in 0..ranks {
                         for (family, flat) in
-                            sharing.flats(&decoder, unit, rank, true).expect("possible").iter().enumerate()
+                            sharing.flats(&decoder, unit, rank, trained).expect("possible").iter().enumerate()
                         {
                             for piece in flat.pieces(sharing.shard(rank, family).0) {
                                 let portion = piece.portion;

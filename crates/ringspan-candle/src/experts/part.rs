@@ -1,0 +1,178 @@
+//! One expert with its tokens: its products, and the gradients of all that they are made of.
+//!
+//! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert.
+
+use super::Expert;
+use crate::dropout::Drops;
+use crate::kept::Kept;
+use crate::lora::Adapter;
+use crate::slices::values;
+use candle_core::{Device, Result, Tensor, bail};
+
+/// Products of one expert's tokens with its gate and up, `[n, I]` each, as they wait for the backward.
+#[derive(Debug, Clone)]
+pub(super) struct Wide {
+    pub(super) gate: Kept,
+    pub(super) up: Kept,
+}
+
+impl Wide {
+    /// Itself, if it has this shape.
+    pub(super) fn of(self, shape: [usize; 2]) -> Result<Self> {
+        if self.gate.dims() != shape {
+            bail!("a mixture kept products {:?} of an expert, and now they are {shape:?}", self.gate.dims());
+        }
+        Ok(self)
+    }
+}
+
+/// One expert with its tokens, without a graph.
+pub(super) struct Part {
+    expert: Expert,
+    /// Which of gate, up and down need gradients; adapters do, where there are any.
+    trained: [bool; 3],
+    /// What is dropped of the tokens.
+    drops: Option<Drops>,
+    /// The tokens `[n]`, and their places in `[T, K]`.
+    tokens: Vec<u32>,
+    slots: Vec<u32>,
+}
+
+impl Part {
+    /// The tokens of these `slots`, of which each token has `top`.
+    pub(super) fn new(expert: &Expert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
+        let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
+        Self {
+            trained: [&expert.gate, &expert.up, &expert.down].map(Tensor::track_op),
+            drops: drops.map(|drops| drops.of_rows(&tokens)),
+            expert: expert.detach(),
+            tokens,
+            slots,
+        }
+    }
+
+    /// The shape of its products with gate and up.
+    pub(super) fn wide(&self) -> Result<[usize; 2]> {
+        Ok([self.tokens.len(), self.expert.gate.dim(0)?])
+    }
+
+    /// Of x `[T, C]`, the rows of its tokens through gate and through up: `[n, I]` each.
+    pub(super) fn products(&self, x: &Tensor) -> Result<[Tensor; 2]> {
+        let (rows, [gate, up, _]) = (gathered(x, &self.tokens)?, self.adapters());
+        Ok([self.through(&rows, &self.expert.gate, gate)?, self.through(&rows, &self.expert.up, up)?])
+    }
+
+    /// Adds the expert's output, of [`Self::products`] and times the factors `[T, K]`, to `out` `[T, C]`.
+    pub(super) fn add_output(&self, [gate, up]: [&Tensor; 2], factors: &[f32], out: &mut [f32]) -> Result<()> {
+        let y = self.through(&(gate.silu()? * up)?, &self.expert.down, self.adapters()[2])?;
+        scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
+    }
+
+    /// `x weight^T`, and the adapter's part.
+    fn through(&self, x: &Tensor, weight: &Tensor, adapter: Option<&Adapter>) -> Result<Tensor> {
+        let y = x.matmul(&weight.t()?)?;
+        match adapter {
+            Some(adapter) => y + adapter.part(x, self.drops.as_ref())?,
+            None => Ok(y),
+        }
+    }
+
+    fn adapters(&self) -> [Option<&Adapter>; 3] {
+        self.expert.adapters.each_ref().map(Option::as_ref)
+    }
+
+    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`; returns the gradients of what [`Expert::parameters`] are,
+    /// in their order, where they are trained.
+    pub(super) fn backward(
+        &self,
+        wide: &Wide,
+        x: &Tensor,
+        factors: &[f32],
+        d_out: &Tensor,
+        dx: &mut [f32],
+        d_factors: &mut [f32],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let ([of_gate, of_up, of_down], drops) = (self.adapters(), self.drops.as_ref());
+        let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
+        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, drops)).transpose();
+        // Without the factors: so it is their gradient, too.
+        let mut unscaled = d_out.matmul(&self.expert.down)?;
+        let down_back = back(of_down, &d_out)?;
+        if let Some([d_hidden, _]) = &down_back {
+            unscaled = (unscaled + d_hidden)?;
+        }
+        let (gate, up) = (wide.gate.tensor()?, wide.up.tensor()?);
+        let [hidden, d_gate, d_up] = self.gated(&gate, &up, &unscaled, factors, d_factors)?;
+        let mut rows = (d_gate.matmul(&self.expert.gate)? + d_up.matmul(&self.expert.up)?)?;
+        let (gate_back, up_back) = (back(of_gate, &d_gate)?, back(of_up, &d_up)?);
+        for [d_rows, _] in [&gate_back, &up_back].into_iter().flatten() {
+            rows = (rows + d_rows)?;
+        }
+        scatter(&rows, &self.tokens, |_| 1.0, dx)?;
+
+        let pairs = [(&d_gate, &x), (&d_up, &x), (&d_out, &hidden)];
+        let mut gradients = Vec::new();
+        for ((dy, x), trained) in pairs.iter().zip(self.trained) {
+            gradients.push(if trained { Some(dy.t()?.matmul(x)?) } else { None });
+        }
+        for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
+            if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {
+                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, drops)?.map(Some));
+            }
+        }
+        Ok(gradients)
+    }
+
+    /// What down was multiplied with, times the factors, and the gradients of gate and up, `[n, I]` each, from the
+    /// gradient of the former without them.
+    fn gated(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        unscaled: &Tensor,
+        factors: &[f32],
+        d_factors: &mut [f32],
+    ) -> Result<[Tensor; 3]> {
+        let wide = gate.dim(1)?;
+        let (mut hidden, mut d_gate, mut d_up) = (Vec::new(), Vec::new(), Vec::new());
+        values(gate, |gate| {
+            values(up, |up| {
+                values(unscaled, |d| {
+                    for (n, &slot) in self.slots.iter().enumerate() {
+                        let row = n * wide..(n + 1) * wide;
+                        let (factor, mut dot) = (factors[slot as usize], 0.0f32);
+                        for ((g, u), d) in gate[row.clone()].iter().zip(&up[row.clone()]).zip(&d[row]) {
+                            let s = 1.0 / (1.0 + (-g).exp());
+                            let h = g * s * u;
+                            dot += h * d;
+                            // The output is h times the factor, so is what h gets back.
+                            hidden.push(h * factor);
+                            d_gate.push(d * factor * u * s * (1.0 + g * (1.0 - s)));
+                            d_up.push(d * factor * g * s);
+                        }
+                        d_factors[slot as usize] += dot;
+                    }
+                    Ok(())
+                })
+            })
+        })?;
+        let tensor = |values| Tensor::from_vec(values, (self.slots.len(), wide), &Device::Cpu);
+        Ok([tensor(hidden)?, tensor(d_gate)?, tensor(d_up)?])
+    }
+}
+
+fn gathered(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+    x.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)
+}
+
+/// Adds the rows `[n, C]`, each times its factor, to those of their tokens.
+fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &mut [f32]) -> Result<()> {
+    let width = rows.dim(1)?;
+    values(&rows.contiguous()?, |rows| {
+        for (n, (row, &token)) in rows.chunks_exact(width.max(1)).zip(tokens).enumerate() {
+            let (factor, at) = (factor(n), token as usize * width);
+            sums[at..at + width].iter_mut().zip(row).for_each(|(sum, x)| *sum += factor * x);
+        }
+        Ok(())
+    })
+}

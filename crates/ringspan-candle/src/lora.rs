@@ -1,0 +1,76 @@
+//! A low-rank adapter beside a linear layer (Hu et al., 2021, arXiv:2106.09685).
+//!
+//! Shape letters: T tokens, R inner width.
+
+use crate::dropout::Drops;
+use crate::linear::linear;
+use candle_core::{Result, Tensor};
+
+/// An adapter's matrices, and how they are used. A rank that has part of a layer's width has as much of the adapter's.
+#[derive(Debug, Clone)]
+pub struct Adapter {
+    /// `[R, in]`.
+    pub a: Tensor,
+    /// `[out, R]`.
+    pub b: Tensor,
+    /// What the product of the matrices is multiplied with.
+    pub scale: f64,
+    /// Share of the input that is dropped in training, in 0..1.
+    pub dropout: f64,
+    /// Number of the layer, by which it drops apart from others.
+    pub layer: usize,
+    /// First column of the input that is here.
+    pub first: usize,
+}
+
+impl Adapter {
+    /// Its part of the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`, differentiable in x and in the matrices. In
+    /// training, `drops` says what is dropped of x.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn part(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+        linear(&self.narrow(x, drops)?, &self.b, None)
+    }
+
+    /// What B is multiplied with, `scale x A^T`: x `[T, in]` to `[T, R]`, as in [`Self::part`].
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn narrow(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+        // The scale goes to the narrow matrix.
+        linear(&self.input(x, drops)?, &self.a, None)? * self.scale
+    }
+
+    /// x with some of it dropped, or a gradient of what was dropped as one of x: dropping is its own backward.
+    fn input(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+        match drops.filter(|_| self.dropout > 0.0) {
+            Some(drops) => drops.apply(x, self.dropout, self.layer, self.first),
+            None => Ok(x.clone()),
+        }
+    }
+
+    /// The same without a graph.
+    pub(crate) fn detach(&self) -> Self {
+        Self { a: self.a.detach(), b: self.b.detach(), ..self.clone() }
+    }
+
+    /// For the gradient dy `[T, out]` of its part: that of x, `[T, in]`, and that of the narrow product, `[T, R]`.
+    pub(crate) fn backward(&self, dy: &Tensor, drops: Option<&Drops>) -> Result<[Tensor; 2]> {
+        let d_narrow = (dy.matmul(&self.b)? * self.scale)?;
+        Ok([self.input(&d_narrow.matmul(&self.a)?, drops)?, d_narrow])
+    }
+
+    /// Gradients of A and B, for x, the gradient of the adapter's part and that of the narrow product.
+    pub(crate) fn d_matrices(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        d_narrow: &Tensor,
+        drops: Option<&Drops>,
+    ) -> Result<[Tensor; 2]> {
+        let x = self.input(x, drops)?;
+        let narrow = (x.matmul(&self.a.t()?)? * self.scale)?;
+        Ok([d_narrow.t()?.matmul(&x)?, dy.t()?.matmul(&narrow)?])
+    }
+}

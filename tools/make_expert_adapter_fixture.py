@@ -1,0 +1,59 @@
+"""A PEFT adapter on the tiny Qwen3-MoE of the model fixtures, with PEFT's logits, loss and gradients.
+
+    pip install -r tools/requirements-experts.txt && python tools/make_expert_adapter_fixture.py
+
+Its own versions: since transformers 5 a mixture's experts are two tensors and no linear layers, beside which `all-linear`
+puts nothing. Writes crates/ringspan-models/tests/fixtures/qwen3_moe_lora, as make_adapter_fixture.py does llama_lora; the
+router has an adapter, too.
+"""
+
+import json
+import pathlib
+import shutil
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures")
+
+
+def main() -> None:
+    torch.manual_seed(13)
+    out = FIXTURES / "qwen3_moe_lora"
+    given = load_file(FIXTURES / "qwen3_moe" / "reference.safetensors")
+    # Written by transformers 5, which calls the number of experts otherwise.
+    config = Qwen3MoeConfig.from_pretrained(FIXTURES / "qwen3_moe")
+    config.num_experts = config.num_local_experts
+    model = Qwen3MoeForCausalLM.from_pretrained(FIXTURES / "qwen3_moe", config=config, attn_implementation="eager")
+    model = model.float()
+    apart = (model(input_ids=given["tokens"]).logits - given["logits"]).norm() / given["logits"].norm()
+    assert apart < 1e-5, f"the model is read as another one: logits are {apart} apart"
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # New adapters have 0 here, and then A has no gradient.
+                parameter.normal_(0.0, 0.1)
+    shutil.rmtree(out, ignore_errors=True)
+    adapted.save_pretrained(out)
+    (out / "README.md").unlink(missing_ok=True)
+    config = json.loads((out / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "../qwen3_moe"
+    config["target_modules"] = sorted(config["target_modules"])
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    answer = adapted(input_ids=given["tokens"], labels=given["tokens"])
+    answer.loss.backward()
+    reference = {"tokens": given["tokens"], "logits": answer.logits.detach(), "loss": answer.loss.detach().reshape(1)}
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            plain = name.removeprefix("base_model.model.").replace(".default.", ".")
+            # An expert that no token went to has none.
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            reference[f"grad.{plain}"] = gradient.contiguous()
+    save_file(reference, out / "reference.safetensors")
+
+
+if __name__ == "__main__":
+    main()
