@@ -3,10 +3,11 @@
 
 use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan_candle::Drops;
+use ringspan_candle::cast::cast;
 use ringspan_candle::linear::linear;
 
 /// The linear layers that adapters can stand beside.
@@ -112,9 +113,9 @@ impl Lora {
 
     /// The adapter's part of a layer: x `[T, in]` to `[T, out]`.
     pub(crate) fn apply(&self, x: &Tensor, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-        // The scale goes to the narrow matrix.
-        let narrow = (linear(x, a, None)? * self.scale())?;
-        Ok(linear(&narrow, b, None)?)
+        // The scale goes to the narrow matrix, and is not rounded itself.
+        let narrow = (cast(&linear(x, a, None)?, DType::F32)? * self.scale())?;
+        Ok(linear(&cast(&narrow, x.dtype())?, b, None)?)
     }
 
     /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.

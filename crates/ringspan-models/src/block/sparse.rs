@@ -5,7 +5,8 @@
 use super::Block;
 use crate::architecture::Sparse;
 use crate::error::Result;
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
+use ringspan_candle::cast::cast;
 use ringspan_candle::experts::pressed;
 use ringspan_candle::linear::linear;
 use ringspan_candle::{Attend, Expert, Experts, Load, Routing};
@@ -37,16 +38,17 @@ impl Block<'_> {
         let experts = attend.experts();
         experts.routed(self.index, load(&[], &[], sparse.experts))?;
         // Made from x, as a router's are: the way back visits both on every rank, in one order.
-        let weights = x.reshape((0, sparse.top))?;
+        let weights = cast(&x.reshape((0, sparse.top))?, DType::F32)?;
         self.mix(x, &Routing { chosen: Vec::new(), weights }, experts)
     }
 
-    /// Logits `[T, E]`.
+    /// Logits `[T, E]`, f32 whatever the model computes in: near a tie, what is rounded goes to another expert.
     fn router(&self, h: &Tensor) -> Result<Tensor> {
         let (name, weight) = ("mlp.gate", self.get("mlp.gate.weight")?);
+        let (h, weight) = (cast(h, DType::F32)?, cast(weight, DType::F32)?);
         match self.keeper {
-            Some(keeper) => keeper.router(&self.name(name), h, weight),
-            None => Ok(linear(h, weight, None)?),
+            Some(keeper) => keeper.router(&self.name(name), &h, &weight),
+            None => Ok(linear(&h, &weight, None)?),
         }
     }
 

@@ -49,6 +49,7 @@ impl Case {
             steps: 4,
             recompute: None,
             activations: None,
+            dtype: None,
             model: None,
             json: false,
         };
