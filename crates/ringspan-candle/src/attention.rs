@@ -1,10 +1,11 @@
 //! Attention over a group of ranks as one candle operation with a backward.
 
+use crate::cast::cast;
 use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
-#[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
+#[cfg(feature = "cuda")]
+use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
 use ringspan::kernel::Floats;
 use ringspan::{Schedule, Score};
@@ -12,7 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
 ///
-/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32. All ranks must call this in the same order,
+/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32 or, on a GPU, bf16, in which keys and values then travel;
+/// sums are f32, and rounded once. All ranks must call this in the same order,
 /// forward and backward.
 ///
 /// Tensors on the GPU on which the group's kernel computes stay there, and so do the output and all gradients. Where the kernel
@@ -165,11 +167,12 @@ impl CustomOp3 for Attention {
         if let Some(kept) = self.known(&shape)? {
             return crate::gpu::copied(&kept.tensor()?);
         }
-        let (kernel, device) = (self.group.kernel(), q.device.clone());
+        let (kernel, device, dtype) = (self.group.kernel(), q.device.clone(), q.dtype());
         let loan = |storage, layout| Loan::cuda(kernel, storage, layout);
         let (q, k, v) = (loan(q, q_layout)?, loan(k, k_layout)?, loan(v, v_layout)?);
         let out = self.forward([&q, &k, &v], &Device::Cuda(device.clone()))?;
-        Ok((loan::on_gpu(out, &device)?, Shape::from(&shape[..])))
+        let shape = Shape::from(&shape[..]);
+        Ok((crate::gpu::converted_if(loan::on_gpu(out, &device)?, &shape, dtype)?, shape))
     }
 
     fn bwd(
@@ -194,7 +197,9 @@ impl CustomOp3 for Attention {
         let saved = Forward { out: out.data()?, lse: lse.data()?, peak_bytes: 0 };
         let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
             .map_err(candle_core::Error::wrap)?;
-        let tensor = |values, like: &Tensor| loan::tensor(kernel, values, like.shape(), like.device()).map(Some);
+        let tensor = |values, like: &Tensor| {
+            cast(&loan::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)
+        };
         Ok((tensor(gradients.dq, q)?, tensor(gradients.dk, k)?, tensor(gradients.dv, v)?))
     }
 }

@@ -1,23 +1,24 @@
 //! Attention of new tokens over keys and values that ranks keep between calls.
 
+use crate::cast::cast;
 use crate::loan::{self, Loan};
 use candle_core::{Result, Tensor};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, on_device};
 use ringspan::{Mask, Score};
 
 /// Attention of q `[Tq, H, D]`, which every rank has, over the keys of all ranks, of which k `[n, G, D]` and v `[n, G, Dv]` are
-/// this rank's, to `[Tq, H, Dv]`; not differentiable. All ranks of the group must call this.
+/// this rank's, to `[Tq, H, Dv]`, f32 or, on a GPU, bf16; not differentiable. All ranks of the group must call this.
 ///
 /// Tensors on the GPU on which the group's kernel computes stay there. Where the kernel computes on the CPU, those of a GPU are
 /// copied there and back.
 ///
 /// # Errors
-/// Other types than f32, shapes that do not fit the tokens, tensors on another GPU than the kernel's, failures of other ranks.
+/// Other types, shapes that do not fit the tokens, tensors on another GPU than the kernel's, failures of other ranks.
 pub fn decode(group: &Group, mask: &Mask, tokens: &Tokens, [q, k, v]: [&Tensor; 3], score: &Score) -> Result<Tensor> {
     let kernel = group.kernel();
     let (_, heads, _) = q.dims3()?;
     let (_, _, v_dim) = v.dims3()?;
-    let (shape, device) = ((q.dim(0)?, heads, v_dim), q.device());
+    let (shape, device, dtype) = ((q.dim(0)?, heads, v_dim), q.device(), q.dtype());
     let (q, k, v) = (loan::readable(kernel, q)?, loan::readable(kernel, k)?, loan::readable(kernel, v)?);
     let guards = [&q, &k, &v].map(Tensor::storage_and_layout);
     let [q, k, v] = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
@@ -25,5 +26,5 @@ pub fn decode(group: &Group, mask: &Mask, tokens: &Tokens, [q, k, v]: [&Tensor; 
     let inputs = Inputs::new(q.view()?, k.view()?, v.view()?, score);
     let (out, _) =
         on_device::decode(group, mask, tokens, &inputs, Merge::AllGather).map_err(candle_core::Error::wrap)?;
-    loan::tensor(kernel, out, shape, device)
+    cast(&loan::tensor(kernel, out, shape, device)?, dtype)
 }

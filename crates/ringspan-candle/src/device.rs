@@ -1,6 +1,9 @@
-//! What ranks compute on, chosen once and handed down: threads of the CPU, or GPUs.
+//! What ranks compute on, chosen once and handed down: threads of the CPU, or GPUs; and in which type models compute there.
 
-use candle_core::Device;
+use crate::kept::rounded;
+use crate::precision::Precision;
+use crate::slices;
+use candle_core::{DType, Device, Shape, Tensor, Var};
 use ringspan::Kernel;
 use ringspan::error::{Error, Result};
 use std::fmt;
@@ -48,6 +51,7 @@ impl fmt::Display for DeviceName {
 #[derive(Debug, Clone)]
 pub struct RankDevice {
     tensors: Device,
+    precision: Precision,
     #[cfg(feature = "cuda")]
     gpu: Option<ringspan::kernel::Gpu>,
 }
@@ -56,11 +60,12 @@ impl RankDevice {
     /// The processor.
     pub const CPU: Self = Self {
         tensors: Device::Cpu,
+        precision: Precision::F32,
         #[cfg(feature = "cuda")]
         gpu: None,
     };
 
-    /// The GPU of this number, with a stream of its own for tensors.
+    /// The GPU of this number, with a stream of its own for tensors. Models compute in f32 there.
     ///
     /// # Errors
     /// No driver, no such GPU, or no compiler for kernels.
@@ -73,12 +78,51 @@ impl RankDevice {
             operation: "open for tensors",
             message: error.to_string(),
         })?;
-        Ok(Self { tensors, gpu: Some(gpu) })
+        Ok(Self { tensors, precision: Precision::F32, gpu: Some(gpu) })
     }
 
     /// Where candle's tensors lie.
     pub fn tensors(&self) -> &Device {
         &self.tensors
+    }
+
+    /// The same, where models compute in another type.
+    ///
+    /// # Errors
+    /// A CPU that is to compute in bf16.
+    pub fn computing_in(self, precision: Precision) -> Result<Self> {
+        if self.tensors.is_cpu() {
+            precision.check(DeviceName::Cpu)?;
+        }
+        Ok(Self { precision, ..self })
+    }
+
+    /// The type in which models compute here.
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// An f32 parameter of a model as it is computed with here: rounded on the CPU, so that half is copied, if that is in
+    /// bf16. One that is here already in this type is not copied.
+    ///
+    /// # Errors
+    /// A GPU without memory for it; other types.
+    pub fn parameter(&self, tensor: &Tensor) -> candle_core::Result<Tensor> {
+        if self.precision == Precision::F32 || tensor.dtype() != DType::F32 || !tensor.device().is_cpu() {
+            return tensor.to_device(&self.tensors)?.to_dtype(self.precision.dtype());
+        }
+        slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
+    }
+
+    /// The same of numbers, as a variable: who differentiates in it need not copy it.
+    ///
+    /// # Errors
+    /// A GPU without memory for it; another number of them than the shape has.
+    pub fn variable(&self, values: Vec<f32>, shape: impl Into<Shape>) -> candle_core::Result<Var> {
+        match self.precision {
+            Precision::F32 => Var::from_vec(values, shape.into(), &self.tensors),
+            Precision::Bf16 => Var::from_vec(rounded(&values), shape.into(), &self.tensors),
+        }
     }
 
     /// What computes attention, with `threads` threads where it is the CPU.
@@ -140,6 +184,17 @@ impl Devices {
         })
     }
 
+    /// The same, where models compute in another type.
+    ///
+    /// # Errors
+    /// CPUs that are to compute in bf16.
+    pub fn computing_in(self, precision: Precision) -> Result<Self> {
+        if !self.are_gpus() {
+            precision.check(DeviceName::Cpu)?;
+        }
+        Ok(Self { gpus: self.gpus.into_iter().map(|gpu| gpu.computing_in(precision)).collect::<Result<_>>()? })
+    }
+
     /// Devices, at least one: ranks whose numbers leave the same rest share one.
     pub fn count(&self) -> usize {
         self.gpus.len().max(1)
@@ -183,5 +238,8 @@ mod tests {
         let devices = Devices::open(DeviceName::Cpu, Some(3)).expect("a CPU");
         assert_eq!((devices.count(), devices.iter().count(), devices.are_gpus()), (1, 1, false));
         assert!((0..5).all(|rank| devices.of(rank).tensors().is_cpu()));
+        assert!(devices.clone().computing_in(Precision::F32).is_ok());
+        let refused = devices.computing_in(Precision::Bf16).expect_err("a CPU").to_string();
+        assert!(refused.contains("--device cuda"), "{refused}");
     }
 }

@@ -1,5 +1,6 @@
 //! The gated activation of Gemma's feed-forward layer as one operation with a backward (Shazeer, 2020).
 
+use crate::activation::Activation;
 use crate::gpu;
 use crate::slices::{cpu, values};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
@@ -14,7 +15,7 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("geglu of {:?} and {:?}: the shapes differ", gate.shape(), up.shape());
     }
     if gpu::holds(gate) {
-        return gate.gelu()? * up;
+        return gpu::gated(gate, up, Activation::GeluTanh);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, GeGlu)
 }

@@ -1,6 +1,10 @@
 //! Layers on a GPU: made of candle's operations, which candle differentiates, with the values and gradients of the fused
 //! layers of the CPU. Products are cuBLAS's.
+//!
+//! Tensors are f32 or bf16. Of bf16, what is not a product is computed in f32, and rounded once, as a layer's result.
 
+use crate::activation::Activation;
+use crate::cast::cast;
 use crate::rope::Rotation;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
@@ -11,14 +15,34 @@ pub(crate) fn holds(tensor: &Tensor) -> bool {
 }
 
 /// An operation of this crate, on the CPU wherever the tensor is; its result is where the tensor is.
+/// Those of a GPU travel in f32, whatever their type.
 pub(crate) fn on_host(x: &Tensor, op: impl CustomOp1 + 'static + Send + Sync) -> Result<Tensor> {
-    x.contiguous()?.to_device(&Device::Cpu)?.apply_op1(op)?.to_device(x.device())
+    if !holds(x) {
+        return x.contiguous()?.apply_op1(op);
+    }
+    let host = cast(&x.contiguous()?, DType::F32)?.to_device(&Device::Cpu)?;
+    cast(&host.apply_op1(op)?.to_device(x.device())?, x.dtype())
 }
 
-/// Zeros of f32, as an operation returns them.
+/// Zeros of the same type, as an operation returns them.
 pub(crate) fn zeros(like: &CudaStorage, shape: impl Into<Shape>) -> Result<(CudaStorage, Shape)> {
     let shape = shape.into();
-    Ok((like.device().zeros_impl(&shape, DType::F32)?, shape))
+    Ok((like.device().zeros_impl(&shape, like.dtype())?, shape))
+}
+
+/// Elements in another type, as an operation returns them.
+pub(crate) fn converted(x: &CudaStorage, at: &Layout, to: DType) -> Result<CudaStorage> {
+    match at.shape().elem_count() {
+        // A GPU starts no kernel for nothing.
+        0 => x.device().zeros_impl(at.shape(), to),
+        _ => x.to_dtype(at, to),
+    }
+}
+
+/// What an operation computed, in the type in which it returns it.
+#[cfg(feature = "cuda")]
+pub(crate) fn converted_if(x: CudaStorage, shape: &Shape, to: DType) -> Result<CudaStorage> {
+    if x.dtype() == to { Ok(x) } else { converted(&x, &Layout::contiguous(shape), to) }
 }
 
 /// A tensor as an operation returns it: a copy.
@@ -66,8 +90,19 @@ impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
 
 /// As [`rms_norm`](crate::norm::rms_norm).
 pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let root = (x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    x.broadcast_div(&root)?.broadcast_mul(weight)
+    let (wide, weight) = (cast(x, DType::F32)?, cast(weight, DType::F32)?);
+    let root = (wide.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
+    cast(&wide.broadcast_div(&root)?.broadcast_mul(&weight)?, x.dtype())
+}
+
+/// As [`gated`](crate::swiglu::gated).
+pub(crate) fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
+    let (wide, factor) = (cast(gate, DType::F32)?, cast(up, DType::F32)?);
+    let open = match activation {
+        Activation::Silu => wide.silu()?,
+        Activation::GeluTanh => wide.gelu()?,
+    };
+    cast(&(open * factor)?, gate.dtype())
 }
 
 /// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
@@ -93,8 +128,11 @@ fn pick(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
 }
 
 fn add_up(x: &Tensor, rows: &Tensor, of: usize) -> Result<Tensor> {
-    let zeros = Tensor::zeros((of, x.dim(1)?), x.dtype(), x.device())?;
-    if x.elem_count() == 0 { Ok(zeros) } else { zeros.index_add(rows, &x.contiguous()?, 0) }
+    if x.elem_count() == 0 {
+        return Tensor::zeros((of, x.dim(1)?), x.dtype(), x.device());
+    }
+    let zeros = Tensor::zeros((of, x.dim(1)?), DType::F32, x.device())?;
+    cast(&zeros.index_add(rows, &cast(&x.contiguous()?, DType::F32)?, 0)?, x.dtype())
 }
 
 /// As [`rope`](crate::rope::rope).
@@ -108,14 +146,16 @@ pub(crate) fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
 /// x `[T, H, D]` by angles `[T, 1, D/2]`.
 fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let half = cos.dim(D::Minus1)?;
-    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let wide = cast(x, DType::F32)?;
+    let (a, b) = (wide.narrow(2, 0, half)?, wide.narrow(2, half, half)?);
     let first = (a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?;
     let second = (b.broadcast_mul(cos)? + a.broadcast_mul(sin)?)?;
-    Tensor::cat(&[first, second], 2)
+    cast(&Tensor::cat(&[first, second], 2)?, x.dtype())
 }
 
-/// x times a constant of its shape.
+/// x times a constant of its shape, f32.
 pub(crate) fn masked(x: &Tensor, mask: Tensor) -> Result<Tensor> {
-    let value = (x.detach() * &mask)?;
-    given(x, value, move |d| d * &mask)
+    let times = move |x: &Tensor| cast(&(cast(x, DType::F32)? * &mask)?, x.dtype());
+    let value = times(&x.detach())?;
+    given(x, value, times)
 }

@@ -1,11 +1,12 @@
 //! Numbers that wait from a layer's forward pass for its backward, whole or rounded.
 
+use crate::cast::cast;
 use crate::{gpu, pool, slices};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use std::{fmt, str::FromStr, sync::Arc};
 
-/// The type in which what waits is stored. What is computed with is f32 in any case.
+/// The type in which what waits is stored. What is computed with keeps its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Storage {
     /// Nothing is lost.
@@ -51,6 +52,8 @@ impl Storage {
 #[derive(Debug, Clone)]
 pub struct Kept {
     shape: Vec<usize>,
+    /// Of the tensor that was given.
+    dtype: DType,
     numbers: Numbers,
 }
 
@@ -62,26 +65,26 @@ enum Numbers {
 }
 
 impl Kept {
-    /// Keeps a contiguous f32 tensor, without its graph.
+    /// Keeps a contiguous tensor, without its graph: f32, or on a GPU also bf16, which is kept as it is.
     ///
     /// # Errors
     /// Other tensors.
     pub fn new(tensor: &Tensor, storage: Storage) -> Result<Self> {
         let numbers = match storage {
             Storage::F32 => Numbers::Whole(tensor.detach()),
-            Storage::Bf16 if gpu::holds(tensor) => Numbers::Whole(tensor.detach().to_dtype(DType::BF16)?),
+            Storage::Bf16 if gpu::holds(tensor) => Numbers::Whole(cast(&tensor.detach(), DType::BF16)?),
             Storage::Bf16 => Numbers::Rounded(Arc::new(slices::values(tensor, |values| Ok(rounded(values)))?)),
         };
-        Ok(Self { shape: tensor.dims().to_vec(), numbers })
+        Ok(Self { shape: tensor.dims().to_vec(), dtype: tensor.dtype(), numbers })
     }
 
-    /// What was kept, in f32.
+    /// What was kept, in the type that it was given in.
     ///
     /// # Errors
     /// None that a caller can cause.
     pub fn tensor(&self) -> Result<Tensor> {
         match &self.numbers {
-            Numbers::Whole(tensor) => tensor.to_dtype(DType::F32),
+            Numbers::Whole(tensor) => cast(tensor, self.dtype),
             Numbers::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
         }
     }

@@ -4,6 +4,7 @@
 pub mod activation;
 pub mod attend;
 pub mod attention;
+pub mod cast;
 pub mod collective;
 pub mod context;
 pub mod cotangent;
@@ -24,11 +25,14 @@ mod matmul;
 pub mod norm;
 pub mod peak;
 pub mod pool;
+pub mod precision;
 pub mod residual;
 pub mod rope;
 mod slices;
 pub mod swiglu;
 pub mod tensor_parallel;
+#[cfg(feature = "cuda")]
+mod wide_product;
 
 pub use attend::Attend;
 pub use context::Context;
@@ -37,4 +41,5 @@ pub use dropout::Drops;
 pub use expert_parallel::ExpertParallel;
 pub use experts::{Expert, Experts, Load, Routing};
 pub use lora::Adapter;
+pub use precision::Precision;
 pub use tensor_parallel::TensorParallel;

@@ -1,5 +1,6 @@
 //! A linear layer as one operation with a backward.
 
+use crate::cast::cast;
 use crate::gpu;
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
@@ -8,7 +9,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
 use std::sync::{Mutex, PoisonError};
 
-/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32.
+/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32 or, on a GPU, bf16 with sums in f32.
 ///
 /// Rows of x may lie apart (a part of a wider tensor); nothing is transposed in memory.
 ///
@@ -27,7 +28,7 @@ pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: O
     let shape = [x.dim(0)?, weight.dim(0)?];
     if gpu::holds(x) {
         let known = match known {
-            None => Tensor::zeros(&shape, DType::F32, x.device())?,
+            None => Tensor::zeros(&shape, x.dtype(), x.device())?,
             Some(known) => known.of(&shape)?.tensor()?,
         };
         return layer(x, weight, bias, Linear { uploaded: Some(known), ..Linear::default() });
@@ -37,6 +38,14 @@ pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: O
         Some(known) => known.values(&shape)?,
     };
     layer(x, weight, bias, Linear { known: Mutex::new(Some(values)), ..Linear::default() })
+}
+
+/// `x weight^T` in f32, also of bf16 on a GPU: its sums are not rounded.
+///
+/// # Errors
+/// As for [`linear`].
+pub(crate) fn linear_wide(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    layer(x, weight, None, Linear { wide: true, ..Linear::default() })
 }
 
 fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Result<Tensor> {
@@ -60,6 +69,8 @@ struct Linear {
     known: Mutex<Option<Vec<f32>>>,
     /// The same on a GPU.
     uploaded: Option<Tensor>,
+    /// The result is f32 whatever the type of x and weight.
+    wide: bool,
 }
 
 impl Linear {
@@ -72,7 +83,15 @@ impl Linear {
         let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
         match &self.uploaded {
             Some(known) => gpu::copied(known),
-            None if tokens * outs * width == 0 => gpu::zeros(x, (tokens, outs)),
+            None if tokens * outs * width == 0 => {
+                let (zeros, shape) = gpu::zeros(x, (tokens, outs))?;
+                let to = if self.wide { DType::F32 } else { x.dtype() };
+                Ok((gpu::converted(&zeros, &Layout::contiguous(&shape), to)?, shape))
+            }
+            #[cfg(feature = "cuda")]
+            None if self.wide && x.dtype() == DType::BF16 => {
+                Ok((crate::wide_product::of_bf16(x, x_at, w, w_at)?, Shape::from((tokens, outs))))
+            }
             None => {
                 let product = x.matmul(w, (1, tokens, outs, width), x_at, &w_at.transpose(0, 1)?)?;
                 Ok((product, Shape::from((tokens, outs))))
@@ -82,7 +101,7 @@ impl Linear {
 
     fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
-        let d_out = d_out.contiguous()?;
+        let d_out = cast(&d_out.contiguous()?, x.dtype())?;
         if gpu::holds(x) {
             // Without the graphs of x and weight, which the gradients would hold.
             let dx = x.track_op().then(|| d_out.matmul(&weight.detach())).transpose()?;

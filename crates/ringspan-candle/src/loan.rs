@@ -5,13 +5,13 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, bail};
 #[cfg(feature = "cuda")]
 use candle_core::{CudaDevice, CudaStorage};
 use ringspan::Kernel;
 use ringspan::kernel::{Data, Floats, View};
 
-/// The f32 elements of a tensor. What is started on the tensor's stream behind the end of a loan comes behind what read it.
+/// The elements of a tensor: f32, or on a GPU also bf16. What is started on the tensor's stream behind the end of a loan comes behind what read it.
 pub(crate) struct Loan<'a> {
     elements: Elements<'a>,
     layout: &'a Layout,
@@ -63,18 +63,19 @@ impl<'a> Loan<'a> {
     pub(crate) fn cpu(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
         match storage {
             CpuStorage::F32(elements) => Ok(Self { elements: Elements::Cpu(elements), layout }),
-            _ => bail!("attention computes in {:?}, given {:?}", DType::F32, storage.dtype()),
+            _ => bail!("attention of models computes in F32 on the CPU, given {:?}", storage.dtype()),
         }
     }
 
     /// Of what the GPU holds on which `kernel` computes.
     #[cfg(feature = "cuda")]
     pub(crate) fn cuda(kernel: &Kernel, storage: &'a CudaStorage, layout: &'a Layout) -> Result<Self> {
-        if storage.dtype() != DType::F32 {
-            bail!("attention computes in {:?}, given {:?}", DType::F32, storage.dtype());
-        }
-        let lent = kernel.borrow(storage.as_cuda_slice::<f32>()?).map_err(candle_core::Error::wrap)?;
-        Ok(Self { elements: Elements::Gpu(lent), layout })
+        let lent = match storage.dtype() {
+            candle_core::DType::F32 => kernel.borrow(storage.as_cuda_slice::<f32>()?),
+            candle_core::DType::BF16 => kernel.borrow(storage.as_cuda_slice::<half::bf16>()?),
+            other => bail!("attention computes in F32 and BF16, given {other:?}"),
+        };
+        Ok(Self { elements: Elements::Gpu(lent.map_err(candle_core::Error::wrap)?), layout })
     }
 
     /// All elements of the storage from the tensor's first.

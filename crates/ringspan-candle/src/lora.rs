@@ -2,9 +2,10 @@
 //!
 //! Shape letters: T tokens, R inner width.
 
+use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::linear::linear;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 /// An adapter's matrices, and how they are used. A rank that has part of a layer's width has as much of the adapter's.
 #[derive(Debug, Clone)]
@@ -38,8 +39,9 @@ impl Adapter {
     /// # Errors
     /// Shapes that do not fit.
     pub fn narrow(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        // The scale goes to the narrow matrix.
-        linear(&self.input(x, drops)?, &self.a, None)? * self.scale
+        // The scale goes to the narrow matrix, and is not rounded itself.
+        let narrow = (cast(&linear(&self.input(x, drops)?, &self.a, None)?, DType::F32)? * self.scale)?;
+        cast(&narrow, x.dtype())
     }
 
     /// x with some of it dropped, or a gradient of what was dropped as one of x: dropping is its own backward.

@@ -4,7 +4,7 @@ mod on_gpu;
 
 use crate::activation::exp;
 use crate::gpu;
-use crate::linear::linear;
+use crate::linear::linear_wide;
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::values;
@@ -23,15 +23,15 @@ pub const CHUNK: usize = 512;
 pub struct HeadLoss {
     /// Sum over tokens with a target of -ln p(target).
     pub nll_sum: f64,
-    /// Gradient `[T, C]` of `scale * nll_sum`; where ranks share the vocabulary, this rank's part of a sum over them.
+    /// Gradient `[T, C]` of `scale * nll_sum`, in the type of hidden; where ranks share the vocabulary, this rank's part of a sum over them.
     pub d_hidden: Tensor,
-    /// Gradient `[V, C]` of `scale * nll_sum`, if the head is trained.
+    /// Gradient `[V, C]` of `scale * nll_sum`, f32, if the head is trained.
     pub d_head: Option<Tensor>,
 }
 
 /// Negative log-likelihood of `targets` under softmax(hidden head^T), and its gradients times `scale`.
 ///
-/// hidden `[T, C]`, head `[V, C]`, f32; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
+/// hidden `[T, C]`, head `[V, C]`, f32 or, on a GPU, bf16; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
 /// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them.
 ///
 /// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
@@ -92,12 +92,12 @@ pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &Tenso
     Ok(out)
 }
 
-/// The logits of all tokens, `[T, V]`: hidden `[T, C]`, head `[V, C]`.
+/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16.
 ///
 /// # Errors
 /// Shapes that do not fit.
 pub fn logits(hidden: &Tensor, head: &Tensor) -> Result<Tensor> {
-    linear(hidden, head, None)
+    linear_wide(hidden, head)
 }
 
 /// Tokens whose logits exist at once, and what they are made of.

@@ -30,10 +30,7 @@ pub fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tenso
         bail!("a gate of {:?} for {:?}: the shapes differ", gate.shape(), up.shape());
     }
     if gpu::holds(gate) {
-        return match activation {
-            Activation::Silu => gate.silu()? * up,
-            Activation::GeluTanh => gate.gelu()? * up,
-        };
+        return gpu::gated(gate, up, activation);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, Gated(activation))
 }

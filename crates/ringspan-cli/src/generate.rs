@@ -51,7 +51,7 @@ pub(crate) struct GenerateArgs {
 }
 
 pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
-    let mesh = model::mesh(&args.mesh, args.model.device, ranks)?;
+    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
     let sampling = Sampling { temperature: args.temperature, top_k: args.top_k, top_p: args.top_p, seed: args.seed };
     sampling.check()?;
     ensure!(args.stop.iter().all(|stop| !stop.is_empty()), "--stop '' is an empty text, which would end everything");

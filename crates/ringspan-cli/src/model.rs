@@ -3,16 +3,17 @@
 use crate::mesh::{DEADLINE, MeshArgs};
 use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
-use ringspan_candle::{DeviceName, Devices};
+use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{Decoder, Origin, RopeScaling, texts::Around};
 use ringspan_serve::{Mesh, Model};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
 /// Starts the mesh that the flags ask for. Nothing may have been computed before.
-pub(crate) fn mesh(args: &MeshArgs, device: DeviceName, ranks: &Ranks) -> Result<Mesh> {
+pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<Mesh> {
+    model.dtype.check(model.device)?;
     let (_, threads) = args.start(ranks)?;
-    let devices = Devices::open(device, ranks.local_rank()).context("--device")?;
+    let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype)?;
     let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
     Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
 }
@@ -30,6 +31,11 @@ pub(crate) struct ModelArgs {
     /// What computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
     #[arg(long, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
+    /// Type in which the model computes: f32, or bf16 on GPUs, to which f32 weights are rounded. In bf16 are weights,
+    /// activations, products (with sums in f32) and cached keys and values; norms, rotations, gates, softmax and routers
+    /// compute in f32, and logits are f32
+    #[arg(long, default_value_t = Precision::F32, value_name = "TYPE")]
+    pub(crate) dtype: Precision,
 }
 
 impl ModelArgs {

@@ -45,7 +45,7 @@ pub(crate) struct ScoreArgs {
 }
 
 pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
-    let mesh = model::mesh(&args.mesh, args.model.device, ranks)?;
+    let mesh = model::mesh(&args.mesh, &args.model, ranks)?;
     files::check_output("--out", &args.out)?;
     let model = args.model.load(&mesh)?;
     let batch = match (&args.tokens, &args.text) {

@@ -6,20 +6,40 @@ use candle_core::Tensor;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::comm::ranks::Ranks;
-use ringspan_candle::DeviceName;
 use ringspan_candle::loss::IGNORE;
+use ringspan_candle::{DeviceName, Precision};
 use ringspan_models::{Config, Decoder, Lora, Origin, TARGETS, Weights};
 use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, TrainConfig, Trial, trial};
 use std::path::PathBuf;
 
-/// The greatest relative difference that passes: what f32 rounding in another order can do, and no more.
-const TOLERANCE: f64 = 1e-5;
+/// The greatest relative differences that pass.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Tolerance {
+    /// Of the loss, logits and updated parameters.
+    values: f64,
+    /// Of gradients.
+    gradients: f64,
+}
+
+impl Tolerance {
+    /// What rounding in this type can do, and no more.
+    fn of(dtype: Precision) -> Self {
+        match dtype {
+            // Sums in another order.
+            Precision::F32 => Self { values: 1e-5, gradients: 1e-5 },
+            // A number is wrong by up to 2^-9, and what follows from it through all layers, forward and then backward. An update
+            // of AdamW is of the size of the learning rate whatever the gradient's size is.
+            Precision::Bf16 => Self { values: 8e-3, gradients: 3e-2 },
+        }
+    }
+}
 
 /// Runs the same step (ragged rows of packed documents) on one rank and on the asked mesh, as training does it, and
 /// compares loss, logits, every parameter's gradient, and every parameter after one step of AdamW.
 ///
-/// Prints the relative L2 difference of each and PASS or FAIL; the exit code is 1 if any is above 1e-5.
+/// Prints the relative L2 difference of each and PASS or FAIL; the exit code is 1 if any is above 1e-5; with --dtype bf16,
+/// above 8e-3, or 3e-2 for a gradient.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).args(["model", "tiny"]))]
 pub(crate) struct VerifyArgs {
@@ -69,6 +89,9 @@ pub(crate) struct VerifyArgs {
     /// compared with computes on the CPU
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     device: Option<String>,
+    /// Type in which the mesh computes: f32, or bf16 on GPUs, whose rounding passes then. The one rank computes in f32
+    #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
+    dtype: Option<String>,
     /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: String,
@@ -99,6 +122,7 @@ impl VerifyArgs {
             sharding: self.sharding.clone(),
             threads: self.threads,
             device: self.device.clone(),
+            dtype: self.dtype.clone(),
             layout: Some(self.layout.clone()),
             strategy: Some(self.strategy.clone()),
             ..self.settings()
@@ -137,6 +161,16 @@ impl VerifyArgs {
     }
 }
 
+impl std::fmt::Display for Tolerance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { values, gradients } = self;
+        match values == gradients {
+            true => write!(f, "{values:.0e}"),
+            false => write!(f, "{values:.0e}, or {gradients:.0e} of a gradient,"),
+        }
+    }
+}
+
 pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     let mut config = args.config()?;
     ranks.check(config.ranks())?;
@@ -162,7 +196,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         mesh += &format!(", adapters of rank {}", lora.rank);
     }
     if config.device != DeviceName::Cpu {
-        mesh += &format!(" on {} (the one rank is on the CPU)", config.device);
+        mesh += &format!(" on {} in {} (the one rank is on the CPU, in f32)", config.device, config.dtype);
     }
     say::line(format_args!(
         "{rows} rows of {} tokens in {} documents, {} of them tokens to predict: 1 rank against {mesh}, {}, {}",
@@ -176,42 +210,50 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     let Some(actual) = trial(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
     let expected =
         trial(&Ranks::threads(), &args.alone()?, (&decoder, &weights), &batch)?.context("a rank of its own")?;
-    report(&compared(&expected, &actual)?)
+    let tolerance = Tolerance::of(config.dtype);
+    report(&compared(&expected, &actual, tolerance)?, tolerance)
 }
 
-/// Every quantity with the relative difference of the two.
-fn compared(expected: &Trial, actual: &Trial) -> Result<Vec<(String, f64)>> {
-    let mut all = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs())];
-    all.push(("logits".to_owned(), difference(&expected.logits, &actual.logits)));
-    let kinds = [("d ", &expected.gradients, &actual.gradients), ("updated ", &expected.updated, &actual.updated)];
-    for (kind, expected, actual) in kinds {
+/// A quantity with the relative difference of the two, and the greatest that passes.
+type Compared = (String, f64, f64);
+
+/// Every quantity.
+fn compared(expected: &Trial, actual: &Trial, tolerance: Tolerance) -> Result<Vec<Compared>> {
+    let Tolerance { values, gradients } = tolerance;
+    let mut all = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs(), values)];
+    all.push(("logits".to_owned(), difference(&expected.logits, &actual.logits), values));
+    let kinds = [
+        ("d ", &expected.gradients, &actual.gradients, gradients),
+        ("updated ", &expected.updated, &actual.updated, values),
+    ];
+    for (kind, expected, actual, passes) in kinds {
         for (name, values) in expected {
             let other = actual.get(name).with_context(|| format!("the mesh gave no {kind}{name}"))?;
-            all.push((format!("{kind}{name}"), difference(values, other)));
+            all.push((format!("{kind}{name}"), difference(values, other), passes));
         }
     }
     Ok(all)
 }
 
-fn report(all: &[(String, f64)]) -> Result<()> {
-    let width = all.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+fn report(all: &[Compared], tolerance: Tolerance) -> Result<()> {
+    let width = all.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
     let mut failed = 0;
-    for (name, difference) in all {
+    for (name, difference, passes) in all {
         // Written this way, NaN fails.
-        let good = *difference <= TOLERANCE;
+        let good = difference <= passes;
         failed += usize::from(!good);
         say::line(format_args!("{name:width$}  {difference:9.2e}{}", if good { "" } else { "  FAIL" }))?;
     }
     let worst = all
         .iter()
-        .map(|(_, difference)| *difference)
+        .map(|(_, difference, _)| *difference)
         .fold(0.0, |worst: f64, x| if x > worst || x.is_nan() { x } else { worst });
     if failed > 0 {
         say::line("FAIL")?;
-        bail!("{failed} of {} differ by more than {TOLERANCE:.0e} (relative L2), at worst by {worst:.2e}", all.len());
+        bail!("{failed} of {} differ by more than {tolerance} (relative L2), at worst by {worst:.2e}", all.len());
     }
     say::line(format_args!(
-        "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {TOLERANCE:.0e} passes)",
+        "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {tolerance} passes)",
         all.len()
     ))?;
     Ok(())
@@ -293,7 +335,7 @@ mod tests {
         assert_eq!(difference(&[3.0, 4.0], &[0.0, 0.0]), 1.0);
         assert_eq!(difference(&[0.0], &[2.0]), 2.0);
         let unknown = difference(&[1.0], &[f32::NAN]);
-        assert!(unknown.is_nan() || unknown > TOLERANCE, "{unknown}");
+        assert!(unknown.is_nan() || unknown > Tolerance::of(Precision::Bf16).gradients, "{unknown}");
         assert_eq!(difference(&[1.0], &[]), f64::INFINITY);
     }
 

@@ -10,11 +10,12 @@ use crate::lora::Lora;
 use crate::parameters::{Parameters, Unit};
 use crate::recompute::Keeper;
 use candle_core::{DType, Tensor, Var};
+use ringspan_candle::cast::cast;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
 
-/// Parameters by Hugging Face's names, f32.
+/// Parameters by Hugging Face's names: f32, or bf16 on a GPU that computes in it.
 pub type Weights = BTreeMap<String, Tensor>;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -69,7 +70,7 @@ impl Decoder {
         let embedding = self.get(weights, EMBEDDING)?;
         let device = embedding.device();
         if tokens.is_empty() {
-            return Ok(Tensor::zeros((0, self.config.hidden_size), DType::F32, device)?);
+            return Ok(Tensor::zeros((0, self.config.hidden_size), embedding.dtype(), device)?);
         }
         if shared.is_whole() {
             return self.embedding_scaled(embedding.index_select(&Tensor::new(tokens, device)?, 0)?);
@@ -80,11 +81,12 @@ impl Decoder {
         let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
         let mut rows = vec![0.0f32; tokens.len() * width];
         if !places.is_empty() {
-            let own = embedding.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?.to_vec1::<f32>()?;
+            let own = embedding.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?;
+            let own = cast(&own, DType::F32)?.to_vec1::<f32>()?;
             let here = rows.chunks_exact_mut(width).zip(tokens).filter(|(_, token)| place(**token).is_some());
             here.zip(own.chunks_exact(width)).for_each(|((row, _), own)| row.copy_from_slice(own));
         }
-        let rows = Tensor::from_vec(rows, (tokens.len(), width), device)?;
+        let rows = cast(&Tensor::from_vec(rows, (tokens.len(), width), device)?, embedding.dtype())?;
         self.embedding_scaled(shared.reduce(&rows)?)
     }
 
@@ -92,7 +94,7 @@ impl Decoder {
     pub(crate) fn embedding_scaled(&self, rows: Tensor) -> Result<Tensor> {
         match self.model.embedding_scale {
             1.0 => Ok(rows),
-            scale => Ok((rows * scale)?),
+            scale => Ok(cast(&(cast(&rows, DType::F32)? * scale)?, rows.dtype())?),
         }
     }
 
@@ -131,7 +133,7 @@ impl Decoder {
         // As many heads as the weights at hand have, so that all ranks of an attention agree.
         let empty = |name: &str| -> Result<Tensor> {
             let weight = self.get(weights, &format!("model.layers.{index}.self_attn.{name}.weight"))?;
-            Ok(Var::zeros((0, weight.dim(0)? / dim, dim), DType::F32, weight.device())?.into_inner())
+            Ok(Var::zeros((0, weight.dim(0)? / dim, dim), weight.dtype(), weight.device())?.into_inner())
         };
         let (q, k, v) = (empty("q_proj")?, empty("k_proj")?, empty("v_proj")?);
         let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
@@ -191,7 +193,7 @@ impl Decoder {
         let eps = self.config.rms_norm_eps;
         match self.model.norm_offset {
             0.0 => Ok(rms_norm(x, weight, eps)?),
-            offset => Ok(rms_norm(x, &(weight + offset)?, eps)?),
+            offset => Ok(rms_norm(x, &(cast(weight, DType::F32)? + offset)?, eps)?),
         }
     }
 

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::parameters::{Parameters, Unit};
 use crate::recompute::{Graph, Keep, Keeper, constant};
 use candle_core::{DType, Tensor};
+use ringspan_candle::cast::cast;
 use ringspan_candle::kept::Kept;
 use ringspan_candle::{Attend, loss};
 use std::collections::BTreeMap;
@@ -139,7 +140,7 @@ fn scatter(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result
     Ok(Tensor::from_vec(sums, shape, dx.device())?)
 }
 
-/// The same where rows stay on a GPU, which adds them up in the order of the tokens, too.
+/// The same where rows stay on a GPU, which adds them up in f32 and in the order of the tokens, too.
 fn scatter_on_gpu(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
     let known = |(row, token): (usize, &u32)| {
         let place = (*token as usize).checked_sub(first).filter(|place| *place < shape[0])?;
@@ -150,6 +151,6 @@ fn scatter_on_gpu(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) ->
     if rows.is_empty() {
         return Ok(zeros);
     }
-    let dx = dx.contiguous()?.index_select(&Tensor::new(rows, dx.device())?, 0)?;
+    let dx = cast(&dx.contiguous()?.index_select(&Tensor::new(rows, dx.device())?, 0)?, DType::F32)?;
     Ok(zeros.index_add(&Tensor::new(places, dx.device())?, &dx, 0)?)
 }

@@ -3,7 +3,7 @@
 use crate::decoder::Weights;
 use crate::error::Result;
 use crate::gradients::Gradients;
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use ringspan::{Mask, Score};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::attention::Memory;
@@ -12,7 +12,7 @@ use ringspan_candle::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_kee
 use ringspan_candle::kept::{Kept, Storage};
 use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::rope::Rotation;
-use ringspan_candle::{Attend, Drops, Expert, Experts, Routing, TensorParallel, cotangent};
+use ringspan_candle::{Attend, Drops, Expert, Experts, RankDevice, Routing, TensorParallel, cotangent};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -271,12 +271,12 @@ pub fn constant(parameters: Weights) -> Weights {
     parameters.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect()
 }
 
-/// The same parameters on a device; those that are there already are not copied.
+/// The same parameters on a device, in the type in which it computes; those that are there already are not copied.
 ///
 /// # Errors
 /// A GPU without memory for them.
-pub fn on_device(parameters: &Weights, device: &Device) -> Result<Weights> {
-    parameters.iter().map(|(name, tensor)| Ok((name.clone(), tensor.to_device(device)?))).collect()
+pub fn on_device(parameters: &Weights, device: &RankDevice) -> Result<Weights> {
+    parameters.iter().map(|(name, tensor)| Ok((name.clone(), device.parameter(tensor)?))).collect()
 }
 
 /// A computed function of an input and parameters that can still be differentiated.

@@ -5,10 +5,11 @@ use crate::context::{Decode, Prefill};
 use crate::error::{Error, Result};
 use crate::model::{Mesh, Model};
 use crate::sampler::{Sampler, Sampling};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan_candle::cast::cast;
 use ringspan_candle::{Context, loss};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -164,9 +165,11 @@ fn read_prompt(
     let Some((owner, row)) = place else {
         return Err(ringspan::Error::Layout(format!("no rank holds token {last} of the prompt")).into());
     };
-    let own = if owner == rank { Some(Buffer::F32(hidden.get(row)?.to_vec1::<f32>()?)) } else { None };
+    let state = || cast(&hidden.get(row)?, DType::F32)?.to_vec1();
+    let own = if owner == rank { Some(Buffer::F32(state()?)) } else { None };
     match &*group.cp().broadcast(owner, own)? {
-        Buffer::F32(state) => Ok(Tensor::from_slice(state, (1, state.len()), hidden.device())?),
+        // It was no wider before.
+        Buffer::F32(state) => Ok(cast(&Tensor::from_slice(state, (1, state.len()), hidden.device())?, hidden.dtype())?),
         _ => Err(unexpected(group, "the last hidden state", owner)),
     }
 }

@@ -29,13 +29,14 @@ impl Model {
         Ok(Self { decoder, weights: vec![weights], vocabulary })
     }
 
-    /// The same with its weights on the devices of the ranks that will compute with it.
+    /// The same with its weights on the devices of the ranks that will compute with it, in the type in which these compute:
+    /// activations and the cache of keys and values have that of the weights.
     ///
     /// # Errors
     /// A GPU without memory for them.
     pub fn on(self, devices: &Devices) -> Result<Self> {
-        let copy = |device: &ringspan_candle::RankDevice| on_device(&self.weights[0], device.tensors());
-        let weights = devices.iter().map(copy).collect::<ringspan_models::Result<_>>()?;
+        let weights =
+            devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<ringspan_models::Result<_>>()?;
         Ok(Self { weights, ..self })
     }
 

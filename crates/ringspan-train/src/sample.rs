@@ -53,7 +53,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     }
     let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
-    let weights = on_device(&weights, device.tensors()).map_err(model_error)?;
+    let weights = on_device(&weights, device).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let one = |world: Arc<dyn Communicator>| {
         let group = Arc::new(Group::new(world, (1, 1), device.kernel(config.threads)?)?);

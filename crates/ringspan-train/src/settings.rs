@@ -140,12 +140,17 @@ pub struct Settings {
     /// it updates, stay on the CPU [default: cpu]
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     pub device: Option<String>,
+    /// Type in which the model computes: f32, or bf16 on GPUs. In bf16 are the weights that a step computes with, activations,
+    /// products (with sums in f32) and gradients of a pass; norms, rotations, gates, softmax, routers and the loss compute in
+    /// f32. Parameters, sums of gradients and the optimiser stay f32, on the CPU [default: f32]
+    #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
+    pub dtype: Option<String>,
     /// What is computed again for the backward pass, to save memory: full, keep-attention, nothing
     /// [default: keep-attention]
     #[arg(long, help_heading = "Mesh")]
     pub recompute: Option<String>,
     /// Type in which is stored what the backward pass needs of the forward pass: f32, or bf16, which takes half the memory
-    /// and makes gradients approximate [default: f32]
+    /// and makes gradients approximate [default: that of --dtype]
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     pub activations: Option<String>,
     /// Seconds a rank waits for another before it gives up [default: 600]

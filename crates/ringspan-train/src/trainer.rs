@@ -95,7 +95,7 @@ pub fn train_on(
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }
-    let devices = Devices::open(config.device, ranks.local_rank())?;
+    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");

@@ -87,6 +87,16 @@ pub enum Error {
     /// A picture would not be readable.
     #[error("drawing: {0}")]
     Drawing(String),
+    /// Two things that do not go together.
+    #[error("{what} does not work with {with}: {why}")]
+    Unsupported {
+        /// What was asked.
+        what: &'static str,
+        /// With what.
+        with: &'static str,
+        /// Why not, and what to do instead.
+        why: &'static str,
+    },
     /// A word is not in the vocabulary of an option.
     #[error("unknown {what} '{given}': possible are {possible}")]
     Unknown {

@@ -1,6 +1,7 @@
 //! The same between ranks that are threads, of tensors on GPUs: tensors are handed over as they are. Ranks that share a GPU
 //! share candle's stream there, so whoever is handed a tensor reads it behind who computed it.
 
+use crate::cast::cast;
 use crate::gpu::{self, given};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator, OnDevice};
@@ -69,13 +70,13 @@ fn gather(comm: &Comm, x: &Tensor) -> Result<Tensor> {
 /// This rank's rows of the sum, in rank order.
 fn scatter(comm: &Comm, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
     let parts = comm.all_to_all(dealt(x, counts)?).map_err(candle_core::Error::wrap)?;
-    sum(rows_like(x, counts[comm.rank()])?, &parts)
+    sum(x, counts[comm.rank()], &parts)
 }
 
 /// The sum over the ranks, in rank order.
 fn reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
     let parts = comm.all_gather(message(x.clone())?).map_err(candle_core::Error::wrap)?;
-    sum(x.zeros_like()?, &parts)
+    sum(x, x.dim(0)?, &parts)
 }
 
 fn exchange(comm: &Comm, x: &Tensor, send: &[usize], receive: &[usize]) -> Result<Tensor> {
@@ -102,8 +103,8 @@ fn dealt(x: &Tensor, counts: &[usize]) -> Result<Vec<Buffer>> {
 
 fn message(x: Tensor) -> Result<Buffer> {
     match x.dtype() {
-        DType::F32 => Ok(Buffer::Device(Arc::new(Handed(x.detach())))),
-        other => bail!("collectives move f32 tensors, given {other:?}"),
+        DType::F32 | DType::BF16 => Ok(Buffer::Device(Arc::new(Handed(x.detach())))),
+        other => bail!("collectives move tensors of f32 and bf16, given {other:?}"),
     }
 }
 
@@ -113,8 +114,9 @@ fn taken(part: &Buffer, x: &Tensor) -> Result<Tensor> {
     let Some(Handed(tensor)) = (&**elements as &dyn Any).downcast_ref() else {
         bail!("another rank sent something else than a tensor");
     };
-    if tensor.dims().get(1..) != x.dims().get(1..) {
-        bail!("another rank sent {:?}, with other rows than those of {:?} here", tensor.shape(), x.shape());
+    if tensor.dims().get(1..) != x.dims().get(1..) || tensor.dtype() != x.dtype() {
+        let ((theirs, here), shapes) = ((tensor.dtype(), x.dtype()), (tensor.shape(), x.shape()));
+        bail!("another rank sent {theirs:?} {:?}, which does not fit {here:?} {:?} here", shapes.0, shapes.1);
     }
     if tensor.device().same_device(x.device()) {
         return Ok(tensor.clone());
@@ -129,18 +131,19 @@ fn joined(like: &Tensor, parts: Vec<Tensor>) -> Result<Tensor> {
     if parts.is_empty() { rows_like(like, 0) } else { Tensor::cat(&parts, 0) }
 }
 
-fn sum(zeros: Tensor, parts: &[Arc<Buffer>]) -> Result<Tensor> {
-    let mut sum = zeros;
+/// The sum of `rows` rows like those of x: added up in f32, and rounded once.
+fn sum(x: &Tensor, rows: usize, parts: &[Arc<Buffer>]) -> Result<Tensor> {
+    let mut sum = Tensor::zeros(super::with_rows(x.shape(), rows), DType::F32, x.device())?;
     for part in parts {
-        let part = taken(part, &sum)?;
+        let part = taken(part, x)?;
         if part.shape() != sum.shape() {
             bail!("another rank sent {:?} for a sum of {:?}", part.shape(), sum.shape());
         }
         if sum.elem_count() > 0 {
-            sum = (sum + part)?;
+            sum = (sum + cast(&part, DType::F32)?)?;
         }
     }
-    Ok(sum)
+    cast(&sum, x.dtype())
 }
 
 /// Zeros with rows like those of x.

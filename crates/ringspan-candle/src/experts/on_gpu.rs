@@ -2,15 +2,17 @@
 
 use super::{Expert, NOWHERE, Routing};
 use crate::activation::Activation;
+use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::gated_mlp::gated_mlp;
+use crate::gpu;
 use crate::linear::linear;
 use crate::lora::Adapter;
 use crate::swiglu::swiglu;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use std::collections::BTreeMap;
 
-/// As [`mixed`](super::mixed): x `[T, C]`, weights `[T, K]`.
+/// As [`mixed`](super::mixed): x `[T, C]`, f32 or bf16, weights `[T, K]`, f32, in which outputs are weighted and added up.
 pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
     let (top, device) = (routing.weights.dim(1)?, x.device());
     let mut slots: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
@@ -19,14 +21,14 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     }
     if slots.is_empty() {
         // Nothing to compute, but a way back to both: other ranks may wait at it.
-        let host = |tensor: &Tensor| tensor.to_device(&Device::Cpu);
+        let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
         let routing = Routing { weights: host(&routing.weights)?, ..routing.clone() };
-        return super::mixed(&host(x)?, &routing, expert)?.to_device(device);
+        return cast(&super::mixed(&host(x)?, &routing, expert)?.to_device(device)?, x.dtype());
     }
     let all: Vec<u32> = slots.values().flatten().copied().collect();
     let tokens: Vec<u32> = all.iter().map(|slot| slot / top as u32).collect();
+    let rows = gpu::picked(x, &tokens)?;
     let (count, tokens) = (all.len(), Tensor::from_vec(tokens, all.len(), device)?);
-    let rows = x.contiguous()?.index_select(&tokens, 0)?;
     let factors = routing.weights.contiguous()?.flatten_all()?.index_select(&Tensor::new(all, device)?, 0)?;
     let (mut outputs, mut first) = (Vec::new(), 0);
     for (index, slots) in &slots {
@@ -35,8 +37,8 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
         outputs.push(output(&rows.narrow(0, first, slots.len())?, &expert(*index as usize)?, drops.as_ref())?);
         first += slots.len();
     }
-    let weighted = Tensor::cat(&outputs, 0)?.broadcast_mul(&factors.reshape((count, 1))?)?;
-    x.zeros_like()?.index_add(&tokens, &weighted, 0)
+    let weighted = cast(&Tensor::cat(&outputs, 0)?, DType::F32)?.broadcast_mul(&factors.reshape((count, 1))?)?;
+    cast(&Tensor::zeros(x.shape(), DType::F32, device)?.index_add(&tokens, &weighted, 0)?, x.dtype())
 }
 
 /// One expert's output: x `[n, C]` to `[n, C]`, of which `drops` drops what goes into adapters.

@@ -1,7 +1,10 @@
 //! The same on a GPU, of candle's operations. What is known of a row, three numbers, is brought to the CPU, where they are
-//! added up in f64 and, if ranks share the vocabulary, over the ranks.
+//! added up in f64 and, if ranks share the vocabulary, over the ranks. Logits and exponentials are f32 also where hidden states
+//! and head are bf16; their gradient is rounded for its products with these.
 
 use super::{CHUNK, HeadLoss, IGNORE, Sums, Vocabulary};
+use crate::cast::cast;
+use crate::linear::linear_wide;
 use candle_core::{DType, Result, Tensor};
 
 /// As [`head_loss`](super::head_loss): hidden `[T, C]`, head `[V, C]`.
@@ -14,7 +17,10 @@ pub(super) fn head_loss(
     vocabulary: &Vocabulary,
 ) -> Result<HeadLoss> {
     let (mut nll_sum, mut d_hidden) = (0.0, Vec::new());
-    let mut d_head = if trains_head { Some(head.zeros_like()?) } else { None };
+    let mut d_head = match trains_head {
+        true => Some(Tensor::zeros(head.shape(), DType::F32, head.device())?),
+        false => None,
+    };
     for (number, targets) in targets.chunks(CHUNK).enumerate() {
         let rows = hidden.narrow(0, number * CHUNK, targets.len())?;
         let Chunk { exponentials, sums, places } = Chunk::new(&rows, head, targets, vocabulary)?;
@@ -28,8 +34,9 @@ pub(super) fn head_loss(
         }
         let column = |values: Vec<f32>| Tensor::from_vec(values, (targets.len(), 1), hidden.device());
         let gradient = exponentials.broadcast_mul(&column(factors)?)?.scatter_add(&places, &column(at_targets)?, 1)?;
+        let gradient = cast(&gradient, hidden.dtype())?;
         d_hidden.push(gradient.matmul(head)?);
-        d_head = d_head.map(|sum| sum + gradient.t()?.matmul(&rows)?).transpose()?;
+        d_head = d_head.map(|sum| sum + cast(&gradient.t()?.matmul(&rows)?, DType::F32)?).transpose()?;
     }
     let d_hidden = if d_hidden.is_empty() { hidden.zeros_like()? } else { Tensor::cat(&d_hidden, 0)? };
     Ok(HeadLoss { nll_sum, d_hidden, d_head })
@@ -58,14 +65,14 @@ struct Chunk {
 
 impl Chunk {
     fn new(rows: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
-        let logits = rows.matmul(&head.t()?)?;
+        let logits = linear_wide(&rows.detach(), &head.detach())?;
         let places: Vec<Option<usize>> = targets.iter().map(|target| vocabulary.place(*target)).collect();
         let indices: Vec<u32> = places.iter().map(|place| place.unwrap_or(0) as u32).collect();
         let indices = Tensor::from_vec(indices, (targets.len(), 1), rows.device())?;
         let max = logits.max_keepdim(1)?;
         let exponentials = logits.broadcast_sub(&max)?.exp()?;
         let numbers = Tensor::cat(&[&max, &exponentials.sum_keepdim(1)?, &logits.gather(&indices, 1)?], 1)?;
-        let numbers = numbers.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        let numbers = numbers.to_vec2::<f32>()?;
         let of = |(row, place): (&Vec<f32>, &Option<usize>)| Sums {
             max: row[0],
             sum: f64::from(row[1]),

@@ -1,12 +1,14 @@
-//! Every operation on a GPU has the values and gradients that it has on the CPU.
+//! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to its rounding.
 #![cfg(feature = "cuda")]
 
 mod apart;
+mod bf16;
 mod ranks;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;
 use ringspan_candle::activation::Activation;
+use ringspan_candle::cast::cast;
 use ringspan_candle::experts::{Local, Memory, pressed};
 use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
 use ringspan_candle::kept::{Kept, Storage};
@@ -17,7 +19,7 @@ use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Adapter, Drops, Expert, Experts, RankDevice, Routing, cotangent, geglu as gemma};
+use ringspan_candle::{Adapter, Drops, Expert, Experts, Precision, RankDevice, Routing, cotangent, geglu as gemma};
 use std::sync::Arc;
 
 /// The first GPU; none where there is none, and a test has nothing to do.
@@ -29,11 +31,17 @@ fn gpu() -> Option<RankDevice> {
     Some(RankDevice::gpu(0).expect("a GPU that works"))
 }
 
+/// The same GPU, where models compute in bf16.
+fn rounding(gpu: &RankDevice) -> RankDevice {
+    gpu.clone().computing_in(Precision::Bf16).expect("a GPU")
+}
+
+/// Numbers in -1..1 that bf16 has, so that what is computed of them in either type differs by what is rounded on the way.
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0) as f32
+        half::bf16::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0).to_f32()
     };
     next();
     Tensor::from_vec((0..shape.iter().product()).map(|_| next()).collect::<Vec<_>>(), shape, &Device::Cpu)
@@ -41,16 +49,36 @@ fn random(shape: &[usize], seed: u64) -> Tensor {
 }
 
 fn numbers(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).expect("numbers")
+    tensor.flatten_all().and_then(|tensor| cast(&tensor, DType::F32)?.to_vec1()).expect("numbers")
+}
+
+/// Sums in another order.
+const F32: f64 = 2e-6;
+
+/// A number in bf16 is wrong by up to 2^-9 of itself, and a layer here rounds at most four times in a row: what it reads and
+/// returns, and what passes between its products.
+const BF16: f64 = 8e-3;
+
+/// What may be lost on this device.
+fn bound(device: &RankDevice) -> f64 {
+    match device.precision() {
+        Precision::F32 => F32,
+        Precision::Bf16 => BF16,
+    }
 }
 
 #[track_caller]
 fn assert_equal(what: &str, got: &[f32], wanted: &[f32]) {
+    assert_within(F32, what, got, wanted);
+}
+
+#[track_caller]
+fn assert_within(bound: f64, what: &str, got: &[f32], wanted: &[f32]) {
     assert_eq!(got.len(), wanted.len(), "{what}");
     let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
     let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
     // Written this way, NaN fails.
-    assert!(off.sqrt() <= 2e-6 * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
+    assert!(off.sqrt() <= bound * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
 }
 
 /// Value of `f` on a device, and the gradients of its inputs for one gradient of the value.
@@ -59,23 +87,31 @@ fn results(
     inputs: &[Tensor],
     f: &dyn Fn(&RankDevice, &[Tensor]) -> Result<Tensor>,
 ) -> Vec<Vec<f32>> {
-    let on = |tensor: &Tensor| tensor.to_device(device.tensors());
+    let on = |tensor: &Tensor| device.parameter(tensor);
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(&on(x)?)).collect::<Result<_>>().expect("inputs");
     let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let y = f(device, &tensors).expect("a value");
     assert!(y.device().same_device(device.tensors()), "the value is on {:?}", y.device());
+    assert_eq!(y.dtype(), device.precision().dtype());
     let d = on(&random(y.dims(), 99)).expect("a gradient");
     let gradients = cotangent::backward(&y, &d).expect("gradients");
-    let of = |var: &Var| gradients.get(var.as_tensor()).map_or_else(Vec::new, numbers);
+    let of = |var: &Var| {
+        let gradient = gradients.get(var.as_tensor());
+        assert!(gradient.is_none_or(|d| d.dtype() == var.dtype()), "a gradient has the type of what it is of");
+        gradient.map_or_else(Vec::new, numbers)
+    };
     std::iter::once(numbers(&y)).chain(vars.iter().map(of)).collect()
 }
 
 fn compare(what: &str, inputs: &[Tensor], f: impl Fn(&RankDevice, &[Tensor]) -> Result<Tensor>) {
     let Some(gpu) = gpu() else { return };
-    let (got, wanted) = (results(&gpu, inputs, &f), results(&RankDevice::CPU, inputs, &f));
-    for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
-        assert!(!wanted.is_empty() || inputs.iter().any(|x| x.elem_count() == 0), "{what} has no result {index}");
-        assert_equal(&format!("{what}, result {index}"), got, wanted);
+    let wanted = results(&RankDevice::CPU, inputs, &f);
+    for gpu in [gpu.clone(), rounding(&gpu)] {
+        let got = results(&gpu, inputs, &f);
+        for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+            assert!(!wanted.is_empty() || inputs.iter().any(|x| x.elem_count() == 0), "{what} has no result {index}");
+            assert_within(bound(&gpu), &format!("{what} in {}, result {index}", gpu.precision()), got, wanted);
+        }
     }
 }
 
@@ -140,16 +176,23 @@ fn the_loss_of_a_head_and_its_gradients_over_chunks() -> Result<()> {
         (0..tokens).map(|t| if t % 7 == 3 { IGNORE } else { (t * 5 % vocabulary) as u32 }).collect();
     let (hidden, head) = (random(&[tokens, width], 1), (random(&[vocabulary, width], 2) * 2.0)?);
     let run = |device: &RankDevice| -> Result<(loss::HeadLoss, Vec<f32>)> {
-        let (hidden, head) = (hidden.to_device(device.tensors())?, head.to_device(device.tensors())?);
+        let (hidden, head) = (device.parameter(&hidden)?, device.parameter(&head)?);
         let loss = loss::head_loss(&hidden, &head, &targets, 0.25, true, &WHOLE)?;
         Ok((loss, loss::log_probs(&hidden, &head, &targets, &WHOLE)?))
     };
-    let ((got, got_probs), (wanted, wanted_probs)) = (run(&gpu)?, run(&RankDevice::CPU)?);
-    assert!((got.nll_sum - wanted.nll_sum).abs() < 1e-6 * wanted.nll_sum, "{} {}", got.nll_sum, wanted.nll_sum);
-    assert_equal("d_hidden", &numbers(&got.d_hidden), &numbers(&wanted.d_hidden));
-    let heads = [got.d_head, wanted.d_head].map(|head| numbers(&head.expect("trained")));
-    assert_equal("d_head", &heads[0], &heads[1]);
-    assert_equal("log_probs", &got_probs, &wanted_probs);
+    let (wanted, wanted_probs) = run(&RankDevice::CPU)?;
+    let wanted_head = numbers(&wanted.d_head.expect("trained"));
+    for gpu in [gpu.clone(), rounding(&gpu)] {
+        let ((got, got_probs), bound) = (run(&gpu)?, bound(&gpu));
+        // Of both types, because logits are never rounded.
+        assert!((got.nll_sum - wanted.nll_sum).abs() < 1e-6 * wanted.nll_sum, "{} {}", got.nll_sum, wanted.nll_sum);
+        assert_equal("log_probs", &got_probs, &wanted_probs);
+        assert_eq!(got.d_hidden.dtype(), gpu.precision().dtype());
+        assert_within(bound, "d_hidden", &numbers(&got.d_hidden), &numbers(&wanted.d_hidden));
+        let d_head = got.d_head.expect("trained");
+        assert_eq!(d_head.dtype(), DType::F32, "a sum over chunks");
+        assert_within(bound, "d_head", &numbers(&d_head), &wanted_head);
+    }
     Ok(())
 }
 
@@ -181,7 +224,9 @@ fn mixture(adapted: bool) {
     let Some(gpu) = gpu() else { return };
     let drops = Drops::new(7, (0..tokens).map(|token| 3 * token + 1).collect());
     let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
-        let routing = Routing { chosen: chosen.clone(), weights: x[1].clone(), drops: adapted.then(|| drops.clone()) };
+        // A router's are f32 in either type.
+        let weights = cast(&x[1], DType::F32)?;
+        let routing = Routing { chosen: chosen.clone(), weights, drops: adapted.then(|| drops.clone()) };
         let expert = |index: usize| {
             let [gate, up, down] = [0, 1, 2].map(|which| x[2 + 3 * index + which].clone());
             let adapter = |which: usize| {
@@ -205,10 +250,17 @@ fn mixture(adapted: bool) {
     };
     let wanted = results(&RankDevice::CPU, &inputs, &|_, x| mix(false, x));
     for again in [false, true] {
-        let got = results(&gpu, &inputs, &|_, x| mix(again, x));
-        // The first is the value, which is no one's business when a layer is computed again.
-        for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate().skip(usize::from(again)) {
-            assert_equal(&format!("experts, again: {again}, result {index}"), got, wanted);
+        for gpu in [gpu.clone(), rounding(&gpu)] {
+            let got = results(&gpu, &inputs, &|_, x| mix(again, x));
+            // The first is the value, which is no one's business when a layer is computed again.
+            for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate().skip(usize::from(again)) {
+                let what = format!("experts in {}, again: {again}, result {index}", gpu.precision());
+                assert_within(bound(&gpu), &what, got, wanted);
+            }
         }
     }
+    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
+    compare("pressed", &[random(&[4, 3], 3)], |_, x| {
+        cast(&pressed(&cast(&x[0], DType::F32)?, pressure.clone())?, x[0].dtype())
+    });
 }

@@ -6,10 +6,11 @@ use super::Block;
 use crate::architecture::Sparse;
 use crate::error::Result;
 use crate::lora::Lora;
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
+use ringspan_candle::cast::cast;
 use ringspan_candle::experts::pressed;
 use ringspan_candle::linear::linear;
-use ringspan_candle::{Attend, Drops, Expert, Experts, Load, Routing};
+use ringspan_candle::{Adapter, Attend, Drops, Expert, Experts, Load, Routing};
 use std::ops::Range;
 
 /// The matrices of an expert.
@@ -44,7 +45,7 @@ impl Block<'_> {
         let experts = attend.experts();
         experts.routed(self.index, load(&[], &[], sparse.experts))?;
         // Made from x, as a router's are: the way back visits both on every rank, in one order.
-        let weights = x.reshape((0, sparse.top))?;
+        let weights = cast(&x.reshape((0, sparse.top))?, DType::F32)?;
         self.mix(sparse, x, Routing { chosen: Vec::new(), weights, drops: self.drops(0..0, attend) }, experts)
     }
 
@@ -54,16 +55,21 @@ impl Block<'_> {
         Some(drops.of(drops.tokens()[tokens].to_vec()))
     }
 
-    /// Logits `[T, E]`.
+    /// Logits `[T, E]`, f32 whatever the model computes in: near a tie, what is rounded goes to another expert.
     fn router(&self, h: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+        let exact = |tensor: &Tensor| cast(tensor, DType::F32);
+        let h = &exact(h)?;
         let product = |name: &str, x: &Tensor, weight: &Tensor| match self.keeper {
             Some(keeper) => keeper.router(&self.name(name), x, weight),
             None => Ok(linear(x, weight, None)?),
         };
-        let logits = product("mlp.gate", h, self.get("mlp.gate.weight")?)?;
+        let logits = product("mlp.gate", h, &exact(self.get("mlp.gate.weight")?)?)?;
         match self.adapter("mlp.gate", || Ok(0))? {
             // What is seen of either is never rounded.
-            Some(adapter) => Ok((logits + product("mlp.gate.lora_B", &adapter.narrow(h, drops)?, &adapter.b)?)?),
+            Some(adapter) => {
+                let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
+                Ok((logits + product("mlp.gate.lora_B", &adapter.narrow(h, drops)?, &adapter.b)?)?)
+            }
             None => Ok(logits),
         }
     }

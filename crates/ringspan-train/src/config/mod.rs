@@ -13,8 +13,8 @@ use crate::{
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
-use ringspan_candle::DeviceName;
 use ringspan_candle::kept::Storage;
+use ringspan_candle::{DeviceName, Precision};
 use ringspan_models::{Lora, Recompute, RopeScaling, folder::SavedType};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
@@ -22,7 +22,7 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 33] = [
+const CHANGEABLE: [&str; 34] = [
     "steps",
     "epochs",
     "lr",
@@ -43,6 +43,7 @@ const CHANGEABLE: [&str; 33] = [
     "layout",
     "threads",
     "device",
+    "dtype",
     "recompute",
     "activations",
     "deadline",
@@ -154,6 +155,8 @@ pub struct TrainConfig {
     pub threads: usize,
     /// What computes the model.
     pub device: DeviceName,
+    /// In which type it is computed.
+    pub dtype: Precision,
     /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
     /// Where the program's allocator counts: most bytes that it gave out at once since this was called last.

@@ -9,8 +9,8 @@ use crate::{
     optimizer::OptimizerKind,
     settings::Settings,
 };
-use ringspan_candle::DeviceName;
 use ringspan_candle::kept::Storage;
+use ringspan_candle::{DeviceName, Precision};
 use ringspan_models::Recompute;
 use std::time::Duration;
 
@@ -89,6 +89,15 @@ impl TrainConfig {
             ),
             None => None,
         };
+        let device = s.device.as_deref().map_or(Ok(DeviceName::default()), str::parse)?;
+        let dtype: Precision = s.dtype.as_deref().map_or(Ok(Precision::default()), str::parse)?;
+        dtype.check(device)?;
+        if dtype == Precision::Bf16 && s.activations.is_some() {
+            return no_effect(
+                "activations",
+                "with --dtype bf16: what waits for the backward pass is as it was computed",
+            );
+        }
         let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
         let another = axes.iter().any(Option::is_some);
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
@@ -216,7 +225,8 @@ impl TrainConfig {
             strategy,
             layout,
             threads: positive("threads", s.threads.unwrap_or((cores() / ranks).max(1)))?,
-            device: s.device.as_deref().map_or(Ok(DeviceName::default()), str::parse)?,
+            device,
+            dtype,
             local_ranks: None,
             allocated: None,
             recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,

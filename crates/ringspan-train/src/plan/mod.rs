@@ -106,7 +106,10 @@ impl Plan {
             None => "ranks in this process".into(),
             Some(local) => format!("processes, {local} of them on this machine"),
         };
-        let device = if config.device == DeviceName::Cpu { String::new() } else { format!(", on {}", config.device) };
+        let device = match config.device {
+            DeviceName::Cpu => String::new(),
+            device => format!(", on {device} in {}", config.dtype),
+        };
         plan.mesh = format!("{axes} = {} {place}, {threads} each{device}", config.ranks());
         let Place { ep: (_, ep), moe_tp: (_, moe_tp), .. } = setup.mesh.place(0);
         if ep * moe_tp > 1 {

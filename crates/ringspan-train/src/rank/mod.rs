@@ -78,7 +78,7 @@ impl<'a> Rank<'a> {
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
         let read = |piece: &Piece<'_>| setup.start.read(decoder, piece);
-        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device.tensors(), read)?;
+        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device, read)?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);

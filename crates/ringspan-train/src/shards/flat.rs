@@ -4,7 +4,9 @@ use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
     error::{Error, Result},
 };
-use candle_core::{Device, Storage, Var};
+use candle_core::{DType, Device, Storage};
+use ringspan_candle::RankDevice;
+use ringspan_candle::cast::cast;
 use ringspan_models::{Portion, Weights, gradients::Gradients};
 use std::ops::Range;
 
@@ -130,8 +132,8 @@ impl Flat {
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions on a device, from the shards of all ranks.
-    pub(crate) fn whole(&self, shards: &[&[f32]], device: &Device) -> Result<Weights> {
+    /// The portions on a device, in the type in which it computes, from the shards of all ranks.
+    pub(crate) fn whole(&self, shards: &[&[f32]], device: &RankDevice) -> Result<Weights> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if shard.len() != expected {
@@ -145,8 +147,7 @@ impl Flat {
                     values.extend_from_slice(&shard[of_shard]);
                 }
             }
-            // A variable, so that who differentiates in it need not copy it.
-            Ok((portion.name.clone(), Var::from_vec(values, portion.shape(), device)?.into_inner()))
+            Ok((portion.name.clone(), device.variable(values, portion.shape())?.into_inner()))
         };
         self.portions.iter().map(tensor).collect()
     }
@@ -161,7 +162,8 @@ impl Flat {
                 .remove(name)
                 .filter(|gradient| gradient.dims() == shape)
                 .ok_or_else(|| Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")))?;
-            let gradient = gradient.contiguous()?.to_device(&Device::Cpu)?;
+            // Sums over passes and ranks are f32, whatever a gradient comes in.
+            let gradient = cast(&gradient.contiguous()?.to_device(&Device::Cpu)?, DType::F32)?;
             let (storage, layout) = gradient.storage_and_layout();
             let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
                 return Err(Error::Model(format!("the gradient of `{name}` is not on the CPU")));
@@ -214,7 +216,7 @@ mod tests {
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
-            for (name, tensor) in flat.whole(&shards, &Device::Cpu).expect("whole shards") {
+            for (name, tensor) in flat.whole(&shards, &RankDevice::CPU).expect("whole shards") {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!((tensor.dims(), values(&tensor)), (gradients()[&name].dims(), values(&gradients()[&name])));
             }
@@ -228,7 +230,7 @@ mod tests {
     fn shards_and_gradients_that_do_not_fit_are_refused() {
         let flat = flat(2);
         assert!(
-            flat.whole(&[&[0.0; 7], &[0.0; 7]], &Device::Cpu)
+            flat.whole(&[&[0.0; 7], &[0.0; 7]], &RankDevice::CPU)
                 .expect_err("short")
                 .to_string()
                 .contains("7 numbers of a shard of 8")

@@ -20,10 +20,10 @@ use crate::{
     checkpoint::Slice,
     error::{Error, Result},
 };
-use candle_core::Device;
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
+use ringspan_candle::RankDevice;
 use ringspan_models::{Decoder, Parameters, Unit, Weights};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -34,8 +34,8 @@ pub(crate) struct Shards {
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
-    /// Where whole parameters are computed with. Shards stay on the CPU.
-    device: Device,
+    /// Where whole parameters are computed with, and in which type. Shards stay on the CPU, in f32.
+    device: RankDevice,
     /// The unit that is on its way here.
     ahead: RefCell<Option<(Unit, Gathering)>>,
 }
@@ -66,7 +66,7 @@ impl Shards {
         decoder: &Decoder,
         world: &dyn Communicator,
         sharing: Sharing,
-        device: &Device,
+        device: &RankDevice,
         mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());

@@ -1,0 +1,90 @@
+//! The type in which a model computes.
+
+use crate::device::DeviceName;
+use candle_core::DType;
+use ringspan::error::{Error, Result};
+use std::fmt;
+use std::str::FromStr;
+
+/// In what weights, activations, and keys and values in a cache are stored, and multiplied.
+///
+/// Sums are f32 in either, and so is what a layer computes inside: norms, rotations, gates, the softmax of attention and
+/// of routers, losses. Logits are f32, and never rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Precision {
+    /// Nothing is rounded further.
+    #[default]
+    F32,
+    /// Each number that is stored is wrong by up to 2^-9 of itself: half the memory and, on tensor cores, many times the
+    /// speed. On GPUs only.
+    Bf16,
+}
+
+impl Precision {
+    /// The type of tensors.
+    #[must_use]
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+
+    /// # Errors
+    /// A device on which models do not compute in this type.
+    pub fn check(self, device: DeviceName) -> Result<()> {
+        match (self, device) {
+            (Self::Bf16, DeviceName::Cpu) => Err(Error::Unsupported {
+                what: "--dtype bf16",
+                with: "--device cpu",
+                why: "models compute in f32 there; possible are --dtype f32, or --device cuda with f32 or bf16",
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl FromStr for Precision {
+    type Err = Error;
+
+    fn from_str(given: &str) -> Result<Self> {
+        match given {
+            "f32" => Ok(Self::F32),
+            "bf16" => Ok(Self::Bf16),
+            _ => Err(Error::Unknown { what: "dtype", given: given.into(), possible: "f32, bf16 (with --device cuda)" }),
+        }
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn types_are_read_as_they_are_written_and_others_refused() {
+        for precision in [Precision::F32, Precision::Bf16] {
+            assert_eq!(precision.to_string().parse::<Precision>().expect("its own name"), precision);
+        }
+        let refused = "f16".parse::<Precision>().expect_err("no type of models").to_string();
+        assert!(refused.contains("'f16'") && refused.contains("f32, bf16"), "{refused}");
+    }
+
+    #[test]
+    fn a_cpu_computes_in_f32_only() {
+        for device in [DeviceName::Cpu, DeviceName::Cuda(None), DeviceName::Cuda(Some(3))] {
+            assert!(Precision::F32.check(device).is_ok(), "{device}");
+        }
+        assert!(Precision::Bf16.check(DeviceName::Cuda(Some(3))).is_ok());
+        let refused = Precision::Bf16.check(DeviceName::Cpu).expect_err("a CPU").to_string();
+        assert!(refused.contains("--dtype f32") && refused.contains("--device cuda"), "{refused}");
+    }
+}

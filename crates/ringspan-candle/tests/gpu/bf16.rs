@@ -1,0 +1,128 @@
+//! What is particular to models that compute in bf16.
+
+use crate::ranks::{MESHES, Mesh, assert_ranks_within, group, on_ranks};
+use crate::{BF16, assert_equal, bound, gpu, numbers, random, rounding};
+use candle_core::{DType, Device, Result, Tensor};
+use ringspan::comm::Communicator;
+use ringspan::{Documents, Layout, LayoutKind, Mask, Score, Strategy};
+use ringspan_candle::kept::Storage;
+use ringspan_candle::{Attend, Context, Precision, RankDevice, loss};
+use std::sync::Arc;
+
+/// On every mesh, of heads that tensor cores take (24) and of others (12), and with what was kept.
+#[test]
+fn attention_in_bf16_is_that_of_f32_up_to_rounding_and_no_tensor_crosses() {
+    let Some(gpu) = gpu() else { return };
+    let gpu = rounding(&gpu);
+    for (kind, strategy, grid) in MESHES {
+        for dim in [12, 24] {
+            let mesh = Mesh { dim, ..Mesh::new(kind, strategy, grid) };
+            let (wanted, _) = mesh.run(&RankDevice::CPU);
+            let (got, (_, down)) = mesh.run(&gpu);
+            assert_ranks_within(bound(&gpu), &format!("{mesh:?}"), &got, &wanted);
+            assert_eq!(down, 0, "{mesh:?}: bytes copied from the GPU");
+            let (again, _) = Mesh { again: Some(Storage::F32), ..mesh }.run(&gpu);
+            assert_eq!(again, got, "{mesh:?}: what was kept is what was computed");
+        }
+    }
+}
+
+/// Keys and values travel as they are stored.
+#[test]
+fn blocks_of_bf16_take_half_the_bytes_of_f32() {
+    let Some(gpu) = gpu() else { return };
+    let sent = |device: &RankDevice| {
+        on_ranks(3, |comm| {
+            let layout =
+                Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 90), 3).map_err(candle_core::Error::wrap)?;
+            let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
+            let (rows, before) = (layout.tokens(comm.rank()), comm.bytes_sent());
+            let context = Context::new(group(comm.clone(), (3, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+            let [q, k, v] = [4, 2, 2].map(|heads| device.parameter(&random(&[rows, heads, 16], 3)));
+            context.attention(0, &q?, &k?, &v?, &Mask::causal(), &Score::new(0.3))?;
+            Ok(comm.bytes_sent() - before)
+        })
+    };
+    let (wide, narrow) = (sent(&gpu), sent(&rounding(&gpu)));
+    // Each rank sends two blocks of 30 rows, with two heads of 16 of keys and of values; and a few bytes about its tensors.
+    let numbers = 2 * 30 * (2 + 2) * 16;
+    assert!(wide.iter().zip(&narrow).all(|(wide, narrow)| wide - narrow == 2 * numbers), "{wide:?} {narrow:?}");
+    assert!(narrow.iter().all(|narrow| (2 * numbers..2 * numbers + 100).contains(narrow)), "{narrow:?}");
+}
+
+/// Products of bf16 with sums in f32 are exact to these sums; rounded, they would be off by 1e-3.
+#[test]
+fn logits_are_f32_and_not_rounded() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let gpu = rounding(&gpu);
+    let (hidden, head) = (random(&[6, 40], 1), random(&[33, 40], 2));
+    let wanted = loss::logits(&hidden, &head)?;
+    // Some of the rows: they begin in the middle of what is stored.
+    let (there, part) = (gpu.parameter(&hidden)?, 2..5);
+    let of_part = loss::logits(&there.narrow(0, part.start, part.len())?, &gpu.parameter(&head)?)?;
+    assert_eq!(of_part.dtype(), DType::F32);
+    assert_equal("logits", &numbers(&of_part), &numbers(&wanted.narrow(0, part.start, part.len())?));
+    let none = loss::logits(&there.narrow(0, 0, 0)?, &gpu.parameter(&head)?)?;
+    assert_eq!((none.dims(), none.dtype()), (&[0, 33][..], DType::F32));
+    Ok(())
+}
+
+#[test]
+fn a_parameter_is_rounded_before_it_is_uploaded_and_not_twice() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let gpu = rounding(&gpu);
+    assert_eq!(gpu.precision(), Precision::Bf16);
+    let third = Tensor::new(&[[1.0f32 / 3.0, -2.0], [1e-30, 5.0]], &Device::Cpu)?;
+    let there = gpu.parameter(&third.t()?)?;
+    assert_eq!((there.dtype(), there.dims()), (DType::BF16, &[2, 2][..]));
+    assert_eq!(numbers(&there), numbers(&third.t()?.to_dtype(DType::BF16)?), "of its elements in its order");
+    assert_eq!(numbers(&gpu.parameter(&there)?), numbers(&there));
+    let variable = gpu.variable(vec![1.0 / 3.0, 2.0], 2)?;
+    assert_eq!((variable.dtype(), numbers(&variable)), (DType::BF16, vec![0.333_984_38, 2.0]));
+    assert_eq!(gpu.parameter(&third.narrow(0, 0, 0)?)?.dims(), [0, 2]);
+    Ok(())
+}
+
+/// A sum over ranks is rounded once: of 256 and seven ones, rounded after each, nothing but 256 would be left.
+#[test]
+fn sums_over_ranks_are_added_up_in_f32() {
+    let Some(gpu) = gpu() else { return };
+    let gpu = rounding(&gpu);
+    let sums = on_ranks(8, |comm: Arc<dyn Communicator>| {
+        let own = if comm.rank() == 0 { 256.0 } else { 1.0f32 };
+        let x = gpu.parameter(&Tensor::full(own, (8, 1), &Device::Cpu)?)?;
+        let all = ringspan_candle::collective::all_reduce(&comm, &x)?;
+        let dealt = ringspan_candle::collective::reduce_scatter(&comm, &x, vec![1; 8])?;
+        assert_eq!((all.dtype(), dealt.dtype()), (DType::BF16, DType::BF16));
+        Ok((numbers(&all)[0], numbers(&dealt)[0]))
+    });
+    // 263 lies between 262 and 264.
+    assert!(sums.iter().all(|sum| *sum == (264.0, 264.0)), "{sums:?}");
+}
+
+#[test]
+fn a_kernel_of_the_cpu_refuses_tensors_in_bf16() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let gpu = rounding(&gpu);
+    let comm = on_ranks(1, Ok).remove(0);
+    let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 5), 1).map_err(candle_core::Error::wrap)?;
+    let kernel = RankDevice::CPU.kernel(1).map_err(candle_core::Error::wrap)?;
+    let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
+    let x = gpu.parameter(&random(&[5, 2, 8], 1))?;
+    let refused = context.attention(0, &x, &x, &x, &Mask::causal(), &Score::new(0.3)).expect_err("a CPU").to_string();
+    assert!(refused.contains("F32") && refused.contains("BF16"), "{refused}");
+    Ok(())
+}
+
+/// The bound is one of bf16: what it lets pass, f32 has not.
+#[test]
+fn the_bounds_tell_bf16_from_f32() {
+    let Some(gpu) = gpu() else { return };
+    let mesh = Mesh::new(LayoutKind::Zigzag, Strategy::Ring, (2, 1));
+    let (f32, bf16) = (mesh.run(&gpu).0, mesh.run(&rounding(&gpu)).0);
+    for (f32, bf16) in f32.iter().flatten().zip(bf16.iter().flatten()) {
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let off = norm(&mut f32.iter().zip(bf16).map(|(a, b)| a - b)) / norm(&mut f32.iter().copied());
+        assert!(off > 5e-4 && off < BF16, "{off:e}");
+    }
+}
