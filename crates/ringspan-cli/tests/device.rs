@@ -305,6 +305,7 @@ mod with_gpus {
             "--ring 2 --recompute nothing --dtype bf16",
             "--dp-shard 2 --tp 2 --dtype bf16",
             "--ring 2 --ep 2 --dtype bf16",
+            "--ring 2 --ep 2 --lora-rank 4 --lora-dropout 0.2 --dtype bf16",
         ] {
             let said = succeed(&bench, "verify", &format!("--tiny --sequence-length 24 --device cuda {mesh}"));
             assert!(said.contains("PASS") && said.contains("on cuda"), "{said}");
