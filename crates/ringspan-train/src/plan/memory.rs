@@ -142,7 +142,8 @@ impl Shape {
             products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
-        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (2 * self.adapted + self.dropped);
+        let adapted = if self.experts.is_some() { 3 } else { 2 } * self.adapted;
+        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)
     }
 
