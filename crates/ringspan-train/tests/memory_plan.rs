@@ -84,6 +84,9 @@ fn a_run_takes_what_its_plan_predicts() {
     let tied: Model = (2, 256, 8, 4, 768, 16384, true);
     // Heads wider than the hidden size together, and other ratios of widths.
     let other: Model = (4, 128, 8, 2, 512, 512, true);
+    let wide: Model = (4, 256, 8, 4, 2048, 512, true);
+    let attention = "q_proj,k_proj,v_proj,o_proj";
+    let adapted = || Settings { lora_rank: Some(8), ..Settings::default() };
     let runs: Vec<(&str, Model, (usize, usize), Settings)> = vec![
         ("parameters", deep, (1, 64), s()),
         ("tokens", deep, (1, 1024), s()),
@@ -95,6 +98,8 @@ fn a_run_takes_what_its_plan_predicts() {
         ("words, tied", tied, (1, 512), s()),
         ("adapters", deep, (1, 1024), Settings { lora_rank: Some(8), ..s() }),
         ("adapters, dropped", deep, (1, 1024), Settings { lora_rank: Some(8), lora_dropout: Some(0.1), ..s() }),
+        ("adapters beside attention", deep, (1, 1024), Settings { lora_targets: Some(attention.into()), ..adapted() }),
+        ("adapters beside wide layers", wide, (1, 1024), adapted()),
         (
             "adapters, dropped, recompute nothing",
             other,
@@ -156,7 +161,6 @@ fn a_run_takes_what_its_plan_predicts() {
         ("experts, adapters, all tokens to all", (4, 4, 128, 1), (1, 1024), adapters(0.1, s())),
         ("experts, adapters, in every second layer", (8, 2, 256, 2), (1, 1024), adapters(0.1, s())),
         ("experts, adapters, recompute nothing", eight, (1, 1024), adapters(0.1, nothing(s()))),
-        ("experts, adapters, tp 2, ep 2", eight, (1, 2048), adapters(0.1, mesh(2, 2, Some(2), None))),
         ("experts, adapters, ep 4", eight, (1, 2048), adapters(0.0, mesh(4, 1, Some(4), None))),
     ];
     let of_experts = of_experts.into_iter().map(|(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));

@@ -21,8 +21,7 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
-    /// Which of them have adapters, and whether these drop some of their inputs.
-    adapted: bool,
+    /// Whether their routers have adapters, and whether adapters drop some of their inputs.
     router_adapted: bool,
     dropping: bool,
 }
@@ -41,7 +40,6 @@ impl Experts {
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,
-            adapted: setup.shapes.keys().any(|name| name.contains(".experts.") && name.contains(".lora_")),
             router_adapted: setup.shapes.keys().any(|name| name.contains(".mlp.gate.lora_")),
             dropping: decoder.lora().is_some_and(|lora| lora.dropout > 0.0),
         })
@@ -72,16 +70,11 @@ impl Experts {
         let under_way = if kept { 6 } else { 4 } * gathered * hidden;
         let to_widths = if self.width_ranks > 1 { under_way } else { 0 };
         let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
-        // The products are there of all experts, the rest of one at a time.
+        // The products are there of all experts, the rest of one at a time, also what adapters add.
         let of_one = self.choices(rows) * self.ep / self.all.max(1);
-        let of_adapters = match (self.adapted, self.dropping) {
-            (false, _) => 0,
-            // What they give back to the inputs, and where some of these are dropped, what is left of one.
-            (true, dropping) => 2 * hidden + self.wide + if dropping { hidden } else { 0 },
-        };
         let dropped = if self.router_adapted && self.dropping { rows * hidden } else { 0 };
         let router = 10 * rows * self.all + dropped;
-        to_widths + to_experts + router + of_one * (4 * hidden + 5 * self.wide + of_adapters)
+        to_widths + to_experts + router + of_one * (4 * hidden + 5 * self.wide)
     }
 
     /// Ranks that have experts of a token, on average.

@@ -142,7 +142,8 @@ impl Shape {
             products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
-        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * self.dropped;
+        let adapted = if self.experts.is_some() { 3 } else { 2 } * self.adapted;
+        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)
     }
 
@@ -150,7 +151,7 @@ impl Shape {
     fn feed_forward_activations(&self, tokens: u64) -> u64 {
         // The fused layer works in tiles, and knows neither biases nor adapters.
         let wide = match (self.feed_forward_adapted, self.feed_forward_bias) {
-            (true, _) => 12 * tokens,
+            (true, _) => 11 * tokens,
             (false, true) => 6 * tokens,
             _ => 3 * tokens.min(gated_mlp::TILE as u64),
         };

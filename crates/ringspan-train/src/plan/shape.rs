@@ -25,6 +25,8 @@ pub(super) struct Shape {
     pub(super) feed_forward: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
+    /// Numbers of a token that come out of attention's layers with adapters.
+    pub(super) adapted: u64,
     /// Numbers of a token that the adapters beside attention have of their own, where some of their inputs are dropped; and
     /// those beside the feed-forward part of a layer without experts.
     pub(super) dropped: u64,
@@ -63,6 +65,13 @@ impl Shape {
             ROUTER => [0, 0],
             _ => [model.hidden_size, 0],
         };
+        let output = |target: &String| match target.as_str() {
+            "q_proj" => heads.queries.len() * model.head_dim(),
+            "k_proj" | "v_proj" => heads.key_values.len() * model.head_dim(),
+            "o_proj" => model.hidden_size,
+            _ => 0,
+        };
+        let adapted: usize = config.lora.iter().flat_map(|lora| &lora.targets).map(output).sum();
         let drops = config.lora.as_ref().filter(|lora| lora.dropout > 0.0);
         let [dropped, feed_forward_dropped] = [0, 1]
             .map(|part| drops.map_or(0, |lora| lora.targets.iter().map(|target| input(target)[part]).sum::<usize>()));
@@ -72,6 +81,7 @@ impl Shape {
             layers,
             hidden: model.hidden_size as u64,
             heads,
+            adapted: adapted as u64,
             dropped: dropped as u64,
             feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
             dim: model.head_dim() as u64,
