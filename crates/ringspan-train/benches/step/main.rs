@@ -49,7 +49,6 @@ impl Case {
             steps: 4,
             recompute: None,
             activations: None,
-            dtype: None,
             model: None,
             json: false,
         };
