@@ -7,7 +7,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, Device, Layout, Result, Shape, Storage, Tensor, bail};
 #[cfg(feature = "cuda")]
-use candle_core::{CudaDevice, CudaStorage};
+use candle_core::{CudaDevice, CudaStorage, DType};
 use ringspan::Kernel;
 use ringspan::kernel::{Data, Floats, View};
 
