@@ -71,8 +71,8 @@ impl<'a> Loan<'a> {
     #[cfg(feature = "cuda")]
     pub(crate) fn cuda(kernel: &Kernel, storage: &'a CudaStorage, layout: &'a Layout) -> Result<Self> {
         let lent = match storage.dtype() {
-            candle_core::DType::F32 => kernel.borrow(storage.as_cuda_slice::<f32>()?),
-            candle_core::DType::BF16 => kernel.borrow(storage.as_cuda_slice::<half::bf16>()?),
+            DType::F32 => kernel.borrow(storage.as_cuda_slice::<f32>()?),
+            DType::BF16 => kernel.borrow(storage.as_cuda_slice::<half::bf16>()?),
             other => bail!("attention computes in F32 and BF16, given {other:?}"),
         };
         Ok(Self { elements: Elements::Gpu(lent.map_err(candle_core::Error::wrap)?), layout })

@@ -112,6 +112,7 @@ fn a_run_takes_what_its_plan_predicts() {
         ("tensor parallel, words", words, (1, 1024), Settings { tp: Some(4), ..s() }),
         ("dp-shard", deep, (4, 512), Settings { dp_shard: Some(4), ..s() }),
         ("dp-shard, parameters", deep, (4, 64), Settings { dp_shard: Some(4), ..s() }),
+        ("tensor parallel, adapters", deep, (1, 1024), Settings { tp: Some(4), ..adapted() }),
         ("dp-replicate", deep, (2, 512), Settings { dp_replicate: Some(2), ..s() }),
     ];
     let sparse: Model = (4, 256, 8, 4, 768, 512, false);
@@ -161,6 +162,8 @@ fn a_run_takes_what_its_plan_predicts() {
         ("experts, adapters, all tokens to all", (4, 4, 128, 1), (1, 1024), adapters(0.1, s())),
         ("experts, adapters, in every second layer", (8, 2, 256, 2), (1, 1024), adapters(0.1, s())),
         ("experts, adapters, recompute nothing", eight, (1, 1024), adapters(0.1, nothing(s()))),
+        ("experts, adapters, tp 4", eight, (1, 1024), adapters(0.0, mesh(1, 4, None, None))),
+        ("experts, adapters, tp 2, ep 2", eight, (1, 2048), adapters(0.1, mesh(2, 2, Some(2), None))),
         ("experts, adapters, ep 4", eight, (1, 2048), adapters(0.0, mesh(4, 1, Some(4), None))),
     ];
     let of_experts = of_experts.into_iter().map(|(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));

@@ -200,7 +200,9 @@ fn the_loss_of_a_head_and_its_gradients_over_chunks() -> Result<()> {
 fn experts_and_the_pressure_on_their_router() {
     mixture(false);
     let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
-    compare("pressed", &[random(&[4, 3], 3)], |_, x| pressed(&x[0], pressure.clone()));
+    compare("pressed", &[random(&[4, 3], 3)], |_, x| {
+        cast(&pressed(&cast(&x[0], DType::F32)?, pressure.clone())?, x[0].dtype())
+    });
 }
 
 #[test]
@@ -255,12 +257,9 @@ fn mixture(adapted: bool) {
             // The first is the value, which is no one's business when a layer is computed again.
             for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate().skip(usize::from(again)) {
                 let what = format!("experts in {}, again: {again}, result {index}", gpu.precision());
-                assert_within(bound(&gpu), &what, got, wanted);
+                // An adapter is two products, each of which is rounded.
+                assert_within(bound(&gpu) * if adapted { 2.0 } else { 1.0 }, &what, got, wanted);
             }
         }
     }
-    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
-    compare("pressed", &[random(&[4, 3], 3)], |_, x| {
-        cast(&pressed(&cast(&x[0], DType::F32)?, pressure.clone())?, x[0].dtype())
-    });
 }

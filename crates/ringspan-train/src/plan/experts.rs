@@ -21,7 +21,8 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
-    /// Whether their routers have adapters, and whether adapters drop some of their inputs.
+    /// Whether adapters are trained, whether routers have some, and whether they drop some of their inputs.
+    has_adapters: bool,
     router_adapted: bool,
     dropping: bool,
 }
@@ -40,6 +41,7 @@ impl Experts {
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,
+            has_adapters: decoder.lora().is_some(),
             router_adapted: setup.shapes.keys().any(|name| name.contains(".mlp.gate.lora_")),
             dropping: decoder.lora().is_some_and(|lora| lora.dropout > 0.0),
         })
@@ -70,11 +72,13 @@ impl Experts {
         let under_way = if kept { 6 } else { 4 } * gathered * hidden;
         let to_widths = if self.width_ranks > 1 { under_way } else { 0 };
         let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
+        let twice_adapted =
+            if self.has_adapters && self.width_ranks > 1 && self.ep > 1 { 4 * gathered * hidden } else { 0 };
         // The products are there of all experts, the rest of one at a time, also what adapters add.
         let of_one = self.choices(rows) * self.ep / self.all.max(1);
         let dropped = if self.router_adapted && self.dropping { rows * hidden } else { 0 };
         let router = 10 * rows * self.all + dropped;
-        to_widths + to_experts + router + of_one * (4 * hidden + 5 * self.wide)
+        to_widths + to_experts + twice_adapted + router + of_one * (4 * hidden + 5 * self.wide)
     }
 
     /// Ranks that have experts of a token, on average.

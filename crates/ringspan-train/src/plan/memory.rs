@@ -124,8 +124,9 @@ impl Shape {
         let (attended, both) = (heads * self.dim, (heads + kv_heads) * self.dim);
         let stream = match self.tp {
             1 => 12 * tokens * self.hidden,
-            // Before attention rows are gathered, and behind it there are partial sums of all of them.
-            _ => (10 * rows + 4 * tokens) * self.hidden,
+            // Before attention rows are gathered, and behind it there are partial sums of all of them. Adapters gather and sum
+            // beside their layers; the factor was found by the allocator.
+            _ => (10 * rows + if self.has_adapters { 7 } else { 4 } * tokens) * self.hidden,
         };
         let again = match self.recompute {
             Recompute::Full => 3 * tokens * both,
