@@ -7,6 +7,7 @@ use ringspan::comm::{Buffer, Communicator, Pending, threads};
 use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use support::random;
 
 /// What a rank does, in order. Messages have the number in which they were started.
@@ -14,7 +15,7 @@ use support::random;
 enum Event {
     Sends(usize),
     Receives(usize),
-    /// A kernel works, and drives transfers on: at least once a step.
+    /// A piece of a kernel's work.
     Computes,
     HasReceived(usize),
     HasSent(usize),
@@ -115,7 +116,8 @@ fn events(ring: usize, ulysses: usize, chunks: usize) -> Vec<[Vec<Event>; 2]> {
     let run = threads::run(ranks, threads::Options::default(), |comm| {
         let log = Log::default();
         let own = log.clone();
-        let kernel = Kernel::new(1).with_progress(Arc::new(move || note(&own, Event::Computes)));
+        let kernel =
+            Kernel::new(1).with_progress(Arc::new(move || note(&own, Event::Computes))).with_pause(Duration::ZERO);
         let group = Group::new(Arc::new(Noted { inner: comm, log: log.clone() }), (ring, ulysses), kernel)?;
         let values = random(layout.tokens(0) * heads * dim, 1);
         let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");
@@ -143,12 +145,12 @@ fn every_block_travels_while_its_receiver_computes() {
                 match *event {
                     Event::Receives(number) => {
                         let end = position(&forward, Event::HasReceived(number)).expect("it is waited for");
-                        assert!(computes_between(&forward, at, end) >= 1, "rank {rank} of {ranks}: {forward:?}");
+                        assert!(computes_between(&forward, at, end) >= 2, "rank {rank} of {ranks}: {forward:?}");
                         hops += 1;
                     }
                     Event::Sends(number) => {
                         let end = position(&forward, Event::HasSent(number)).expect("it is waited for");
-                        assert!(computes_between(&forward, at, end) >= 1, "rank {rank} of {ranks}: {forward:?}");
+                        assert!(computes_between(&forward, at, end) >= 2, "rank {rank} of {ranks}: {forward:?}");
                     }
                     _ => {}
                 }
@@ -157,7 +159,7 @@ fn every_block_travels_while_its_receiver_computes() {
             // Of the gradients' blocks the last one comes home after all is computed; the keys hide as before.
             let hidden = |(at, event): &(usize, &Event)| match **event {
                 Event::Receives(number) => position(&backward, Event::HasReceived(number))
-                    .is_some_and(|end| computes_between(&backward, *at, end) >= 1),
+                    .is_some_and(|end| computes_between(&backward, *at, end) >= 2),
                 _ => false,
             };
             let hidden = backward.iter().enumerate().filter(hidden).count();
@@ -173,7 +175,7 @@ fn a_part_of_the_heads_travels_while_another_is_computed() {
             let ends = |number| events.iter().position(|event| *event == Event::HasReceived(number));
             let computes = |from: usize, to: usize| events[from..to].iter().filter(|e| **e == Event::Computes).count();
             let of = |(at, event): (usize, &Event)| match *event {
-                Event::Receives(number) => Some(computes(at, ends(number)?) >= 1),
+                Event::Receives(number) => Some(computes(at, ends(number)?) >= 2),
                 _ => None,
             };
             let received: Vec<bool> = events.iter().enumerate().filter_map(of).collect();

@@ -8,6 +8,7 @@ use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 use support::random;
 
 /// A transport that moves nothing by itself: a message leaves only when its sender is asked to progress, or waits.
@@ -70,6 +71,7 @@ fn a_kernel_moves_the_transfers_of_its_group_while_it_computes() {
         let kernel = Kernel::new(1).with_progress(Arc::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
         }));
+        let kernel = kernel.with_pause(Duration::ZERO);
         let group = Group::new(Arc::new(Lazy { inner: comm, calls: calls.clone() }), (2, 1), kernel)?;
         let values = random(layout.tokens(0) * heads * dim, 1);
         let view = View::new(&values, layout.tokens(0), heads, dim).expect("its size");

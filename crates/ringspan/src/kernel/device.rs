@@ -8,6 +8,7 @@ use super::staged;
 use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
 use crate::error::{Error, Result};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What a kernel calls between pieces of work.
 pub type Progress = Arc<dyn Fn() + Send + Sync>;
@@ -56,12 +57,21 @@ impl Kernel {
     }
 
     /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, between tiles,
-    /// at once and then at most 4,000 times a second: communication that moves only when it is asked to is driven so.
+    /// at once and then with a [pause](Self::with_pause) of 250 microseconds: communication that moves only when it is asked to is driven so.
     pub fn with_progress(mut self, progress: Progress) -> Self {
         match &mut self.0 {
-            Device::Cpu(cpu) => cpu.set_progress(progress),
+            Device::Cpu(cpu) => cpu.hook.progress = Some(progress),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => cuda.progress = Some(progress),
+        }
+        self
+    }
+
+    /// The same kernel with another pause, at least, between two calls while it computes; none calls between all tiles. A
+    /// GPU computes by itself: whoever waits for it calls again and again.
+    pub fn with_pause(mut self, pause: Duration) -> Self {
+        if let Device::Cpu(cpu) = &mut self.0 {
+            cpu.hook.pause = pause;
         }
         self
     }
@@ -69,7 +79,7 @@ impl Kernel {
     /// What [`with_progress`](Self::with_progress) was given.
     pub fn progress_hook(&self) -> Option<Progress> {
         match &self.0 {
-            Device::Cpu(cpu) => cpu.progress_hook(),
+            Device::Cpu(cpu) => cpu.hook.progress.clone(),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => cuda.progress.clone(),
         }

@@ -17,7 +17,7 @@ impl Cpu {
         saved: &Saved,
         sums: &mut Sums,
     ) -> Option<()> {
-        self.begin_progress();
+        self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         let (Data::F32(lse), Data::F32(delta), d_out) = (saved.lse, saved.delta, saved.d_out) else { return None };
         let (dq, dk, dv) = (sums.dq.host()?, sums.dk.host()?, sums.dv.host()?);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 impl Cpu {
     /// Adds the keys of `tiles` to the softmax state of the queries.
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
-        self.begin_progress();
+        self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         let (factor, terms) = (terms::factor(score), Terms::new(score, bias));
         if q.tokens == 1 {

@@ -3,6 +3,7 @@
 mod backward;
 mod delta;
 mod forward;
+mod hook;
 
 use super::backward::Sizes;
 use super::buffer::{Pool, lines};
@@ -11,9 +12,8 @@ use super::isa::Code;
 use super::pack::Keys;
 use super::plan::Plan;
 use super::terms::Terms;
-use super::{Data, Inputs, Isa, Progress, Tile};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use super::{Data, Inputs, Isa, Tile};
+use hook::Hook;
 
 /// Queries whose packed forms a worker holds at a time in the backward pass: they should stay in the L3 cache.
 const SEGMENT: usize = 4096;
@@ -23,46 +23,19 @@ pub(super) struct Cpu {
     pub(super) threads: usize,
     pub(super) isa: Isa,
     pool: Pool,
-    hook: Option<Hook>,
+    pub(super) hook: Hook,
 }
-
-/// What drives communication between pieces of work, which may be as short as a microsecond.
-struct Hook {
-    progress: Progress,
-    created: Instant,
-    /// Nanoseconds behind `created` before which it is not called again.
-    next: AtomicU64,
-}
-
-/// From one call of the hook to the next within a computation, at least: one that takes a microsecond then costs 0.4%.
-const PAUSE: Duration = Duration::from_micros(250);
 
 impl Cpu {
     /// `threads` threads (at least one), and an instruction set that this machine has.
     pub(super) fn new(threads: usize, isa: Isa) -> Self {
-        Self { threads: threads.max(1), isa, pool: Pool::default(), hook: None }
-    }
-
-    pub(super) fn set_progress(&mut self, progress: Progress) {
-        self.hook = Some(Hook { progress, created: Instant::now(), next: AtomicU64::new(0) });
-    }
-
-    pub(super) fn progress_hook(&self) -> Option<Progress> {
-        self.hook.as_ref().map(|hook| hook.progress.clone())
-    }
-
-    /// At the begin of a call: even a short one drives communication on.
-    fn begin_progress(&self) {
-        self.hook.iter().for_each(|hook| hook.next.store(0, Ordering::Relaxed));
+        Self { threads: threads.max(1), isa, pool: Pool::default(), hook: Hook::default() }
     }
 
     /// Called between pieces of work.
     fn progress(&self, worker: usize) {
-        let (0, Some(Hook { progress, created, next })) = (worker, &self.hook) else { return };
-        if created.elapsed() >= Duration::from_nanos(next.load(Ordering::Relaxed)) {
-            progress();
-            let soonest = (created.elapsed() + PAUSE).as_nanos();
-            next.store(u64::try_from(soonest).unwrap_or(u64::MAX), Ordering::Relaxed);
+        if worker == 0 {
+            self.hook.call();
         }
     }
 
