@@ -70,8 +70,10 @@ impl Kernel {
     /// The same kernel with another pause, at least, between two calls while it computes; none calls between all tiles. A
     /// GPU computes by itself: whoever waits for it calls again and again.
     pub fn with_pause(mut self, pause: Duration) -> Self {
-        if let Device::Cpu(cpu) = &mut self.0 {
-            cpu.hook.pause = pause;
+        match &mut self.0 {
+            Device::Cpu(cpu) => cpu.hook.pause = pause,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => {}
         }
         self
     }
