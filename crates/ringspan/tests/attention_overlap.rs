@@ -8,7 +8,7 @@ use ringspan::kernel::{Kernel, View};
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use support::random;
+use support::{hands_on, random};
 
 /// What a rank does, in order. Messages have the number in which they were started.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,12 +63,7 @@ impl Pending for Waiting {
 }
 
 impl Communicator for Noted {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
+    hands_on!(inner);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         let number = self.started(Event::Sends);
         Ok(self.pending(self.inner.send(to, tag, data)?, Event::HasSent(number)))
@@ -80,29 +75,8 @@ impl Communicator for Noted {
     fn progress(&self) {
         self.inner.progress();
     }
-    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.inner.all_to_all(parts)
-    }
-    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.inner.all_gather(data)
-    }
-    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
-        self.inner.reduce_scatter(data, counts)
-    }
-    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
-        self.inner.all_reduce(data)
-    }
-    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
-        self.inner.broadcast(root, data)
-    }
-    fn barrier(&self) -> Result<(), Error> {
-        self.inner.barrier()
-    }
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
         Ok(Arc::new(Noted { inner: self.inner.split(color, key)?, log: self.log.clone() }))
-    }
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
     }
 }
 

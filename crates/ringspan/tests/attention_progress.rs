@@ -9,7 +9,7 @@ use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Score, Stra
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use support::random;
+use support::{hands_on, random};
 
 /// A transport that moves nothing by itself: a message leaves only when its sender is asked to progress, or waits.
 struct Lazy {
@@ -18,12 +18,7 @@ struct Lazy {
 }
 
 impl Communicator for Lazy {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
+    hands_on!(inner);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         self.inner.send(to, tag, data)
     }
@@ -33,29 +28,8 @@ impl Communicator for Lazy {
     fn progress(&self) {
         self.calls.fetch_add(1, Ordering::Relaxed);
     }
-    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.inner.all_to_all(parts)
-    }
-    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.inner.all_gather(data)
-    }
-    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
-        self.inner.reduce_scatter(data, counts)
-    }
-    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
-        self.inner.all_reduce(data)
-    }
-    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
-        self.inner.broadcast(root, data)
-    }
-    fn barrier(&self) -> Result<(), Error> {
-        self.inner.barrier()
-    }
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
         Ok(Arc::new(Lazy { inner: self.inner.split(color, key)?, calls: self.calls.clone() }))
-    }
-    fn bytes_sent(&self) -> u64 {
-        self.inner.bytes_sent()
     }
 }
 

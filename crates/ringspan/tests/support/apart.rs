@@ -1,5 +1,6 @@
 //! Ranks that are threads, as if they were processes.
 
+use super::hands_on;
 use ringspan::Error;
 use ringspan::comm::{Buffer, Communicator, Pending};
 use std::sync::Arc;
@@ -12,12 +13,7 @@ pub(crate) fn apart(comm: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
 struct Apart(Arc<dyn Communicator>);
 
 impl Communicator for Apart {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-    fn size(&self) -> usize {
-        self.0.size()
-    }
+    hands_on!(0);
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>, Error> {
         assert!(!matches!(*data, Buffer::Device(_)), "a message in the memory of a device");
         self.0.send(to, tag, data)
@@ -28,28 +24,7 @@ impl Communicator for Apart {
     fn progress(&self) {
         self.0.progress();
     }
-    fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.0.all_to_all(parts)
-    }
-    fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>, Error> {
-        self.0.all_gather(data)
-    }
-    fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>, Error> {
-        self.0.reduce_scatter(data, counts)
-    }
-    fn all_reduce(&self, data: &mut [f32]) -> Result<(), Error> {
-        self.0.all_reduce(data)
-    }
-    fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>, Error> {
-        self.0.broadcast(root, data)
-    }
-    fn barrier(&self) -> Result<(), Error> {
-        self.0.barrier()
-    }
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>, Error> {
         Ok(apart(self.0.split(color, key)?))
-    }
-    fn bytes_sent(&self) -> u64 {
-        self.0.bytes_sent()
     }
 }

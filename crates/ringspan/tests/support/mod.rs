@@ -2,9 +2,11 @@
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
 mod apart;
+mod hands_on;
 mod mesh;
 
 pub(crate) use apart::apart;
+pub(crate) use hands_on::hands_on;
 pub(crate) use mesh::{Call, Means, On, kernel};
 
 use ringspan::attention::Wire;
