@@ -4,8 +4,8 @@
 
 use crate::cast::cast;
 use crate::dropout::Drops;
-use crate::linear::linear;
-use candle_core::{DType, Result, Tensor};
+use crate::linear::linear_wide;
+use candle_core::{Result, Tensor};
 
 /// An adapter's matrices, and how they are used. A rank that has part of a layer's width has as much of the adapter's.
 #[derive(Debug, Clone)]
@@ -25,13 +25,13 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Its part of the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`, differentiable in x and in the matrices. In
-    /// training, `drops` says what is dropped of x.
+    /// Its part of the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`, f32, so that it is rounded once, as part of the
+    /// layer; differentiable in x and in the matrices. In training, `drops` says what is dropped of x.
     ///
     /// # Errors
     /// Shapes that do not fit.
     pub fn part(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        linear(&self.narrow(x, drops)?, &self.b, None)
+        linear_wide(&self.narrow(x, drops)?, &self.b)
     }
 
     /// What B is multiplied with, `scale x A^T`: x `[T, in]` to `[T, R]`, as in [`Self::part`].
@@ -39,9 +39,8 @@ impl Adapter {
     /// # Errors
     /// Shapes that do not fit.
     pub fn narrow(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        // The scale goes to the narrow matrix, and is not rounded itself.
-        let narrow = (cast(&linear(&self.input(x, drops)?, &self.a, None)?, DType::F32)? * self.scale)?;
-        cast(&narrow, x.dtype())
+        // The scale goes to the narrow matrix; both are rounded once.
+        cast(&(linear_wide(&self.input(x, drops)?, &self.a)? * self.scale)?, x.dtype())
     }
 
     /// x with some of it dropped, or a gradient of what was dropped as one of x: dropping is its own backward.

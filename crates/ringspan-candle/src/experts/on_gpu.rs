@@ -6,7 +6,7 @@ use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::gated_mlp::gated_mlp;
 use crate::gpu;
-use crate::linear::linear;
+use crate::linear::{linear, linear_wide};
 use crate::lora::Adapter;
 use crate::swiglu::swiglu;
 use candle_core::{DType, Device, Result, Tensor};
@@ -48,7 +48,7 @@ fn output(x: &Tensor, expert: &Expert, drops: Option<&Drops>) -> Result<Tensor> 
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
     let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
-        Some(adapter) => linear(x, weight, None)? + adapter.part(x, drops)?,
+        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.part(x, drops)?)?, x.dtype()),
         None => linear(x, weight, None),
     };
     let [of_gate, of_up, of_down] = adapters;
