@@ -70,6 +70,9 @@ struct Fiber {
     size_t shuffles;
     // Started, not done; those of the last group are not closed.
     std::deque<std::vector<Copy>> copies;
+    std::deque<std::vector<std::function<void()>>> products;
+    // Steps of 16 bytes of shared memory that it copied and did not share.
+    std::vector<size_t> unshared;
     bool says;
 };
 
@@ -80,6 +83,8 @@ struct Block {
     const std::function<void()> *body = nullptr;
     // Values under way in a warp. Two of each: who is late still reads the one while others write the next.
     unsigned char slots[2][MOST_THREADS][16];
+    size_t shared_bytes;
+    std::vector<bool> unshared;
 };
 
 thread_local Block block;
@@ -95,8 +100,15 @@ void enter() {
     leave(State::ENDED);
 }
 
+size_t offset(const void *at) {
+    return static_cast<size_t>(static_cast<const char *>(at) - reinterpret_cast<const char *>(shared));
+}
+
 void finish(std::vector<Copy> &copies) {
     for (const Copy &copy : copies) {
+        const size_t step = offset(copy.to) / 16;
+        block.unshared[step] = true;
+        block.fibers[block.current].unshared.push_back(step);
         if (copy.from != nullptr) {
             std::memcpy(copy.to, copy.from, copy.size);
         } else {
@@ -167,6 +179,43 @@ void finish_groups(size_t left) {
     }
 }
 
+void later_product(const std::function<void()> &product) {
+    // Whatever copies do.
+    if ((blockIdx.x / 2 + blockIdx.y) % 2 == 1) {
+        product();
+    } else {
+        block.fibers[block.current].products.back().push_back(product);
+    }
+}
+
+void close_products() { block.fibers[block.current].products.emplace_back(); }
+
+void finish_products(size_t left) {
+    auto &products = block.fibers[block.current].products;
+    for (; products.size() > left + 1; products.pop_front()) {
+        for (const auto &product : products.front()) {
+            product();
+        }
+    }
+}
+
+void share_copies() {
+    Fiber &fiber = block.fibers[block.current];
+    for (const size_t step : fiber.unshared) {
+        block.unshared[step] = false;
+    }
+    fiber.unshared.clear();
+}
+
+void check_shared(const void *at) {
+    if (offset(at) + 16 > block.shared_bytes || offset(at) % 16 != 0) {
+        fail("a product reads beside the shared memory of its block");
+    }
+    if (block.unshared[offset(at) / 16]) {
+        fail("a product reads what was copied to shared memory and not shared");
+    }
+}
+
 void run_block(size_t threads, size_t shared_bytes, const std::function<void()> &body) {
     if (shared_bytes > sizeof shared) {
         fail("more shared memory than there is");
@@ -176,6 +225,8 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
     const size_t fenced = std::min(shared_bytes + PAGE, sizeof shared);
     std::memset(memory + shared_bytes, FENCE, fenced - shared_bytes);
     block.body = &body;
+    block.shared_bytes = shared_bytes;
+    block.unshared.assign(sizeof shared / 16, false);
     if (block.fibers.size() < threads) {
         block.fibers.resize(threads);
     }
@@ -187,6 +238,8 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         fiber.state = State::STARTS;
         fiber.shuffles = 0;
         fiber.copies.assign(1, {});
+        fiber.products.assign(1, {});
+        fiber.unshared.clear();
         prepare(fiber.place, fiber.stack.get(), enter);
     }
     std::vector<bool> goes(threads, true);
@@ -218,6 +271,12 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         }
         if (!any) {
             fail("some threads of a block wait for each other, and others have ended or wait elsewhere");
+        }
+    }
+    for (size_t i = 0; i < threads; i++) {
+        const auto &products = block.fibers[i].products;
+        if (std::any_of(products.begin(), products.end(), [](const auto &group) { return !group.empty(); })) {
+            fail("a thread ends before its products");
         }
     }
     for (size_t i = shared_bytes; i < fenced; i++) {

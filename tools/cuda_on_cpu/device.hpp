@@ -73,4 +73,9 @@ bool any_of_block(bool yes);
 void later(void *to, const void *from, size_t size);
 void close_group();
 void finish_groups(size_t left);
+void later_product(const std::function<void()> &product);
+void close_products();
+void finish_products(size_t left);
+void share_copies();
+void check_shared(const void *at);
 }

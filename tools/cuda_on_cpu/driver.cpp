@@ -65,12 +65,12 @@ int cuDeviceGetUuid_v2(unsigned char *uuid, int number) {
     return SUCCESS;
 }
 
-int cuDeviceGetAttribute(int *value, int attribute, int) {
+int cuDeviceGetAttribute(int *value, int attribute, int number) {
     switch (attribute) {
-    case 75: *value = 9; return SUCCESS;      // compute capability, major
-    case 76: *value = 0; return SUCCESS;      // and minor
-    case 97: *value = 232448; return SUCCESS; // shared memory of a block
-    case 115: *value = 1; return SUCCESS;     // memory pools
+    case 75: *value = 9 - number; return SUCCESS; // compute capability, major
+    case 76: *value = 0; return SUCCESS;          // and minor
+    case 97: *value = 232448; return SUCCESS;     // shared memory of a block
+    case 115: *value = 1; return SUCCESS;         // memory pools
     default: return INVALID_VALUE;
     }
 }

@@ -31,6 +31,14 @@ extern "C" bool any_of_block(bool yes);
 extern "C" void later(void *to, const void *from, size_t size);
 extern "C" void close_group();
 extern "C" void finish_groups(size_t left);
+// The same of products, which are done when they are waited for, or as soon as they are started.
+extern "C" void later_product(const std::function<void()> &product);
+extern "C" void close_products();
+extern "C" void finish_products(size_t left);
+// Copies of this thread that are done can be read by products.
+extern "C" void share_copies();
+// Fails unless the 16 bytes of shared memory there can be.
+extern "C" void check_shared(const void *at);
 
 // Also the mark by which kernels are found in a preprocessed source.
 #define __global__ __attribute__((noinline))
@@ -161,6 +169,75 @@ inline unsigned pair_of(float low, float high) {
     };
     return rounded(low) | rounded(high) << 16;
 }
+
+// What warpgroup.cu has in assembly. A descriptor says where a side of a product lies, in steps of 16 bytes.
+
+inline unsigned shared_address(const void *at) {
+    return static_cast<unsigned>(static_cast<const char *>(at) - reinterpret_cast<const char *>(shared));
+}
+
+// Element [other, summed] of a side: cores of 8 x 8, with their rows along what is summed over, or along the other.
+inline float side(unsigned long long descriptor, unsigned other, unsigned summed, bool along_other) {
+    const auto field = [=](unsigned first) { return static_cast<unsigned>(descriptor >> first & 0x3FFF) * 16; };
+    const unsigned row = along_other ? summed : other, column = along_other ? other : summed;
+    const auto *core = reinterpret_cast<const char *>(shared) + field(0) + summed / 8 * field(16) + other / 8 * field(32);
+    const auto *at = reinterpret_cast<const unsigned short *>(core + row % 8 * 16);
+    check_shared(at);
+    return of_bf16(at[column % 8], 0);
+}
+
+// Adds what a thread has of a product over 16: its rows are `row` and eight below of the left side.
+template <int TILES_OF, class Left>
+void add_product(float (*sums)[4], const Left &left, unsigned long long b, bool along_other) {
+    for (unsigned n = 0; n < TILES_OF; n++) {
+        for (unsigned e = 0; e < 2; e++) {
+            for (unsigned k = 0; k < 16; k++) {
+                const float right = side(b, n * 8 + threadIdx.x % 4 * 2 + e, k, along_other);
+                sums[n][e] += left[0][k] * right;
+                sums[n][2 + e] += left[1][k] * right;
+            }
+        }
+    }
+}
+
+template <int TILES_OF>
+void start_product(float (&sums)[TILES_OF][4], unsigned long long a, unsigned long long b, bool adds) {
+    float(*const to)[4] = sums;
+    later_product([=] {
+        float left[2][16];
+        const unsigned row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        for (unsigned k = 0; k < 16; k++) {
+            left[0][k] = side(a, row, k, false);
+            left[1][k] = side(a, row + 8, k, false);
+        }
+        if (!adds) {
+            std::memset(to, 0, sizeof(float[TILES_OF][4]));
+        }
+        add_product<TILES_OF>(to, left, b, false);
+    });
+}
+
+template <int TILES_OF> void start_product(float (&sums)[TILES_OF][4], const unsigned (&a)[4], unsigned long long b) {
+    float(*const to)[4] = sums;
+    const unsigned *const from = a;
+    later_product([=] {
+        unsigned all[32][4];
+        exchange(from, sizeof all[0], all);
+        float left[2][16];
+        for (unsigned k = 0; k < 16; k++) {
+            const unsigned(&words)[4] = all[threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
+            left[0][k] = of_bf16(words[k / 8 * 2], k % 2);
+            left[1][k] = of_bf16(words[k / 8 * 2 + 1], k % 2);
+        }
+        add_product<TILES_OF>(to, left, b, true);
+    });
+}
+
+inline void order_registers() {}
+inline void group_products() { close_products(); }
+template <int LEFT> void wait_products() { finish_products(LEFT); }
+template <int TILES_OF> void take_sums(float (&)[TILES_OF][4]) {}
+inline float power_of_2(float x) { return std::exp2(x); }
 
 // Threads of a block run one at a time, and blocks one after the other.
 template <class T, class U> T atomicAdd(T *at, U x) {

@@ -143,6 +143,7 @@ impl Shape {
             products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
+        // Found by the allocator.
         let adapted = if self.experts.is_some() { 3 } else { 2 } * self.adapted;
         let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)

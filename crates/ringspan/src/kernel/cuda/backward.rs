@@ -2,9 +2,9 @@
 
 use super::super::{FloatsMut, Inputs, Saved, Sums, Tile};
 use super::job::Job;
-use super::module::Options;
+use super::options::Options;
 use super::tables::{Rows, Tables, Terms};
-use super::{Cuda, count, in_eights};
+use super::{Cuda, count};
 use crate::error::Result;
 
 impl Cuda {
@@ -19,8 +19,7 @@ impl Cuda {
         let Inputs { q, k, v, .. } = inputs;
         let d_out = &saved.d_out;
         let [q_view, k_view, v_view, d_out_view] = [self.view(q)?, self.view(k)?, self.view(v)?, self.view(d_out)?];
-        let tensor =
-            self.gpu.0.tensor_cores && in_eights(&[(q, &q_view), (k, &k_view), (v, &v_view), (d_out, &d_out_view)]);
+        let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view), (d_out, &d_out_view)]);
         let options = Options::backward(inputs, d_out, tensor, self.gpu.0.shared_memory);
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };

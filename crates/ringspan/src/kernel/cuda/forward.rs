@@ -3,9 +3,9 @@
 use super::super::{Inputs, Tile};
 use super::job::Job;
 use super::memory::GpuArray;
-use super::module::Options;
+use super::options::Options;
 use super::tables::{Rows, Tables, Terms};
-use super::{Cuda, count, in_eights};
+use super::{Cuda, count};
 use crate::error::Result;
 
 impl Cuda {
@@ -13,7 +13,7 @@ impl Cuda {
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], state: &mut GpuArray) -> Result<()> {
         let Inputs { q, k, v, .. } = inputs;
         let [q_view, k_view, v_view] = [self.view(q)?, self.view(k)?, self.view(v)?];
-        let tensor = self.gpu.0.tensor_cores && in_eights(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
+        let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
         let options = Options::forward(inputs, tensor, self.gpu.0.shared_memory);
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let terms = Terms::new(self, inputs.score)?;

@@ -1,5 +1,5 @@
-//! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, and one for tensor cores, which
-//! multiply bf16; both are compiled for the shapes at hand.
+//! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, and two for tensor cores, which
+//! multiply bf16, by warps and by Hopper's warpgroups; all are compiled for the shapes at hand.
 //!
 //! Work is started and not waited for, but where numbers go to the CPU; who waits drives communication on. The driver and the
 //! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
@@ -13,6 +13,7 @@ mod module;
 mod moves;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+mod options;
 mod tables;
 
 pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};
@@ -21,7 +22,8 @@ use super::{Progress, View};
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use job::Job;
-use module::{Modules, Options};
+use module::Modules;
+use options::{Options, TensorCores};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,8 +44,7 @@ struct Shared {
     downloaded: AtomicU64,
     /// Most bytes of shared memory of a block of threads.
     shared_memory: usize,
-    /// Whether it multiplies bf16 on tensor cores.
-    tensor_cores: bool,
+    tensor_cores: TensorCores,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -100,7 +101,7 @@ impl Gpu {
             number,
             name: context.name().map_err(failed(&device, "ask for its name"))?,
             modules: Modules::new(context.clone(), capability),
-            tensor_cores: capability.0 >= 8,
+            tensor_cores: TensorCores::of(capability),
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             aside: context.new_stream().map_err(failed(&device, "make a stream"))?,
             uploaded: AtomicU64::new(0),
@@ -166,7 +167,13 @@ impl Cuda {
     }
 
     pub(super) fn multiplies_bf16(&self) -> bool {
-        self.gpu.0.tensor_cores
+        self.gpu.0.tensor_cores != TensorCores::None
+    }
+
+    /// Tensor cores, if they can read these tensors.
+    fn tensor_cores(&self, views: &[(&View, &job::View)]) -> TensorCores {
+        let in_eights = |(view, at): &(&View, &job::View)| at.is_in_eights(view.dim, view.data.stored().width() as u64);
+        if views.iter().all(in_eights) { self.gpu.0.tensor_cores } else { TensorCores::None }
     }
 
     /// Row sums of `out * d_out`, `[H, Tq]`.
@@ -270,11 +277,6 @@ impl Cuda {
         use cudarc::driver::DevicePtr;
         buffer.device_ptr(&self.stream).0
     }
-}
-
-/// Whether tensor cores can read these tensors.
-fn in_eights(views: &[(&View, &job::View)]) -> bool {
-    views.iter().all(|(view, at)| at.is_in_eights(view.dim, view.data.stored().width() as u64))
 }
 
 /// A size as kernels count.

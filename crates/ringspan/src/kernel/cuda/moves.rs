@@ -6,7 +6,7 @@ use super::super::view::Stored;
 use super::super::{Data, View};
 use super::job::Move;
 use super::memory::{GpuArray, GpuData, GpuMut};
-use super::module::Options;
+use super::options::Options;
 use super::{Cuda, count};
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaSlice, result};

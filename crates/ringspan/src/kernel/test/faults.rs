@@ -61,7 +61,7 @@ fn check(problem: &Problem, fault: Fault, what: &str) {
         let mut spoilt = clean.clone();
         fault.put(problem, &mut spoilt, x);
         let wanted = problem.wanted(&spoilt);
-        for kernel in kernels(&[2]) {
+        for kernel in problem.kernels(&[2]) {
             let (clean, got) = (problem.computed(&kernel, &clean), problem.computed(&kernel, &spoilt));
             // Products of visible pairs only are not rounded.
             let bound = if problem.rounds(&kernel) { 2e-2 } else { 2e-6 };
@@ -112,6 +112,15 @@ fn faults_stay_in_their_tile() {
     ];
     for fault in FAULTS {
         check(&problem, fault, "tiles");
+    }
+}
+
+#[test]
+fn faults_stay_in_bands_over_many_blocks() {
+    let mut problem = Problem::new(150, 420, (2, 1), (24, 72), Band { lo: -300, hi: 20 });
+    problem.storage = Storage::Bf16;
+    for fault in [Fault::Value(200, 0), Fault::Value(419, 0), Fault::Key(290, 0), Fault::Query(140, 1)] {
+        check(&problem, fault, "many blocks");
     }
 }
 

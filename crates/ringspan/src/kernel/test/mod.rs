@@ -285,11 +285,17 @@ impl Problem {
         self.storage == Storage::Bf16 && self.score.scale > 0.0 && kernel.multiplies_bf16()
     }
 
+    /// As [`kernels`], and of bf16 those of other GPUs, which have other tensor cores.
+    fn kernels(&self, threads: &[usize]) -> Vec<Kernel> {
+        let others = if self.storage == Storage::Bf16 { gpus(1) } else { Vec::new() };
+        kernels(threads).into_iter().chain(others).collect()
+    }
+
     /// Every device and instruction set, one to three threads, against the reference.
     fn check(&self, what: &str) {
         let values = self.values();
         let wanted = self.wanted(&values);
-        for kernel in kernels(&[1, 2, 3]) {
+        for kernel in self.kernels(&[1, 2, 3]) {
             let got = self.computed(&kernel, &values);
             let bound = if self.rounds(&kernel) { 8e-3 } else { 5e-6 };
             wanted.compare(&got, bound, &format!("{what}, {kernel:?}"));
@@ -308,17 +314,25 @@ fn kernels(threads: &[usize]) -> Vec<Kernel> {
 
 /// A kernel on the first GPU, where the machine has one.
 fn gpu() -> Option<Kernel> {
+    gpus(0).into_iter().next()
+}
+
+/// Kernels on the GPUs of this machine, from one on.
+fn gpus(first: usize) -> Vec<Kernel> {
     #[cfg(feature = "cuda")]
     {
-        static GPU: std::sync::OnceLock<Option<Gpu>> = std::sync::OnceLock::new();
-        let open = || match Gpu::count() {
-            Ok(0) => None,
-            _ => Some(Gpu::open(0).expect("a GPU that works")),
+        static GPUS: std::sync::OnceLock<Vec<Gpu>> = std::sync::OnceLock::new();
+        let open = || {
+            let count = Gpu::count().expect("a driver that works");
+            (0..count).map(|number| Gpu::open(number).expect("a GPU that works")).collect()
         };
-        GPU.get_or_init(open).as_ref().map(|gpu| Kernel::cuda(gpu).expect("a stream"))
+        GPUS.get_or_init(open).iter().skip(first).map(|gpu| Kernel::cuda(gpu).expect("a stream")).collect()
     }
     #[cfg(not(feature = "cuda"))]
-    None
+    {
+        let _ = first;
+        Vec::new()
+    }
 }
 
 impl Answer {

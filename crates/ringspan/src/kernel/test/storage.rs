@@ -39,6 +39,17 @@ fn products_of_bf16_have_every_shape_and_term() {
 }
 
 #[test]
+fn products_of_bf16_go_over_many_blocks() {
+    for dims in [(128, 128), (64, 64), (72, 24), (128, 40)] {
+        for band in [FULL, Band { lo: -430, hi: 90 }] {
+            let mut problem = Problem::new(200, 700, (2, 1), dims, band);
+            problem.storage = Storage::Bf16;
+            problem.check(&format!("{dims:?}, {band:?}"));
+        }
+    }
+}
+
+#[test]
 fn rows_may_lie_anywhere() {
     let problem = Problem::new(70, 90, (4, 2), (16, 24), CAUSAL);
     let values = problem.values();

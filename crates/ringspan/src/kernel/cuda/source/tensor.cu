@@ -72,7 +72,21 @@ __device__ inline u32 pair_of(float low, float high) {
 
 #endif
 
-// Starts to copy HELD rows of a head from row `first` on, zeros from row `count` on; numbers that are not bf16 are rounded.
+// Starts to copy eight numbers of a tensor, or zeros; those that are not bf16 are rounded.
+template <int TYPE> __device__ inline void start_piece(u16 *to, const View &from, i64 at, bool there) {
+    if constexpr (TYPE == BF16) {
+        start_copy(to, (const u16 *)from.data + at, there);
+    } else {
+#pragma unroll
+        for (int c = 0; c < 8; c += 2) {
+            const float low = there ? element<TYPE>(from.data, at + c) : 0.0f;
+            const float high = there ? element<TYPE>(from.data, at + c + 1) : 0.0f;
+            *(u32 *)(to + c) = pair_of(low, high);
+        }
+    }
+}
+
+// Starts to copy HELD rows of a head from row `first` on, zeros from row `count` on.
 template <int TYPE, int WIDTH_OF, int STRIDE_OF, int HELD>
 __device__ void start_rows(u16 *to, const View &from, int first, int count, int head) {
     constexpr int PIECES = WIDTH_OF / 8;
@@ -80,17 +94,7 @@ __device__ void start_rows(u16 *to, const View &from, int first, int count, int 
         const int row = n / PIECES, column = n % PIECES * 8;
         const bool there = row < count;
         const i64 at = (first + (there ? row : 0)) * from.token_stride + head * from.head_stride + column;
-        u16 *const place = to + row * STRIDE_OF + column;
-        if constexpr (TYPE == BF16) {
-            start_copy(place, (const u16 *)from.data + at, there);
-        } else {
-#pragma unroll
-            for (int c = 0; c < 8; c += 2) {
-                const float low = there ? element<TYPE>(from.data, at + c) : 0.0f;
-                const float high = there ? element<TYPE>(from.data, at + c + 1) : 0.0f;
-                *(u32 *)(place + c) = pair_of(low, high);
-            }
-        }
+        start_piece<TYPE>(to + row * STRIDE_OF + column, from, at, there);
     }
 }
 
@@ -104,16 +108,22 @@ template <int WIDTH_OF, int STRIDE_OF> __device__ void clear_rest(u16 *rows, int
     }
 }
 
-// Whether this thread started to copy a number that is none, or is infinite.
+// Whether one of eight numbers is none, or is infinite.
+__device__ inline bool is_non_finite(const u16 *piece) {
+    bool any = false;
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+        any = any || (piece[c] & 0x7F80u) == 0x7F80u;
+    }
+    return any;
+}
+
+// Whether there is one of those among what this thread started to copy.
 template <int WIDTH_OF, int STRIDE_OF> __device__ bool has_non_finite(const u16 *rows) {
     constexpr int PIECES = WIDTH_OF / 8;
     bool any = false;
     for (int n = threadIdx.x; n < CHUNK * PIECES; n += THREADS) {
-        const u16 *const piece = rows + n / PIECES * STRIDE_OF + n % PIECES * 8;
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            any = any || (piece[c] & 0x7F80u) == 0x7F80u;
-        }
+        any = any || is_non_finite(rows + n / PIECES * STRIDE_OF + n % PIECES * 8);
     }
     return any;
 }
@@ -123,6 +133,16 @@ template <int TILES_OF> __device__ inline void clear(float (&sums)[TILES_OF][4])
     for (int n = 0; n < TILES_OF; n++) {
         sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
     }
+}
+
+// The sum, or the greatest, of the four threads that share a row.
+__device__ inline float of_four(float x, bool greatest) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+        x = greatest ? fmaxf(x, other) : x + other;
+    }
+    return x;
 }
 
 // sums[16 of the warp, CHUNK] = own[.., WIDTH_OF] others[CHUNK, ..]^T.
@@ -233,6 +253,24 @@ __device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&w
         add_visible<WIDTH_OF, STRIDE_OF>(sums, weights, others, seen);
     } else {
         add_products<WIDTH_OF, STRIDE_OF>(sums, weights, others);
+    }
+}
+
+// Adds to gradients [tokens, heads, WIDTH_OF] those of the thread's rows.
+template <int WIDTH_OF, int TILES_OF>
+__device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int first, int tokens, int heads, int head) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        if (token >= tokens) {
+            continue;
+        }
+        float *const row = to + ((i64)token * heads + head) * WIDTH_OF + THREAD_COLUMN;
+#pragma unroll
+        for (int n = 0; n < WIDTH_OF / 8; n++) {
+            row[n * 8] += sums[n][2 * half];
+            row[n * 8 + 1] += sums[n][2 * half + 1];
+        }
     }
 }
 

@@ -1,23 +1,5 @@
 // The backward pass on tensor cores: the two kernels of `backward.cu` with products of bf16, without bias and buckets.
 
-// Adds to gradients [tokens, heads, WIDTH_OF] those of the thread's rows.
-template <int WIDTH_OF, int TILES_OF>
-__device__ inline void add_rows(float *to, const float (&sums)[TILES_OF][4], int first, int tokens, int heads, int head) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        if (token >= tokens) {
-            continue;
-        }
-        float *const row = to + ((i64)token * heads + head) * WIDTH_OF + THREAD_COLUMN;
-#pragma unroll
-        for (int n = 0; n < WIDTH_OF / 8; n++) {
-            row[n * 8] += sums[n][2 * half];
-            row[n * 8 + 1] += sums[n][2 * half + 1];
-        }
-    }
-}
-
 // Gradients of ROWS queries of a head.
 extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
     extern __shared__ float shared[];

@@ -1,15 +1,6 @@
 // The forward pass on tensor cores: that of `forward.cu` with products of bf16 (Dao, 2023). Keys of the next chunk and values of
 // this one arrive while products are computed.
 
-__device__ inline float of_four(float x, bool greatest) {
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
-        x = greatest ? fmaxf(x, other) : x + other;
-    }
-    return x;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     extern __shared__ float shared[];
     u16 *const q = (u16 *)shared, *const k = q + ROWS * STRIDE, *const v = k + CHUNK * STRIDE;

@@ -1,0 +1,327 @@
+//! Which kernel computes a call, and what it is compiled for.
+
+use super::super::view::Stored;
+use super::super::{Inputs, Relative, View};
+use super::job::{Job, Move};
+
+/// Rows and threads of a block: the first that fit are taken.
+const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
+
+/// Rows and threads of a block on tensor cores: 16 rows for each warp.
+const TENSOR_BLOCK: (usize, usize) = (64, 128);
+/// The same by warpgroups, two of them, which have a multiprocessor for themselves.
+const WARPGROUP_BLOCK: (usize, usize) = (128, 256);
+/// Widest heads there: wider ones do not leave enough registers for their sums.
+pub(super) const TENSOR_WIDTHS: Widths = Widths { forward: 256, by_warpgroups: 128, backward: 128 };
+
+pub(super) struct Widths {
+    pub(super) forward: usize,
+    pub(super) by_warpgroups: usize,
+    pub(super) backward: usize,
+}
+
+/// Most bytes of shared memory of a block, but by warpgroups: two of them share a multiprocessor of a data centre's GPU.
+pub(super) const SHARED_MEMORY: usize = 96 * 1024;
+
+/// How a GPU multiplies bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TensorCores {
+    /// Not at all.
+    None,
+    /// Warp by warp (`mma.sync`), since Ampere.
+    Warps,
+    /// Also by warpgroups (`wgmma`): Hopper.
+    Warpgroups,
+}
+
+impl TensorCores {
+    /// Of a GPU of this compute capability.
+    pub(super) fn of((major, _minor): (i32, i32)) -> Self {
+        match major {
+            9 => Self::Warpgroups,
+            8.. => Self::Warps,
+            _ => Self::None,
+        }
+    }
+}
+
+const ELEMENT: &str = include_str!("source/element.cu");
+const COMMON: &str = include_str!("source/common.cu");
+const TENSOR: &str = include_str!("source/tensor.cu");
+const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
+const WARPGROUP: &str = include_str!("source/warpgroup.cu");
+const WARPGROUP_FORWARD: &str = include_str!("source/warpgroup_forward.cu");
+const WARPGROUP_BACKWARD: &str = include_str!("source/warpgroup_backward.cu");
+const TENSOR_BACKWARD: &str = include_str!("source/tensor_backward.cu");
+const FORWARD: &str = include_str!("source/forward.cu");
+const BACKWARD: &str = include_str!("source/backward.cu");
+const DELTA: &str = include_str!("source/delta.cu");
+const MEMORY: &str = include_str!("source/memory.cu");
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Pass {
+    Forward,
+    Backward,
+    TensorForward,
+    WarpgroupForward,
+    WarpgroupBackward,
+    TensorBackward,
+    Delta,
+    Memory,
+}
+
+/// What kernels are compiled for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Options {
+    pub(super) pass: Pass,
+    pub(super) dim: usize,
+    pub(super) v_dim: usize,
+    /// Rows of a block, of queries and of keys.
+    pub(super) rows: usize,
+    /// Threads of a block.
+    pub(super) threads: usize,
+    /// Rows of the other side that a block on tensor cores takes at once.
+    chunk: usize,
+    /// Of q, k, v, the bias, the gradient of the output and the output.
+    types: [Stored; 6],
+    softcap: bool,
+    alibi: bool,
+    buckets: bool,
+    bias: bool,
+    dropout: bool,
+}
+
+impl Options {
+    /// For blocks with `shared` bytes of shared memory, and tensor cores that can read q, k and v.
+    pub(super) fn forward(inputs: &Inputs, tensor: TensorCores, shared: usize) -> Self {
+        let Inputs { q, v, score, bias, .. } = inputs;
+        let width = q.dim.max(v.dim);
+        // Terms leave fewer registers for scores, and so do wide heads.
+        let terms = score.softcap.is_some() || score.relative.is_some() || score.dropout.is_some() || bias.is_some();
+        if tensor == TensorCores::None || !multiplies_bf16(inputs) || width > TENSOR_WIDTHS.forward {
+            return Self::fitted(inputs, Pass::Forward, None, shared);
+        }
+        let chunk = if terms { 64 } else { 128 };
+        Self::by_warpgroups(inputs, Pass::WarpgroupForward, None, tensor, chunk, shared).unwrap_or_else(|| {
+            let chunk = if width > 128 { 32 } else { 64 };
+            Self::of_block(inputs, Pass::TensorForward, None, TENSOR_BLOCK, chunk)
+        })
+    }
+
+    /// As [`Self::forward`], of tensor cores that can read `d_out`, too.
+    pub(super) fn backward(inputs: &Inputs, d_out: &View, tensor: TensorCores, shared: usize) -> Self {
+        let Inputs { q, v, score, bias, .. } = inputs;
+        // What is summed for each pair is left to the other kernels.
+        let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
+        let wide = q.dim.max(v.dim) > TENSOR_WIDTHS.backward;
+        if tensor == TensorCores::None || !multiplies_bf16(inputs) || summed || wide {
+            return Self::fitted(inputs, Pass::Backward, Some(d_out), shared);
+        }
+        Self::by_warpgroups(inputs, Pass::WarpgroupBackward, Some(d_out), tensor, 64, shared)
+            .unwrap_or_else(|| Self::of_block(inputs, Pass::TensorBackward, Some(d_out), TENSOR_BLOCK, 32))
+    }
+
+    /// `None` where there are none, or where they are no gain.
+    fn by_warpgroups(
+        inputs: &Inputs,
+        pass: Pass,
+        d_out: Option<&View>,
+        tensor: TensorCores,
+        chunk: usize,
+        shared: usize,
+    ) -> Option<Self> {
+        let Inputs { q, v, .. } = inputs;
+        let options = Self::of_block(inputs, pass, d_out, WARPGROUP_BLOCK, chunk);
+        let fits = q.dim.max(v.dim) <= TENSOR_WIDTHS.by_warpgroups && options.shared_bytes() <= shared;
+        // Rows of a block that are not there are computed as well.
+        (tensor == TensorCores::Warpgroups && fits && q.tokens > TENSOR_BLOCK.0).then_some(options)
+    }
+
+    pub(super) fn delta(out: &View, d_out: &View) -> Self {
+        let f = Stored::F32;
+        Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.stored(), out.data.stored()])
+    }
+
+    /// What is done with tensors besides attention: numbers of one type become those of another.
+    pub(super) fn memory(from: Stored, to: Stored) -> Self {
+        let f = Stored::F32;
+        Self::plain(Pass::Memory, 1, [from, f, f, f, f, to])
+    }
+
+    /// Without blocks of rows and without terms.
+    fn plain(pass: Pass, dim: usize, types: [Stored; 6]) -> Self {
+        Self {
+            pass,
+            dim,
+            v_dim: dim,
+            rows: 16,
+            threads: 128,
+            chunk: 0,
+            types,
+            softcap: false,
+            alibi: false,
+            buckets: false,
+            bias: false,
+            dropout: false,
+        }
+    }
+
+    fn fitted(inputs: &Inputs, pass: Pass, d_out: Option<&View>, shared: usize) -> Self {
+        let of_block = |block| Self::of_block(inputs, pass, d_out, block, 0);
+        let [.., smallest] = BLOCKS;
+        let fits = |options: &Self| options.shared_bytes() <= shared.min(SHARED_MEMORY);
+        BLOCKS.into_iter().map(of_block).find(fits).unwrap_or_else(|| of_block(smallest))
+    }
+
+    fn of_block(inputs: &Inputs, pass: Pass, d_out: Option<&View>, block: (usize, usize), chunk: usize) -> Self {
+        let Inputs { q, k, v, score, bias, .. } = inputs;
+        let of = |view: Option<&View>| view.map_or(Stored::F32, |view| view.data.stored());
+        let (rows, threads) = block;
+        Self {
+            pass,
+            dim: q.dim,
+            v_dim: v.dim,
+            rows,
+            threads,
+            chunk,
+            types: [of(Some(q)), of(Some(k)), of(Some(v)), of(bias.as_ref()), of(d_out), Stored::F32],
+            softcap: score.softcap.is_some(),
+            alibi: matches!(score.relative, Some(Relative::Alibi { .. })),
+            buckets: matches!(score.relative, Some(Relative::Buckets(_))),
+            bias: bias.is_some(),
+            dropout: score.dropout.is_some_and(|dropout| dropout.rate > 0.0),
+        }
+    }
+
+    /// Shared memory of a block of threads, as the sources lay it out.
+    pub(super) fn shared_bytes(&self) -> usize {
+        let (rows, keys, values) = (self.rows, self.rows * (self.dim + 1), self.rows * (self.v_dim + 1));
+        let pairs = rows * (rows + 1);
+        // In halves of a word: whole steps of 16, between which there are 8 but where warpgroups read; right sides of these
+        // are whole products of 64 columns.
+        let (width, v_width) = (self.dim.next_multiple_of(16), self.v_dim.next_multiple_of(16));
+        let (whole, v_whole) = (self.dim.next_multiple_of(64), self.v_dim.next_multiple_of(64));
+        let (key, value, chunk) = (width + 8, v_width + 8, self.chunk);
+        let floats = match self.pass {
+            Pass::Forward => keys + keys.max(values) + pairs,
+            Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
+            Pass::TensorForward => (rows * key + chunk * (key + value)) / 2,
+            Pass::TensorBackward => (rows + chunk) * (key + value) / 2 + 2 * chunk,
+            Pass::WarpgroupForward => (rows * width + 2 * chunk * (width + v_whole)) / 2,
+            Pass::WarpgroupBackward => (rows * (width + v_width) + 2 * chunk * (whole + v_whole)) / 2 + 4 * chunk,
+            Pass::Delta | Pass::Memory => 0,
+        };
+        4 * floats
+    }
+
+    /// What the compiler is to compile for, on a GPU of this architecture, such as `sm_90`.
+    pub(super) fn target(&self, architecture: &str) -> String {
+        // What only Hopper has, it has under a name of its own.
+        let own = matches!(self.pass, Pass::WarpgroupForward | Pass::WarpgroupBackward);
+        format!("{architecture}{}", if own { "a" } else { "" })
+    }
+
+    pub(super) fn source(&self) -> String {
+        match self.pass {
+            Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
+            Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
+            Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
+            Pass::WarpgroupForward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_FORWARD].concat(),
+            Pass::WarpgroupBackward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_BACKWARD].concat(),
+            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
+            Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
+            Pass::Memory => [ELEMENT, MEMORY].concat(),
+        }
+    }
+
+    /// Definitions for the compiler.
+    pub(super) fn definitions(&self) -> Vec<String> {
+        let stored = |stored: Stored| match stored {
+            Stored::F32 => 0,
+            Stored::Bf16 => 1,
+            Stored::F16 => 2,
+        };
+        let sizes = [
+            ("DIM", self.dim),
+            ("V_DIM", self.v_dim),
+            ("ROWS", self.rows),
+            ("THREADS", self.threads),
+            ("CHUNK", self.chunk),
+            ("JOB_BYTES", if self.pass == Pass::Memory { size_of::<Move>() } else { size_of::<Job>() }),
+        ];
+        let names = ["Q_TYPE", "K_TYPE", "V_TYPE", "BIAS_TYPE", "D_OUT_TYPE", "OUT_TYPE"];
+        let types = names.into_iter().zip(self.types.map(stored));
+        let terms = [
+            ("SOFTCAP", self.softcap),
+            ("ALIBI", self.alibi),
+            ("BUCKETS", self.buckets),
+            ("BIAS", self.bias),
+            ("DROPOUT", self.dropout),
+        ];
+        let all = sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on))));
+        all.map(|(name, value)| format!("-D{name}={value}")).collect()
+    }
+}
+
+/// Where the CPU's kernels multiply bf16, too.
+fn multiplies_bf16(inputs: &Inputs) -> bool {
+    let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.stored() == Stored::Bf16);
+    halves && inputs.score.scale > 0.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::{Buckets, Data, HeadMap, Score};
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn tensor_cores_take_bf16_of_their_widths() {
+        let heads = HeadMap::grouped(1, 1).expect("they divide");
+        let (plain, flat) = (Score::new(1.0), Score::new(0.0));
+        let buckets = Buckets { table: vec![0.0; 4], count: 4, max_distance: 8, bidirectional: false };
+        let buckets = Score { relative: Some(Relative::Buckets(buckets)), ..plain.clone() };
+        let (f, b) = (vec![0.0; 512], vec![bf16::ZERO; 512]);
+        let (floats, halves) = (Data::F32(&f), Data::Bf16(&b));
+        let pass = |data: Data, dim: usize, score: &Score, tensor: TensorCores| {
+            let view = View::stored(data.slice(0..dim), 1, 1, dim).expect("its size");
+            let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score, bias: None };
+            let forward = Options::forward(&inputs, tensor, SHARED_MEMORY).pass;
+            (forward, Options::backward(&inputs, &view, tensor, SHARED_MEMORY).pass)
+        };
+        use Pass::{Backward, Forward, TensorBackward, TensorForward};
+        // A single query is none for a warpgroup.
+        for tensor in [TensorCores::Warps, TensorCores::Warpgroups] {
+            assert_eq!(pass(halves, 128, &plain, tensor), (TensorForward, TensorBackward));
+            assert_eq!(pass(halves, 256, &plain, tensor), (TensorForward, Backward));
+            assert_eq!(pass(halves, 64, &buckets, tensor), (TensorForward, Backward));
+            assert_eq!(pass(halves, 264, &plain, tensor), (Forward, Backward));
+            assert_eq!(pass(halves, 128, &flat, tensor), (Forward, Backward));
+            assert_eq!(pass(floats, 128, &plain, tensor), (Forward, Backward));
+        }
+        assert_eq!(pass(halves, 128, &plain, TensorCores::None), (Forward, Backward));
+    }
+
+    #[test]
+    fn warpgroups_take_many_queries_of_their_widths() {
+        let heads = HeadMap::grouped(1, 1).expect("they divide");
+        let (score, data) = (Score::new(1.0), vec![bf16::ZERO; 65 * 136]);
+        let pass = |capability: (i32, i32), queries: usize, dim: usize, shared: usize| {
+            let view = |tokens| View::stored(Data::Bf16(&data[..tokens * dim]), tokens, 1, dim).expect("its size");
+            let (q, k) = (view(queries), view(1));
+            let inputs = Inputs { q, k, v: k, heads: &heads, score: &score, bias: None };
+            let tensor = TensorCores::of(capability);
+            (Options::forward(&inputs, tensor, shared).pass, Options::backward(&inputs, &q, tensor, shared).pass)
+        };
+        let (by_warpgroups, by_warps) =
+            ((Pass::WarpgroupForward, Pass::WarpgroupBackward), (Pass::TensorForward, Pass::TensorBackward));
+        let all = 227 * 1024;
+        assert_eq!(pass((9, 0), 65, 128, all), by_warpgroups);
+        assert_eq!(pass((9, 0), 64, 128, all), by_warps);
+        assert_eq!(pass((9, 0), 65, 136, all), (Pass::TensorForward, Pass::Backward));
+        assert_eq!(pass((9, 0), 65, 128, SHARED_MEMORY), by_warps);
+        assert_eq!(pass((10, 0), 65, 128, all), by_warps);
+        assert_eq!(pass((8, 0), 65, 128, all), by_warps);
+        assert_eq!(pass((7, 5), 65, 128, all), (Pass::Forward, Pass::Backward));
+    }
+}

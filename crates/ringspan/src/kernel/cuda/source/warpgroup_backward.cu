@@ -1,0 +1,209 @@
+// The backward pass by warpgroups: the two kernels of `tensor_backward.cu`. What the next chunk needs arrives while this one is
+// computed; the two warpgroups of a block multiply while the other computes gradients of scores.
+
+#define OWN (ROWS * WIDTH)
+#define V_OWN (ROWS * V_WIDTH)
+#define OTHERS (CHUNK * WHOLE_WIDTH)
+#define V_OTHERS (CHUNK * WHOLE_V_WIDTH)
+
+// What a block holds, and twice what it goes over: one is read, one arrives.
+struct Held {
+    u16 *own, *v_own, *others, *v_others;
+    float *lse, *delta;
+
+    __device__ Held(float *shared) {
+        own = (u16 *)shared;
+        v_own = own + OWN;
+        others = v_own + V_OWN;
+        v_others = others + 2 * OTHERS;
+        lse = (float *)(v_others + 2 * V_OTHERS);
+        delta = lse + 2 * CHUNK;
+        clear_cores<DIM, WIDTH, ROWS>(own);
+        clear_cores<V_DIM, V_WIDTH, ROWS>(v_own);
+        for (int stage = 0; stage < 2; stage++) {
+            clear_cores<DIM, WHOLE_WIDTH, CHUNK>(others + stage * OTHERS);
+            clear_cores<V_DIM, WHOLE_V_WIDTH, CHUNK>(v_others + stage * V_OTHERS);
+        }
+    }
+};
+
+// Products of the own rows and of the others, those of the scores and those of the weights' gradients.
+__device__ inline void multiply_both(float (&scores)[TILES][4], float (&dp)[TILES][4], const Held &held, int stage) {
+    order_registers();
+    start_scores<WIDTH>(scores, held.own, held.others + stage * OTHERS);
+    start_scores<V_WIDTH>(dp, held.v_own, held.v_others + stage * V_OTHERS);
+    group_products();
+    wait_products<0>();
+    take_sums(scores);
+    take_sums(dp);
+}
+
+// Gradients of ROWS queries of a head.
+extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job job) {
+    extern __shared__ float shared[];
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows = min(ROWS, job.queries - first);
+    const Held held(shared);
+    const auto start = [&](const Chunk &chunk, int stage) {
+        const int count = chunk.count(job);
+        start_cores<K_TYPE, DIM, CHUNK>(held.others + stage * OTHERS, job.k, chunk.base, count, kv_head);
+        start_cores<V_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.v, chunk.base, count, kv_head);
+    };
+    start_cores<Q_TYPE, DIM, ROWS>(held.own, job.q, first, rows, head);
+    start_cores<D_OUT_TYPE, V_DIM, ROWS>(held.v_own, job.d_out, first, rows, head);
+    Chunk chunk(job, block);
+    start(chunk, 0);
+    group_copies();
+    float lse[2], delta[2], sums[WHOLE_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const i64 state = (i64)head * job.queries + token;
+        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
+        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
+    }
+    clear(sums);
+    clear(scores);
+    clear(dp);
+    for (int stage = 0; chunk.is_there(job, block); stage ^= 1) {
+        const Tile tile = job.tiles[job.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(job);
+        u16 *const k = held.others + stage * OTHERS;
+        const bool whole = sees_all(tile, first, rows, base, count);
+        wait_copies<0>();
+        share_copies();
+        const bool spoilt = __syncthreads_or(!whole && has_non_finite_core<DIM>(k));
+        chunk.advance(job, block);
+        if (chunk.is_there(job, block)) {
+            start(chunk, stage ^ 1);
+        }
+        group_copies();
+        multiply_both(scores, dp, held, stage);
+        const Seen seen = Seen::by_queries(job, tile, first, base, count);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = first + THREAD_ROW + 8 * half - tile.q;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                    float ds = 0.0f;
+                    if (seen(half, key)) {
+                        const int j = base + key - tile.k;
+                        ds = pair(job, tile, head, i, j, scores[n][at], dp[n][at], lse[half], delta[half]).ds;
+                    }
+                    scores[n][at] = ds;
+                }
+            }
+        }
+        u32 weights[STEPS][4];
+        pack(weights, scores);
+        if (spoilt) {
+            add_visible_cores(sums, weights, k, seen);
+            forget<DIM>(k);
+        }
+        order_registers();
+        start_sums(sums, weights, k);
+        group_products();
+        wait_products<0>();
+        take_sums(sums);
+    }
+    add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
+}
+
+// Gradients of ROWS keys of a key-value head and of their values. Parts are those of blocks of keys.
+extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job job) {
+    extern __shared__ float shared[];
+    const int block = blockIdx.x, kv_head = blockIdx.y;
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows = min(ROWS, job.keys - first), end = job.heads_of[kv_head + 1];
+    const Held held(shared);
+    const auto start = [&](const Chunk &chunk, int head, int stage) {
+        const int count = chunk.count(job);
+        start_cores<Q_TYPE, DIM, CHUNK>(held.others + stage * OTHERS, job.q, chunk.base, count, head);
+        start_cores<D_OUT_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
+        if (threadIdx.x < count) {
+            const i64 state = (i64)head * job.queries + chunk.base + threadIdx.x;
+            held.lse[stage * CHUNK + threadIdx.x] = job.lse[state];
+            held.delta[stage * CHUNK + threadIdx.x] = job.delta[state];
+        }
+    };
+    start_cores<K_TYPE, DIM, ROWS>(held.own, job.k, first, rows, kv_head);
+    start_cores<V_TYPE, V_DIM, ROWS>(held.v_own, job.v, first, rows, kv_head);
+    const Chunk begin(job, block);
+    Chunk chunk = begin;
+    int head = job.heads_of[kv_head];
+    if (head < end) {
+        start(chunk, head, 0);
+    }
+    group_copies();
+    float dk[WHOLE_WIDTH / 8][4], dv[WHOLE_V_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
+    clear(dk);
+    clear(dv);
+    clear(scores);
+    clear(dp);
+    for (int stage = 0; head < end; stage ^= 1) {
+        const Tile tile = job.tiles[job.parts[chunk.part].tile];
+        const int base = chunk.base, count = chunk.count(job), this_head = head;
+        u16 *const q = held.others + stage * OTHERS, *const d_out = held.v_others + stage * V_OTHERS;
+        const float *const lse = held.lse + stage * CHUNK, *const delta = held.delta + stage * CHUNK;
+        const bool whole = sees_all(tile, base, count, first, rows);
+        wait_copies<0>();
+        share_copies();
+        const bool spoilt =
+            __syncthreads_or(!whole && (has_non_finite_core<DIM>(q) || has_non_finite_core<V_DIM>(d_out)));
+        chunk.advance(job, block);
+        if (!chunk.is_there(job, block)) {
+            chunk = begin;
+            head++;
+        }
+        if (head < end) {
+            start(chunk, head, stage ^ 1);
+        }
+        group_copies();
+        multiply_both(scores, dp, held, stage);
+        const Seen seen = Seen::by_keys(job, tile, first, base, count);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int j = first + THREAD_ROW + 8 * half - tile.k;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                    Pair got = {0.0f, 0.0f, 0.0f};
+                    if (seen(half, query)) {
+                        const int i = base + query - tile.q;
+                        got = pair(job, tile, this_head, i, j, scores[n][at], dp[n][at], lse[query], delta[query]);
+                    }
+                    scores[n][at] = got.weight;
+                    dp[n][at] = got.ds;
+                }
+            }
+        }
+        u32 weights[STEPS][4], ds[STEPS][4];
+        pack(weights, scores);
+        pack(ds, dp);
+        if (spoilt) {
+            add_visible_cores(dv, weights, d_out, seen);
+            add_visible_cores(dk, ds, q, seen);
+            forget<DIM>(q);
+            forget<V_DIM>(d_out);
+        }
+        order_registers();
+        start_sums(dv, weights, d_out);
+        start_sums(dk, ds, q);
+        group_products();
+        wait_products<0>();
+        take_sums(dv);
+        take_sums(dk);
+    }
+    add_rows<DIM>(job.dk, dk, first, job.keys, job.kv_heads, kv_head);
+    add_rows<V_DIM>(job.dv, dv, first, job.keys, job.kv_heads, kv_head);
+}

@@ -1,0 +1,216 @@
+// The forward pass by warpgroups: that of `tensor_forward.cu`, with scores of the next chunk under way while values of this one
+// are added up, and both while weights are computed (Shah et al., 2024). Keys and values of later chunks arrive meanwhile, so a
+// chunk has one barrier.
+
+#define QUERIES (ROWS * WIDTH)
+#define KEYS (CHUNK * WIDTH)
+#define VALUES (CHUNK * WHOLE_V_WIDTH)
+
+// Whether scores are products times a positive number, so that the greatest is that of the greatest product.
+constexpr bool PLAIN = !(SOFTCAP || ALIBI || BUCKETS || BIAS);
+
+// The softmax of the thread's two rows.
+struct Rows {
+    float greatest[2], sum[2];
+    // What sums before the last chunk are multiplied with.
+    float shrink[2];
+};
+
+// Scores of pairs that are not visible become -inf, the others get their terms.
+__device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile, int head, int first, int rows_there,
+                            float (&scores)[TILES][4]) {
+    const int count = chunk.count(job);
+    if (PLAIN && count == CHUNK && sees_all(tile, first, rows_there, chunk.base, count)) {
+        return;
+    }
+    const Seen seen = Seen::by_queries(job, tile, first, chunk.base, count);
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int key = n * 8 + THREAD_COLUMN + e % 2, i = first + THREAD_ROW + e / 2 * 8 - tile.q;
+            if (!seen(e / 2, key)) {
+                scores[n][e] = NEGATIVE_INFINITY;
+            } else if (!PLAIN) {
+                float slope;
+                scores[n][e] = score(job, tile, head, i, chunk.base + key - tile.k, scores[n][e], slope) * LOG2_E;
+            }
+        }
+    }
+}
+
+// Scores become weights.
+__device__ inline void soften(const Job &job, const Chunk &chunk, int head, int first, int rows_there,
+                              float (&scores)[TILES][4], Rows &rows) {
+    const Tile tile = job.tiles[job.parts[chunk.part].tile];
+    const float factor = PLAIN ? job.scale * LOG2_E : 1.0f;
+    show(job, chunk, tile, head, first, rows_there, scores);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = NEGATIVE_INFINITY;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            most = fmaxf(most, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+        }
+        most = fmaxf(rows.greatest[half], of_four(most, true) * factor);
+        // A number to measure -inf against, so that no NaN arises.
+        const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
+        rows.shrink[half] = power_of_2(rows.greatest[half] - shift);
+        rows.greatest[half] = most;
+        rows.sum[half] *= rows.shrink[half];
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &s = scores[n][2 * half + e];
+                s = power_of_2(s * factor - shift);
+                rows.sum[half] += s;
+                if (DROPOUT) {
+                    const int i = first + THREAD_ROW + 8 * half - tile.q;
+                    s *= kept(job, tile, head, i, chunk.base + n * 8 + THREAD_COLUMN + e - tile.k);
+                }
+            }
+        }
+    }
+}
+
+// Waits for the values of a chunk, and for the other threads. If something of them is no number, they are added here, and zeros
+// stay in their place.
+__device__ inline void settle_values(const Job &job, const Chunk &chunk, int first, int rows_there,
+                                     float (&values)[WHOLE_V_WIDTH / 8][4], const u32 (&weights)[STEPS][4], u16 *v) {
+    const Tile tile = job.tiles[job.parts[chunk.part].tile];
+    const int count = chunk.count(job);
+    wait_copies<0>();
+    share_copies();
+    const bool whole = sees_all(tile, first, rows_there, chunk.base, count);
+    if (__syncthreads_or(!whole && has_non_finite_core<V_DIM>(v))) {
+        add_visible_cores(values, weights, v, Seen::by_queries(job, tile, first, chunk.base, count));
+        forget<V_DIM>(v);
+    }
+}
+
+__device__ inline void scale(float (&values)[WHOLE_V_WIDTH / 8][4], const float (&shrink)[2]) {
+#pragma unroll
+    for (int n = 0; n < WHOLE_V_WIDTH / 8; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            values[n][e] *= shrink[e / 2];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
+    extern __shared__ float shared[];
+    // Two of each: one is read, one arrives.
+    u16 *const q = (u16 *)shared, *const k = q + QUERIES, *const v = k + 2 * KEYS;
+
+    // Under causal masks the last queries have most to do: they begin.
+    const int block = gridDim.x - 1 - blockIdx.x, head = blockIdx.y, kv_head = job.kv_of[head];
+    if (job.parts_of[block] == job.parts_of[block + 1]) {
+        return;
+    }
+    const int first = block * ROWS, rows_there = min(ROWS, job.queries - first);
+    clear_cores<DIM, WIDTH, ROWS>(q);
+    for (int stage = 0; stage < 2; stage++) {
+        clear_cores<DIM, WIDTH, CHUNK>(k + stage * KEYS);
+        clear_cores<V_DIM, WHOLE_V_WIDTH, CHUNK>(v + stage * VALUES);
+    }
+    Chunk chunk(job, block), next = chunk;
+    next.advance(job, block);
+    start_cores<Q_TYPE, DIM, ROWS>(q, job.q, first, rows_there, head);
+    start_cores<K_TYPE, DIM, CHUNK>(k, job.k, chunk.base, chunk.count(job), kv_head);
+    group_copies();
+    start_cores<V_TYPE, V_DIM, CHUNK>(v, job.v, chunk.base, chunk.count(job), kv_head);
+    if (next.is_there(job, block)) {
+        start_cores<K_TYPE, DIM, CHUNK>(k + KEYS, job.k, next.base, next.count(job), kv_head);
+    }
+    group_copies();
+
+    Rows rows;
+    float values[WHOLE_V_WIDTH / 8][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const bool held = token < job.queries;
+        const i64 state = (i64)head * job.queries + token;
+        rows.greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
+        // Each thread sums its own columns.
+        rows.sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
+#pragma unroll
+        for (int n = 0; n < WHOLE_V_WIDTH / 8; n++) {
+            const bool here = held && n < V_DIM / 8;
+            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
+            values[n][2 * half] = here ? out[0] : 0.0f;
+            values[n][2 * half + 1] = here ? out[1] : 0.0f;
+        }
+    }
+
+    float scores[TILES][4];
+    u32 weights[STEPS][4];
+    clear(scores);
+    wait_copies<1>();
+    share_copies();
+    __syncthreads(); // Queries and the first keys are here.
+    order_registers();
+    start_scores<WIDTH>(scores, q, k);
+    group_products();
+    wait_products<0>();
+    take_sums(scores);
+    soften(job, chunk, head, first, rows_there, scores, rows);
+    pack(weights, scores);
+    scale(values, rows.shrink);
+
+    int stage = 0;
+    for (; next.is_there(job, block); stage ^= 1) {
+        // Weights of this chunk are here; its values and the next keys arrive.
+        settle_values(job, chunk, first, rows_there, values, weights, v + stage * VALUES);
+        // Where keys of this chunk were, and values of the one before.
+        Chunk after = next;
+        after.advance(job, block);
+        start_cores<V_TYPE, V_DIM, CHUNK>(v + (stage ^ 1) * VALUES, job.v, next.base, next.count(job), kv_head);
+        if (after.is_there(job, block)) {
+            start_cores<K_TYPE, DIM, CHUNK>(k + stage * KEYS, job.k, after.base, after.count(job), kv_head);
+        }
+        group_copies();
+        order_registers();
+        start_scores<WIDTH>(scores, q, k + (stage ^ 1) * KEYS);
+        group_products();
+        start_sums(values, weights, v + stage * VALUES);
+        group_products();
+        wait_products<1>();
+        take_sums(scores);
+        soften(job, next, head, first, rows_there, scores, rows);
+        wait_products<0>();
+        take_sums(values);
+        pack(weights, scores);
+        scale(values, rows.shrink);
+        chunk = next;
+        next = after;
+    }
+    settle_values(job, chunk, first, rows_there, values, weights, v + stage * VALUES);
+    order_registers();
+    start_sums(values, weights, v + stage * VALUES);
+    group_products();
+    wait_products<0>();
+    take_sums(values);
+
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const float whole_sum = of_four(rows.sum[half], false);
+        if (token >= job.queries) {
+            continue;
+        }
+        if (LANE % 4 == 0) {
+            const i64 state = (i64)head * job.queries + token;
+            job.max[state] = rows.greatest[half];
+            job.sum[state] = whole_sum;
+        }
+        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
+#pragma unroll
+        for (int n = 0; n < V_DIM / 8; n++) {
+            out[n * 8] = values[n][2 * half];
+            out[n * 8 + 1] = values[n][2 * half + 1];
+        }
+    }
+}
