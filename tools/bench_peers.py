@@ -3,8 +3,14 @@
     cargo build --release && pip install -r tools/requirements-bench.txt
     python tools/bench_peers.py --cases a,b --threads 1,2 --dtype f32
 
-Peers: PyTorch's scaled_dot_product_attention (one rank), and a ring written in JAX (as many devices as ranks). One that is
-not installed is skipped. Machines drift, so all take turns in every round; what counts is the ratio, round by round:
+and on an NVIDIA GPU, with `cargo build --release --features cuda` and a PyTorch that has CUDA:
+
+    python tools/bench_peers.py --device cuda --cases g --masks causal --dtype bf16
+    python tools/bench_peers.py --device cuda --cases long --masks causal --dtype bf16 --peers alone --rings 8
+
+Peers: PyTorch's scaled_dot_product_attention (one rank; on a GPU the fastest of FlashAttention's, cuDNN's and its own), a
+ring written in JAX (as many devices as ranks), and Ringspan itself with one rank (`alone`), which shows what a ring costs: on
+a CPU one of as many threads, on a GPU all ranks share it. One that is not installed is skipped. Machines drift, so all take turns in every round; what counts is the ratio, round by round:
 seconds of the peer through seconds of Ringspan, above 1 where Ringspan is faster. Every contender is bound to as many
 cores as it has threads, and all results are compared with Ringspan's before anything is timed. Seconds are those of the
 computation: no contender's reading, compiling or first call counts.
@@ -19,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
@@ -28,7 +34,14 @@ import numpy as np  # noqa: E402
 import tensors  # noqa: E402
 
 # S tokens, H query heads, G key-value heads, D head width.
-CASES = {"a": (4096, 16, 16, 64), "b": (8192, 16, 4, 128), "c": (16384, 8, 2, 128), "tiny": (256, 4, 2, 32)}
+CASES = {
+    "a": (4096, 16, 16, 64),
+    "b": (8192, 16, 4, 128),
+    "c": (16384, 8, 2, 128),
+    "g": (16384, 16, 16, 128),
+    "long": (65536, 16, 16, 128),
+    "tiny": (256, 4, 2, 32),
+}
 # Largest relative L2 distance from Ringspan: more is another computation.
 TOLERANCE = {"f32": 1e-4, "bf16": 3e-2}
 
@@ -40,46 +53,64 @@ class Run:
     dtype: str
     ring: int
     threads: int
+    device: str
 
     def name(self) -> str:
         s, h, g, d = CASES[self.case]
-        return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} ring {self.ring} x {self.threads}"
+        return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} {self.device} ring {self.ring} x {self.threads}"
 
     def cores(self) -> int:
         return self.ring * self.threads
 
 
-def bound(cores: int):
-    """What a child does first: it takes the first `cores` cores, where the system can bind."""
+def binding(run: Run):
+    """What a child does first: it takes as many cores as it has threads, where the system can bind. On a GPU it takes all."""
 
     def bind() -> None:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+        if run.device == "cpu" and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: run.cores()])
 
     return bind
 
 
 class Ringspan:
     def __init__(self, run: Run, binary: pathlib.Path, source: pathlib.Path, folder: pathlib.Path, repeat: int):
-        self.out, self.report, self.cores = folder / "out.safetensors", folder / "report.json", run.cores()
+        self.out, self.report = folder / "out.safetensors", folder / "report.json"
+        self.bind = binding(run)
         self.command = [binary, "attend", source, "--out", self.out, "--report", self.report, "--mask", run.mask]
-        self.command += ["--backward", "--ring", run.ring, "--threads", run.threads, "--repeat", repeat]
+        self.command += ["--backward", "--ring", run.ring, "--repeat", repeat]
+        self.command += ["--device", "cuda"] if run.device == "cuda" else ["--threads", run.threads]
         self.command = [str(part) for part in self.command]
 
     def round(self) -> dict:
-        subprocess.run(self.command, check=True, stdout=subprocess.DEVNULL, preexec_fn=bound(self.cores))
+        subprocess.run(self.command, check=True, stdout=subprocess.DEVNULL, preexec_fn=self.bind)
         report = json.loads(self.report.read_text())
         forward = report["seconds_forward"]
         return dict(forward=forward, both=forward + report["seconds_backward"])
 
 
+class Alone(Ringspan):
+    """Ringspan with one rank in the place of all."""
+
+    def __init__(self, run: Run, binary: pathlib.Path, source: pathlib.Path, folder: pathlib.Path, repeat: int):
+        super().__init__(replace(run, ring=1, threads=run.cores()), binary, source, folder / "alone", repeat)
+        self.out.parent.mkdir()
+        self.round()
+        found = tensors.difference(tensors.read(folder / "out.safetensors"), tensors.read(self.out))
+        how = f"{run.cores()} threads" if run.device == "cpu" else "the same GPU"
+        self.about = dict(version="1 rank", how=how, difference=found)
+
+    def close(self) -> None:
+        pass
+
+
 class Worker:
     """A peer in its process (see peers/worker.py)."""
 
-    def __init__(self, script: str, job: dict, cores: int):
+    def __init__(self, script: str, job: dict, run: Run):
         command = [sys.executable, str(HERE / "peers" / script)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=bound(cores)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=binding(run)
         )
         self.about = self.ask(job)
 
@@ -125,7 +156,10 @@ def measure(run: Run, arguments: argparse.Namespace, missing: dict) -> list[dict
             for peer in arguments.peers:
                 if peer in missing or not takes_part(peer, run, arguments):
                     continue
-                worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run.cores())
+                if peer == "alone":
+                    worker = Alone(run, arguments.binary, source, folder, arguments.repeat)
+                else:
+                    worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run)
                 if reason := worker.about.get("missing"):
                     missing[peer] = reason
                     print(f"{peer} is skipped: {reason}", file=sys.stderr)
@@ -196,13 +230,17 @@ def main() -> None:
     parser.add_argument("--masks", type=words, default=["causal", "full"])
     parser.add_argument("--dtype", type=words, default=["f32", "bf16"], help="f32, bf16")
     parser.add_argument("--threads", type=numbers, default=[1, 2], help="threads of one rank, beside PyTorch")
-    parser.add_argument("--rings", type=numbers, default=[2], help="ranks of one thread each, beside JAX")
-    parser.add_argument("--peers", type=words, default=["torch", "jax"])
+    parser.add_argument("--rings", type=numbers, default=[2], help="ranks of one thread each, beside JAX and one rank")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", type=words, help="torch, jax, alone (torch and jax on a CPU, torch on a GPU)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3, help="calls in a round, of which the median counts")
     parser.add_argument("--json", type=pathlib.Path, help="write all times here")
     arguments = parser.parse_args()
-    for given, known in ((arguments.cases, CASES), (arguments.dtype, TOLERANCE), (arguments.peers, ["torch", "jax"])):
+    arguments.peers = arguments.peers or (["torch", "jax"] if arguments.device == "cpu" else ["torch"])
+    if arguments.device == "cuda" and "jax" in arguments.peers:
+        parser.error("the ring in JAX runs on CPUs; possible with --device cuda are torch, alone")
+    for given, known in ((arguments.cases, CASES), (arguments.dtype, TOLERANCE), (arguments.peers, ["torch", "jax", "alone"])):
         if unknown := [word for word in given if word not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; possible are {', '.join(known)}")
     if not arguments.binary.is_file():
@@ -214,16 +252,18 @@ def main() -> None:
     head = f"{'ringspan':>8} {'peer':>8} {'ratio':>17}"
     print(f"{'':47} {'':20}  {head:35}  {head:35}")
     print(f"{'':47} {'':20}  {'forward, s':>35}  {'forward + backward, s':>35}")
-    meshes = [(1, threads) for threads in arguments.threads if "torch" in arguments.peers]
-    meshes += [(ring, 1) for ring in arguments.rings if "jax" in arguments.peers]
-    if crowded := [mesh for mesh in meshes if mesh[0] * mesh[1] > cores()]:
+    # Threads of a rank compute nothing on a GPU.
+    threads = arguments.threads if arguments.device == "cpu" else [1]
+    meshes = [(1, threads) for threads in threads if "torch" in arguments.peers]
+    meshes += [(ring, 1) for ring in arguments.rings if set(arguments.peers) & {"jax", "alone"}]
+    if arguments.device == "cpu" and (crowded := [mesh for mesh in meshes if mesh[0] * mesh[1] > cores()]):
         print(f"note: {cores()} cores are fewer than ring x threads of {crowded}", file=sys.stderr)
     missing, results = {}, []
     for case in arguments.cases:
         for mask in arguments.masks:
             for dtype in arguments.dtype:
                 for ring, threads in dict.fromkeys(meshes):
-                    for result in measure(Run(case, mask, dtype, ring, threads), arguments, missing):
+                    for result in measure(Run(case, mask, dtype, ring, threads, arguments.device), arguments, missing):
                         show(result)
                         results.append(result)
     if arguments.json:
