@@ -53,7 +53,7 @@ void prepare(Place &place, char *stack, void (*start)()) {
 #endif
 
 // Where a thread stands when it does not run.
-enum class State { STARTS, AT_BARRIER, AT_SHUFFLE, ENDED };
+enum class State { READY, AT_BARRIER, AT_SHUFFLE, ENDED };
 
 struct Copy {
     void *to;
@@ -235,42 +235,43 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         if (fiber.stack == nullptr) {
             fiber.stack.reset(new char[STACK]);
         }
-        fiber.state = State::STARTS;
+        fiber.state = State::READY;
         fiber.shuffles = 0;
         fiber.copies.assign(1, {});
         fiber.products.assign(1, {});
         fiber.unshared.clear();
         prepare(fiber.place, fiber.stack.get(), enter);
     }
-    std::vector<bool> goes(threads, true);
+    const size_t warps = (threads + WARP - 1) / WARP;
     for (bool forwards = true;;) {
-        for (size_t n = 0; n < threads; n++) {
-            const size_t next = forwards ? n : threads - 1 - n;
-            if (goes[next]) {
-                block.current = next;
-                threadIdx = {static_cast<unsigned>(next), 0, 0};
-                go_on(&block.scheduler, &block.fibers[next].place);
-            }
-        }
         if (standing(0, threads, State::ENDED) == threads) {
             break;
         }
         if (standing(0, threads, State::AT_BARRIER) == threads) {
-            goes.assign(threads, true);
+            for (size_t i = 0; i < threads; i++) {
+                block.fibers[i].state = State::READY;
+            }
             forwards = !forwards;
-            continue;
         }
-        // One warp goes on to the next barrier before another does.
-        const size_t warps = (threads + WARP - 1) / WARP;
-        bool any = false;
-        goes.assign(threads, false);
-        for (size_t n = 0; n < warps && !any; n++) {
-            const size_t first = (forwards ? n : warps - 1 - n) * WARP, end = std::min(first + WARP, threads);
-            any = standing(first, end, State::AT_SHUFFLE) == end - first;
-            std::fill(goes.begin() + static_cast<long>(first), goes.begin() + static_cast<long>(end), any);
+        // One warp goes on to the next barrier before another begins.
+        size_t first = threads, end = threads;
+        for (const State state : {State::AT_SHUFFLE, State::READY}) {
+            for (size_t n = 0; n < warps && first == threads; n++) {
+                const size_t from = (forwards ? n : warps - 1 - n) * WARP, to = std::min(from + WARP, threads);
+                if (standing(from, to, state) == to - from) {
+                    first = from;
+                    end = to;
+                }
+            }
         }
-        if (!any) {
+        if (first == threads) {
             fail("some threads of a block wait for each other, and others have ended or wait elsewhere");
+        }
+        for (size_t n = first; n < end; n++) {
+            const size_t next = forwards ? n : first + end - 1 - n;
+            block.current = next;
+            threadIdx = {static_cast<unsigned>(next), 0, 0};
+            go_on(&block.scheduler, &block.fibers[next].place);
         }
     }
     for (size_t i = 0; i < threads; i++) {

@@ -119,7 +119,7 @@ fn faults_stay_in_their_tile() {
 fn faults_stay_in_bands_over_many_blocks() {
     let mut problem = Problem::new(150, 420, (2, 1), (24, 72), Band { lo: -300, hi: 20 });
     problem.storage = Storage::Bf16;
-    for fault in [Fault::Value(200, 0), Fault::Value(419, 0), Fault::Key(290, 0), Fault::Query(140, 1)] {
+    for fault in [Fault::Value(200, 0), Fault::Value(419, 0), Fault::Key(400, 0), Fault::Query(140, 1)] {
         check(&problem, fault, "many blocks");
     }
 }

@@ -7,7 +7,8 @@
 
 #define CORE 64
 #define CORE_BYTES 128
-// Width of rows that are a right side by rows: whole products of 64 or 128 columns.
+// Width of rows that are a right side by rows: whole products of 64 or 128 columns. What lies in those that are too many goes
+// to sums that nobody reads.
 #define WHOLE_WIDTH ((DIM + 63) / 64 * 64)
 #define WHOLE_V_WIDTH ((V_DIM + 63) / 64 * 64)
 #define STEPS (CHUNK / 16)
@@ -124,7 +125,7 @@ __device__ void start_cores(u16 *to, const View &from, int first, int count, int
     }
 }
 
-// Zeros in the columns FROM to TO of HELD rows.
+// Zeros in the columns FROM to TO of HELD rows, over which is summed.
 template <int FROM, int TO, int HELD> __device__ void clear_cores(u16 *rows) {
     for (int n = threadIdx.x; n < HELD * (TO - FROM); n += THREADS) {
         rows[FROM / 8 * HELD / 8 * CORE + n] = 0;

@@ -21,8 +21,8 @@ struct Held {
         clear_cores<DIM, WIDTH, ROWS>(own);
         clear_cores<V_DIM, V_WIDTH, ROWS>(v_own);
         for (int stage = 0; stage < 2; stage++) {
-            clear_cores<DIM, WHOLE_WIDTH, CHUNK>(others + stage * OTHERS);
-            clear_cores<V_DIM, WHOLE_V_WIDTH, CHUNK>(v_others + stage * V_OTHERS);
+            clear_cores<DIM, WIDTH, CHUNK>(others + stage * OTHERS);
+            clear_cores<V_DIM, V_WIDTH, CHUNK>(v_others + stage * V_OTHERS);
         }
     }
 };

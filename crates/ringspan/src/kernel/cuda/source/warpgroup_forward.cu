@@ -113,7 +113,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     clear_cores<DIM, WIDTH, ROWS>(q);
     for (int stage = 0; stage < 2; stage++) {
         clear_cores<DIM, WIDTH, CHUNK>(k + stage * KEYS);
-        clear_cores<V_DIM, WHOLE_V_WIDTH, CHUNK>(v + stage * VALUES);
     }
     Chunk chunk(job, block), next = chunk;
     next.advance(job, block);
