@@ -1,15 +1,9 @@
-//! Kernels compiled for the shapes at hand, once for each GPU.
+//! What kernels are compiled for: the shapes and terms at hand.
 
 use super::super::view::Stored;
 use super::super::{Inputs, Relative, View};
 use super::job::{Job, Move};
-use super::library;
-use crate::error::{Error, Result};
-use cudarc::driver::{CudaContext, CudaModule};
-use cudarc::nvrtc::{Ptx, result, sys};
-use std::collections::HashMap;
-use std::ffi::{CStr, CString};
-use std::sync::{Arc, Mutex, PoisonError};
+use super::nvrtc::{ELEMENT, Source};
 
 /// Rows and threads of a block: the first that fit are taken.
 const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
@@ -27,7 +21,6 @@ struct Widths {
 /// Most bytes of shared memory of a block: two of them share a multiprocessor of a data centre's GPU.
 const SHARED_MEMORY: usize = 96 * 1024;
 
-const ELEMENT: &str = include_str!("source/element.cu");
 const COMMON: &str = include_str!("source/common.cu");
 const TENSOR: &str = include_str!("source/tensor.cu");
 const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
@@ -164,19 +157,19 @@ impl Options {
         4 * floats
     }
 
-    fn source(&self) -> String {
-        match self.pass {
+    pub(super) fn source(&self) -> Source {
+        let text = match self.pass {
             Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
             Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
             Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
             Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
             Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
             Pass::Memory => [ELEMENT, MEMORY].concat(),
-        }
+        };
+        Source { text, definitions: self.definitions() }
     }
 
-    /// Definitions for the compiler.
-    fn definitions(&self) -> Vec<String> {
+    fn definitions(&self) -> Vec<(&'static str, usize)> {
         let stored = |stored: Stored| match stored {
             Stored::F32 => 0,
             Stored::Bf16 => 1,
@@ -200,7 +193,7 @@ impl Options {
             ("DROPOUT", self.dropout),
         ];
         let all = sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on))));
-        all.map(|(name, value)| format!("-D{name}={value}")).collect()
+        all.collect()
     }
 }
 
@@ -210,111 +203,10 @@ fn multiplies_bf16(inputs: &Inputs) -> bool {
     halves && inputs.score.scale > 0.0
 }
 
-/// Kernels that are there, or will be when whoever compiles them lets go of the lock.
-type Slot = Arc<Mutex<Option<Arc<CudaModule>>>>;
-
-/// The kernels of a GPU.
-pub(super) struct Modules {
-    context: Arc<CudaContext>,
-    /// Its architecture as the compiler names it.
-    architecture: String,
-    compiled: Mutex<HashMap<Options, Slot>>,
-}
-
-impl Modules {
-    pub(super) fn new(context: Arc<CudaContext>, (major, minor): (i32, i32)) -> Self {
-        Self { context, architecture: format!("sm_{major}{minor}"), compiled: Mutex::default() }
-    }
-
-    /// Compiles what was not asked for before: a second or so.
-    pub(super) fn get(&self, options: &Options, device: &str) -> Result<Arc<CudaModule>> {
-        let slot: Slot = {
-            let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
-            compiled.entry(options.clone()).or_default().clone()
-        };
-        // Only ranks that ask for the same kernels wait for the first of them.
-        let mut compiled = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = &*compiled {
-            return Ok(module.clone());
-        }
-        let binary = compile(options, &self.architecture).map_err(|message| Error::Device {
-            device: device.into(),
-            operation: "compile kernels",
-            message,
-        })?;
-        let module = self
-            .context
-            .load_module(Ptx::from_binary(binary))
-            .map_err(super::failed(device, "load compiled kernels"))?;
-        *compiled = Some(module.clone());
-        Ok(module)
-    }
-}
-
-/// Whether there is a compiler whose code a driver for this version of CUDA takes; else what is missing.
-pub(super) fn check_compiler(driver: i32) -> std::result::Result<(), String> {
-    let package = "part of CUDA, and of the Python package nvidia-cuda-nvrtc";
-    if !compiler_is_there() {
-        return Err(format!(
-            "no compiler for kernels was found (libnvrtc.so, {package}): put the folder of one of version {driver} into \
-             LD_LIBRARY_PATH"
-        ));
-    }
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the numbers are where the call may write.
-    let asked = unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result();
-    asked.map_err(|error| format!("the compiler does not say its version: {error:?}"))?;
-    if major > driver {
-        return Err(format!(
-            "the compiler found is NVRTC {major}.{minor}, whose code a driver for CUDA {driver} does not take: put the \
-             folder of one of version {driver} ({package}) into LD_LIBRARY_PATH, or renew the driver"
-        ));
-    }
-    Ok(())
-}
-
-fn compiler_is_there() -> bool {
-    library::is_there(library::COMPILER)
-}
-
-/// Machine code for an architecture, such as `sm_90`.
-fn compile(options: &Options, architecture: &str) -> std::result::Result<Vec<u8>, String> {
-    let source = CString::new(options.source()).map_err(|_| "a source with a zero in it")?;
-    let mut arguments = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".into()];
-    arguments.extend(options.definitions());
-    let program =
-        Program(result::create_program(&source, Some(c"attention.cu")).map_err(|error| format!("{error:?}"))?);
-    // SAFETY: the program was just made, and lives until the end.
-    unsafe { result::compile_program(program.0, &arguments) }.map_err(|error| {
-        // SAFETY: as above.
-        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
-        // SAFETY: the log ends with a zero; one that could not be had is empty.
-        let log = if log.is_empty() { c"" } else { unsafe { CStr::from_ptr(log.as_ptr()) } };
-        format!("{error:?} for {architecture}, {}: {}", arguments.join(" "), log.to_string_lossy())
-    })?;
-    let failed = |error| format!("{error:?}: the compiler gave no machine code for {architecture}");
-    let mut size = 0;
-    // SAFETY: as above, and the size is where the call may write.
-    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
-    let mut binary = vec![0u8; size];
-    // SAFETY: the buffer has the size that was asked for.
-    unsafe { sys::nvrtcGetCUBIN(program.0, binary.as_mut_ptr().cast()) }.result().map_err(failed)?;
-    Ok(binary)
-}
-
-/// A program of the compiler, given back at the end.
-struct Program(sys::nvrtcProgram);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // SAFETY: made by the compiler and given back once. A failure leaves memory behind, nothing else.
-        let _ = unsafe { result::destroy_program(self.0) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::super::{Buckets, Data, Dropout, HeadMap, Score};
+    use super::super::nvrtc;
     use super::*;
     use half::{bf16, f16};
     use std::collections::HashSet;
@@ -346,7 +238,7 @@ mod tests {
     /// Without a GPU this still shows that the kernels are CUDA, fit its architectures, and agree on the job's size.
     #[test]
     fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
-        if !compiler_is_there() {
+        if !nvrtc::is_there() {
             println!("skipped: no NVRTC (libnvrtc.so) on this machine");
             return;
         }
@@ -361,19 +253,21 @@ mod tests {
         };
         let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
         let types = [Stored::F32, Stored::Bf16, Stored::F16];
+        let compile = |options: &Options, architecture: &str| {
+            let binary = options.source().compile(architecture).unwrap_or_else(|error| panic!("{error}"));
+            assert!(!binary.is_empty(), "{options:?}");
+        };
         // Of an A100, an L40, an H100 (also with what only it has), a B200, and of what stands under desks.
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
             for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
-                let binary =
-                    compile(&Options::memory(from, to), architecture).unwrap_or_else(|error| panic!("{error}"));
-                assert!(!binary.is_empty(), "{from:?} to {to:?}");
+                compile(&Options::memory(from, to), architecture);
             }
             let widest = vec![bf16::ZERO; TENSOR_WIDTHS.forward];
             let view = View::stored(Data::Bf16(&widest), 1, 1, widest.len()).expect("its size");
             let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score: &plain, bias: None };
             let options = Options::forward(&inputs, true, SHARED_MEMORY);
             assert!(options.pass == Pass::TensorForward && options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
-            compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
+            compile(&options, architecture);
             for (dim, v_dim) in [(128, 128), (8, 24), (576, 512)] {
                 let wide = 2 * dim.max(v_dim);
                 let (f, b, h) = (vec![0.0; wide], vec![bf16::ZERO; wide], vec![f16::ZERO; wide]);
@@ -392,8 +286,7 @@ mod tests {
                     ]);
                     for options in passes {
                         assert!(options.shared_bytes() <= SHARED_MEMORY, "{options:?}");
-                        let binary = compile(&options, architecture).unwrap_or_else(|error| panic!("{error}"));
-                        assert!(!binary.is_empty(), "{options:?}");
+                        compile(&options, architecture);
                     }
                 }
             }
