@@ -45,5 +45,12 @@ ln -sfn .. "$toolkit/lib"
 export CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc CUDA_COMPUTE_CAP=80
 models=(-p ringspan-candle -p ringspan-cli --features ringspan-candle/cuda,ringspan-cli/candle-cuda)
 cargo clippy "${models[@]}" --all-targets -- -D warnings
+# They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
+nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)
+cargo test "${models[@]}" --lib kernels_of_layers_compile \
+  --config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']" \
+  -- --nocapture | tee "$cpu/compiles-layers"
+grep -q "1 passed" "$cpu/compiles-layers"
+if grep skipped "$cpu/compiles-layers"; then exit 1; fi
 cargo test "${models[@]}" --test gpu --test device -- --nocapture | tee "$cpu/models"
 if grep skipped "$cpu/models"; then exit 1; fi

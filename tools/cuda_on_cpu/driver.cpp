@@ -261,6 +261,12 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     return SUCCESS;
 }
 
+// What NVIDIA's own libraries ask of each other's insides: NVRTC looks for it where there is a driver, and goes on without.
+int cuGetExportTable(const void **table, const void *) {
+    *table = nullptr;
+    return NOT_FOUND;
+}
+
 int cuGetErrorName(int error, const char **name) {
     *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR";
     return SUCCESS;

@@ -3,6 +3,7 @@
 use crate::activation::Activation;
 use crate::gpu;
 use crate::slices::{cpu, values};
+use crate::swiglu::gated;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
 /// `gelu(gate) * up`, element by element: two f32 tensors of one shape. The gelu is the approximation by a tanh
@@ -15,7 +16,7 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         bail!("geglu of {:?} and {:?}: the shapes differ", gate.shape(), up.shape());
     }
     if gpu::holds(gate) {
-        return gpu::gated(gate, up, Activation::GeluTanh);
+        return gated(gate, up, Activation::GeluTanh);
     }
     gate.contiguous()?.apply_op2(&up.contiguous()?, GeGlu)
 }

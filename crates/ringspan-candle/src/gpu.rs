@@ -1,17 +1,29 @@
-//! Layers on a GPU: made of candle's operations, which candle differentiates, with the values and gradients of the fused
-//! layers of the CPU. Products are cuBLAS's.
+//! Layers on a GPU, with the values and gradients of those of the CPU: norms, rotations and gates are kernels, products
+//! cuBLAS's, and the rest is made of candle's operations, which candle differentiates.
 //!
 //! Tensors are f32 or bf16. Of bf16, what is not a product is computed in f32, and rounded once, as a layer's result.
 
-use crate::activation::Activation;
+#[cfg(feature = "cuda")]
+pub(crate) mod kernels;
+#[cfg(feature = "cuda")]
+pub(crate) mod operand;
+
 use crate::cast::cast;
-use crate::rope::Rotation;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, D, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 /// Whether a tensor is on a GPU.
 pub(crate) fn holds(tensor: &Tensor) -> bool {
     !tensor.device().is_cpu()
+}
+
+/// A tensor as layers read it: contiguous; on a GPU rows may lie apart.
+pub(crate) fn readable(x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if holds(x) {
+        return operand::in_rows(x);
+    }
+    x.contiguous()
 }
 
 /// An operation of this crate, on the CPU wherever the tensor is; its result is where the tensor is.
@@ -88,23 +100,6 @@ impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
     }
 }
 
-/// As [`rms_norm`](crate::norm::rms_norm).
-pub(crate) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let (wide, weight) = (cast(x, DType::F32)?, cast(weight, DType::F32)?);
-    let root = (wide.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?;
-    cast(&wide.broadcast_div(&root)?.broadcast_mul(&weight)?, x.dtype())
-}
-
-/// As [`gated`](crate::swiglu::gated).
-pub(crate) fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
-    let (wide, factor) = (cast(gate, DType::F32)?, cast(up, DType::F32)?);
-    let open = match activation {
-        Activation::Silu => wide.silu()?,
-        Activation::GeluTanh => wide.gelu()?,
-    };
-    cast(&(open * factor)?, gate.dtype())
-}
-
 /// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 pub(crate) fn picked(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
     let (of, rows) = (x.dim(0)?, Tensor::new(rows, x.device())?);
@@ -133,24 +128,6 @@ fn add_up(x: &Tensor, rows: &Tensor, of: usize) -> Result<Tensor> {
     }
     let zeros = Tensor::zeros((of, x.dim(1)?), DType::F32, x.device())?;
     cast(&zeros.index_add(rows, &cast(&x.contiguous()?, DType::F32)?, 0)?, x.dtype())
-}
-
-/// As [`rope`](crate::rope::rope).
-pub(crate) fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
-    let [cos, sin] = rotation.on(x.device())?;
-    let back = sin.neg()?;
-    let value = turned(&x.detach(), &cos, &sin)?;
-    given(x, value, move |d| turned(d, &cos, &back))
-}
-
-/// x `[T, H, D]` by angles `[T, 1, D/2]`.
-fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
-    let half = cos.dim(D::Minus1)?;
-    let wide = cast(x, DType::F32)?;
-    let (a, b) = (wide.narrow(2, 0, half)?, wide.narrow(2, half, half)?);
-    let first = (a.broadcast_mul(cos)? - b.broadcast_mul(sin)?)?;
-    let second = (b.broadcast_mul(cos)? + a.broadcast_mul(sin)?)?;
-    cast(&Tensor::cat(&[first, second], 2)?, x.dtype())
 }
 
 /// x times a constant of its shape, f32.

@@ -1,10 +1,15 @@
 //! Root-mean-square normalisation as one operation with a backward (Zhang and Sennrich, 2019).
 
+#[cfg(feature = "cuda")]
+pub(crate) mod on_gpu;
+
 use crate::slices::{cpu, values};
 use crate::{gpu, pool};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
 
-/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32.
+/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32; on a GPU also bf16.
 ///
 /// # Errors
 /// Other types, and a weight of another width than x.
@@ -13,10 +18,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [width] {
         candle_core::bail!("rms_norm of {:?} needs a weight [{width}], given {:?}", x.shape(), weight.shape());
     }
-    if gpu::holds(x) {
-        return gpu::rms_norm(x, weight, eps);
-    }
-    x.contiguous()?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
+    gpu::readable(x)?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
 }
 
 struct RmsNorm {
@@ -92,7 +94,17 @@ impl CustomOp2 for RmsNorm {
         Ok((CpuStorage::F32(out), x_at.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
+        on_gpu::forward((x, x_at), (w, w_at), self.eps)
+    }
+
     fn bwd(&self, x: &Tensor, w: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if gpu::holds(x) {
+            let (dx, dw) = on_gpu::backward(x, w, d_out, self.eps)?;
+            return Ok((Some(dx), dw));
+        }
         let d_out = d_out.contiguous()?;
         let (dx, dw) = values(x, |xs| {
             values(w, |ws| {

@@ -1,9 +1,14 @@
 //! Rotary position embedding as one operation with a backward (Su et al., 2021), in the rotate-half convention.
 
+#[cfg(feature = "cuda")]
+pub(crate) mod on_gpu;
+
 use crate::slices::cpu;
 use crate::{gpu, pool};
-use candle_core::{CpuStorage, CustomOp1, Device, Layout, Result, Shape, Tensor, bail};
-use std::sync::{Arc, OnceLock};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use std::sync::Arc;
 
 /// The angles of T tokens: cosines and sines `[T, D/2]`, shared by all heads and layers.
 #[derive(Debug, Clone)]
@@ -11,8 +16,9 @@ pub struct Rotation {
     cos: Arc<[f32]>,
     sin: Arc<[f32]>,
     half: usize,
-    /// The same `[T, 1, D/2]` on the GPU that asked first.
-    uploaded: Arc<OnceLock<[Tensor; 2]>>,
+    /// The same on the GPU that asked first.
+    #[cfg(feature = "cuda")]
+    uploaded: Arc<std::sync::OnceLock<[Tensor; 2]>>,
 }
 
 impl Rotation {
@@ -25,23 +31,17 @@ impl Rotation {
             turns.unzip::<f32, f32, Vec<_>, Vec<_>>()
         });
         let (cos, sin): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Self { cos: cos.concat().into(), sin: sin.concat().into(), half, uploaded: Arc::default() }
-    }
-
-    /// Cosines and sines on a device, `[T, 1, D/2]`.
-    pub(crate) fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
-        if let Some(uploaded) = self.uploaded.get().filter(|[cos, _]| cos.device().same_device(device)) {
-            return Ok(uploaded.clone());
+        Self {
+            cos: cos.concat().into(),
+            sin: sin.concat().into(),
+            half,
+            #[cfg(feature = "cuda")]
+            uploaded: Arc::default(),
         }
-        let shape = (self.cos.len() / self.half.max(1), 1, self.half);
-        let made = [Tensor::from_slice(&self.cos, shape, device)?, Tensor::from_slice(&self.sin, shape, device)?];
-        // A rank has one device. Who comes second with another makes its own.
-        let _ = self.uploaded.set(made.clone());
-        Ok(made)
     }
 }
 
-/// Turns elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32.
+/// Turns elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32; on a GPU also bf16.
 ///
 /// # Errors
 /// Other types, and a rotation of other tokens or another width.
@@ -51,10 +51,12 @@ pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
         let pairs = rotation.half.max(1);
         bail!("a rotation of {} tokens x {pairs} pairs does not fit {:?}", rotation.cos.len() / pairs, x.shape());
     }
-    if gpu::holds(x) {
-        return gpu::rope(x, rotation);
-    }
-    x.contiguous()?.apply_op1(Rope { rotation: rotation.clone(), back: false })
+    placed(x)?.apply_op1(Rope { rotation: rotation.clone(), back: false })
+}
+
+/// x as it is read: on a GPU in its strides.
+fn placed(x: &Tensor) -> Result<Tensor> {
+    if gpu::holds(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 
 struct Rope {
@@ -102,8 +104,13 @@ impl CustomOp1 for Rope {
         Ok((CpuStorage::F32(out), layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        on_gpu::turned(x, layout, &self.rotation, self.back)
+    }
+
     fn bwd(&self, _x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
         // The transpose of a rotation is the rotation back.
-        d_out.contiguous()?.apply_op1_no_bwd(&Rope { rotation: self.rotation.clone(), back: !self.back }).map(Some)
+        placed(d_out)?.apply_op1_no_bwd(&Rope { rotation: self.rotation.clone(), back: !self.back }).map(Some)
     }
 }

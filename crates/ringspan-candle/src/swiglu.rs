@@ -1,8 +1,13 @@
 //! The gate of a feed-forward layer as one operation with a backward (Shazeer, 2020).
 
+#[cfg(feature = "cuda")]
+pub(crate) mod on_gpu;
+
 use crate::activation::Activation;
 use crate::slices::{cpu, values};
 use crate::{gpu, pool};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
 /// `silu(gate) * up`, element by element: two f32 tensors of one shape.
@@ -21,7 +26,7 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(gate, up, Activation::GeluTanh)
 }
 
-/// `act(gate) * up`, element by element: two f32 tensors of one shape.
+/// `act(gate) * up`, element by element: two f32 tensors of one shape, on a GPU also bf16.
 ///
 /// # Errors
 /// Other types, and unequal shapes.
@@ -29,10 +34,7 @@ pub fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tenso
     if gate.shape() != up.shape() {
         bail!("a gate of {:?} for {:?}: the shapes differ", gate.shape(), up.shape());
     }
-    if gpu::holds(gate) {
-        return gpu::gated(gate, up, activation);
-    }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, Gated(activation))
+    gpu::readable(gate)?.apply_op2(&gpu::readable(up)?, Gated(activation))
 }
 
 struct Gated(Activation);
@@ -50,7 +52,17 @@ impl CustomOp2 for Gated {
         Ok((CpuStorage::F32(out), g_at.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, g: &CudaStorage, g_at: &Layout, u: &CudaStorage, u_at: &Layout) -> Result<(CudaStorage, Shape)> {
+        on_gpu::forward((g, g_at), (u, u_at), self.0)
+    }
+
     fn bwd(&self, gate: &Tensor, up: &Tensor, _out: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if gpu::holds(gate) {
+            let [d_gate, d_up] = on_gpu::backward(gate, up, d, self.0)?;
+            return Ok((Some(d_gate), Some(d_up)));
+        }
         let copy = |tensor: &Tensor| values(tensor, |values| Ok(values.to_vec()));
         let (mut d_gate, mut d_up, mut d) = (copy(gate)?, copy(up)?, copy(&d.contiguous()?)?);
         let part = pool::part(d.len(), 1);

@@ -3,6 +3,7 @@
 
 mod apart;
 mod bf16;
+mod fused;
 mod ranks;
 
 use candle_core::{DType, Device, Result, Tensor, Var};

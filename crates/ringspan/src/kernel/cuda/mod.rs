@@ -9,10 +9,10 @@ mod forward;
 mod job;
 mod library;
 mod memory;
-mod module;
 mod moves;
 #[cfg(feature = "nccl")]
 pub mod nccl;
+pub mod nvrtc;
 mod options;
 mod tables;
 
@@ -22,7 +22,7 @@ use super::{Progress, View};
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DeviceRepr, LaunchConfig, PushKernelArg, sys};
 use job::Job;
-use module::Modules;
+use nvrtc::Modules;
 use options::{Options, TensorCores};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,7 +36,7 @@ struct Shared {
     number: usize,
     name: String,
     context: Arc<CudaContext>,
-    modules: Modules,
+    modules: Modules<Options>,
     /// For what no rank's work waits for.
     aside: Arc<CudaStream>,
     /// Bytes copied to and from the CPU.
@@ -90,7 +90,7 @@ impl Gpu {
         let mut driver = 0;
         // SAFETY: the number is where the call may write.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(failed(&device, "ask for its driver"))?;
-        module::check_compiler(driver / 1000).map_err(|message| missing(&message))?;
+        nvrtc::check(driver / 1000).map_err(|message| missing(&message))?;
         let context = CudaContext::new(number).map_err(failed(&device, "open"))?;
         // SAFETY: `Memory` orders the streams of ranks; all else is used on the stream it was made on.
         unsafe { context.disable_event_tracking() };
@@ -100,7 +100,7 @@ impl Gpu {
         Ok(Self(Arc::new(Shared {
             number,
             name: context.name().map_err(failed(&device, "ask for its name"))?,
-            modules: Modules::new(context.clone(), capability),
+            modules: Modules::default(),
             tensor_cores: TensorCores::of(capability),
             shared_memory: usize::try_from(shared_memory).unwrap_or(0),
             aside: context.new_stream().map_err(failed(&device, "make a stream"))?,
@@ -245,7 +245,7 @@ impl Cuda {
                 ),
             });
         }
-        let module = self.gpu.0.modules.get(options, &format!("{:?}", self.gpu))?;
+        let module = self.gpu.0.modules.get(options.clone(), &self.gpu.0.context, || options.source())?;
         let function = module.load_function(name).map_err(self.gpu.failed("find a kernel"))?;
         let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(most, job::checked(bytes)).map_err(self.gpu.failed("ask for shared memory"))?;

@@ -3,6 +3,7 @@
 use super::super::view::Stored;
 use super::super::{Inputs, Relative, View};
 use super::job::{Job, Move};
+use super::nvrtc::{ELEMENT, Source};
 
 /// Rows and threads of a block: the first that fit are taken.
 const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
@@ -45,7 +46,6 @@ impl TensorCores {
     }
 }
 
-const ELEMENT: &str = include_str!("source/element.cu");
 const COMMON: &str = include_str!("source/common.cu");
 const TENSOR: &str = include_str!("source/tensor.cu");
 const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
@@ -214,15 +214,8 @@ impl Options {
         4 * floats
     }
 
-    /// What the compiler is to compile for, on a GPU of this architecture, such as `sm_90`.
-    pub(super) fn target(&self, architecture: &str) -> String {
-        // What only Hopper has, it has under a name of its own.
-        let own = matches!(self.pass, Pass::WarpgroupForward | Pass::WarpgroupBackward);
-        format!("{architecture}{}", if own { "a" } else { "" })
-    }
-
-    pub(super) fn source(&self) -> String {
-        match self.pass {
+    pub(super) fn source(&self) -> Source {
+        let text = match self.pass {
             Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
             Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
             Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
@@ -231,11 +224,12 @@ impl Options {
             Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
             Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
             Pass::Memory => [ELEMENT, MEMORY].concat(),
-        }
+        };
+        let specific = matches!(self.pass, Pass::WarpgroupForward | Pass::WarpgroupBackward);
+        Source { text, definitions: self.definitions(), specific }
     }
 
-    /// Definitions for the compiler.
-    pub(super) fn definitions(&self) -> Vec<String> {
+    fn definitions(&self) -> Vec<(&'static str, usize)> {
         let stored = |stored: Stored| match stored {
             Stored::F32 => 0,
             Stored::Bf16 => 1,
@@ -258,8 +252,7 @@ impl Options {
             ("BIAS", self.bias),
             ("DROPOUT", self.dropout),
         ];
-        let all = sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on))));
-        all.map(|(name, value)| format!("-D{name}={value}")).collect()
+        sizes.into_iter().chain(types).chain(terms.map(|(name, on)| (name, usize::from(on)))).collect()
     }
 }
 
@@ -270,58 +263,4 @@ fn multiplies_bf16(inputs: &Inputs) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::super::{Buckets, Data, HeadMap, Score};
-    use super::*;
-    use half::bf16;
-
-    #[test]
-    fn tensor_cores_take_bf16_of_their_widths() {
-        let heads = HeadMap::grouped(1, 1).expect("they divide");
-        let (plain, flat) = (Score::new(1.0), Score::new(0.0));
-        let buckets = Buckets { table: vec![0.0; 4], count: 4, max_distance: 8, bidirectional: false };
-        let buckets = Score { relative: Some(Relative::Buckets(buckets)), ..plain.clone() };
-        let (f, b) = (vec![0.0; 512], vec![bf16::ZERO; 512]);
-        let (floats, halves) = (Data::F32(&f), Data::Bf16(&b));
-        let pass = |data: Data, dim: usize, score: &Score, tensor: TensorCores| {
-            let view = View::stored(data.slice(0..dim), 1, 1, dim).expect("its size");
-            let inputs = Inputs { q: view, k: view, v: view, heads: &heads, score, bias: None };
-            let forward = Options::forward(&inputs, tensor, SHARED_MEMORY).pass;
-            (forward, Options::backward(&inputs, &view, tensor, SHARED_MEMORY).pass)
-        };
-        use Pass::{Backward, Forward, TensorBackward, TensorForward};
-        // A single query is none for a warpgroup.
-        for tensor in [TensorCores::Warps, TensorCores::Warpgroups] {
-            assert_eq!(pass(halves, 128, &plain, tensor), (TensorForward, TensorBackward));
-            assert_eq!(pass(halves, 256, &plain, tensor), (TensorForward, Backward));
-            assert_eq!(pass(halves, 64, &buckets, tensor), (TensorForward, Backward));
-            assert_eq!(pass(halves, 264, &plain, tensor), (Forward, Backward));
-            assert_eq!(pass(halves, 128, &flat, tensor), (Forward, Backward));
-            assert_eq!(pass(floats, 128, &plain, tensor), (Forward, Backward));
-        }
-        assert_eq!(pass(halves, 128, &plain, TensorCores::None), (Forward, Backward));
-    }
-
-    #[test]
-    fn warpgroups_take_many_queries_of_their_widths() {
-        let heads = HeadMap::grouped(1, 1).expect("they divide");
-        let (score, data) = (Score::new(1.0), vec![bf16::ZERO; 65 * 136]);
-        let pass = |capability: (i32, i32), queries: usize, dim: usize, shared: usize| {
-            let view = |tokens| View::stored(Data::Bf16(&data[..tokens * dim]), tokens, 1, dim).expect("its size");
-            let (q, k) = (view(queries), view(1));
-            let inputs = Inputs { q, k, v: k, heads: &heads, score: &score, bias: None };
-            let tensor = TensorCores::of(capability);
-            (Options::forward(&inputs, tensor, shared).pass, Options::backward(&inputs, &q, tensor, shared).pass)
-        };
-        let (by_warpgroups, by_warps) =
-            ((Pass::WarpgroupForward, Pass::WarpgroupBackward), (Pass::TensorForward, Pass::TensorBackward));
-        let all = 227 * 1024;
-        assert_eq!(pass((9, 0), 65, 128, all), by_warpgroups);
-        assert_eq!(pass((9, 0), 64, 128, all), by_warps);
-        assert_eq!(pass((9, 0), 65, 136, all), (Pass::TensorForward, Pass::Backward));
-        assert_eq!(pass((9, 0), 65, 128, SHARED_MEMORY), by_warps);
-        assert_eq!(pass((10, 0), 65, 128, all), by_warps);
-        assert_eq!(pass((8, 0), 65, 128, all), by_warps);
-        assert_eq!(pass((7, 5), 65, 128, all), (Pass::Forward, Pass::Backward));
-    }
-}
+mod tests;

@@ -1,0 +1,67 @@
+// The gate of a feed-forward layer, act(gate) * up (Shazeer, 2020). Behind `pack.cu`; GELU is 1 for the tanh form of GELU and
+// 0 for SiLU.
+
+struct Job {
+    // Rows of `width` elements that lie a stride apart; what is written lies row after row.
+    const void *gate, *up, *d;
+    void *out, *d_gate, *d_up;
+    i64 count, width, gate_stride, up_stride, d_stride;
+};
+
+static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+
+// x / (1 + e^-u) and its derivative. For GELU u is sqrt(8 / pi) (x + 0.044715 x^3), else x.
+__device__ inline float activated(float x, float &slope) {
+#if GELU
+    const float root = 1.5957691216057308f, cube = 0.044715f * x * x;
+    const float u = root * x * (1.0f + cube), du = root * (1.0f + 3.0f * cube);
+#else
+    const float u = x, du = 1.0f;
+#endif
+    const float share = 1.0f / (1.0f + expf(-u));
+    slope = share * (1.0f + x * (1.0f - share) * du);
+    return x * share;
+}
+
+// The thread's first element, and where it is in a tensor whose rows are that far apart.
+__device__ inline i64 first_element() { return ((i64)blockIdx.x * THREADS + threadIdx.x) * AT_ONCE; }
+
+__device__ inline i64 place(const Job &job, i64 at, i64 stride) {
+    return stride == job.width ? at : at / job.width * stride + at % job.width;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gate(const Job job) {
+    const i64 at = first_element();
+    if (at >= job.count) {
+        return;
+    }
+    float gate[AT_ONCE], up[AT_ONCE];
+    read<X_TYPE>(gate, job.gate, place(job, at, job.gate_stride));
+    read<X_TYPE>(up, job.up, place(job, at, job.up_stride));
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        float slope;
+        gate[n] = activated(gate[n], slope) * up[n];
+    }
+    write<X_TYPE>(job.out, at, gate);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gate_backward(const Job job) {
+    const i64 at = first_element();
+    if (at >= job.count) {
+        return;
+    }
+    float gate[AT_ONCE], up[AT_ONCE], d[AT_ONCE];
+    read<X_TYPE>(gate, job.gate, place(job, at, job.gate_stride));
+    read<X_TYPE>(up, job.up, place(job, at, job.up_stride));
+    read<X_TYPE>(d, job.d, place(job, at, job.d_stride));
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        float slope;
+        const float open = activated(gate[n], slope);
+        gate[n] = d[n] * up[n] * slope;
+        up[n] = d[n] * open;
+    }
+    write<X_TYPE>(job.d_gate, at, gate);
+    write<X_TYPE>(job.d_up, at, up);
+}

@@ -1,0 +1,85 @@
+//! The same on a GPU, of x in its strides.
+
+use super::Rotation;
+use crate::gpu::kernels::{Layer, Options, THREADS, launch};
+use crate::gpu::operand::{Operand, on_gpu, unwritten};
+use crate::gpu::zeros;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda::cudarc::driver::DeviceRepr;
+use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Tensor};
+
+/// What a launch is told, as in `gpu/source/rope.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Job {
+    x: u64,
+    out: u64,
+    cos: u64,
+    sin: u64,
+    tokens: i64,
+    heads: i64,
+    half: i64,
+    token_stride: i64,
+    head_stride: i64,
+    stride: i64,
+    sign: f32,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for Job {}
+
+impl Rotation {
+    /// Cosines and sines on a device, `[T, D/2]`.
+    fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        if let Some(uploaded) = self.uploaded.get().filter(|[cos, _]| cos.device().same_device(device)) {
+            return Ok(uploaded.clone());
+        }
+        let shape = (self.cos.len() / self.half.max(1), self.half);
+        let made = [Tensor::from_slice(&self.cos, shape, device)?, Tensor::from_slice(&self.sin, shape, device)?];
+        // A rank has one device. Who comes second with another makes its own.
+        let _ = self.uploaded.set(made.clone());
+        Ok(made)
+    }
+}
+
+/// x `[T, H, D]`, turned or turned back, as an operation returns it.
+pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &Rotation, back: bool) -> Result<(CudaStorage, Shape)> {
+    let ((tokens, heads, _), half, device) = (at.shape().dims3()?, rotation.half, x.device());
+    if at.shape().elem_count() == 0 {
+        return zeros(x, at.shape());
+    }
+    let [cos, sin] = rotation.on(&Device::Cuda(device.clone()))?;
+    let ((cos_held, cos_at), (sin_held, sin_at)) = (cos.storage_and_layout(), sin.storage_and_layout());
+    let (mut out, stream) = (unwritten(device, at.shape(), x.dtype())?, device.cuda_stream());
+    {
+        let x_read = Operand::read(x, at, &stream)?;
+        let cos = Operand::read(on_gpu(&cos_held)?, cos_at, &stream)?;
+        let sin = Operand::read(on_gpu(&sin_held)?, sin_at, &stream)?;
+        let written = Operand::written(&mut out, &stream)?;
+        let &[token_stride, head_stride, stride] = at.stride() else {
+            candle_core::bail!("strides {:?} of a tensor [tokens, heads, width]", at.stride());
+        };
+        // Of elements that lie apart, one at once.
+        let apart = if stride == 1 { half } else { 1 };
+        let addresses = [x_read.at, cos.at, sin.at, written.at];
+        let sizes = [half, token_stride, head_stride, apart];
+        let options = Options::new::<Job>(Layer::Rope, [x.dtype(), DType::F32], &addresses, &sizes);
+        let job = Job {
+            x: x_read.at,
+            out: written.at,
+            cos: cos.at,
+            sin: sin.at,
+            tokens: tokens as i64,
+            heads: heads as i64,
+            half: half as i64,
+            token_stride: token_stride as i64,
+            head_stride: head_stride as i64,
+            stride: stride as i64,
+            sign: if back { -1.0 } else { 1.0 },
+        };
+        let blocks = (tokens * heads * (half / options.at_once)).div_ceil(THREADS);
+        // SAFETY: x is there in its strides, the result was made for as many elements, and the angles are those of its tokens.
+        unsafe { launch(device, &options, "rope", &job, (blocks, 1), 0)? };
+    }
+    Ok((out, at.shape().clone()))
+}

@@ -1,0 +1,110 @@
+//! The same on a GPU, of rows that may lie apart, such as the halves of one product.
+
+use crate::activation::Activation;
+use crate::gpu::kernels::{Layer, Options, THREADS, launch};
+use crate::gpu::operand::{Operand, Rows, in_rows, on_gpu, tensor, unwritten};
+use crate::gpu::zeros;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda::cudarc::driver::DeviceRepr;
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
+
+/// What a launch is told, as in `gpu/source/gate.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Job {
+    gate: u64,
+    up: u64,
+    d: u64,
+    out: u64,
+    d_gate: u64,
+    d_up: u64,
+    count: i64,
+    width: i64,
+    gate_stride: i64,
+    up_stride: i64,
+    d_stride: i64,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for Job {}
+
+/// As an operation returns it: gate and up in rows.
+pub(super) fn forward(
+    (gate, gate_at): (&CudaStorage, &Layout),
+    (up, up_at): (&CudaStorage, &Layout),
+    activation: Activation,
+) -> Result<(CudaStorage, Shape)> {
+    let (gate_rows, up_rows, shape) = (Rows::expected(gate_at)?, Rows::expected(up_at)?, gate_at.shape());
+    if gate.dtype() != up.dtype() {
+        bail!("a gate of {:?} for {:?}: the types differ", gate.dtype(), up.dtype());
+    }
+    if shape.elem_count() == 0 {
+        return zeros(gate, shape);
+    }
+    let (device, dtype) = (gate.device(), gate.dtype());
+    let (mut out, stream) = (unwritten(device, shape, dtype)?, device.cuda_stream());
+    {
+        let (gate, up) = (Operand::read(gate, gate_at, &stream)?, Operand::read(up, up_at, &stream)?);
+        let written = Operand::written(&mut out, &stream)?;
+        let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride];
+        let addresses = [gate.at, up.at, written.at];
+        let options = Options::new::<Job>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let job = Job {
+            gate: gate.at,
+            up: up.at,
+            out: written.at,
+            count: shape.elem_count() as i64,
+            width: gate_rows.width as i64,
+            gate_stride: gate_rows.stride as i64,
+            up_stride: up_rows.stride as i64,
+            ..Job::default()
+        };
+        let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
+        // SAFETY: both are there in these rows, and the result was made for as many elements.
+        unsafe { launch(device, &options, "gate", &job, (blocks, 1), 0)? };
+    }
+    Ok((out, shape.clone()))
+}
+
+/// Gradients of gate and up.
+pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activation) -> Result<[Tensor; 2]> {
+    let (d, shape, dtype) = (in_rows(d)?, gate.shape(), gate.dtype());
+    if d.dtype() != dtype {
+        bail!("a gradient of {:?} for a gate of {dtype:?}: the types differ", d.dtype());
+    }
+    if shape.elem_count() == 0 {
+        return Ok([gate.zeros_like()?, up.zeros_like()?]);
+    }
+    let ((gate_held, gate_at), (up_held, up_at), (d_held, d_at)) =
+        (gate.storage_and_layout(), up.storage_and_layout(), d.storage_and_layout());
+    let (gate_rows, up_rows, d_rows) = (Rows::expected(gate_at)?, Rows::expected(up_at)?, Rows::expected(d_at)?);
+    let device = on_gpu(&gate_held)?.device();
+    let (mut d_gate, mut d_up) = (unwritten(device, shape, dtype)?, unwritten(device, shape, dtype)?);
+    let stream = device.cuda_stream();
+    {
+        let gate = Operand::read(on_gpu(&gate_held)?, gate_at, &stream)?;
+        let up = Operand::read(on_gpu(&up_held)?, up_at, &stream)?;
+        let d = Operand::read(on_gpu(&d_held)?, d_at, &stream)?;
+        let (d_gate, d_up) = (Operand::written(&mut d_gate, &stream)?, Operand::written(&mut d_up, &stream)?);
+        let sizes = [gate_rows.width, gate_rows.stride, up_rows.stride, d_rows.stride];
+        let addresses = [gate.at, up.at, d.at, d_gate.at, d_up.at];
+        let options = Options::new::<Job>(Layer::Gate(activation), [dtype; 2], &addresses, &sizes);
+        let job = Job {
+            gate: gate.at,
+            up: up.at,
+            d: d.at,
+            d_gate: d_gate.at,
+            d_up: d_up.at,
+            count: shape.elem_count() as i64,
+            width: gate_rows.width as i64,
+            gate_stride: gate_rows.stride as i64,
+            up_stride: up_rows.stride as i64,
+            d_stride: d_rows.stride as i64,
+            ..Job::default()
+        };
+        let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
+        // SAFETY: gate, up and d are there in these rows, and the gradients were made for as many elements.
+        unsafe { launch(device, &options, "gate_backward", &job, (blocks, 1), 0)? };
+    }
+    Ok([tensor(d_gate, shape), tensor(d_up, shape)])
+}

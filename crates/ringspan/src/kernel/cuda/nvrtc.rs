@@ -1,0 +1,149 @@
+//! NVIDIA's run-time compiler: kernels for what is at hand, compiled once for each GPU.
+
+use super::library;
+use crate::error::{Error, Result};
+use cudarc::driver::{CudaContext, CudaModule};
+use cudarc::nvrtc::{Ptx, result, sys};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString};
+use std::hash::Hash;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How kernels read and write numbers, as `element<TYPE>` and `store<TYPE>` with `F32`, `BF16` and `F16`: the first part of a
+/// source.
+pub const ELEMENT: &str = include_str!("source/element.cu");
+
+/// Kernels in CUDA C++.
+#[derive(Debug, Clone)]
+pub struct Source {
+    /// The text.
+    pub text: String,
+    /// Names that stand for numbers in it.
+    pub definitions: Vec<(&'static str, usize)>,
+    /// Whether it uses what only GPUs of its own architecture have, and no later ones.
+    pub specific: bool,
+}
+
+impl Source {
+    /// Machine code for an architecture, such as `sm_90`.
+    ///
+    /// # Errors
+    /// What the compiler says of the text, in its words; an architecture that it does not know.
+    pub fn compile(&self, architecture: &str) -> std::result::Result<Vec<u8>, String> {
+        self.compile_with(architecture, None).map(|(binary, _)| binary)
+    }
+
+    /// The same, and what the compiler says.
+    pub(super) fn compile_with(
+        &self,
+        architecture: &str,
+        argument: Option<&str>,
+    ) -> std::result::Result<(Vec<u8>, String), String> {
+        let text = CString::new(&*self.text).map_err(|_| "a source with a zero in it")?;
+        let target = format!("{architecture}{}", if self.specific { "a" } else { "" });
+        let mut arguments = vec![format!("--gpu-architecture={target}"), "--std=c++17".into()];
+        arguments.extend(self.definitions.iter().map(|(name, value)| format!("-D{name}={value}")));
+        arguments.extend(argument.map(Into::into));
+        let program =
+            Program(result::create_program(&text, Some(c"kernels.cu")).map_err(|error| format!("{error:?}"))?);
+        // SAFETY: the program was just made, and lives until the end.
+        let compiled = unsafe { result::compile_program(program.0, &arguments) };
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+        // SAFETY: the log ends with a zero; one that could not be had is empty.
+        let log = if log.is_empty() { c"" } else { unsafe { CStr::from_ptr(log.as_ptr()) } };
+        let log = log.to_string_lossy().into_owned();
+        compiled.map_err(|error| format!("{error:?} for {target}, {}: {log}", arguments.join(" ")))?;
+        let failed = |error| format!("{error:?}: the compiler gave no machine code for {target}");
+        let mut size = 0;
+        // SAFETY: as above, and the size is where the call may write.
+        unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
+        let mut binary = vec![0u8; size];
+        // SAFETY: the buffer has the size that was asked for.
+        unsafe { sys::nvrtcGetCUBIN(program.0, binary.as_mut_ptr().cast()) }.result().map_err(failed)?;
+        Ok((binary, log))
+    }
+}
+
+/// A program of the compiler, given back at the end.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by the compiler and given back once. A failure leaves memory behind, nothing else.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// Kernels that are there, or will be when whoever compiles them lets go of the lock.
+type Slot = Arc<Mutex<Option<Arc<CudaModule>>>>;
+
+/// Kernels of GPUs, by what tells them apart.
+#[derive(Debug)]
+pub struct Modules<K> {
+    compiled: Mutex<HashMap<K, Slot>>,
+}
+
+impl<K> Default for Modules<K> {
+    fn default() -> Self {
+        Self { compiled: Mutex::default() }
+    }
+}
+
+impl<K: Eq + Hash> Modules<K> {
+    /// Compiles for the GPU of `context` what was not asked for before: a second or so.
+    ///
+    /// # Errors
+    /// A source that the compiler refuses, code that the driver refuses.
+    pub fn get(&self, key: K, context: &Arc<CudaContext>, source: impl FnOnce() -> Source) -> Result<Arc<CudaModule>> {
+        let slot: Slot = {
+            let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+            compiled.entry(key).or_default().clone()
+        };
+        // Only ranks that ask for the same kernels wait for the first of them.
+        let mut compiled = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = &*compiled {
+            return Ok(module.clone());
+        }
+        let device = format!("GPU {}", context.ordinal());
+        let (major, minor) =
+            context.compute_capability().map_err(super::failed(&device, "ask for its architecture"))?;
+        let binary = source().compile(&format!("sm_{major}{minor}")).map_err(|message| Error::Device {
+            device: device.clone(),
+            operation: "compile kernels",
+            message,
+        })?;
+        let module =
+            context.load_module(Ptx::from_binary(binary)).map_err(super::failed(&device, "load compiled kernels"))?;
+        *compiled = Some(module.clone());
+        Ok(module)
+    }
+}
+
+/// Whether it can be loaded.
+#[must_use]
+pub fn is_there() -> bool {
+    library::is_there(library::COMPILER)
+}
+
+/// Whether there is a compiler whose code a driver for this version of CUDA takes; else what is missing.
+pub(super) fn check(driver: i32) -> std::result::Result<(), String> {
+    let package = "part of CUDA, and of the Python package nvidia-cuda-nvrtc";
+    if !is_there() {
+        return Err(format!(
+            "no compiler for kernels was found (libnvrtc.so, {package}): put the folder of one of version {driver} into \
+             LD_LIBRARY_PATH"
+        ));
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the numbers are where the call may write.
+    let asked = unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result();
+    asked.map_err(|error| format!("the compiler does not say its version: {error:?}"))?;
+    if major > driver {
+        return Err(format!(
+            "the compiler found is NVRTC {major}.{minor}, whose code a driver for CUDA {driver} does not take: put the \
+             folder of one of version {driver} ({package}) into LD_LIBRARY_PATH, or renew the driver"
+        ));
+    }
+    Ok(())
+}
