@@ -3,6 +3,8 @@
 
 mod apart;
 mod bf16;
+#[cfg(feature = "nccl")]
+mod by_nccl;
 mod ranks;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
