@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 #include <mutex>
+#include <unistd.h>
 
 namespace {
 
@@ -51,12 +52,15 @@ std::string compile(const std::string &source, const std::string &flags, std::st
     if (std::system(("mkdir -p " + quoted(cache)).c_str()) != 0) {
         fail("no folder for compiled kernels");
     }
-    std::ofstream(stem + ".cpp") << source;
-    const std::string build = command + " " + quoted(stem + ".cpp") + " " + quoted(library()) + " -Wl,-rpath," +
-                              quoted(folder()) + " -o " + quoted(stem + ".new") + " 2>" + quoted(stem + ".log") +
-                              " && mv " + quoted(stem + ".new") + " " + quoted(binary);
+    // Other processes may be at the same.
+    const std::string own = stem + "." + std::to_string(getpid());
+    std::ofstream(own + ".cpp") << source;
+    const std::string build = command + " " + quoted(own + ".cpp") + " " + quoted(library()) + " -Wl,-rpath," +
+                              quoted(folder()) + " -o " + quoted(own + ".new") + " 2>" + quoted(own + ".log") +
+                              " && mv " + quoted(own + ".new") + " " + quoted(binary) + " && mv " +
+                              quoted(own + ".cpp") + " " + quoted(stem + ".cpp") + " && rm " + quoted(own + ".log");
     if (std::system(build.c_str()) != 0) {
-        log = contents(stem + ".log");
+        log = contents(own + ".log");
         return "";
     }
     return binary;
