@@ -6,15 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-target=${CARGO_TARGET_DIR:-target}
-cpu=$target/cuda-on-cpu
+. tools/cuda_on_cpu/env.sh
 compiler=$target/nvrtc
-
-mkdir -p "$cpu"
-cp -r tools/cuda_on_cpu/prelude.h tools/cuda_on_cpu/include "$cpu"
-c++ -std=c++17 -O2 -Wall -Wextra -shared -fPIC tools/cuda_on_cpu/*.cpp -ldl -Wl,-soname,libcuda.so.1 -o "$cpu/libcuda.so.1"
-for name in cuda nvrtc cublas cublasLt curand cudart; do ln -sf libcuda.so.1 "$cpu/lib$name.so"; done
-ln -sf libcuda.so.1 "$cpu/libnccl.so.2"
 
 if [ ! -e "$compiler/done" ]; then
   rm -rf "$compiler" && mkdir -p "$compiler"
@@ -28,7 +21,6 @@ LD_LIBRARY_PATH=$(realpath "$compiler"/nvidia/cu13/lib) cargo test -p ringspan -
 grep -q "2 passed" "$cpu/compiles"
 if grep skipped "$cpu/compiles"; then exit 1; fi
 
-export LD_LIBRARY_PATH=$(realpath "$cpu")
 cargo test -p ringspan --features nccl --lib kernel::
 # All ranks of a test share a GPU.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
@@ -37,13 +29,8 @@ if grep skipped "$cpu/on-gpu"; then exit 1; fi
 RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features nccl --test attention_decode
 cargo test -p ringspan-cli --features nccl --test attend_device
 
-# Models: candle's kernels are built by an nvcc that is made of a CPU as well.
-toolkit=$(realpath "$cpu")/toolkit
-mkdir -p "$toolkit/bin"
-cp tools/cuda_on_cpu/nvcc "$toolkit/bin"
-ln -sfn .. "$toolkit/lib"
-export CUDA_HOME=$toolkit NVCC=$toolkit/bin/nvcc CUDA_COMPUTE_CAP=80
-models=(-p ringspan-candle -p ringspan-cli --features ringspan-candle/cuda,ringspan-cli/candle-cuda)
+# Models.
+models=(-p ringspan-candle -p ringspan-cli --features ringspan-candle/nccl,ringspan-cli/candle-cuda,ringspan-cli/nccl)
 cargo clippy "${models[@]}" --all-targets -- -D warnings
 # They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
 nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)

@@ -1,8 +1,12 @@
 //! Collectives as candle operations with a backward.
 //!
 //! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
-//! Tensors on GPUs are handed over where ranks are threads, and go through the memory of the CPU where they are processes.
+//! Tensors on GPUs are handed over where ranks are threads, or processes that are connected from GPU to GPU; else they go
+//! through the memory of the CPU.
 
+#[cfg(feature = "cuda")]
+mod message;
+#[cfg(feature = "cuda")]
 mod on_gpu;
 
 use crate::gpu;
@@ -33,6 +37,7 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     if counts.len() != comm.size() || counts[rank] != rows {
         bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
     }
+    #[cfg(feature = "cuda")]
     if on_gpu::hands_over(comm, x) {
         return on_gpu::all_gather(comm, x, counts);
     }
@@ -58,6 +63,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
     if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
         bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
     }
+    #[cfg(feature = "cuda")]
     if on_gpu::hands_over(comm, x) {
         return on_gpu::reduce_scatter(comm, x, &counts, seen);
     }
@@ -69,6 +75,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
 /// # Errors
 /// Failures of other ranks, ranks with other shapes.
 pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
     if on_gpu::hands_over(comm, x) {
         return on_gpu::all_reduce(comm, x);
     }
@@ -100,6 +107,7 @@ fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], se
     if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
         bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
     }
+    #[cfg(feature = "cuda")]
     if on_gpu::hands_over(comm, x) {
         return on_gpu::all_to_all(comm, x, counts, seen);
     }

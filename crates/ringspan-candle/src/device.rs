@@ -5,9 +5,11 @@ use crate::precision::Precision;
 use crate::slices;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use ringspan::Kernel;
+use ringspan::comm::ranks::Ranks;
 use ringspan::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// A device as it is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -182,6 +184,21 @@ impl Devices {
                       build --release --features candle-cuda`, where CUDA is installed"
                 .into(),
         })
+    }
+
+    /// The same ranks, whose tensors go from GPU to GPU by NCCL where they are processes, compute on GPUs, and all can; and
+    /// how their blocks go, where there is more than one way. All ranks must call this; `deadline` is the longest wait for
+    /// another one. The returned ranks must go before the communicator that these had.
+    ///
+    /// # Errors
+    /// What NCCL says; failures of other ranks.
+    pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = self.gpus.first().and_then(|device| device.gpu.as_ref()) {
+            return gpu.connect(ranks, deadline);
+        }
+        let _ = deadline;
+        Ok((ranks.clone(), None))
     }
 
     /// The same, where models compute in another type.

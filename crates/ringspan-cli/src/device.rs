@@ -2,10 +2,8 @@
 
 use anyhow::Result;
 use ringspan::Kernel;
-use ringspan::comm::Communicator;
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::DeviceName;
-use std::sync::Arc;
 
 /// The devices of the ranks of this process.
 pub(crate) enum Devices {
@@ -35,21 +33,13 @@ impl Devices {
         }
     }
 
-    /// The communicator by which a rank's blocks go to others, and how they go, where there is more than one way: ranks that
-    /// are processes and compute on GPUs take NCCL if they all can. All of them must call this.
-    pub(crate) fn connect(
-        &self,
-        comm: Arc<dyn Communicator>,
-        place: &Ranks,
-    ) -> Result<(Arc<dyn Communicator>, Option<String>)> {
+    /// The same ranks, and how their blocks go to others, where there is more than one way: ranks that are processes and
+    /// compute on GPUs take NCCL if they all can. All of them must call this.
+    pub(crate) fn connect(&self, place: &Ranks) -> Result<(Ranks, Option<String>)> {
         match self {
-            _ if place.local().is_none() => Ok((comm, None)),
-            Self::Cpu(_) => Ok((comm, None)),
+            Self::Cpu(_) => Ok((place.clone(), None)),
             #[cfg(feature = "cuda")]
-            Self::Gpus(gpus) => {
-                let (comm, way) = by_nccl(comm, &gpus[0])?;
-                Ok((comm, Some(way)))
-            }
+            Self::Gpus(gpus) => Ok(gpus[0].connect(place, crate::mesh::DEADLINE)?),
         }
     }
 
@@ -80,21 +70,6 @@ impl std::fmt::Display for Devices {
             Self::Gpus(_) => write!(f, "{}", self.names().join(", ")),
         }
     }
-}
-
-#[cfg(all(feature = "cuda", feature = "nccl"))]
-fn by_nccl(comm: Arc<dyn Communicator>, gpu: &ringspan::kernel::Gpu) -> Result<(Arc<dyn Communicator>, String)> {
-    use ringspan::kernel::nccl::{Options, obstacle, over, version};
-    let options = Options { deadline: crate::mesh::DEADLINE, shared_gpus: false };
-    Ok(match obstacle(&*comm, gpu, &options)? {
-        None => (over(&*comm, gpu, options)?, format!("blocks by NCCL {}", version()?)),
-        Some(obstacle) => (comm, format!("blocks through the memory of the CPU (no NCCL: {obstacle})")),
-    })
-}
-
-#[cfg(all(feature = "cuda", not(feature = "nccl")))]
-fn by_nccl(comm: Arc<dyn Communicator>, _: &ringspan::kernel::Gpu) -> Result<(Arc<dyn Communicator>, String)> {
-    Ok((comm, "blocks through the memory of the CPU (built without --features nccl)".into()))
 }
 
 #[cfg(feature = "cuda")]

@@ -73,6 +73,7 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
     model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
     let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
     let mut written = Ok(true);
+    let mesh = model::connected(mesh)?;
     let generations = ringspan_serve::generate(&model, &mesh, &tokens, &options, |token| {
         let text = stream.push(token)?;
         written = say::write(&text);
@@ -80,7 +81,7 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
         Ok(if go_on { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
     })?;
     let cached = generations.iter().map(|rank| Buffer::U64(vec![rank.cached as u64])).collect();
-    let Some(cached) = ranks.gather(cached)? else { return Ok(()) };
+    let Some(cached) = mesh.ranks.gather(cached)? else { return Ok(()) };
     if written.context("cannot write to standard output")? {
         let rest = stream.finish()?;
         let end = if std::io::stdout().is_terminal() { "\n" } else { "" };

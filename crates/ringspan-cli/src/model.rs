@@ -1,6 +1,7 @@
 //! Model folders: the decoder, its tokenizer, and the tokens that end a text.
 
 use crate::mesh::{DEADLINE, MeshArgs};
+use crate::say;
 use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
@@ -16,6 +17,14 @@ pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<
     let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype)?;
     let (ring, ulysses, ranks) = (args.ring, args.ulysses, ranks.clone());
     Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
+}
+
+/// The same mesh, whose ranks are connected by NCCL where they are processes, compute on GPUs, and all can; says how their
+/// blocks go. All ranks must call this.
+pub(crate) fn connected(mesh: Mesh) -> Result<Mesh> {
+    let (ranks, blocks) = mesh.devices.connect(&mesh.ranks, mesh.deadline)?;
+    blocks.iter().for_each(say::note);
+    Ok(Mesh { ranks, ..mesh })
 }
 
 /// Which model, and for how long texts.

@@ -58,6 +58,7 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
         (None, None) => anyhow::bail!("give --tokens or --text"),
     };
     model::warn_beyond(&model, batch.documents.iter().map(Document::tokens).max().unwrap_or(0));
+    let mesh = model::connected(mesh)?;
     let began = Instant::now();
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;

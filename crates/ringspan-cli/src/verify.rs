@@ -208,6 +208,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     ))?;
     // First the mesh: where ranks are processes, only one of them has anything to do afterwards.
     let Some(actual) = trial(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
+    actual.blocks.iter().for_each(say::note);
     let expected =
         trial(&Ranks::threads(), &args.alone()?, (&decoder, &weights), &batch)?.context("a rank of its own")?;
     let tolerance = Tolerance::of(config.dtype);

@@ -350,3 +350,102 @@ mod with_gpus {
         }
     }
 }
+
+/// Each process is a rank: needs MPI, too.
+#[cfg(all(feature = "candle-cuda", feature = "mpi", feature = "nccl"))]
+mod between_processes {
+    use super::*;
+    use ringspan::kernel::{Gpu, nccl};
+    use std::process::{Command, Output};
+    use support::{apart, read};
+
+    /// Two GPUs and NCCL.
+    fn is_there() -> bool {
+        let there = Gpu::count() == Ok(2) && nccl::version().is_ok();
+        if !there {
+            println!("skipped: no NCCL, or not two GPUs on this machine");
+        }
+        there
+    }
+
+    /// What the processes said on standard output, and on standard error.
+    #[track_caller]
+    fn mpirun(bench: &Bench, ranks: usize, command: &str, flags: &str) -> (String, String) {
+        let mut mpirun = Command::new("mpirun");
+        mpirun.args(["--timeout", "240", "--oversubscribe", "--allow-run-as-root", "-n", &ranks.to_string(), "-wdir"]);
+        mpirun.arg(bench.path("")).arg(env!("CARGO_BIN_EXE_ringspan")).arg(command).args(flags.split_whitespace());
+        let Output { status, stdout, stderr } = mpirun.output().expect("mpirun is installed");
+        let [stdout, stderr] = [stdout, stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+        assert!(status.success(), "{command} {flags}: {stderr}");
+        (stdout, stderr)
+    }
+
+    const BY_NCCL: &str = "blocks by NCCL 2.";
+
+    #[test]
+    fn a_step_has_the_numbers_of_one_rank_of_the_cpu() {
+        if !is_there() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        for mesh in ["--tp 2 --dtype bf16", "--ring 2 --ep 2"] {
+            let flags = format!("--tiny --sequence-length 24 --threads 1 --device cuda {mesh}");
+            let (stdout, stderr) = mpirun(&bench, 2, "verify", &flags);
+            assert!(stdout.contains("PASS"), "{mesh}: {stdout}");
+            assert!(stderr.contains(BY_NCCL), "{mesh}: {stderr}");
+            println!("{mesh}: {}", stdout.lines().last().unwrap_or_default());
+        }
+    }
+
+    #[test]
+    fn texts_scores_and_losses_are_those_of_the_cpu() {
+        if !is_there() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        let alone = |command: &str, flags: &str| {
+            let output = run(&bench, command, flags);
+            assert!(output.status.success(), "{command} {flags}: {}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        let both = |command: &str, flags: &str| {
+            let (stdout, stderr) = mpirun(&bench, 2, command, &format!("{flags} --threads 1 --device cuda --ring 2"));
+            assert!(stderr.contains(BY_NCCL), "{command}: {stderr}");
+            stdout
+        };
+        let generate = "--model model --prompt hello --max-tokens 4 --temperature 0";
+        // mpirun may be a terminal, where a text ends with its line.
+        assert_eq!(both("generate", generate).trim_end(), alone("generate", generate).trim_end());
+
+        // A third rank has to share a GPU, which NCCL refuses.
+        let (text, said) = mpirun(&bench, 3, "generate", &format!("{generate} --threads 1 --device cuda --ring 3"));
+        assert!(said.contains("through the memory of the CPU (no NCCL: ranks 0 and 2 share a GPU"), "{said}");
+        assert_eq!(text.trim_end(), alone("generate", generate).trim_end());
+
+        let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
+        std::fs::write(bench.path("short.txt"), text).expect("file");
+        let score = |out: &str| format!("--model model --text short.txt --out {out}");
+        alone("score", &score("cpu.safetensors"));
+        both("score", &score("gpu.safetensors"));
+        let [got, wanted] =
+            ["gpu", "cpu"].map(|out| read(&bench.path(&format!("{out}.safetensors")))["logprobs"].values());
+        let off = apart(&got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+        assert!(off <= 1e-5, "log-probabilities differ by {off:e}");
+
+        let train = |out: &str| {
+            let of_all = "--model model --data text.txt --sequence-length 32 --steps 2 --lr 1e-3 --sample-tokens 0";
+            format!("{of_all} --eval-tokens 64 --out {out}")
+        };
+        alone("train", &train("cpu"));
+        both("train", &train("gpu"));
+        let [got, wanted] = ["gpu", "cpu"].map(|out| {
+            let lines = std::fs::read_to_string(bench.path(out).join("metrics.jsonl")).expect("metrics");
+            let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            values.filter_map(|line| line["loss"].as_f64()).collect::<Vec<_>>()
+        });
+        assert_eq!((got.len(), wanted.len()), (2, 2), "two steps");
+        for (got, wanted) in got.iter().zip(&wanted) {
+            assert!((got - wanted).abs() <= 1e-5 * wanted.abs(), "a loss of {got} and not {wanted}");
+        }
+    }
+}

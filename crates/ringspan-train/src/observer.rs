@@ -17,6 +17,10 @@ pub trait Observer: Send {
     fn planned(&mut self, plan: &Plan) {
         let _ = plan;
     }
+    /// Ranks that are processes have found out how blocks go between their GPUs. Called before any step.
+    fn connected(&mut self, blocks: &str) {
+        let _ = blocks;
+    }
     /// A step is done and in the metrics.
     fn stepped(&mut self, metrics: &StepMetrics) {
         let _ = metrics;
@@ -99,6 +103,10 @@ impl Observer for Terminal {
             bar.set_length(plan.steps);
             bar.set_position(plan.first_step);
         }
+    }
+
+    fn connected(&mut self, blocks: &str) {
+        self.line(blocks);
     }
 
     fn stepped(&mut self, m: &StepMetrics) {

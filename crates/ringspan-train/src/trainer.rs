@@ -112,9 +112,15 @@ pub fn train_on(
     }
     let host = Mutex::new(Host { observer, metrics, allocated: Allocated::new(config.allocated) });
     let options = Options { deadline: config.deadline, ..Options::default() };
-    let ends = ranks.run(config.ranks(), options, |world| {
+    let (connected, blocks) = devices.connect(ranks, config.deadline)?;
+    if let (Some(blocks), true) = (blocks, ranks.lead()) {
+        host.lock().unwrap_or_else(PoisonError::into_inner).observer.connected(&blocks);
+    }
+    let ends = connected.run(config.ranks(), options, |world| {
         pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &host))?
     })?;
+    // What follows is the lead's: the others have ended.
+    drop(connected);
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };

@@ -23,6 +23,8 @@ pub struct Trial {
     pub gradients: BTreeMap<String, Vec<f32>>,
     /// The parameters after one step of the optimiser.
     pub updated: BTreeMap<String, Vec<f32>>,
+    /// How blocks went between GPUs, where ranks are processes.
+    pub blocks: Option<String>,
 }
 
 /// One step of a model on a batch, on the mesh of `config`; none in a process without rank 0. All processes call this.
@@ -38,12 +40,13 @@ pub fn trial(
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
     let setup = Setup::of_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
     let options = Options { deadline: config.deadline, ..Options::default() };
+    let (ranks, blocks) = devices.connect(ranks, config.deadline)?;
     let trials = ranks.run(config.ranks(), options, |world| {
         let first = world.rank() == 0;
         let mine = pool::run(config.threads, || on_rank(Rank::new(config, &setup, &devices, world)?, &setup, batch))??;
         Ok::<_, crate::Error>(mine).map(|trial| if first { trial } else { Trial::default() })
     })?;
-    Ok(trials.into_iter().next().filter(|_| ranks.lead()))
+    Ok(trials.into_iter().next().filter(|_| ranks.lead()).map(|trial| Trial { blocks, ..trial }))
 }
 
 fn on_rank(mut rank: Rank<'_>, setup: &Setup, batch: &Batch) -> Result<Trial> {

@@ -1,4 +1,4 @@
-//! Ranks as between processes.
+//! Ranks that are threads, as if they were processes.
 
 use ringspan::comm::{Buffer, Communicator, Pending};
 use ringspan::error::Result;
@@ -15,6 +15,7 @@ impl Communicator for Apart {
         self.0.size()
     }
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>> {
+        assert!(!matches!(*data, Buffer::Device(_)), "a message in the memory of a device");
         self.0.send(to, tag, data)
     }
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>> {

@@ -3,6 +3,8 @@
 
 mod apart;
 mod bf16;
+#[cfg(feature = "nccl")]
+mod by_nccl;
 mod fused;
 mod ranks;
 

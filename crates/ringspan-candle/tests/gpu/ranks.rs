@@ -20,6 +20,9 @@ pub(crate) type OfRanks = Vec<Vec<Vec<f32>>>;
 /// to the CPU for attention, a kernel would copy back.
 pub(crate) type Copied = (u64, u64);
 
+/// The communicator that a rank uses, around the one it has.
+pub(crate) type Means<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> + Sync);
+
 /// What each rank returns.
 pub(crate) fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Vec<T> {
     threads::run(ranks, threads::Options::default(), |comm| rank(comm).map_err(Wrapped))
@@ -91,9 +94,14 @@ impl Mesh {
 
     /// The value, and the gradient of what q, k and v are parts of.
     pub(crate) fn run(&self, device: &RankDevice) -> (OfRanks, Copied) {
+        self.run_by(device, &Ok)
+    }
+
+    /// The same by other means than those of threads.
+    pub(crate) fn run_by(&self, device: &RankDevice, means: Means) -> (OfRanks, Copied) {
         let documents = Documents::packed(&[31, 19, 40]);
         let rank = |comm: Arc<dyn Communicator>| {
-            let own = comm.rank();
+            let (own, comm) = (comm.rank(), means(comm)?);
             let layout = Layout::new(self.kind, &documents, comm.size()).map_err(candle_core::Error::wrap)?;
             let rows = layout.tokens(own);
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
@@ -272,37 +280,64 @@ fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
     Ok(())
 }
 
-/// Ranks with and without rows, whose tensors are empty.
+/// Values and gradients of all collectives, of rows of such a width: of ranks with and without rows, whose tensors are empty.
+pub(crate) fn collectives(device: &RankDevice, width: usize, means: Means) -> OfRanks {
+    on_ranks(3, |comm| collectives_of(device, width, &means(comm)?))
+}
+
+/// The same of one rank of three.
+pub(crate) fn collectives_of(device: &RankDevice, width: usize, comm: &Arc<dyn Communicator>) -> Result<Vec<Vec<f32>>> {
+    let own = comm.rank();
+    let input = |rows: usize| [random(&[rows, width], own as u64 + 7)];
+    let gathered = results(device, &input(2 * own), &|_, x| collective::all_gather(comm, &x[0]));
+    let summed = results(device, &input(2), &|_, x| collective::all_reduce(comm, &x[0]));
+    let dealt = results(device, &input(5), &|_, x| collective::reduce_scatter(comm, &x[0], vec![3, 0, 2]));
+    // Rank r sends r rows to each of the others, and keeps none.
+    let others = |rows: [usize; 3]| [0, 1, 2].map(|rank| if rank == own { 0 } else { rows[rank] });
+    let (send, receive) = (others([own; 3]), others([0, 1, 2]));
+    let sent = results(device, &input(2 * own), &|_, x| {
+        // Rows of a wider tensor, as a layer may have them.
+        let x = Tensor::cat(&[&x[0], &x[0]], 1)?.narrow(1, 1, width + 1)?;
+        collective::all_to_all(comm, &x, &send, &receive)
+    });
+    Ok([gathered, summed, dealt, sent].concat())
+}
+
+/// Sums of numbers that tell the order in which they were added, on each of three ranks; and those of rank order.
+pub(crate) fn sums_in_order(device: &RankDevice, means: Means) -> [Vec<Vec<f32>>; 2] {
+    let all = [[1e8, -1e8, 1.0], [1.0, 1e8, -1e8], [3e7, 1.0, 1.0]];
+    let sums = on_ranks(3, |comm| {
+        let (own, comm) = (comm.rank(), means(comm)?);
+        let rows: Vec<f32> = all.iter().map(|of_ranks| of_ranks[own]).collect();
+        let x = device.parameter(&Tensor::new(rows, &Device::Cpu)?.unsqueeze(1)?)?;
+        let sum = collective::all_reduce(&comm, &x)?;
+        Ok([numbers(&sum), numbers(&collective::reduce_scatter(&comm, &x, vec![1; 3])?)].concat())
+    });
+    let wanted = all.map(|[a, b, c]: [f32; 3]| a + b + c);
+    [sums, (0..3).map(|rank| [&wanted[..], &wanted[rank..=rank]].concat()).collect()]
+}
+
 #[test]
-fn collectives_have_the_results_of_the_cpu() {
+fn sums_are_added_in_rank_order() {
     let Some(gpu) = gpu() else { return };
-    let run = |device: &RankDevice, apart: bool| -> OfRanks {
-        on_ranks(3, |comm| {
-            let own = comm.rank();
-            let comm: Arc<dyn Communicator> = if apart { Arc::new(Apart(comm)) } else { comm };
-            let input = |rows: usize| [random(&[rows, 3], own as u64 + 7)];
-            let gathered = results(device, &input(2 * own), &|_, x| collective::all_gather(&comm, &x[0]));
-            let summed = results(device, &input(2), &|_, x| collective::all_reduce(&comm, &x[0]));
-            let dealt = results(device, &input(5), &|_, x| collective::reduce_scatter(&comm, &x[0], vec![3, 0, 2]));
-            // Rank r sends r rows to each of the others, and keeps none.
-            let others = |rows: [usize; 3]| [0, 1, 2].map(|rank| if rank == own { 0 } else { rows[rank] });
-            let (send, receive) = (others([own; 3]), others([0, 1, 2]));
-            let sent = results(device, &input(2 * own), &|_, x| {
-                // Rows of a wider tensor, as a layer may have them.
-                let x = Tensor::cat(&[&x[0], &x[0]], 1)?.narrow(1, 1, 4)?;
-                collective::all_to_all(&comm, &x, &send, &receive)
-            });
-            Ok([gathered, summed, dealt, sent].concat())
-        })
-    };
-    let wanted = run(&RankDevice::CPU, false);
-    for gpu in [gpu.clone(), rounding(&gpu)] {
-        assert_ranks_within(bound(&gpu), "handed over", &run(&gpu, false), &wanted);
-        assert_ranks_within(bound(&gpu), "through the CPU", &run(&gpu, true), &wanted);
+    for device in [RankDevice::CPU, gpu] {
+        let [got, wanted] = sums_in_order(&device, &Ok);
+        assert_eq!(got, wanted, "{device:?}");
     }
 }
 
-/// Candle has no copy between two GPUs that tells one from the other.
+#[test]
+fn collectives_have_the_results_of_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let wanted = collectives(&RankDevice::CPU, 3, &Ok);
+    for gpu in [gpu.clone(), rounding(&gpu)] {
+        assert_ranks_within(bound(&gpu), "handed over", &collectives(&gpu, 3, &Ok), &wanted);
+        let apart = collectives(&gpu, 3, &|comm| Ok(Arc::new(Apart(comm))));
+        assert_ranks_within(bound(&gpu), "through the CPU", &apart, &wanted);
+    }
+}
+
+/// Ranks on two GPUs, and two on each of them: a tensor is copied from where it is.
 #[test]
 fn collectives_reach_ranks_on_other_gpus() {
     let Some(gpu) = gpu() else { return };
@@ -311,12 +346,17 @@ fn collectives_reach_ranks_on_other_gpus() {
         return;
     }
     let second = RankDevice::gpu(1).expect("a GPU that works");
-    let sums = on_ranks(4, |comm| {
-        let device = [&gpu, &second][comm.rank() % 2];
-        let x = Tensor::full(comm.rank() as f32 + 1.0, (2, 3), &Device::Cpu)?.to_device(device.tensors())?;
-        let sum = collective::all_reduce(&comm, &x)?;
-        assert!(sum.device().same_device(device.tensors()));
-        Ok(numbers(&sum))
-    });
-    assert_eq!(sums, vec![vec![10.0; 6]; 4]);
+    for (first, second) in [(gpu.clone(), second.clone()), (rounding(&gpu), rounding(&second))] {
+        let sums = on_ranks(4, |comm| {
+            let device = [&first, &second][comm.rank() % 2];
+            let x = Tensor::full(comm.rank() as f32 + 1.0, (2, 3), &Device::Cpu)?;
+            let sum = collective::all_reduce(&comm, &device.parameter(&x)?)?;
+            assert!(sum.device().same_device(device.tensors()));
+            Ok(numbers(&sum))
+        });
+        assert_eq!(sums, vec![vec![10.0; 6]; 4]);
+        let wanted = collectives(&first, 3, &Ok);
+        let of = |comm: Arc<dyn Communicator>| collectives_of([&first, &second][comm.rank() % 2], 3, &comm);
+        assert_eq!(on_ranks(3, of), wanted, "the bits of ranks on one GPU");
+    }
 }

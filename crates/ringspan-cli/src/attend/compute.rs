@@ -5,7 +5,6 @@ use super::parameters::Terms;
 use crate::device::Devices;
 use crate::files::Given;
 use crate::mesh::DEADLINE;
-use crate::say;
 use anyhow::{Context, Result, bail};
 use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
 use ringspan::comm::ranks::Ranks;
@@ -13,7 +12,7 @@ use ringspan::comm::{Buffer, Communicator, threads};
 use ringspan::kernel::{Data, Held, Kernel, View};
 use ringspan::schedule::HeadShare;
 use ringspan::{Group, Schedule};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// What to compute, besides the tensors.
@@ -24,8 +23,8 @@ pub(super) struct Work<'a> {
     pub(super) wire: Wire,
     pub(super) devices: &'a Devices,
     pub(super) repeat: usize,
-    /// How blocks go between ranks, once these have found out, where there is more than one way.
-    pub(super) blocks: OnceLock<String>,
+    /// How blocks go between ranks, where there is more than one way.
+    pub(super) blocks: Option<String>,
 }
 
 /// What one rank has computed, and what that took.
@@ -56,14 +55,7 @@ impl Work<'_> {
     pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
-        let own = place.run(ranks, options, |comm| {
-            let (comm, way) = self.devices.connect(comm, place)?;
-            if let Some(way) = way {
-                say::note(&way);
-                self.blocks.get_or_init(|| way);
-            }
-            self.rank(comm)
-        })?;
+        let own = place.run(ranks, options, |comm| self.rank(comm))?;
         gather(place, own)
     }
 

@@ -18,7 +18,6 @@ use compute::Work;
 use input::Input;
 use report::Report;
 use ringspan::comm::ranks::Ranks;
-use std::sync::OnceLock;
 
 pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     if args.support {
@@ -48,6 +47,8 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
     let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads())?;
     let plan = plan::Plan::new(args, &data, &mask, &terms, devices.threads())?;
+    let (ranks, blocks) = devices.connect(ranks)?;
+    blocks.iter().for_each(say::note);
     let work = Work {
         input: &data,
         schedule: &plan.schedule,
@@ -55,9 +56,9 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         wire: plan.wire,
         devices: &devices,
         repeat: args.repeat as usize,
-        blocks: OnceLock::new(),
+        blocks,
     };
-    let Some(parts) = work.run(ranks)? else { return Ok(()) };
+    let Some(parts) = work.run(&ranks)? else { return Ok(()) };
     let report = Report::new(&work, &plan, &parts);
     files::write_tensors(out, &results::join(&work, &parts)?)?;
     if let Some(path) = &args.report {

@@ -96,7 +96,7 @@ impl Report {
                 gpus: work.devices.names(),
                 threads: work.devices.threads(),
                 devices: work.devices.to_string(),
-                blocks: work.blocks.get().cloned(),
+                blocks: work.blocks.clone(),
                 repeat: work.repeat,
             },
             estimates: plan.choice.iter().flat_map(|choice| &choice.estimates).map(estimate).collect(),

@@ -49,6 +49,18 @@ impl Ranks {
         self.process.as_ref().map(|process| process.local.1)
     }
 
+    /// The communicator of this process; `None` where ranks are threads, which get theirs when they run.
+    pub fn comm(&self) -> Option<&Arc<dyn Communicator>> {
+        self.process.as_ref().map(|process| &process.comm)
+    }
+
+    /// The same processes, which talk by `comm`: of the same ranks, and around the communicator they had. Threads stay as they
+    /// are.
+    #[must_use]
+    pub fn talking_by(&self, comm: Arc<dyn Communicator>) -> Self {
+        Self { process: self.process.as_ref().map(|process| Process { comm, ..process.clone() }) }
+    }
+
     /// Runs `rank_main` on every rank of a mesh of `size`, and returns the results of the ranks of *this process*, in
     /// rank order: of all ranks where they are threads, of one where they are processes.
     ///

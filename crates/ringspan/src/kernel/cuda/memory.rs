@@ -1,87 +1,44 @@
 //! Memory of a GPU: whose it is, and when others may read it.
 //!
-//! A rank writes on its own stream. When it sends an array, an event marks how far that stream has to be; the stream of a
-//! reader waits for the event, so no CPU waits. What nobody else has read goes back on its own stream, anything else on one
-//! that waits for all of its readers, so that no rank's work waits for them. (cudarc can order streams too, but remembers one
-//! reader of a buffer, and a block of keys has several.)
+//! A rank writes on its own stream. When it sends an array, an event marks how far that stream has to be, and streams of readers
+//! wait for it (`sharing.rs`). What nobody else has read goes back on its own stream, anything else on one that waits for all of
+//! its readers, so that no rank's work waits for them. (cudarc can order streams too, but remembers one reader of a buffer, and
+//! a block of keys has several.)
 
 use super::super::Data;
 use super::super::view::Stored;
+use super::sharing::{GpuSource, Sharing, wait_for};
 use super::{Cuda, Gpu};
 use crate::comm::OnDevice;
 use crate::error::{Error, Result};
-use cudarc::driver::{CudaEvent, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, result};
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 /// What was taken from the driver, or lent by somebody else.
 pub(super) struct Memory {
     pub(super) gpu: Gpu,
-    /// On which it is written.
-    stream: Arc<CudaStream>,
     at: u64,
     /// None if it is lent.
     taken: Option<CudaSlice<u8>>,
-    sharing: Mutex<Sharing>,
-}
-
-#[derive(Default)]
-struct Sharing {
-    /// Behind the last write that others may read.
-    ready: Option<CudaEvent>,
-    /// Streams that read it, besides its own.
-    readers: Vec<Arc<CudaStream>>,
-}
-
-impl Memory {
-    fn sharing(&self) -> MutexGuard<'_, Sharing> {
-        // A list and an event: nothing is half done by a panic.
-        self.sharing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Marks what was written so far as what others read.
-    fn share(&self) -> std::result::Result<(), DriverError> {
-        self.sharing().ready = Some(self.stream.record_event(None)?);
-        Ok(())
-    }
-
-    /// From now on `reader` may read what was shared.
-    fn order(&self, reader: &Arc<CudaStream>) -> std::result::Result<(), DriverError> {
-        if *reader == self.stream {
-            return Ok(());
-        }
-        let mut sharing = self.sharing();
-        match &sharing.ready {
-            Some(ready) => reader.wait(ready)?,
-            None => reader.wait(&self.stream.record_event(None)?)?,
-        }
-        if !sharing.readers.contains(reader) {
-            sharing.readers.push(reader.clone());
-        }
-        Ok(())
-    }
+    /// The stream on which it is written, and those that read it.
+    sharing: Sharing,
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let readers = std::mem::take(&mut self.sharing().readers);
-        let context = &self.gpu.0.context;
-        let wait_for = |waiting: &CudaStream, stream: &CudaStream| {
-            context.record_err(stream.record_event(None).and_then(|event| waiting.wait(&event)));
-        };
+        // Whoever lent it may write to it, or give it back.
+        let Some(taken) = self.taken.take() else { return self.sharing.give_back() };
+        let (context, readers) = (&self.gpu.0.context, self.sharing.take_readers());
         context.record_err(context.bind_to_thread());
-        match self.taken.take() {
-            // Whoever lent it may write to it, or give it back, behind this on its stream.
-            None => readers.iter().for_each(|reader| wait_for(&self.stream, reader)),
-            Some(taken) if readers.is_empty() => drop(taken),
-            Some(taken) => {
-                let aside = &self.gpu.0.aside;
-                readers.iter().chain([&self.stream]).for_each(|stream| wait_for(aside, stream));
-                let bytes = taken.len();
-                // SAFETY: what one slice gives up the other takes, and gives back on its stream.
-                drop(unsafe { aside.upgrade_device_ptr::<u8>(taken.leak(), bytes) });
-            }
+        if readers.is_empty() {
+            return drop(taken);
         }
+        let aside = &self.gpu.0.aside;
+        readers.iter().chain([self.sharing.stream()]).for_each(|stream| wait_for(context, aside, stream));
+        let bytes = taken.len();
+        // SAFETY: what one slice gives up the other takes, and gives back on its stream.
+        drop(unsafe { aside.upgrade_device_ptr::<u8>(taken.leak(), bytes) });
     }
 }
 
@@ -150,34 +107,24 @@ impl GpuArray {
         GpuData { memory: &self.memory, stored: self.stored, start: self.start, len: self.len }
     }
 
-    /// Copies f32 elements into a slice of another library, on its stream, behind what this array's rank has started.
+    /// The elements, for whoever copies them.
+    pub fn source(&self) -> GpuSource<'_> {
+        let GpuData { memory, stored, len, .. } = self.data();
+        GpuSource { sharing: &memory.sharing, at: self.data().at(), stored, len }
+    }
+
+    /// Copies all elements into as many of another library, as [`GpuSource::copy_to`].
     ///
     /// # Errors
-    /// A slice of another length or GPU; failures of the driver.
-    pub fn copy_to(&self, to: &mut CudaSlice<f32>) -> Result<()> {
-        let gpu = &self.memory.gpu;
-        let same = to.context().cu_ctx() == gpu.0.context.cu_ctx();
-        if !same || self.stored != Stored::F32 || to.len() != self.len {
-            return Err(Error::Device {
-                device: format!("{gpu:?}"),
-                operation: "copy",
-                message: format!("{self:?} to {} f32 elements on GPU {}", to.len(), to.ordinal()),
-            });
-        }
-        let stream = to.stream().clone();
-        stream.context().bind_to_thread().map_err(gpu.failed("use from this thread"))?;
-        let from = self.data().read(&stream)?;
-        let (at, written) = to.device_ptr_mut(&stream);
-        // SAFETY: both have as many bytes, and the stream waits for who wrote these.
-        let copied = unsafe { result::memcpy_dtod_async(at, from, 4 * self.len, stream.cu_stream()) };
-        drop(written);
-        copied.map_err(gpu.failed("copy on the GPU"))
+    /// Memory for elements of another type or number; failures of the driver.
+    pub fn copy_to<T: GpuElement>(&self, to: &mut impl DevicePtrMut<T>) -> Result<()> {
+        self.source().copy_to(to)
     }
 
     /// A copy of f32 elements for another library, made on its stream behind what this array's rank has started.
     ///
     /// # Errors
-    /// Elements of another type, a stream of another GPU; failures of the driver.
+    /// Elements of another type; failures of the driver.
     pub fn copied_on(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<f32>> {
         // SAFETY: the copy writes all elements, or fails and nobody gets them.
         let taken = unsafe { stream.alloc(self.len) };
@@ -208,10 +155,10 @@ impl GpuArray {
     /// Lets other ranks read what was written so far; nothing may be written to it any more.
     pub(in crate::kernel) fn share(&self, cuda: &Cuda) -> Result<()> {
         // Of what another rank sent, that rank has said when it is ready.
-        if *cuda.stream != *self.memory.stream {
+        if cuda.stream != *self.memory.sharing.stream() {
             return Ok(());
         }
-        self.memory.share().map_err(cuda.gpu.failed("mark what is sent"))
+        self.memory.sharing.share().map_err(cuda.gpu.failed("mark what is sent"))
     }
 }
 
@@ -249,7 +196,7 @@ impl<'a> GpuData<'a> {
 
     /// Where the elements lie, for a stream that from now on reads them.
     pub(super) fn read(self, stream: &Arc<CudaStream>) -> Result<u64> {
-        self.memory.order(stream).map_err(self.memory.gpu.failed("wait for another rank's stream"))?;
+        self.memory.sharing.order(stream).map_err(self.memory.gpu.failed("wait for another rank's stream"))?;
         Ok(self.at())
     }
 }
@@ -265,7 +212,7 @@ impl GpuMut<'_> {
 
     /// Where the elements lie, for their own stream to write them.
     pub(super) fn write(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
-        if *stream != self.0.memory.stream {
+        if stream != self.0.memory.sharing.stream() {
             return Err(Error::Device {
                 device: format!("{:?}", self.0.memory.gpu),
                 operation: "write",
@@ -332,8 +279,8 @@ impl Cuda {
 
     /// An array of what was taken on this rank's stream.
     pub(super) fn own(&self, taken: CudaSlice<u8>, stored: Stored, len: usize) -> GpuArray {
-        let (gpu, stream, at) = (self.gpu.clone(), self.stream.clone(), self.at(&taken));
-        let memory = Memory { gpu, stream, at, taken: Some(taken), sharing: Mutex::default() };
+        let (gpu, sharing, at) = (self.gpu.clone(), Sharing::new(self.stream.clone()), self.at(&taken));
+        let memory = Memory { gpu, at, taken: Some(taken), sharing };
         GpuArray { memory: Arc::new(memory), stored, start: 0, len }
     }
 
@@ -349,10 +296,10 @@ impl Cuda {
         let stream = slice.stream().clone();
         let (at, read) = slice.device_ptr(&stream);
         drop(read);
-        let memory =
-            Memory { gpu: self.gpu.clone(), stream: stream.clone(), at, taken: None, sharing: Mutex::default() };
+        let sharing = Sharing::new(stream.clone());
+        let memory = Memory { gpu: self.gpu.clone(), at, taken: None, sharing };
         let array = GpuArray { memory: Arc::new(memory), stored: T::data(&[]).stored(), start: 0, len: slice.len() };
-        array.memory.share().map_err(self.gpu.failed("mark what is lent"))?;
+        array.memory.sharing.share().map_err(self.gpu.failed("mark what is lent"))?;
         Ok(Lent { array, _lender: std::marker::PhantomData })
     }
 }

@@ -5,7 +5,9 @@
 //! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
 
 mod backward;
+mod connect;
 mod forward;
+mod handed;
 mod job;
 mod library;
 mod memory;
@@ -14,9 +16,12 @@ mod moves;
 pub mod nccl;
 pub mod nvrtc;
 mod options;
+mod sharing;
 mod tables;
 
+pub use handed::Handed;
 pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};
+pub use sharing::GpuSource;
 
 use super::{Progress, View};
 use crate::error::{Error, Result};

@@ -161,8 +161,8 @@ fn what_lies_elsewhere_is_refused() {
 #[cfg(feature = "cuda")]
 mod streams {
     use super::*;
-    use crate::kernel::GpuArray;
     use crate::kernel::device::Device;
+    use crate::kernel::{GpuArray, GpuSource, Handed};
     use cudarc::driver::CudaContext;
 
     fn ranks() -> Option<[Kernel; 2]> {
@@ -250,6 +250,35 @@ mod streams {
         let mut short = stream.alloc_zeros::<f32>(10).expect("memory");
         let error = array.copy_to(&mut short).expect_err("too short").to_string();
         assert!(error.contains("1000 F32") && error.contains("to 10 f32 elements"), "{error}");
+    }
+
+    /// Also by a stream of another GPU, which is not asked before the owner is gone.
+    #[test]
+    fn what_is_handed_over_is_copied_from_where_it_is() {
+        let Some([a, _]) = ranks() else { return };
+        let stream = CudaContext::new(0).expect("the same GPU").new_stream().expect("a stream");
+        let numbers: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+        for device in 0..Gpu::count().map_or(1, |count| count.min(2)) {
+            let reader = CudaContext::new(device).expect("a GPU that works").new_stream().expect("a stream");
+            let slice = Arc::new(stream.clone_htod(&numbers).expect("a copy"));
+            // SAFETY: the owner is the slice, to which nobody writes.
+            let hand = |range| unsafe { Handed::new(&slice, range, slice.clone()) };
+            let error = hand(990..1001).expect_err("behind its end").to_string();
+            assert!(error.contains("elements 990..1001 of 1000"), "{error}");
+            let handed = hand(100..120).expect("handed over");
+            assert!(handed.owner().is::<Arc<cudarc::driver::CudaSlice<f32>>>());
+            drop(slice);
+            let source = GpuSource::of(&handed).expect("on a GPU");
+            assert!(source.len() == 20 && source.is_of::<f32>() && !source.is_of::<bf16>());
+            let mut to = reader.alloc_zeros::<f32>(30).expect("memory");
+            source.copy_to(&mut to.slice_mut(5..25)).expect("copied");
+            let error = source.copy_to(&mut to).expect_err("too long").to_string();
+            assert!(error.contains("20 F32 on GPU 0 to 30 f32 elements on GPU"), "{error}");
+            drop(handed);
+            let got = reader.clone_dtoh(&to).expect("a copy");
+            assert_eq!((&got[5..25], got[4], got[25]), (&numbers[100..120], 0.0, 0.0));
+        }
+        assert_eq!(GpuSource::of(&ones(&a)).map(|source| source.len()), Some(1000));
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod library;
 
 use super::super::view::Stored;
 use super::memory::GpuArray;
+use super::sharing::GpuSource;
 use super::{Cuda, Gpu};
 use crate::comm::direct::{self, Lane, Transfer};
 use crate::comm::{Buffer, Communicator, OnDevice, Pending};
@@ -97,7 +98,7 @@ fn uuid(gpu: &Gpu) -> Result<[u8; 16]> {
 struct Flight {
     end: CudaEvent,
     /// Kept until it has ended.
-    _transfers: Vec<Transfer>,
+    transfers: Vec<Transfer>,
 }
 
 /// A rank's lane: a communicator, and a stream on which its flights follow each other.
@@ -206,26 +207,38 @@ impl Link {
     fn begin(&self, transfers: &[Transfer]) -> Result<()> {
         let stream = &self.cuda.stream;
         let way = |transfer: &Transfer| {
-            let (array, sends) = match transfer {
-                Transfer::Send { elements, .. } => (self.array(&**elements)?, true),
-                Transfer::Receive { elements, .. } => (self.array(&**elements)?, false),
-            };
             // What is sent is waited for on the stream; what is received was taken on it.
-            let at = if sends { array.data().read(stream)? } else { array.clone().all_mut().write(stream)? };
-            let bytes = array.len() * usize::try_from(array.width()).unwrap_or(0);
+            let (elements, sends, at) = match transfer {
+                Transfer::Send { elements, .. } => (elements, true, self.source(&**elements)?.read_in_flight(stream)?),
+                Transfer::Receive { elements, .. } => {
+                    (elements, false, self.array(&**elements)?.clone().all_mut().write(stream)?)
+                }
+            };
+            let bytes = elements.elements() * usize::try_from(elements.width()).unwrap_or(0);
             Ok(Way { peer: transfer.peer(), sends, at, bytes })
         };
         let ways = transfers.iter().map(way).collect::<Result<Vec<_>>>()?;
         self.cuda.bind()?;
-        // SAFETY: the arrays are kept until the flight has ended, or the communicator was aborted; who sends one writes to
-        // it no more (`Kernel::outgoing`), and one that is received is given to nobody before.
+        // SAFETY: the elements are kept until the flight has ended, or the communicator was aborted; who sends one writes to
+        // it no more (`Kernel::outgoing`, `Handed::new`), and one that is received is given to nobody before.
         let started = unsafe { self.comm()?.start(&ways, stream.cu_stream().cast()) };
         started.map_err(|message| self.failed(message))
     }
 
+    /// What is sent.
+    fn source<'a>(&self, elements: &'a dyn OnDevice) -> Result<GpuSource<'a>> {
+        let source = GpuSource::of(elements).filter(|source| source.is_in(&self.cuda.gpu().0.context));
+        source.ok_or_else(|| self.elsewhere(elements))
+    }
+
+    /// What is received.
     fn array<'a>(&self, elements: &'a dyn OnDevice) -> Result<&'a GpuArray> {
         let array = (elements as &dyn Any).downcast_ref::<GpuArray>().filter(|array| array.is_on(self.cuda.gpu()));
-        array.ok_or_else(|| self.failed(format!("{elements:?} is not on the GPU that was connected")))
+        array.ok_or_else(|| self.elsewhere(elements))
+    }
+
+    fn elsewhere(&self, elements: &dyn OnDevice) -> Error {
+        self.failed(format!("{elements:?} is not on the GPU that was connected"))
     }
 
     /// Moves all along.
@@ -239,7 +252,7 @@ impl Link {
                     }
                 }
                 let end = self.cuda.stream.record_event(None).map_err(self.cuda.gpu().failed("mark a flight's end"))?;
-                self.flying.push_back(Flight { end, _transfers: transfers });
+                self.flying.push_back(Flight { end, transfers });
             }
             let Some(transfers) = self.waiting.pop_front() else { break };
             self.begin(&transfers)?;
@@ -251,7 +264,7 @@ impl Link {
 
 impl Lane for Link {
     fn form(&self, elements: &dyn OnDevice) -> Result<u64> {
-        Ok(match self.array(elements)?.data().stored() {
+        Ok(match self.source(elements)?.stored {
             Stored::F32 => 0,
             Stored::Bf16 => 1,
             Stored::F16 => 2,
@@ -292,6 +305,14 @@ impl Lane for Link {
             // Where the GPU cannot be told, its driver has failed, and with it what is under way.
             let _ = self.cuda.bind();
             comm.abort();
+            let left = self.flying.iter().map(|flight| &flight.transfers).chain(&self.starting).flatten();
+            for transfer in left {
+                if let Transfer::Send { elements, .. } = transfer
+                    && let Ok(source) = self.source(&**elements)
+                {
+                    source.was_aborted(&self.cuda.stream);
+                }
+            }
         }
     }
 }

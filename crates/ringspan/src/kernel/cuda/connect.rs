@@ -1,0 +1,39 @@
+//! How what lies on GPUs goes from rank to rank where ranks are processes.
+
+use super::Gpu;
+use crate::comm::Communicator;
+use crate::comm::ranks::Ranks;
+use crate::error::Result;
+use std::sync::Arc;
+use std::time::Duration;
+
+impl Gpu {
+    /// The same ranks, of which this one computes here: where they are processes, their blocks go from GPU to GPU by NCCL if all
+    /// of them can, else through the memory of the CPU. Says which, and why; `None` where ranks are threads, which have one way.
+    /// All ranks must call this, and all get the same answer; `deadline` is the longest wait for another rank.
+    ///
+    /// The returned ranks must go before the communicator that these had.
+    ///
+    /// # Errors
+    /// What NCCL says; failures of other ranks.
+    pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
+        let Some(comm) = ranks.comm() else { return Ok((ranks.clone(), None)) };
+        let (comm, way) = by_nccl(comm, self, deadline)?;
+        Ok((ranks.talking_by(comm), Some(way)))
+    }
+}
+
+#[cfg(feature = "nccl")]
+fn by_nccl(comm: &Arc<dyn Communicator>, gpu: &Gpu, deadline: Duration) -> Result<(Arc<dyn Communicator>, String)> {
+    use super::nccl::{Options, obstacle, over, version};
+    let options = Options { deadline, shared_gpus: false };
+    Ok(match obstacle(&**comm, gpu, &options)? {
+        None => (over(&**comm, gpu, options)?, format!("blocks by NCCL {}", version()?)),
+        Some(obstacle) => (comm.clone(), format!("blocks through the memory of the CPU (no NCCL: {obstacle})")),
+    })
+}
+
+#[cfg(not(feature = "nccl"))]
+fn by_nccl(comm: &Arc<dyn Communicator>, _: &Gpu, _: Duration) -> Result<(Arc<dyn Communicator>, String)> {
+    Ok((comm.clone(), "blocks through the memory of the CPU (built without --features nccl)".into()))
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Ranks that are processes and compute on GPUs, whose blocks go by NCCL where each has one: `attend` and models, on GPUs made of a
+# CPU (tools/cuda_on_cpu). Needs what feature mpi needs. On a machine with two GPUs and NCCL, the tests that are named here run
+# on these.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+. tools/cuda_on_cpu/env.sh
+tests=(-p ringspan-cli --features mpi,nccl,candle-cuda --test attend_device --test device)
+cargo clippy "${tests[@]}" -- -D warnings
+timeout 900 cargo test "${tests[@]}" between_processes -- --nocapture | tee "$cpu/processes"
+if grep skipped "$cpu/processes"; then exit 1; fi
