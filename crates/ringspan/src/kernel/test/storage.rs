@@ -26,15 +26,18 @@ fn products_of_bf16_have_every_shape_and_term() {
             problem.check(&format!("{dims:?}, all of it bf16"));
         }
     }
-    for (what, change) in terms::CHANGES {
-        let mut problem = Problem::new(130, 300, (6, 2), (32, 20), FULL);
-        problem.storage = Storage::Bf16;
-        problem.blocks = vec![
-            (110..300, vec![tile(5..100, 3..60, FULL), tile(5..130, 60..190, Band { lo: -90, hi: 70 })]),
-            (0..110, vec![tile(0..77, 1..110, Band { lo: -20, hi: 60 }), tile(80..130, 40..95, CAUSAL)]),
-        ];
-        change(&mut problem);
-        problem.check(what);
+    // Tensor cores take widths that are multiples of 8.
+    for dims in [(32, 20), (32, 24)] {
+        for (what, change) in terms::CHANGES {
+            let mut problem = Problem::new(130, 300, (6, 2), dims, FULL);
+            problem.storage = Storage::Bf16;
+            problem.blocks = vec![
+                (110..300, vec![tile(5..100, 3..60, FULL), tile(5..130, 60..190, Band { lo: -90, hi: 70 })]),
+                (0..110, vec![tile(0..77, 1..110, Band { lo: -20, hi: 60 }), tile(80..130, 40..95, CAUSAL)]),
+            ];
+            change(&mut problem);
+            problem.check(&format!("{what}, {dims:?}"));
+        }
     }
 }
 
