@@ -57,7 +57,8 @@ impl Kernel {
     }
 
     /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, between tiles,
-    /// at once and then with a [pause](Self::with_pause) of 250 microseconds: communication that moves only when it is asked to is driven so.
+    /// at once and then with a [pause](Self::with_pause) of 250 microseconds: communication that moves only when it is asked
+    /// to is driven so.
     pub fn with_progress(mut self, progress: Progress) -> Self {
         match &mut self.0 {
             Device::Cpu(cpu) => cpu.hook.progress = Some(progress),

@@ -49,10 +49,10 @@ impl TensorCores {
 const COMMON: &str = include_str!("source/common.cu");
 const TENSOR: &str = include_str!("source/tensor.cu");
 const TENSOR_FORWARD: &str = include_str!("source/tensor_forward.cu");
+const TENSOR_BACKWARD: &str = include_str!("source/tensor_backward.cu");
 const WARPGROUP: &str = include_str!("source/warpgroup.cu");
 const WARPGROUP_FORWARD: &str = include_str!("source/warpgroup_forward.cu");
 const WARPGROUP_BACKWARD: &str = include_str!("source/warpgroup_backward.cu");
-const TENSOR_BACKWARD: &str = include_str!("source/tensor_backward.cu");
 const FORWARD: &str = include_str!("source/forward.cu");
 const BACKWARD: &str = include_str!("source/backward.cu");
 const DELTA: &str = include_str!("source/delta.cu");
@@ -63,9 +63,9 @@ pub(super) enum Pass {
     Forward,
     Backward,
     TensorForward,
+    TensorBackward,
     WarpgroupForward,
     WarpgroupBackward,
-    TensorBackward,
     Delta,
     Memory,
 }
@@ -94,15 +94,13 @@ pub(super) struct Options {
 impl Options {
     /// For blocks with `shared` bytes of shared memory, and tensor cores that can read q, k and v.
     pub(super) fn forward(inputs: &Inputs, tensor: TensorCores, shared: usize) -> Self {
-        let Inputs { q, v, score, bias, .. } = inputs;
+        let Inputs { q, v, .. } = inputs;
         let width = q.dim.max(v.dim);
-        // Terms leave fewer registers for scores, and so do wide heads.
-        let terms = score.softcap.is_some() || score.relative.is_some() || score.dropout.is_some() || bias.is_some();
         if tensor == TensorCores::None || !multiplies_bf16(inputs) || width > TENSOR_WIDTHS.forward {
             return Self::fitted(inputs, Pass::Forward, None, shared);
         }
-        let chunk = if terms { 64 } else { 128 };
-        Self::by_warpgroups(inputs, Pass::WarpgroupForward, None, tensor, chunk, shared).unwrap_or_else(|| {
+        Self::by_warpgroups(inputs, Pass::WarpgroupForward, None, tensor, shared).unwrap_or_else(|| {
+            // Wide heads leave fewer registers for scores.
             let chunk = if width > 128 { 32 } else { 64 };
             Self::of_block(inputs, Pass::TensorForward, None, TENSOR_BLOCK, chunk)
         })
@@ -117,7 +115,7 @@ impl Options {
         if tensor == TensorCores::None || !multiplies_bf16(inputs) || summed || wide {
             return Self::fitted(inputs, Pass::Backward, Some(d_out), shared);
         }
-        Self::by_warpgroups(inputs, Pass::WarpgroupBackward, Some(d_out), tensor, 64, shared)
+        Self::by_warpgroups(inputs, Pass::WarpgroupBackward, Some(d_out), tensor, shared)
             .unwrap_or_else(|| Self::of_block(inputs, Pass::TensorBackward, Some(d_out), TENSOR_BLOCK, 32))
     }
 
@@ -127,11 +125,15 @@ impl Options {
         pass: Pass,
         d_out: Option<&View>,
         tensor: TensorCores,
-        chunk: usize,
         shared: usize,
     ) -> Option<Self> {
         let Inputs { q, v, .. } = inputs;
-        let options = Self::of_block(inputs, pass, d_out, WARPGROUP_BLOCK, chunk);
+        let mut options = Self::of_block(inputs, pass, d_out, WARPGROUP_BLOCK, 64);
+        let terms = options.softcap || options.alibi || options.buckets || options.bias || options.dropout;
+        // Terms leave fewer registers for scores, and so do two products of the backward pass.
+        if pass == Pass::WarpgroupForward && !terms {
+            options.chunk = 128;
+        }
         let fits = q.dim.max(v.dim) <= TENSOR_WIDTHS.by_warpgroups && options.shared_bytes() <= shared;
         // Rows of a block that are not there are computed as well.
         (tensor == TensorCores::Warpgroups && fits && q.tokens > TENSOR_BLOCK.0).then_some(options)
@@ -219,9 +221,9 @@ impl Options {
             Pass::Forward => [ELEMENT, COMMON, FORWARD].concat(),
             Pass::Backward => [ELEMENT, COMMON, BACKWARD].concat(),
             Pass::TensorForward => [ELEMENT, COMMON, TENSOR, TENSOR_FORWARD].concat(),
+            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
             Pass::WarpgroupForward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_FORWARD].concat(),
             Pass::WarpgroupBackward => [ELEMENT, COMMON, TENSOR, WARPGROUP, WARPGROUP_BACKWARD].concat(),
-            Pass::TensorBackward => [ELEMENT, COMMON, TENSOR, TENSOR_BACKWARD].concat(),
             Pass::Delta => [ELEMENT, COMMON, DELTA].concat(),
             Pass::Memory => [ELEMENT, MEMORY].concat(),
         };

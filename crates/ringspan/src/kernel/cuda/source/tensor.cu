@@ -294,3 +294,107 @@ struct Chunk {
         }
     }
 };
+
+// The softmax state of the thread's two rows of a head, as it was before. Each thread sums its own columns.
+template <int TILES_OF>
+__device__ inline void load_state(const Job &job, int head, int first, float (&greatest)[2], float (&sum)[2],
+                                  float (&values)[TILES_OF][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const bool held = token < job.queries;
+        const i64 state = (i64)head * job.queries + token;
+        greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
+        sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
+#pragma unroll
+        for (int n = 0; n < TILES_OF; n++) {
+            const bool here = held && n < V_DIM / 8;
+            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
+            values[n][2 * half] = here ? out[0] : 0.0f;
+            values[n][2 * half + 1] = here ? out[1] : 0.0f;
+        }
+    }
+}
+
+// And as it is afterwards.
+template <int TILES_OF>
+__device__ inline void store_state(const Job &job, int head, int first, const float (&greatest)[2], const float (&sum)[2],
+                                   const float (&values)[TILES_OF][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const float whole_sum = of_four(sum[half], false);
+        if (token >= job.queries) {
+            continue;
+        }
+        if (LANE % 4 == 0) {
+            const i64 state = (i64)head * job.queries + token;
+            job.max[state] = greatest[half];
+            job.sum[state] = whole_sum;
+        }
+        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
+#pragma unroll
+        for (int n = 0; n < V_DIM / 8; n++) {
+            out[n * 8] = values[n][2 * half];
+            out[n * 8 + 1] = values[n][2 * half + 1];
+        }
+    }
+}
+
+// What the backward pass knows of the thread's two queries of a head.
+__device__ inline void load_saved(const Job &job, int head, int first, float (&lse)[2], float (&delta)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = first + THREAD_ROW + 8 * half;
+        const i64 state = (i64)head * job.queries + token;
+        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
+        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
+    }
+}
+
+// Of the thread's queries and keys from row `base` on: unscaled products become their gradients; dp are those of weights.
+__device__ inline void differentiate_queries(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
+                                             const float (&lse)[2], const float (&delta)[2], float (&products)[TILES][4],
+                                             const float (&dp)[TILES][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = first + THREAD_ROW + 8 * half - tile.q;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                float ds = 0.0f;
+                if (seen(half, key)) {
+                    const int j = base + key - tile.k;
+                    ds = pair(job, tile, head, i, j, products[n][at], dp[n][at], lse[half], delta[half]).ds;
+                }
+                products[n][at] = ds;
+            }
+        }
+    }
+}
+
+// Of the thread's keys and queries from row `base` on: unscaled products become weights, and gradients of weights become theirs.
+__device__ inline void differentiate_keys(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
+                                          const float *lse, const float *delta, float (&products)[TILES][4],
+                                          float (&dp)[TILES][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int j = first + THREAD_ROW + 8 * half - tile.k;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+                Pair got = {0.0f, 0.0f, 0.0f};
+                if (seen(half, query)) {
+                    const int i = base + query - tile.q;
+                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], lse[query], delta[query]);
+                }
+                products[n][at] = got.weight;
+                dp[n][at] = got.ds;
+            }
+        }
+    }
+}

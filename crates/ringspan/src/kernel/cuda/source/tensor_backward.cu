@@ -17,13 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, job.q, first, rows, head);
     start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, ROWS>(d_out, job.d_out, first, rows, head);
     float lse[2], delta[2], sums[WIDTH / 8][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const i64 state = (i64)head * job.queries + token;
-        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
-        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
-    }
+    load_saved(job, head, first, lse, delta);
     clear(sums);
     for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -39,23 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         products<WIDTH, STRIDE>(scores, q, k);
         products<V_WIDTH, V_STRIDE>(dp, d_out, v);
         const Seen seen = Seen::by_queries(job, tile, first, base, count);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = first + THREAD_ROW + 8 * half - tile.q;
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
-                    float ds = 0.0f;
-                    if (seen(half, key)) {
-                        const int j = base + key - tile.k;
-                        ds = pair(job, tile, head, i, j, scores[n][at], dp[n][at], lse[half], delta[half]).ds;
-                    }
-                    scores[n][at] = ds;
-                }
-            }
-        }
+        differentiate_queries(job, tile, seen, head, first, base, lse, delta, scores, dp);
         add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, spoilt);
     }
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
@@ -102,24 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             products<WIDTH, STRIDE>(weights, k, q);
             products<V_WIDTH, V_STRIDE>(ds, v, d_out);
             const Seen seen = Seen::by_keys(job, tile, first, base, count);
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int j = first + THREAD_ROW + 8 * half - tile.k;
-#pragma unroll
-                for (int n = 0; n < TILES; n++) {
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
-                        Pair got = {0.0f, 0.0f, 0.0f};
-                        if (seen(half, query)) {
-                            const int i = base + query - tile.q;
-                            got = pair(job, tile, head, i, j, weights[n][at], ds[n][at], lse[query], delta[query]);
-                        }
-                        weights[n][at] = got.weight;
-                        ds[n][at] = got.ds;
-                    }
-                }
-            }
+            differentiate_keys(job, tile, seen, head, first, base, lse, delta, weights, ds);
             add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, spoilt);
             add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, spoilt);
         }

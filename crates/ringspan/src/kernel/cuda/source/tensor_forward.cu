@@ -20,22 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     group_copies();
 
     float greatest[2], sum[2], values[V_WIDTH / 8][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const bool held = token < job.queries;
-        const i64 state = (i64)head * job.queries + token;
-        greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
-        // Each thread sums its own columns.
-        sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
-#pragma unroll
-        for (int n = 0; n < V_WIDTH / 8; n++) {
-            const bool here = held && n < V_DIM / 8;
-            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
-            values[n][2 * half] = here ? out[0] : 0.0f;
-            values[n][2 * half + 1] = here ? out[1] : 0.0f;
-        }
-    }
+    load_state(job, head, first, greatest, sum, values);
 
     while (chunk.is_there(job, block)) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -102,24 +87,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
         const bool spoilt = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
         add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, seen, spoilt);
     }
-
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const float whole_sum = of_four(sum[half], false);
-        if (token >= job.queries) {
-            continue;
-        }
-        if (LANE % 4 == 0) {
-            const i64 state = (i64)head * job.queries + token;
-            job.max[state] = greatest[half];
-            job.sum[state] = whole_sum;
-        }
-        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
-#pragma unroll
-        for (int n = 0; n < V_DIM / 8; n++) {
-            out[n * 8] = values[n][2 * half];
-            out[n * 8 + 1] = values[n][2 * half + 1];
-        }
-    }
+    store_state(job, head, first, greatest, sum, values);
 }

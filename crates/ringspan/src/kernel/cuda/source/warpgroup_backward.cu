@@ -58,13 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     start(chunk, 0);
     group_copies();
     float lse[2], delta[2], sums[WHOLE_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const i64 state = (i64)head * job.queries + token;
-        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
-        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
-    }
+    load_saved(job, head, first, lse, delta);
     clear(sums);
     clear(scores);
     clear(dp);
@@ -83,23 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         group_copies();
         multiply_both(scores, dp, held, stage);
         const Seen seen = Seen::by_queries(job, tile, first, base, count);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int i = first + THREAD_ROW + 8 * half - tile.q;
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int key = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
-                    float ds = 0.0f;
-                    if (seen(half, key)) {
-                        const int j = base + key - tile.k;
-                        ds = pair(job, tile, head, i, j, scores[n][at], dp[n][at], lse[half], delta[half]).ds;
-                    }
-                    scores[n][at] = ds;
-                }
-            }
-        }
+        differentiate_queries(job, tile, seen, head, first, base, lse, delta, scores, dp);
         u32 weights[STEPS][4];
         pack(weights, scores);
         if (spoilt) {
@@ -169,24 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         group_copies();
         multiply_both(scores, dp, held, stage);
         const Seen seen = Seen::by_keys(job, tile, first, base, count);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int j = first + THREAD_ROW + 8 * half - tile.k;
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
-                    Pair got = {0.0f, 0.0f, 0.0f};
-                    if (seen(half, query)) {
-                        const int i = base + query - tile.q;
-                        got = pair(job, tile, this_head, i, j, scores[n][at], dp[n][at], lse[query], delta[query]);
-                    }
-                    scores[n][at] = got.weight;
-                    dp[n][at] = got.ds;
-                }
-            }
-        }
+        differentiate_keys(job, tile, seen, this_head, first, base, lse, delta, scores, dp);
         u32 weights[STEPS][4], ds[STEPS][4];
         pack(weights, scores);
         pack(ds, dp);

@@ -127,23 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
 
     Rows rows;
     float values[WHOLE_V_WIDTH / 8][4];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const bool held = token < job.queries;
-        const i64 state = (i64)head * job.queries + token;
-        rows.greatest[half] = held ? job.max[state] : NEGATIVE_INFINITY;
-        // Each thread sums its own columns.
-        rows.sum[half] = held && LANE % 4 == 0 ? job.sum[state] : 0.0f;
-#pragma unroll
-        for (int n = 0; n < WHOLE_V_WIDTH / 8; n++) {
-            const bool here = held && n < V_DIM / 8;
-            const float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + n * 8 + THREAD_COLUMN;
-            values[n][2 * half] = here ? out[0] : 0.0f;
-            values[n][2 * half + 1] = here ? out[1] : 0.0f;
-        }
-    }
-
+    load_state(job, head, first, rows.greatest, rows.sum, values);
     float scores[TILES][4];
     u32 weights[STEPS][4];
     clear(scores);
@@ -192,24 +176,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
     group_products();
     wait_products<0>();
     take_sums(values);
-
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int token = first + THREAD_ROW + 8 * half;
-        const float whole_sum = of_four(rows.sum[half], false);
-        if (token >= job.queries) {
-            continue;
-        }
-        if (LANE % 4 == 0) {
-            const i64 state = (i64)head * job.queries + token;
-            job.max[state] = rows.greatest[half];
-            job.sum[state] = whole_sum;
-        }
-        float *const out = job.out + ((i64)token * job.heads + head) * V_DIM + THREAD_COLUMN;
-#pragma unroll
-        for (int n = 0; n < V_DIM / 8; n++) {
-            out[n * 8] = values[n][2 * half];
-            out[n * 8 + 1] = values[n][2 * half + 1];
-        }
-    }
+    store_state(job, head, first, rows.greatest, rows.sum, values);
 }
