@@ -10,7 +10,7 @@ use lane::{Cells, Hub};
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};
 use ringspan::comm::{Buffer, Communicator, Pending, direct};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 type Comm = Arc<dyn Communicator>;
@@ -332,9 +332,12 @@ fn a_rank_that_stops_is_named_by_ranks_that_do_not_talk_to_it() {
 fn a_device_that_stops_is_named_at_the_deadline_and_its_flights_are_aborted() {
     let (hub, deadline) = (Hub::new(3), Duration::from_millis(700));
     hub.stop(2);
+    let announced = Barrier::new(3);
     let texts = failing(&hub, 3, deadline, |comm| {
         let (rank, right) = (comm.rank(), (comm.rank() + 1) % 3);
         let sent = comm.send(right, 0, Arc::new(Cells::message(rank, vec![1; 9])))?;
+        // Who looks before the block from the left is announced lets flight 0 go with its own block alone.
+        announced.wait();
         comm.receive((rank + 2) % 3, 0)?.wait()?;
         sent.wait().map(drop)
     });
