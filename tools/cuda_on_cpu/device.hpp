@@ -20,8 +20,15 @@ constexpr size_t PAGE = 4096;
 
 Result allocate(uintptr_t *to, size_t size, int device);
 Result release(uintptr_t at);
+// Whether anybody may read or write it.
+void open_or_close(uintptr_t at, bool open);
 // Fails unless the bytes lie within one buffer, of this device.
 void check_copy(uintptr_t at, size_t size, int device);
+// Memory of the CPU that a copy reads or writes when its turn comes.
+Result pin(void **to, size_t size);
+Result unpin(void *at);
+// Whether bytes are in such memory.
+bool is_pinned(const void *at, size_t size);
 
 // Work in its order, done by whoever needs it.
 struct Stream {

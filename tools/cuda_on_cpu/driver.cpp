@@ -148,10 +148,18 @@ int cuEventSynchronize(void *event) {
     return SUCCESS;
 }
 
-// Of a pool, no memory is had for the asking.
+// Of a pool, no memory is had for the asking: its stream has to come to it.
 int cuMemAllocAsync(uintptr_t *to, size_t size, void *given) {
     *to = 0;
-    return size == 0 ? SUCCESS : allocate(to, size, stream(given)->device);
+    if (size == 0) {
+        return SUCCESS;
+    }
+    const int taken = allocate(to, size, stream(given)->device);
+    if (taken == SUCCESS) {
+        open_or_close(*to, false);
+        stream(given)->push([at = *to] { open_or_close(at, true); });
+    }
+    return taken;
 }
 
 int cuMemAlloc_v2(uintptr_t *to, size_t size) { return allocate(to, size, device()); }
@@ -168,10 +176,21 @@ int cuMemFree_v2(uintptr_t at) {
     return release(at);
 }
 
+int cuMemHostAlloc(void **to, size_t size, unsigned) { return pin(to, size); }
+
+int cuMemFreeHost(void *at) { return unpin(at); }
+
 // Memory of the CPU is read before the call returns, as a driver reads what is not pinned.
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *given) {
     const auto *bytes = static_cast<const unsigned char *>(from);
     Stream *on = stream(given);
+    if (is_pinned(from, size)) {
+        on->push([=] {
+            check_copy(to, size, on->device);
+            std::memcpy(reinterpret_cast<void *>(to), bytes, size);
+        });
+        return SUCCESS;
+    }
     on->push([=, held = std::vector<unsigned char>(bytes, bytes + size)] {
         check_copy(to, size, on->device);
         std::memcpy(reinterpret_cast<void *>(to), held.data(), size);
@@ -181,6 +200,14 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *give
 
 // Such memory is written before the call returns.
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *given) {
+    if (is_pinned(to, size)) {
+        Stream *on = stream(given);
+        on->push([=] {
+            check_copy(from, size, on->device);
+            std::memcpy(to, reinterpret_cast<const void *>(from), size);
+        });
+        return SUCCESS;
+    }
     stream(given)->run(stream(given)->pushed);
     check_copy(from, size, stream(given)->device);
     std::memcpy(to, reinterpret_cast<const void *>(from), size);

@@ -23,6 +23,7 @@ struct Buffer {
 };
 
 std::map<uintptr_t, Buffer> buffers;
+std::map<uintptr_t, size_t> pinned;
 
 // Pages of a buffer, with one before and one behind it that nobody may touch.
 size_t pages(size_t size) { return (size + PAGE - 1) / PAGE * PAGE; }
@@ -46,6 +47,14 @@ Result allocate(uintptr_t *to, size_t size, int device) {
     std::lock_guard<std::mutex> guard(lock);
     buffers[*to] = {size, device};
     return SUCCESS;
+}
+
+void open_or_close(uintptr_t at, bool open) {
+    std::lock_guard<std::mutex> guard(lock);
+    const size_t size = buffers.at(at).size, held = pages(size);
+    if (mprotect(reinterpret_cast<char *>(at + size - held), held, open ? PROT_READ | PROT_WRITE : PROT_NONE) != 0) {
+        fail("memory cannot be protected");
+    }
 }
 
 Result release(uintptr_t at) {
@@ -79,6 +88,47 @@ void check_copy(uintptr_t at, size_t size, int device) {
     fail("a copy of " + std::to_string(size) + " bytes leaves its buffer, or comes before its stream or behind its end");
 }
 
+Result pin(void **to, size_t size) {
+    void *memory = mmap(nullptr, pages(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (size == 0 || memory == MAP_FAILED) {
+        return OUT_OF_MEMORY;
+    }
+    std::memset(memory, UNWRITTEN, size);
+    *to = memory;
+    std::lock_guard<std::mutex> guard(lock);
+    pinned[reinterpret_cast<uintptr_t>(memory)] = size;
+    return SUCCESS;
+}
+
+// What copies it later ends the process by a signal.
+Result unpin(void *at) {
+    std::lock_guard<std::mutex> guard(lock);
+    auto found = pinned.find(reinterpret_cast<uintptr_t>(at));
+    if (found == pinned.end()) {
+        fail("memory of the CPU is given back that was not pinned");
+    }
+    munmap(at, pages(found->second));
+    pinned.erase(found);
+    return SUCCESS;
+}
+
+bool is_pinned(const void *at, size_t size) {
+    const auto first = reinterpret_cast<uintptr_t>(at);
+    std::lock_guard<std::mutex> guard(lock);
+    const auto behind = pinned.upper_bound(first);
+    if (behind == pinned.begin()) {
+        return false;
+    }
+    const auto &[start, held] = *std::prev(behind);
+    if (first >= start + held) {
+        return false;
+    }
+    if (first + size > start + held) {
+        fail("a copy of " + std::to_string(size) + " bytes leaves its pinned memory");
+    }
+    return true;
+}
+
 namespace {
 
 struct AtEnd {
@@ -87,6 +137,9 @@ struct AtEnd {
         std::thread(run_all).join();
         if (!buffers.empty()) {
             fail(std::to_string(buffers.size()) + " buffers were never given back");
+        }
+        if (!pinned.empty()) {
+            fail(std::to_string(pinned.size()) + " pieces of pinned memory were never given back");
         }
     }
 } at_end;

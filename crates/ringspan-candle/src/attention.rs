@@ -3,6 +3,7 @@
 use crate::cast::cast;
 use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
+use crate::offload::Offload;
 use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
 #[cfg(feature = "cuda")]
 use candle_core::{CudaStorage, backend::BackendStorage};
@@ -56,6 +57,17 @@ impl Memory {
     #[must_use]
     pub fn new(storage: Stored) -> Self {
         Self { storage, kept: None }
+    }
+
+    /// The same output, which waits on the CPU as [`kept::Kept::away`] says. Log-sum-exps, one number a head, stay.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn away(&mut self, offload: &Offload) -> Result<()> {
+        if let Some(Kept { out, lse }) = self.kept.take() {
+            self.kept = Some(Kept { out: out.away(offload)?, lse });
+        }
+        Ok(())
     }
 
     /// Whether attention would be computed, and kept.

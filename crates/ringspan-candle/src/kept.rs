@@ -1,6 +1,7 @@
 //! Numbers that wait from a layer's forward pass for its backward, whole or rounded.
 
 use crate::cast::cast;
+use crate::offload::{Away, Offload};
 use crate::{gpu, pool, slices};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
@@ -62,6 +63,8 @@ enum Numbers {
     /// As it was computed: nothing is copied; on a GPU also rounded ones.
     Whole(Tensor),
     Rounded(Arc<Vec<bf16>>),
+    /// On the CPU, or on its way there or back.
+    Away(Away),
 }
 
 impl Kept {
@@ -85,8 +88,24 @@ impl Kept {
     pub fn tensor(&self) -> Result<Tensor> {
         match &self.numbers {
             Numbers::Whole(tensor) => cast(tensor, self.dtype),
+            Numbers::Away(away) => cast(&away.tensor()?, self.dtype),
             Numbers::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
         }
+    }
+
+    /// The same, which waits on the CPU if it is on a GPU, and if the layer that `offload` is at sends what it keeps away.
+    ///
+    /// # Errors
+    /// As of [`Offload::send`].
+    pub fn away(self, offload: &Offload) -> Result<Self> {
+        let sent = match &self.numbers {
+            Numbers::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
+            _ => None,
+        };
+        Ok(match sent {
+            Some(away) => Self { numbers: Numbers::Away(away), ..self },
+            None => self,
+        })
     }
 
     /// Its shape.
@@ -120,6 +139,7 @@ impl Kept {
                 copy(values, &mut out);
                 Ok(out)
             }),
+            Numbers::Away(_) => bail!("asked on the CPU for what a GPU keeps"),
         }
     }
 }

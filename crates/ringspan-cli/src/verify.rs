@@ -92,6 +92,10 @@ pub(crate) struct VerifyArgs {
     /// Type in which the mesh computes: f32, or bf16 on GPUs, whose rounding passes then. The one rank computes in f32
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     dtype: Option<String>,
+    /// Let what waits for the backward pass wait in memory of the CPU, not on the GPU; the tiny model has four layers then, of
+    /// which two do so
+    #[arg(long)]
+    offload_activations: bool,
     /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: String,
@@ -123,6 +127,7 @@ impl VerifyArgs {
             threads: self.threads,
             device: self.device.clone(),
             dtype: self.dtype.clone(),
+            offload_activations: self.offload_activations.then_some(true),
             layout: Some(self.layout.clone()),
             strategy: Some(self.strategy.clone()),
             ..self.settings()
@@ -181,7 +186,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
             let (config, weights) = Origin::at(path)?.load()?;
             (Decoder::new(config)?, weights)
         }
-        None => tiny(args.ep.is_some() || args.moe_dp.is_some())?,
+        None => tiny(args.ep.is_some() || args.moe_dp.is_some(), if args.offload_activations { 4 } else { 2 })?,
     };
     let (decoder, weights) = adapted(decoder, weights, config.lora.clone())?;
     let rows = config.data_ranks() + 1;
@@ -260,10 +265,10 @@ fn report(all: &[Compared], tolerance: Tolerance) -> Result<()> {
     Ok(())
 }
 
-/// A Qwen3 of two layers: query and key norms, grouped heads, untied head; or one of experts, whose load is kept even.
-fn tiny(sparse: bool) -> Result<(Decoder, Weights)> {
+/// A Qwen3 of few layers: query and key norms, grouped heads, untied head; or one of experts, whose load is kept even.
+fn tiny(sparse: bool, layers: usize) -> Result<(Decoder, Weights)> {
     let mut config = serde_json::json!({
-        "model_type": "qwen3", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+        "model_type": "qwen3", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers,
         "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "max_position_embeddings": 1 << 20, "tie_word_embeddings": false, "hidden_act": "silu"
     });

@@ -6,7 +6,6 @@ use crate::parameters::{Parameters, Unit};
 use crate::recompute::{Graph, Keep, Keeper, constant};
 use candle_core::{DType, Tensor};
 use ringspan_candle::cast::cast;
-use ringspan_candle::kept::Kept;
 use ringspan_candle::{Attend, loss};
 use std::collections::BTreeMap;
 
@@ -26,14 +25,14 @@ use std::collections::BTreeMap;
 /// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
 /// other ranks, and what `on_gradients` returns.
 #[expect(clippy::too_many_arguments, reason = "what a pass reads, how it computes, and who gets the gradients")]
-pub fn loss_and_gradients(
+pub fn loss_and_gradients<'a>(
     decoder: &Decoder,
     parameters: &dyn Parameters,
     tokens: &[u32],
     targets: &[u32],
     scale: f32,
-    keep: impl Into<Keep>,
-    attend: &dyn Attend,
+    keep: impl Into<Keep<'a>>,
+    attend: &'a dyn Attend,
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
     if let Some(coefficient) = decoder.config().router_aux_loss().filter(|_| decoder.experts() > 0)
@@ -44,7 +43,7 @@ pub fn loss_and_gradients(
     let layers = decoder.config().num_hidden_layers;
     let shared = attend.tensor_parallel();
     let keep = keep.into();
-    let keeper = Keeper::new(attend, keep);
+    let keeper = Keeper::new(attend, keep, layers);
     let trains = |name: &str| decoder.trains(name);
     let graph = |index: usize, weights: Weights, x: &Tensor| {
         Graph::new(x, weights, trains, |local, x| match tokens.is_empty() {
@@ -63,9 +62,9 @@ pub fn loss_and_gradients(
     for index in 0..layers {
         let layer = parameters.unit(decoder, Unit::Layer(index))?;
         parameters.prefetch(after(layers, Some(index)))?;
-        let next = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
-        kept.push(Kept::new(&x, keep.storage)?);
-        x = next;
+        keeper.forward(index)?;
+        kept.push(keeper.kept(&x, keep.storage)?);
+        x = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
     }
     attend.experts().forward_ended(decoder.experts())?;
 
@@ -83,12 +82,12 @@ pub fn loss_and_gradients(
     }
     on_gradients(Unit::Head, gradients)?;
 
-    keeper.again();
     for (index, input) in kept.into_iter().enumerate().rev() {
         let weights = parameters.unit(decoder, Unit::Layer(index))?;
         if index > 0 {
             parameters.prefetch(before(index))?;
         }
+        keeper.backward(index)?;
         let layer = graph(index, weights, &input.tensor()?)?;
         drop(input);
         let (d_input, gradients) = layer.backward(&dx)?;

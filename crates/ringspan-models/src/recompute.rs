@@ -12,7 +12,7 @@ use ringspan_candle::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_kee
 use ringspan_candle::kept::{Kept, Storage};
 use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::rope::Rotation;
-use ringspan_candle::{Attend, Drops, Expert, Experts, RankDevice, Routing, TensorParallel, cotangent};
+use ringspan_candle::{Attend, Drops, Expert, Experts, Offload, RankDevice, Routing, TensorParallel, cotangent};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -36,15 +36,17 @@ pub enum Recompute {
 }
 
 /// What is kept for the backward, and how.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Keep {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Keep<'a> {
     /// What is not kept.
     pub recompute: Recompute,
     /// The type of what is kept; bf16 makes gradients approximate.
     pub storage: Storage,
+    /// Where it waits, if not on the GPU on which it was computed.
+    pub offload: Option<&'a Offload>,
 }
 
-impl From<Recompute> for Keep {
+impl From<Recompute> for Keep<'_> {
     fn from(recompute: Recompute) -> Self {
         Self { recompute, ..Self::default() }
     }
@@ -80,7 +82,7 @@ impl fmt::Display for Recompute {
 /// What the layers of a pass keep, each by its first computation for its second.
 pub(crate) struct Keeper<'a> {
     attend: &'a dyn Attend,
-    keep: Keep,
+    keep: Keep<'a>,
     /// Whether layers are computed for the second time.
     again: Cell<bool>,
     attentions: RefCell<BTreeMap<usize, Memory>>,
@@ -93,8 +95,11 @@ pub(crate) struct Keeper<'a> {
 }
 
 impl<'a> Keeper<'a> {
-    /// Keeps nothing yet.
-    pub(crate) fn new(attend: &'a dyn Attend, keep: Keep) -> Self {
+    /// Keeps nothing yet, of so many layers.
+    pub(crate) fn new(attend: &'a dyn Attend, keep: Keep<'a>, layers: usize) -> Self {
+        if let Some(offload) = keep.offload {
+            offload.begin(layers);
+        }
         Self {
             attend,
             keep,
@@ -107,9 +112,24 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// From here on, layers are computed for the second time, for their gradients only.
-    pub(crate) fn again(&self) {
+    /// From here on this layer is computed: for the first time, in their order.
+    pub(crate) fn forward(&self, layer: usize) -> Result<()> {
+        Ok(self.keep.offload.map_or(Ok(()), |offload| offload.forward(layer))?)
+    }
+
+    /// From here on this layer is computed for the second time, for its gradients only, in the opposite order.
+    pub(crate) fn backward(&self, layer: usize) -> Result<()> {
         self.again.set(true);
+        Ok(self.keep.offload.map_or(Ok(()), |offload| offload.backward(layer))?)
+    }
+
+    /// A contiguous tensor that waits for the second time.
+    pub(crate) fn kept(&self, tensor: &Tensor, storage: Storage) -> candle_core::Result<Kept> {
+        let kept = Kept::new(tensor, storage)?;
+        match self.keep.offload {
+            Some(offload) => kept.away(offload),
+            None => Ok(kept),
+        }
     }
 
     fn keeps_products(&self) -> bool {
@@ -155,7 +175,7 @@ impl<'a> Keeper<'a> {
         }
         let out = linear(x, weight, bias)?;
         if let Some(storage) = keep {
-            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, storage)?);
+            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, storage)?);
         }
         Ok(out)
     }
@@ -180,10 +200,13 @@ impl<'a> Keeper<'a> {
         if !self.keeps_products() {
             return Ok(gated_mlp(x, gate, up, down, activation)?);
         }
-        let (out, wide) = gated_mlp_keeping(x, weights, activation, self.keep.storage)?;
+        let (out, mut wide) = gated_mlp_keeping(x, weights, activation, self.keep.storage)?;
+        if let Some(offload) = self.keep.offload {
+            wide = wide.away(offload)?;
+        }
         self.wide.borrow_mut().insert(name.to_owned(), wide);
         if seen {
-            self.products.borrow_mut().insert(name.to_owned(), Kept::new(&out, self.keep.storage)?);
+            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.keep.storage)?);
         }
         Ok(out)
     }
@@ -209,7 +232,11 @@ impl Attend for Keeper<'_> {
         }
         let mut layers = self.attentions.borrow_mut();
         let memory = layers.entry(layer).or_insert_with(|| Memory::new(self.keep.storage));
-        self.attend.attention_keeping(memory, layer, q, k, v, mask, score)
+        let out = self.attend.attention_keeping(memory, layer, q, k, v, mask, score)?;
+        if let Some(offload) = self.keep.offload {
+            memory.away(offload)?;
+        }
+        Ok(out)
     }
 
     fn positions(&self) -> &[usize] {

@@ -137,7 +137,7 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
         };
         let (loss, exact) = differentiate(Keep::default());
         for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
-            let (rounded_loss, rounded) = differentiate(Keep { recompute, storage: Storage::Bf16 });
+            let (rounded_loss, rounded) = differentiate(Keep { recompute, storage: Storage::Bf16, offload: None });
             assert_eq!(rounded_loss, loss, "{name}, recompute {recompute}");
             let off = |name: &String| relative_l2(&rounded[name], &exact[name]);
             let worst = exact.keys().map(off).fold(0.0, f64::max);
@@ -198,7 +198,7 @@ fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
                     let context = Context::new(group, layout.clone(), Strategy::Ring)?.with_experts(noting.clone());
                     let (tokens, targets) = (&batch.tokens, &batch.targets());
-                    let keep = Keep { recompute, storage };
+                    let keep = Keep { recompute, storage, offload: None };
                     let mut drop = |_, _| Ok(());
                     gradients::loss_and_gradients(&decoder, &weights, tokens, targets, 1.0, keep, &context, &mut drop)
                 };

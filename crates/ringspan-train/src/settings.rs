@@ -153,6 +153,10 @@ pub struct Settings {
     /// and makes gradients approximate [default: that of --dtype]
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     pub activations: Option<String>,
+    /// Let what waits for the backward pass wait in pinned memory of the CPU, not on the GPU: copies go on while layers are
+    /// computed, and no bit changes
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "Mesh")]
+    pub offload_activations: Option<bool>,
     /// Seconds a rank waits for another before it gives up [default: 600]
     #[arg(long, value_name = "SECONDS", help_heading = "Mesh")]
     pub deadline: Option<f64>,

@@ -16,6 +16,7 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
+use ringspan_candle::offload;
 use ringspan_models::{Config, Decoder, Weights};
 use serde_json::Value;
 use std::{
@@ -69,6 +70,7 @@ impl Setup {
         let start = start.with_lora(decoder.lora());
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
+        check_offload(config, &decoder)?;
         let tokenizer = given.tokenizer(config)?;
         let Given { config: model_config, json: config_json } = given;
         let threads = config.threads * ranks_here(config);
@@ -104,6 +106,7 @@ impl Setup {
     /// A model that is here, and one batch.
     pub(crate) fn of_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
         let mesh = RunMesh::new(config, &decoder)?;
+        check_offload(config, &decoder)?;
         let start = Start::weights(weights, ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::fed(Feed::Tokens(batch), identity);
@@ -162,6 +165,19 @@ impl Setup {
     pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
         let first = self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
         self.feed.fullest().or(first)
+    }
+}
+
+/// Refuses to offload what would never leave the GPU.
+fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
+    let layers = decoder.config().num_hidden_layers;
+    match config.offload_activations && layers <= offload::STAYING {
+        false => Ok(()),
+        true => Err(Error::Settings(format!(
+            "--offload-activations has no effect: the model has {layers} layers, and what {} of them keep is on the GPU at any \
+             time; leave it out",
+            offload::STAYING
+        ))),
     }
 }
 

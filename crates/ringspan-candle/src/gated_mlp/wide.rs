@@ -1,6 +1,8 @@
 //! Gate and up of all tokens, which wait for the backward.
 
 use crate::kept::{Kept, Storage, copy, round, widen};
+use crate::offload::Offload;
+use candle_core::Result;
 use half::bf16;
 
 /// The two wide results of a gated layer, `[T, W]` each, where it was computed.
@@ -19,6 +21,17 @@ impl Wide {
             Self::Cpu(tiles) => tiles.len(),
             Self::Gpu([gate, _]) => gate.len(),
         }
+    }
+
+    /// The same, which waits on the CPU as [`Kept::away`] says.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn away(self, offload: &Offload) -> Result<Self> {
+        Ok(match self {
+            Self::Gpu([gate, up]) => Self::Gpu([gate.away(offload)?, up.away(offload)?]),
+            Self::Cpu(tiles) => Self::Cpu(tiles),
+        })
     }
 }
 

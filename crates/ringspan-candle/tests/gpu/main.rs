@@ -6,6 +6,7 @@ mod bf16;
 #[cfg(feature = "nccl")]
 mod by_nccl;
 mod fused;
+mod offload;
 mod ranks;
 
 use candle_core::{DType, Device, Result, Tensor, Var};

@@ -1,6 +1,8 @@
 //! Files for the binary, and attention as a person would write it down, in f64.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
+pub mod model;
+
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -360,7 +360,7 @@ fn local(
             assert!(differentiate(recompute.into())? == one, "recompute {recompute} gives other gradients");
         }
         for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
-            let (nll, rounded, _) = differentiate(Keep { recompute, storage: Storage::Bf16 })?;
+            let (nll, rounded, _) = differentiate(Keep { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
             // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
             let all =

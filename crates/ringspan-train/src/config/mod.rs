@@ -22,7 +22,7 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 34] = [
+const CHANGEABLE: [&str; 35] = [
     "steps",
     "epochs",
     "lr",
@@ -46,6 +46,7 @@ const CHANGEABLE: [&str; 34] = [
     "dtype",
     "recompute",
     "activations",
+    "offload-activations",
     "deadline",
     "save-every",
     "keep",
@@ -165,6 +166,8 @@ pub struct TrainConfig {
     pub recompute: Recompute,
     /// How what is not computed again is stored.
     pub activations: Storage,
+    /// Whether it waits in the memory of the CPU, not on the GPU.
+    pub offload_activations: bool,
     /// How long a rank waits for another.
     pub deadline: Duration,
     /// Optimiser.

@@ -98,6 +98,10 @@ impl TrainConfig {
                 "with --dtype bf16: what waits for the backward pass is as it was computed",
             );
         }
+        let offload_activations = s.offload_activations.unwrap_or(false);
+        if offload_activations && device == DeviceName::Cpu {
+            return no_effect("offload-activations", "with --device cpu: there, activations are on the CPU");
+        }
         let axes = [s.ulysses, s.dp_replicate, s.dp_shard, s.tp];
         let another = axes.iter().any(Option::is_some);
         let ring = positive("ring", s.ring.unwrap_or(if another { 1 } else { 2 }))?;
@@ -231,6 +235,7 @@ impl TrainConfig {
             allocated: None,
             recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
             activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
+            offload_activations,
             deadline,
             method,
             length,

@@ -69,6 +69,7 @@ fn a_setting_without_effect_is_refused() {
     refused("lora-alpha = 8.0", &["--lora-alpha has no effect without --lora-rank"]);
     refused("lora-dropout = 0.1", &["--lora-dropout has no effect without --lora-rank"]);
     refused("lora-merge = true", &["--lora-merge has no effect without --lora-rank"]);
+    refused("offload-activations = true", &["--offload-activations has no effect with --device cpu"]);
     refused("optimizer = 'sgd'\nbeta1 = 0.9", &["--beta1 has no effect with --optimizer sgd", "adamw"]);
 }
 

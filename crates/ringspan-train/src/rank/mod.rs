@@ -22,7 +22,7 @@ use crate::{
 use groups::Groups;
 use meter::{Meter, Use};
 use ringspan::comm::{Buffer, Communicator, timed::Timed};
-use ringspan_candle::Devices;
+use ringspan_candle::{Devices, Offload};
 use save::Saving;
 use std::{
     sync::{
@@ -58,6 +58,8 @@ pub(crate) struct Rank<'a> {
     /// The ranks that write checkpoints.
     writers: Vec<usize>,
     optimizer: Optimizer,
+    /// Where what layers keep waits, if not where they compute.
+    offload: Option<Offload>,
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.
     saving: Option<Saving>,
@@ -81,12 +83,26 @@ impl<'a> Rank<'a> {
         let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device, read)?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
+        let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
         let meter = Meter::new(setup, devices, timed)?;
         let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
         let saving = None;
-        Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving, meter, watchdog })
+        Ok(Self {
+            config,
+            setup,
+            world,
+            groups,
+            shards,
+            writers,
+            optimizer,
+            offload,
+            checkpoints,
+            saving,
+            meter,
+            watchdog,
+        })
     }
 
     pub(crate) fn shards(&self) -> &Shards {

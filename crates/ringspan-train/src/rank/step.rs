@@ -68,7 +68,11 @@ impl Rank<'_> {
                 &local.tokens,
                 &local.targets,
                 scale,
-                Keep { recompute: self.config.recompute, storage: self.config.activations },
+                Keep {
+                    recompute: self.config.recompute,
+                    storage: self.config.activations,
+                    offload: self.offload.as_ref(),
+                },
                 &local.context,
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )

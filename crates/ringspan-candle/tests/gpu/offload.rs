@@ -1,0 +1,101 @@
+//! What layers keep, sent to the CPU and fetched again.
+
+use super::*;
+use ringspan_candle::Offload;
+use ringspan_candle::offload::STAYING;
+
+const LAYERS: usize = 6;
+
+/// What layer `layer` of a pass keeps: of both types, of odd sizes, and one that is a part of more.
+fn made(gpu: &RankDevice, layer: usize, pass: usize) -> Result<Vec<Tensor>> {
+    let on =
+        |shape: &[usize], seed| random(shape, seed + 100 * layer as u64 + 1000 * pass as u64).to_device(gpu.tensors());
+    // Computed there, and not copied: a copy that begins too early reads what is not written.
+    let wide = (on(&[9, 33], 1)? * 3.0)?;
+    let narrow = cast(&(on(&[7 + pass, 129], 2)? * 0.5)?, DType::BF16)?;
+    Ok(vec![wide.narrow(0, 2, 5)?, narrow, (on(&[1], 3)? + 1.0)?, on(&[0, 4], 4)?])
+}
+
+#[test]
+fn what_layers_keep_comes_back_to_the_bit_pass_after_pass() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let offload = Offload::new(&gpu).expect("a GPU");
+    let mut held = Vec::new();
+    for pass in 0..3 {
+        offload.begin(LAYERS);
+        let mut kept = Vec::new();
+        for layer in 0..LAYERS {
+            offload.forward(layer)?;
+            for tensor in made(&gpu, layer, pass)? {
+                kept.push((layer, Kept::new(&tensor, Storage::F32)?.away(&offload)?));
+            }
+        }
+        held.push(offload.held());
+        let mut at = LAYERS;
+        while let Some((layer, again)) = kept.pop() {
+            if layer < at {
+                at = layer;
+                offload.backward(layer)?;
+            }
+            let tensor = again.tensor()?;
+            assert!(tensor.device().same_device(gpu.tensors()));
+            let wanted = &made(&gpu, layer, pass)?[kept.iter().filter(|(of, _)| *of == layer).count()];
+            assert_eq!((tensor.dims(), tensor.dtype()), (wanted.dims(), wanted.dtype()), "layer {layer}");
+            // Numbers are read by an operation, as a layer would, on candle's stream.
+            assert_eq!(numbers(&(&tensor + &tensor)?), numbers(&(wanted + wanted)?), "pass {pass}, layer {layer}");
+        }
+    }
+    // Three tensors of each layer that leaves, in pages; a bit more fits where less was.
+    assert_eq!(held, [(LAYERS - STAYING) * 3 * 4096; 3], "bytes of the CPU");
+    Ok(())
+}
+
+#[test]
+fn passes_that_were_left_and_layers_that_were_left_out_do_no_harm() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let offload = Offload::new(&gpu).expect("a GPU");
+    for pass in 0..4 {
+        offload.begin(LAYERS);
+        let mut kept = Vec::new();
+        for layer in 0..LAYERS {
+            offload.forward(layer)?;
+            kept.push(Kept::new(&made(&gpu, layer, pass)?[0], Storage::F32)?.away(&offload)?);
+        }
+        match pass {
+            // An error ends a pass anywhere.
+            0 => drop(kept),
+            1 => {
+                offload.backward(LAYERS - 1)?;
+                offload.backward(LAYERS - 2)?;
+                offload.backward(LAYERS - 3)?;
+            }
+            // Nobody says which layer is at hand.
+            _ => {
+                for layer in [3, 0, 5, 1] {
+                    let wanted = numbers(&made(&gpu, layer, pass)?[0]);
+                    assert_eq!(numbers(&kept[layer].tensor()?), wanted, "layer {layer}");
+                    assert_eq!(numbers(&kept[layer].tensor()?), wanted, "layer {layer}, once more");
+                }
+            }
+        }
+    }
+    offload.begin(LAYERS);
+    offload.begin(LAYERS);
+    assert_eq!(offload.held(), 0, "what a pass did not use is given back");
+    assert!(Offload::new(&RankDevice::CPU).is_err_and(|error| error.to_string().contains("no GPU")));
+    Ok(())
+}
+
+#[test]
+fn what_is_on_the_cpu_stays_there() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let offload = Offload::new(&gpu).expect("a GPU");
+    offload.begin(LAYERS);
+    offload.forward(0)?;
+    let x = random(&[3, 5], 1);
+    for storage in [Storage::F32, Storage::Bf16] {
+        assert_eq!(numbers(&Kept::new(&x, storage)?.away(&offload)?.tensor()?), numbers(&x));
+    }
+    assert_eq!(offload.held(), 0);
+    Ok(())
+}
