@@ -39,8 +39,8 @@ cargo test "${models[@]}" --lib kernels_of_layers_compile \
   -- --nocapture | tee "$cpu/compiles-layers"
 grep -q "1 passed" "$cpu/compiles-layers"
 if grep skipped "$cpu/compiles-layers"; then exit 1; fi
-cargo test "${models[@]}" --lib offload:: -- --nocapture | tee "$cpu/offload"
-grep -q "2 passed" "$cpu/offload"
-if grep skipped "$cpu/offload"; then exit 1; fi
+cargo test "${models[@]}" --lib -- --nocapture offload:: transfers:: | tee "$cpu/copies"
+grep -q "4 passed" "$cpu/copies"
+if grep skipped "$cpu/copies"; then exit 1; fi
 cargo test "${models[@]}" --test gpu --test device --test offload -- --nocapture | tee "$cpu/models"
 if grep skipped "$cpu/models"; then exit 1; fi

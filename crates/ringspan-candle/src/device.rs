@@ -3,7 +3,7 @@
 use crate::kept::rounded;
 use crate::precision::Precision;
 use crate::slices;
-use candle_core::{DType, Device, Shape, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
 use ringspan::error::{Error, Result};
@@ -114,17 +114,6 @@ impl RankDevice {
             return tensor.to_device(&self.tensors)?.to_dtype(self.precision.dtype());
         }
         slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
-    }
-
-    /// The same of numbers, as a variable: who differentiates in it need not copy it.
-    ///
-    /// # Errors
-    /// A GPU without memory for it; another number of them than the shape has.
-    pub fn variable(&self, values: Vec<f32>, shape: impl Into<Shape>) -> candle_core::Result<Var> {
-        match self.precision {
-            Precision::F32 => Var::from_vec(values, shape.into(), &self.tensors),
-            Precision::Bf16 => Var::from_vec(rounded(&values), shape.into(), &self.tensors),
-        }
     }
 
     /// What computes attention, with `threads` threads where it is the CPU.

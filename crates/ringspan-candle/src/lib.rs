@@ -25,6 +25,8 @@ mod matmul;
 pub mod norm;
 pub mod offload;
 pub mod peak;
+#[cfg(feature = "cuda")]
+mod pinned;
 pub mod pool;
 pub mod precision;
 pub mod residual;
@@ -32,6 +34,7 @@ pub mod rope;
 mod slices;
 pub mod swiglu;
 pub mod tensor_parallel;
+pub mod transfers;
 #[cfg(feature = "cuda")]
 mod wide_product;
 
@@ -45,3 +48,4 @@ pub use lora::Adapter;
 pub use offload::Offload;
 pub use precision::Precision;
 pub use tensor_parallel::TensorParallel;
+pub use transfers::Transfers;

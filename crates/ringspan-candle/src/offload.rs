@@ -6,12 +6,12 @@
 //! leaves, since it would be wanted again at once. No bit changes, and no CPU waits for a copy.
 
 #[cfg(feature = "cuda")]
-mod pinned;
+mod moving;
 
 use crate::device::RankDevice;
 use candle_core::{Result, Tensor};
 #[cfg(feature = "cuda")]
-use pinned::{Mover, Moving};
+use moving::{Mover, Moving};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

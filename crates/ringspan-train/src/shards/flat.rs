@@ -4,10 +4,8 @@ use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
     error::{Error, Result},
 };
-use candle_core::{DType, Device, Storage};
-use ringspan_candle::RankDevice;
-use ringspan_candle::cast::cast;
-use ringspan_models::{Portion, Weights, gradients::Gradients};
+use ringspan_candle::transfers::{Download, Parameter};
+use ringspan_models::Portion;
 use std::ops::Range;
 
 /// Portions of a unit's parameters as one row of numbers. Shards are the same size to within one number: nothing has to
@@ -132,47 +130,45 @@ impl Flat {
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions on a device, in the type in which it computes, from the shards of all ranks.
-    pub(crate) fn whole(&self, shards: &[&[f32]], device: &RankDevice) -> Result<Weights> {
+    /// The portions, by their names, from the shards of all ranks.
+    pub(crate) fn whole<'a>(&'a self, shards: &[&'a [f32]]) -> Result<Vec<(&'a str, Parameter<'a>)>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if shard.len() != expected {
                 return Err(Error::Model(format!("rank {rank} sent {} numbers of a shard of {expected}", shard.len())));
             }
         }
-        let tensor = |(portion, place): &(Portion, Range<usize>)| {
-            let mut values = Vec::with_capacity(place.len());
-            for (rank, shard) in shards.iter().enumerate() {
-                if let Some((_, of_shard)) = self.common(place, rank) {
-                    values.extend_from_slice(&shard[of_shard]);
-                }
-            }
-            Ok((portion.name.clone(), device.variable(values, portion.shape())?.into_inner()))
+        let parameter = |(portion, place): &'a (Portion, Range<usize>)| {
+            let part = |(rank, shard): (usize, &&'a [f32])| Some(&shard[self.common(place, rank)?.1]);
+            let parts = shards.iter().enumerate().filter_map(part).collect();
+            (portion.name.as_str(), Parameter { parts, shape: portion.shape().into() })
         };
-        self.portions.iter().map(tensor).collect()
+        Ok(self.portions.iter().map(parameter).collect())
+    }
+
+    /// Numbers of each portion.
+    pub(crate) fn sizes(&self) -> impl Iterator<Item = usize> {
+        self.portions.iter().map(|(portion, _)| portion.len())
     }
 
     /// Takes the gradients of its portions: their shards, one for each rank.
-    pub(crate) fn cut(&self, gradients: &mut Gradients) -> Result<Vec<Vec<f32>>> {
+    pub(crate) fn cut(&self, gradients: &mut Download) -> Result<Vec<Vec<f32>>> {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
         for (portion, place) in &self.portions {
             let (name, shape) = (&portion.name, portion.shape());
-            let gradient = gradients
-                .remove(name)
-                .filter(|gradient| gradient.dims() == shape)
-                .ok_or_else(|| Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")))?;
             // Sums over passes and ranks are f32, whatever a gradient comes in.
-            let gradient = cast(&gradient.contiguous()?.to_device(&Device::Cpu)?, DType::F32)?;
-            let (storage, layout) = gradient.storage_and_layout();
-            let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-                return Err(Error::Model(format!("the gradient of `{name}` is not on the CPU")));
-            };
-            let values = &storage.as_slice::<f32>()?[start..end];
-            for (rank, shard) in shards.iter_mut().enumerate() {
-                if let Some((of_portion, _)) = self.common(place, rank) {
-                    shard.extend_from_slice(&values[of_portion]);
+            let fits = gradients.take(name, |dims, values| {
+                let fits = dims == shape;
+                for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {
+                    if let Some((of_portion, _)) = self.common(place, rank) {
+                        shard.extend_from_slice(&values[of_portion]);
+                    }
                 }
+                fits
+            })?;
+            if fits != Some(true) {
+                return Err(Error::Model(format!("no gradient of shape {shape:?} came for `{name}`")));
             }
         }
         Ok(shards)
@@ -182,8 +178,10 @@ impl Flat {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Tensor;
-    use ringspan_models::Holders;
+    use candle_core::{Device, Tensor};
+    use ringspan_candle::transfers::Room;
+    use ringspan_candle::{RankDevice, Transfers};
+    use ringspan_models::{Holders, gradients::Gradients};
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
         vec![("a".into(), vec![2, 3]), ("b".into(), vec![1]), ("c".into(), vec![4, 2])]
@@ -207,18 +205,29 @@ mod tests {
         shapes().into_iter().map(tensor).collect()
     }
 
+    fn transfers() -> Transfers {
+        Transfers::new(&RankDevice::CPU).expect("a CPU")
+    }
+
+    fn cut(flat: &Flat, gradients: Gradients) -> Result<Vec<Vec<f32>>> {
+        flat.cut(&mut transfers().download(gradients).expect("a CPU"))
+    }
+
     #[test]
     fn what_is_cut_is_whole_again_on_any_number_of_ranks() {
         for ranks in 1..40 {
             let flat = flat(ranks);
-            let shards = flat.cut(&mut gradients()).expect("all gradients");
+            let shards = cut(&flat, gradients()).expect("all gradients");
             let sizes: Vec<usize> = shards.iter().map(Vec::len).collect();
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
-            for (name, tensor) in flat.whole(&shards, &RankDevice::CPU).expect("whole shards") {
+            let (names, parameters): (Vec<_>, Vec<_>) = flat.whole(&shards).expect("whole shards").into_iter().unzip();
+            assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
+            let tensors = transfers().upload(Room::default(), &parameters).expect("a CPU");
+            for (name, tensor) in names.into_iter().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
-                assert_eq!((tensor.dims(), values(&tensor)), (gradients()[&name].dims(), values(&gradients()[&name])));
+                assert_eq!((tensor.dims(), values(&tensor)), (gradients()[name].dims(), values(&gradients()[name])));
             }
             let pieces: Vec<_> = (0..ranks).flat_map(|rank| flat.pieces(rank)).collect();
             assert_eq!(pieces.iter().map(|piece| piece.of_portion.len()).sum::<usize>(), 15);
@@ -230,13 +239,10 @@ mod tests {
     fn shards_and_gradients_that_do_not_fit_are_refused() {
         let flat = flat(2);
         assert!(
-            flat.whole(&[&[0.0; 7], &[0.0; 7]], &RankDevice::CPU)
-                .expect_err("short")
-                .to_string()
-                .contains("7 numbers of a shard of 8")
+            flat.whole(&[&[0.0; 7], &[0.0; 7]]).is_err_and(|e| e.to_string().contains("7 numbers of a shard of 8"))
         );
         let mut less = gradients();
         less.remove("b");
-        assert!(flat.cut(&mut less).expect_err("missing").to_string().contains("`b`"));
+        assert!(cut(&flat, less).expect_err("missing").to_string().contains("`b`"));
     }
 }

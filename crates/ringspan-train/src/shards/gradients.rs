@@ -3,6 +3,7 @@
 use super::{Shards, Sums, exchange::UnderWay, numbers};
 use crate::error::{Error, Result};
 use ringspan::comm::Buffer;
+use ringspan_candle::transfers::Download;
 use ringspan_models::{Unit, gradients::Gradients};
 use std::sync::Arc;
 
@@ -11,15 +12,29 @@ pub(crate) struct GradientShards<'a> {
     shards: &'a Shards,
     sums: Sums,
     under_way: Option<(Unit, Vec<UnderWay>)>,
+    /// The unit whose gradients a GPU copies while it computes the next one's.
+    coming: Option<(Unit, Download)>,
 }
 
 impl<'a> GradientShards<'a> {
     pub(crate) fn new(shards: &'a Shards) -> Self {
-        Self { shards, sums: Sums::new(), under_way: None }
+        Self { shards, sums: Sums::new(), under_way: None, coming: None }
     }
 
-    /// Takes this rank's gradients of a unit. They are on their way when this returns.
-    pub(crate) fn add(&mut self, unit: Unit, mut gradients: Gradients) -> Result<()> {
+    /// Takes this rank's gradients of a unit. They are on their way when this returns: to the CPU first, if a GPU has them.
+    pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
+        let gradients = self.shards.transfers.download(gradients)?;
+        if gradients.is_here() {
+            return self.send(unit, gradients);
+        }
+        match self.coming.replace((unit, gradients)) {
+            Some((before, gradients)) => self.send(before, gradients),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends each holder its part of a unit's gradients.
+    fn send(&mut self, unit: Unit, mut gradients: Download) -> Result<()> {
         // One unit at a time: what is under way takes as much memory as the unit itself.
         self.settle()?;
         let mut under_way = Vec::new();
@@ -28,7 +43,7 @@ impl<'a> GradientShards<'a> {
             let part = |rank: usize| Arc::new(Buffer::F32(parts[rank].take().unwrap_or_default()));
             under_way.push(self.shards.families[shard.family].exchange.start(part)?);
         }
-        if let Some(name) = gradients.keys().next() {
+        if let Some(name) = gradients.rest() {
             return Err(Error::Model(format!("a gradient came for `{name}`, which is no parameter of its unit")));
         }
         self.under_way = Some((unit, under_way));
@@ -48,6 +63,9 @@ impl<'a> GradientShards<'a> {
 
     /// The sums over all micro-batches and over the ranks that keep the same shards.
     pub(crate) fn finish(mut self) -> Result<Sums> {
+        if let Some((unit, gradients)) = self.coming.take() {
+            self.send(unit, gradients)?;
+        }
         self.settle()?;
         for (unit, sums) in &mut self.sums {
             let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);

@@ -23,7 +23,8 @@ use crate::{
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
-use ringspan_candle::RankDevice;
+use ringspan_candle::transfers::Room;
+use ringspan_candle::{RankDevice, Transfers};
 use ringspan_models::{Decoder, Parameters, Unit, Weights};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -34,10 +35,10 @@ pub(crate) struct Shards {
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
-    /// Where whole parameters are computed with, and in which type. Shards stay on the CPU, in f32.
-    device: RankDevice,
+    /// To where whole parameters are computed with, and back. Shards stay on the CPU, in f32.
+    transfers: Transfers,
     /// The unit that is on its way here.
-    ahead: RefCell<Option<(Unit, Gathering)>>,
+    ahead: RefCell<Option<(Unit, Ahead)>>,
 }
 
 /// The ranks that hold what this one holds as one of a family.
@@ -58,6 +59,15 @@ struct Shard {
 
 /// The shards of all holders of a unit's portions, under way; in the order of the unit's shards.
 type Gathering = Vec<UnderWay>;
+
+/// A unit that was announced, or nothing of it.
+#[derive(Default)]
+struct Ahead {
+    /// None where it has not begun, or where a rank is alone.
+    gathering: Option<Gathering>,
+    /// Where it is computed with, in the order of its shards.
+    rooms: Vec<Room>,
+}
 
 impl Shards {
     /// The shards of this rank of `world`, which is copies of `sharing`, one behind the other; `read` gives the values of a
@@ -96,7 +106,7 @@ impl Shards {
             units.insert(unit, shards);
         }
         let copy = world.split(copy, rank)?;
-        Ok(Self { sharing, copy, families, units, device: device.clone(), ahead: RefCell::default() })
+        Ok(Self { sharing, copy, families, units, transfers: Transfers::new(device)?, ahead: RefCell::default() })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -187,13 +197,23 @@ impl Shards {
         self.held(unit)?.iter().map(start).collect()
     }
 
+    /// Memory for the unit, where it is computed with.
+    fn rooms(&self, unit: Unit) -> Result<Vec<Room>> {
+        let room = |shard: &Shard| Ok(self.transfers.reserve(&shard.flat.sizes().collect::<Vec<_>>())?);
+        self.held(unit)?.iter().map(room).collect()
+    }
+
     /// The portions of the unit, when all shards are here.
-    fn finish(&self, unit: Unit, gathering: Gathering) -> Result<Weights> {
+    fn finish(&self, unit: Unit, Ahead { gathering, rooms }: Ahead) -> Result<Weights> {
+        let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
+        let rooms = rooms.into_iter().map(Some).chain(std::iter::repeat_with(|| None));
         let mut weights = Weights::new();
-        for (under_way, shard) in gathering.into_iter().zip(self.held(unit)?) {
+        for ((under_way, room), shard) in gathering.into_iter().zip(rooms).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
-            weights.extend(shard.flat.whole(&shards, &self.device)?);
+            let (names, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
+            let tensors = self.transfers.upload(room.unwrap_or_default(), &parameters)?;
+            weights.extend(names.into_iter().map(str::to_owned).zip(tensors));
         }
         Ok(weights)
     }
@@ -205,24 +225,28 @@ pub(crate) type Sums = BTreeMap<Unit, Vec<Vec<f32>>>;
 impl Parameters for Shards {
     fn prefetch(&self, unit: Unit) -> ringspan_models::Result<()> {
         let mut ahead = self.ahead.borrow_mut();
-        if ahead.is_none() && self.copy.size() > 1 {
-            *ahead = Some((unit, self.gather(unit).map_err(candle_core::Error::wrap)?));
+        if ahead.is_none() {
+            let announced = || {
+                let gathering = if self.copy.size() > 1 { Some(self.gather(unit)?) } else { None };
+                Ok::<_, Error>(Ahead { gathering, rooms: self.rooms(unit)? })
+            };
+            *ahead = Some((unit, announced().map_err(candle_core::Error::wrap)?));
         }
         Ok(())
     }
 
     fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<Weights> {
         let whole = || {
-            let gathering = match self.ahead.take() {
-                Some((ahead, gathering)) if ahead == unit => gathering,
+            let ahead = match self.ahead.take() {
+                Some((announced, ahead)) if announced == unit => ahead,
                 // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
-                Some((other, gathering)) => {
-                    self.finish(other, gathering)?;
-                    self.gather(unit)?
+                Some((_, Ahead { gathering: Some(gathering), .. })) => {
+                    gathering.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
+                    Ahead::default()
                 }
-                None => self.gather(unit)?,
+                _ => Ahead::default(),
             };
-            self.finish(unit, gathering)
+            self.finish(unit, ahead)
         };
         Ok(whole().map_err(candle_core::Error::wrap)?)
     }

@@ -4,17 +4,13 @@
 //! started. Events order that stream and candle's, which has taken the GPU's memory and takes it back.
 
 use crate::gpu::operand;
+use crate::pinned::{Pinned, failed};
 use candle_core::backend::BackendStorage;
-use candle_core::cuda::cudarc::driver::{
-    CudaEvent, CudaStream, CudaView, DeviceRepr, DeviceSlice, DriverError, HostSlice, PinnedHostSlice, SyncOnDrop,
-};
+use candle_core::cuda::cudarc::driver::{CudaEvent, CudaStream, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Tensor, bail};
 use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-/// Pinned memory is taken page by page.
-const PAGE: usize = 4096;
 
 /// The stream of copies, and the buffers that they fill.
 pub(super) struct Mover {
@@ -33,7 +29,7 @@ struct Buffers {
 }
 
 struct Buffer {
-    memory: PinnedHostSlice<u8>,
+    memory: Pinned,
     /// The last pass that used it.
     pass: u64,
 }
@@ -81,11 +77,13 @@ impl Mover {
         };
         let mut buffer = self.take((end - start) * storage.dtype().size_in_bytes())?;
         let copied = match storage.dtype() {
-            DType::F32 => self.copy_out(&storage.as_cuda_slice::<f32>()?.slice(start..end), &mut buffer),
-            DType::BF16 => self.copy_out(&storage.as_cuda_slice::<bf16>()?.slice(start..end), &mut buffer),
+            DType::F32 => buffer.memory.copy_from(0, &storage.as_cuda_slice::<f32>()?.slice(start..end), &self.copies),
+            DType::BF16 => {
+                buffer.memory.copy_from(0, &storage.as_cuda_slice::<bf16>()?.slice(start..end), &self.copies)
+            }
             other => bail!("layers keep F32 and BF16 on GPUs, given {other:?}"),
         };
-        let end = match copied {
+        let end = match copied.and_then(|()| self.end()) {
             Ok(end) => end,
             Err(error) => {
                 self.give_back(buffer);
@@ -101,25 +99,12 @@ impl Mover {
         })
     }
 
-    fn copy_out<T: DeviceRepr>(&self, from: &CudaView<T>, to: &mut Buffer) -> Result<CudaEvent> {
-        let bytes = from.len() * size_of::<T>();
-        // SAFETY: numbers are bytes.
-        let Some(from) = (unsafe { from.transmute::<u8>(bytes) }) else { bail!("{bytes} bytes of fewer") };
-        self.copies.join(from.stream()).map_err(failed("order streams"))?;
-        self.copies.memcpy_dtoh(&from, &mut First { of: &mut to.memory, bytes }).map_err(failed("copy to the CPU"))?;
-        self.copies.record_event(None).map_err(failed("mark the end of a copy"))
-    }
-
     /// Starts to copy from the CPU to memory that candle's stream has given by now.
     fn copy_back<T: DeviceRepr + CudaDType>(&self, from: &mut Buffer, count: usize) -> Result<CudaStorage> {
-        let bytes = count * size_of::<T>();
         // SAFETY: the copy writes all of it, or fails and nobody gets it.
         let mut to = unsafe { self.device.alloc::<T>(count) }?;
         self.copies.join(&self.device.cuda_stream()).map_err(failed("order streams"))?;
-        // SAFETY: bytes are those of numbers, which were copied from such.
-        let Some(mut all) = (unsafe { to.transmute_mut::<u8>(bytes) }) else { bail!("{bytes} bytes of fewer") };
-        let first = First { of: &mut from.memory, bytes };
-        self.copies.memcpy_htod(&first, &mut all).map_err(failed("copy to the GPU"))?;
+        from.memory.copy_to(0, &mut to, &self.copies)?;
         Ok(CudaStorage::wrap_cuda_slice(to, self.device.clone()))
     }
 
@@ -127,24 +112,24 @@ impl Mover {
     fn take(&self, bytes: usize) -> Result<Buffer> {
         let mut buffers = self.buffers();
         let pass = buffers.pass;
-        let fits = |buffer: &Buffer| (bytes..=bytes + bytes / 4 + PAGE).contains(&buffer.memory.len());
-        let known = buffers.free.iter().enumerate().filter(|(_, buffer)| fits(buffer));
+        let known = buffers.free.iter().enumerate().filter(|(_, buffer)| buffer.memory.suits(bytes));
         if let Some((index, _)) = known.min_by_key(|(_, buffer)| buffer.memory.len()) {
             return Ok(Buffer { pass, ..buffers.free.swap_remove(index) });
         }
-        // Layers of other passes may keep a little more or less.
-        let room = bytes.next_multiple_of((bytes.next_power_of_two() / 16).max(PAGE));
-        // SAFETY: nothing reads what no copy has written: `Moving` fetches what it has sent.
-        let taken = unsafe { self.device.cuda_stream().context().alloc_pinned_with_flags::<u8>(room, 0) };
-        let memory = match taken {
+        let memory = match Pinned::new(self.device.cuda_stream().context(), bytes) {
             Ok(memory) => memory,
             Err(error) => bail!(
-                "activations wait in memory of the CPU: {room} bytes beside the {} that are held cannot be pinned there: {error}",
+                "activations wait in memory of the CPU: {bytes} bytes beside the {} that are held cannot be pinned there: {error}",
                 buffers.held
             ),
         };
-        buffers.held += room;
+        buffers.held += memory.len();
         Ok(Buffer { memory, pass })
+    }
+
+    /// The end of what was started.
+    fn end(&self) -> Result<CudaEvent> {
+        self.copies.record_event(None).map_err(failed("mark the end of a copy"))
     }
 
     fn give_back(&self, buffer: Buffer) {
@@ -197,7 +182,7 @@ impl Moving {
             _ => self.mover.copy_back::<f32>(&mut buffer, count),
         };
         self.mover.give_back(buffer);
-        let end = self.mover.copies.record_event(None).map_err(failed("mark the end of a copy"))?;
+        let end = self.mover.end()?;
         self.there = Some((operand::tensor(copied?, &self.shape), end));
         Ok(())
     }
@@ -223,52 +208,14 @@ impl Drop for Moving {
     }
 }
 
-/// The first bytes of pinned memory.
-struct First<'a> {
-    of: &'a mut PinnedHostSlice<u8>,
-    bytes: usize,
-}
-
-impl HostSlice<u8> for First<'_> {
-    fn len(&self) -> usize {
-        self.bytes
-    }
-
-    unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [u8], SyncOnDrop<'a>) {
-        // SAFETY: the caller's promise.
-        let (all, order) = unsafe { self.of.stream_synced_slice(stream) };
-        (&all[..self.bytes], order)
-    }
-
-    unsafe fn stream_synced_mut_slice<'a>(&'a mut self, stream: &'a CudaStream) -> (&'a mut [u8], SyncOnDrop<'a>) {
-        // SAFETY: the caller's promise.
-        let (all, order) = unsafe { self.of.stream_synced_mut_slice(stream) };
-        (&mut all[..self.bytes], order)
-    }
-}
-
-fn failed(operation: &'static str) -> impl Fn(DriverError) -> candle_core::Error {
-    move |error| candle_core::Error::Msg(format!("activation offload: {operation}: {error}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pinned::test::{is_late, unwatched};
     use candle_core::Device;
-    use ringspan::kernel::Gpu;
 
-    /// A GPU whose memory cudarc does not watch: streams are ordered as they are told here, or not at all.
-    fn unwatched() -> Option<(Device, Arc<Mover>)> {
-        if Gpu::count() == Ok(0) {
-            println!("skipped: no GPU on this machine");
-            return None;
-        }
-        let device = Device::new_cuda_with_stream(0).expect("a GPU that works");
-        let gpu = device.as_cuda_device().expect("a GPU");
-        // SAFETY: that is what is tested; all else here is on one stream.
-        unsafe { gpu.cuda_stream().context().disable_event_tracking() };
-        let mover = Arc::new(Mover::new(gpu).expect("a stream"));
-        Some((device, mover))
+    fn mover(device: &Device) -> Arc<Mover> {
+        Arc::new(device.as_cuda_device().and_then(Mover::new).expect("a stream"))
     }
 
     fn numbers(device: &Device, count: usize) -> Tensor {
@@ -278,7 +225,8 @@ mod tests {
 
     #[test]
     fn streams_are_ordered_by_what_is_said_here() -> Result<()> {
-        let Some((device, mover)) = unwatched() else { return Ok(()) };
+        let Some(device) = unwatched() else { return Ok(()) };
+        let mover = mover(&device);
         for count in [1, 1000, 5000] {
             // The second buffer is the first one, which another tensor has left.
             for first in [false, true] {
@@ -311,11 +259,8 @@ mod tests {
     /// What nobody waits for has not happened on the GPU made of a CPU; of another, nothing can be said.
     #[test]
     fn work_on_the_gpu_waits_for_no_copy() -> Result<()> {
-        let Some((device, mover)) = unwatched() else { return Ok(()) };
-        if mover.device.cuda_stream().context().name().map_err(failed("ask for a name"))? != "a CPU" {
-            println!("skipped: a GPU that copies when it likes");
-            return Ok(());
-        }
+        let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
+        let mover = mover(&device);
         let under_way = |moving: &Moving| moving.there.as_ref().is_some_and(|(_, end)| !end.is_complete());
         let mut moving = mover.send(&numbers(&device, 3000))?;
         let computed = numbers(&device, 10).to_vec1::<f32>()?;
