@@ -26,9 +26,9 @@ pub struct Transfers {
 
 /// Memory for the parameters of a unit, of a GPU on which they come later.
 #[derive(Default)]
-pub struct Room {
+pub struct Reserved {
     #[cfg(feature = "cuda")]
-    gpu: Option<on_gpu::Room>,
+    gpu: Option<on_gpu::Reserved>,
 }
 
 /// A parameter as it is put together: its parts, end to end, and its shape.
@@ -82,29 +82,29 @@ impl Transfers {
     ///
     /// # Errors
     /// A GPU without this memory.
-    pub fn reserve(&self, sizes: &[usize]) -> Result<Room> {
+    pub fn reserve(&self, sizes: &[usize]) -> Result<Reserved> {
         #[cfg(feature = "cuda")]
         if let Some(lane) = &self.gpu {
-            return Ok(Room { gpu: Some(lane.reserve(sizes, self.device.precision())?) });
+            return Ok(Reserved { gpu: Some(lane.reserve(sizes, self.device.precision())?) });
         }
         let _ = sizes;
-        Ok(Room::default())
+        Ok(Reserved::default())
     }
 
     /// The parameters where the rank computes, in the type in which it does, as variables: who differentiates in one need not
-    /// copy it. What is started there after this comes behind them. `room` was reserved for their sizes, or is empty.
+    /// copy it. What is started there after this comes behind them. `reserved` is for their sizes, or empty.
     ///
     /// # Errors
     /// A GPU, or a CPU, without memory for them; parts that are no whole.
-    pub fn upload(&self, room: Room, parameters: &[Parameter<'_>]) -> Result<Vec<Tensor>> {
+    pub fn upload(&self, reserved: Reserved, parameters: &[Parameter<'_>]) -> Result<Vec<Tensor>> {
         if let Some(wrong) = parameters.iter().find(|parameter| parameter.len() != parameter.shape.elem_count()) {
             candle_core::bail!("{} numbers for a parameter of shape {:?}", wrong.len(), wrong.shape);
         }
         #[cfg(feature = "cuda")]
         if let Some(lane) = &self.gpu {
-            return lane.upload(room.gpu, parameters, self.device.precision());
+            return lane.upload(reserved.gpu, parameters, self.device.precision());
         }
-        let _ = room;
+        let _ = reserved;
         parameters.iter().map(Parameter::on_cpu).collect()
     }
 

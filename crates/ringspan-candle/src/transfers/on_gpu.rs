@@ -30,7 +30,7 @@ pub(super) struct Lane {
     free: Mutex<Vec<(Pinned, CudaEvent)>>,
 }
 
-pub(super) struct Room {
+pub(super) struct Reserved {
     slices: Vec<Slice>,
     /// When candle's stream has come to them.
     mark: CudaEvent,
@@ -58,7 +58,7 @@ impl Lane {
         Ok(Self { device: device.clone(), copies, free: Mutex::default() })
     }
 
-    pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<Room> {
+    pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<Reserved> {
         // SAFETY: `upload` writes all of it before anybody gets it.
         let slice = |size: &usize| unsafe {
             Ok::<_, candle_core::Error>(match precision {
@@ -69,19 +69,19 @@ impl Lane {
         };
         let slices = sizes.iter().map(slice).collect::<Result<_>>()?;
         let mark = self.device.cuda_stream().record_event(None).map_err(failed("mark a unit"))?;
-        Ok(Room { slices, mark })
+        Ok(Reserved { slices, mark })
     }
 
     pub(super) fn upload(
         &self,
-        room: Option<Room>,
+        reserved: Option<Reserved>,
         parameters: &[Parameter<'_>],
         precision: Precision,
     ) -> Result<Vec<Tensor>> {
         let sizes: Vec<usize> = parameters.iter().map(Parameter::len).collect();
-        let fits = |room: &Room| room.slices.iter().map(Slice::len).eq(sizes.iter().copied());
-        let room = match room.filter(fits) {
-            Some(room) => room,
+        let fits = |reserved: &Reserved| reserved.slices.iter().map(Slice::len).eq(sizes.iter().copied());
+        let Reserved { mut slices, mark } = match reserved.filter(fits) {
+            Some(reserved) => reserved,
             None => self.reserve(&sizes, precision)?,
         };
         let width = precision.dtype().size_in_bytes();
@@ -99,8 +99,7 @@ impl Lane {
                 at += to.len();
             }
         }
-        self.copies.wait(&room.mark).map_err(failed("order streams"))?;
-        let Room { mut slices, .. } = room;
+        self.copies.wait(&mark).map_err(failed("order streams"))?;
         let copied = slices.iter_mut().zip(&places).try_for_each(|(slice, at)| match slice {
             Slice::F32(slice) => pinned.copy_to(*at, slice, &self.copies),
             Slice::Bf16(slice) => pinned.copy_to(*at, slice, &self.copies),
@@ -291,13 +290,13 @@ mod tests {
         {
             let come = || ahead.map_or(Ok(()), |stream| stream.synchronize().map_err(failed("go ahead")));
             let mut gone: Vec<(usize, Coming)> = Vec::new();
-            let mut room = None;
+            let mut reserved = None;
             for (seed, count) in [700, 3000, 700, 720, 3000, 1].into_iter().enumerate() {
                 let values = numbers(seed, count);
                 let unit = unit(&values);
-                let there = lane.upload(room.take(), &unit, precision)?;
+                let there = lane.upload(reserved.take(), &unit, precision)?;
                 come()?;
-                room = Some(lane.reserve(&sizes(&unit), precision)?);
+                reserved = Some(lane.reserve(&sizes(&unit), precision)?);
                 let doubled = |x: &Tensor| (x + x).map(|sum| sum.detach());
                 let results = [("a".to_owned(), doubled(&there[0])?), ("b".to_owned(), doubled(&there[2])?)];
                 come()?;
@@ -333,10 +332,10 @@ mod tests {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
         let lane = lane(&device);
         let values = numbers(1, 3000);
-        let room = lane.reserve(&sizes(&unit(&values)), Precision::F32)?;
+        let reserved = lane.reserve(&sizes(&unit(&values)), Precision::F32)?;
         let work = (Tensor::ones(50, DType::F32, &device)? * 2.0)?;
         let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;
-        let there = lane.upload(Some(room), &unit(&values), Precision::F32)?;
+        let there = lane.upload(Some(reserved), &unit(&values), Precision::F32)?;
         lane.copies.synchronize().map_err(failed("copy"))?;
         assert!(!end.is_complete(), "a unit came behind work on the one before it");
         assert_eq!(there[2].to_vec1::<f32>()?, unit(&values)[2].parts.concat());

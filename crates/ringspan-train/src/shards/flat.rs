@@ -179,7 +179,7 @@ impl Flat {
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
-    use ringspan_candle::transfers::Room;
+    use ringspan_candle::transfers::Reserved;
     use ringspan_candle::{RankDevice, Transfers};
     use ringspan_models::{Holders, gradients::Gradients};
 
@@ -224,7 +224,7 @@ mod tests {
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
             let (names, parameters): (Vec<_>, Vec<_>) = flat.whole(&shards).expect("whole shards").into_iter().unzip();
             assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
-            let tensors = transfers().upload(Room::default(), &parameters).expect("a CPU");
+            let tensors = transfers().upload(Reserved::default(), &parameters).expect("a CPU");
             for (name, tensor) in names.into_iter().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
                 assert_eq!((tensor.dims(), values(&tensor)), (gradients()[name].dims(), values(&gradients()[name])));

@@ -23,7 +23,7 @@ use crate::{
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
-use ringspan_candle::transfers::Room;
+use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{RankDevice, Transfers};
 use ringspan_models::{Decoder, Parameters, Unit, Weights};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
@@ -66,7 +66,7 @@ struct Ahead {
     /// None where it has not begun, or where a rank is alone.
     gathering: Option<Gathering>,
     /// Where it is computed with, in the order of its shards.
-    rooms: Vec<Room>,
+    reserved: Vec<Reserved>,
 }
 
 impl Shards {
@@ -198,21 +198,21 @@ impl Shards {
     }
 
     /// Memory for the unit, where it is computed with.
-    fn rooms(&self, unit: Unit) -> Result<Vec<Room>> {
-        let room = |shard: &Shard| Ok(self.transfers.reserve(&shard.flat.sizes().collect::<Vec<_>>())?);
-        self.held(unit)?.iter().map(room).collect()
+    fn reserved(&self, unit: Unit) -> Result<Vec<Reserved>> {
+        let reserved = |shard: &Shard| Ok(self.transfers.reserve(&shard.flat.sizes().collect::<Vec<_>>())?);
+        self.held(unit)?.iter().map(reserved).collect()
     }
 
     /// The portions of the unit, when all shards are here.
-    fn finish(&self, unit: Unit, Ahead { gathering, rooms }: Ahead) -> Result<Weights> {
+    fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<Weights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
-        let rooms = rooms.into_iter().map(Some).chain(std::iter::repeat_with(|| None));
+        let reserved = reserved.into_iter().map(Some).chain(std::iter::repeat_with(|| None));
         let mut weights = Weights::new();
-        for ((under_way, room), shard) in gathering.into_iter().zip(rooms).zip(self.held(unit)?) {
+        for ((under_way, reserved), shard) in gathering.into_iter().zip(reserved).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
             let (names, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
-            let tensors = self.transfers.upload(room.unwrap_or_default(), &parameters)?;
+            let tensors = self.transfers.upload(reserved.unwrap_or_default(), &parameters)?;
             weights.extend(names.into_iter().map(str::to_owned).zip(tensors));
         }
         Ok(weights)
@@ -228,7 +228,7 @@ impl Parameters for Shards {
         if ahead.is_none() {
             let announced = || {
                 let gathering = if self.copy.size() > 1 { Some(self.gather(unit)?) } else { None };
-                Ok::<_, Error>(Ahead { gathering, rooms: self.rooms(unit)? })
+                Ok::<_, Error>(Ahead { gathering, reserved: self.reserved(unit)? })
             };
             *ahead = Some((unit, announced().map_err(candle_core::Error::wrap)?));
         }
