@@ -31,8 +31,6 @@ pub mod rope;
 mod slices;
 pub mod swiglu;
 pub mod tensor_parallel;
-#[cfg(feature = "cuda")]
-mod wide_product;
 
 pub use attend::Attend;
 pub use context::Context;
