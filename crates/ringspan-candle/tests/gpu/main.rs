@@ -8,6 +8,7 @@ mod by_nccl;
 mod fused;
 mod loss;
 mod ranks;
+mod residual_norm;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;

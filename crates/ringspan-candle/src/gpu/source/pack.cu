@@ -28,6 +28,16 @@ template <int TYPE> __device__ void read(float (&to)[AT_ONCE], const void *from,
     }
 }
 
+// What would be read where it was written.
+template <int TYPE> __device__ void round_to(float (&x)[AT_ONCE]) {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        typename Bits<TYPE>::of bits;
+        store<TYPE>(&bits, 0, x[n]);
+        x[n] = element<TYPE>(&bits, 0);
+    }
+}
+
 template <int TYPE> __device__ void write(void *to, i64 at, const float (&from)[AT_ONCE]) {
     Pack<TYPE> pack;
 #pragma unroll
