@@ -81,10 +81,8 @@ int cublasGemmStridedBatchedEx(void *handle, int a_op, int b_op, int m, int n, i
     if (m <= 0 || n <= 0 || k <= 0 || count <= 0 || c_leading < m || compute != COMPUTE_F32) {
         return 7;
     }
-    if (*static_cast<const float *>(beta) != 0) {
-        fail("cuBLAS is asked to add to a result");
-    }
-    const float factor = *static_cast<const float *>(alpha);
+    // What is there is not read unless it is added to.
+    const float factor = *static_cast<const float *>(alpha), before = *static_cast<const float *>(beta);
     Stream *on = stream(*static_cast<void **>(handle));
     const Stored left{a, a_type, a_leading, a_stride, on->device}, right{b, b_type, b_leading, b_stride, on->device};
     on->push([=] {
@@ -105,7 +103,8 @@ int cublasGemmStridedBatchedEx(void *handle, int a_op, int b_op, int m, int n, i
                 check_copy(reinterpret_cast<uintptr_t>(c) + static_cast<uintptr_t>(first) * width, static_cast<size_t>(m) * width,
                            on->device);
                 for (int row = 0; row < m; row++) {
-                    write(c, first + row, c_type, factor * sums[static_cast<size_t>(row)]);
+                    const float there = before == 0 ? 0 : before * read(c, first + row, c_type);
+                    write(c, first + row, c_type, factor * sums[static_cast<size_t>(row)] + there);
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Layers on a GPU, with the values and gradients of those of the CPU: norms, rotations and gates are kernels, products
-//! cuBLAS's, and the rest is made of candle's operations, which candle differentiates.
+//! Layers on a GPU, with the values and gradients of those of the CPU: norms, rotations, gates and the loss are kernels,
+//! products cuBLAS's, and the rest is made of candle's operations, which candle differentiates.
 //!
 //! Tensors are f32 or bf16. Of bf16, what is not a product is computed in f32, and rounded once, as a layer's result.
 
@@ -7,6 +7,8 @@
 pub(crate) mod kernels;
 #[cfg(feature = "cuda")]
 pub(crate) mod operand;
+#[cfg(feature = "cuda")]
+pub(crate) mod product;
 
 use crate::cast::cast;
 use candle_core::backend::{BackendDevice, BackendStorage};

@@ -35,8 +35,6 @@ mod slices;
 pub mod swiglu;
 pub mod tensor_parallel;
 pub mod transfers;
-#[cfg(feature = "cuda")]
-mod wide_product;
 
 pub use attend::Attend;
 pub use context::Context;

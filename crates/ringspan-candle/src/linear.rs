@@ -90,7 +90,11 @@ impl Linear {
             }
             #[cfg(feature = "cuda")]
             None if self.wide && x.dtype() == DType::BF16 => {
-                Ok((crate::wide_product::of_bf16(x, x_at, w, w_at)?, Shape::from((tokens, outs))))
+                let shape = Shape::from((tokens, outs));
+                let mut out = gpu::operand::unwritten(x.device(), &shape, DType::F32)?;
+                let to = gpu::product::Room { of: &mut out, first: 0 };
+                gpu::product::product((x, x_at), (w, &w_at.transpose(0, 1)?), to, Into::Fresh)?;
+                Ok((out, shape))
             }
             None => {
                 let product = x.matmul(w, (1, tokens, outs, width), x_at, &w_at.transpose(0, 1)?)?;

@@ -1,8 +1,10 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens.
 
-mod on_gpu;
+#[cfg(feature = "cuda")]
+pub(crate) mod on_gpu;
 
 use crate::activation::exp;
+#[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::linear::linear_wide;
 use crate::matmul::{Into, Matrix, product};
@@ -15,7 +17,7 @@ use std::ops::Range;
 /// Target of a token that has none: padding, and the last token of a document.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Tokens whose logits exist at once.
+/// Tokens whose logits exist at once; on a GPU twice as many.
 pub const CHUNK: usize = 512;
 
 /// What [`head_loss`] returns.
@@ -32,7 +34,8 @@ pub struct HeadLoss {
 /// Negative log-likelihood of `targets` under softmax(hidden head^T), and its gradients times `scale`.
 ///
 /// hidden `[T, C]`, head `[V, C]`, f32 or, on a GPU, bf16; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
-/// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them.
+/// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them; on a GPU twice that, and, in
+/// bf16, their gradient beside them.
 ///
 /// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
 /// three numbers a token, and no logits.
@@ -50,6 +53,7 @@ pub fn head_loss(
     let vocabulary = Vocabulary::new(head, shared)?;
     let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
+    #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
         return on_gpu::head_loss(&hidden, &head, targets, scale, trains_head, &vocabulary);
     }
@@ -79,14 +83,14 @@ pub fn head_loss(
 pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &TensorParallel) -> Result<Vec<f32>> {
     let vocabulary = Vocabulary::new(head, shared)?;
     check(hidden, head, targets, &vocabulary)?;
+    #[cfg(feature = "cuda")]
     if gpu::holds(hidden) {
         return on_gpu::log_probs(&hidden.contiguous()?, &head.contiguous()?, targets, &vocabulary);
     }
     let mut out = Vec::with_capacity(targets.len());
     of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
-        let log_prob = |(total, target): (&Sums, &u32)| if *target == IGNORE { 0.0 } else { -total.nll() as f32 };
-        out.extend(totals.iter().zip(chunk.targets).map(log_prob));
+        out.extend(nlls(&totals, chunk.targets).map(|nll| -nll as f32));
         Ok(())
     })?;
     Ok(out)
@@ -156,8 +160,7 @@ impl<'a> Chunk<'a> {
                 pool::vectorized(|| gradient(row, *target, place, scale, sums, totals));
             }
         });
-        let nll = |(total, target): (&Sums, &u32)| if *target == IGNORE { 0.0 } else { total.nll() };
-        Ok(totals.iter().zip(self.targets).map(nll).sum())
+        Ok(nlls(&totals, self.targets).sum())
     }
 }
 
@@ -237,6 +240,11 @@ impl Sums {
     }
 }
 
+/// -ln p(target) of each token; 0 where there is no target.
+fn nlls(totals: &[Sums], targets: &[u32]) -> impl Iterator<Item = f64> {
+    totals.iter().zip(targets).map(|(total, target)| if *target == IGNORE { 0.0 } else { total.nll() })
+}
+
 /// Calls `work` with the logits `[.., V]` of each chunk of tokens, in one buffer that it may write over.
 fn of_chunks(
     hidden: &Tensor,
@@ -312,7 +320,7 @@ fn exponentials(row: &mut [f32]) -> (f32, f64) {
 
 fn check(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
     let ((tokens, width), (rows, head_width)) = (hidden.dims2()?, head.dims2()?);
-    if width != head_width || tokens != targets.len() || rows == 0 {
+    if width != head_width || tokens != targets.len() || rows * width == 0 {
         bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.shape(), targets.len());
     }
     match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary.whole) {

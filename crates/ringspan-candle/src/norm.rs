@@ -102,7 +102,7 @@ impl CustomOp2 for RmsNorm {
     fn bwd(&self, x: &Tensor, w: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         #[cfg(feature = "cuda")]
         if gpu::holds(x) {
-            let (dx, dw) = on_gpu::backward(x, w, d_out, self.eps)?;
+            let (dx, dw) = on_gpu::backward(x, w, d_out, None, self.eps)?;
             return Ok((Some(dx), dw));
         }
         let d_out = d_out.contiguous()?;

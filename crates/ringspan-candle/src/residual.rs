@@ -1,5 +1,9 @@
 //! The sum of a layer's input and what the layer makes of it.
 
+#[cfg(feature = "cuda")]
+mod normed;
+
+use crate::norm::rms_norm;
 use crate::slices::cpu;
 use crate::{gpu, pool};
 use candle_core::backend::BackendStorage;
@@ -17,6 +21,24 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
     x.contiguous()?.apply_op2(&y.contiguous()?, Residual)
+}
+
+/// `x + y`, and what [`rms_norm`] makes of it: on a GPU by one kernel, and their gradients by one.
+///
+/// # Errors
+/// As for [`residual`] and [`rms_norm`].
+pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    #[cfg(feature = "cuda")]
+    if gpu::holds(x)
+        && x.elem_count() > 0
+        && x.shape() == y.shape()
+        && x.dims().last().is_some_and(|width| weight.dims() == [*width])
+    {
+        return normed::residual_norm(x, y, weight, eps);
+    }
+    let sum = residual(x, y)?;
+    let normed = rms_norm(&sum, weight, eps)?;
+    Ok((sum, normed))
 }
 
 struct Residual;

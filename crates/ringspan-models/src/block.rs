@@ -34,19 +34,20 @@ impl Block<'_> {
     /// x `[T, C]` to `[T, C]`, with at least one token; where ranks share layers, this rank's rows of them.
     pub(crate) fn forward(&self, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let model = &self.decoder.model;
-        let mut attended = self.attention(&self.gathered("input_layernorm", x, attend)?, attend)?;
+        let mut attended = self.attention(&self.rows_of_all(&self.normed("input_layernorm", x)?, attend)?, attend)?;
         let mut before = "post_attention_layernorm";
         if model.post_norms {
             // Gemma gives this name to the norm behind attention, Llama to the one before the feed-forward part.
             attended = self.normed(before, &attended)?;
             before = "pre_feedforward_layernorm";
         }
-        let x = residual(x, &attended)?;
+        let (x, h) = self.decoder.sum_and_norm(self.weights, &self.name(&format!("{before}.weight")), x, &attended)?;
         let mut fed = match self.mixture() {
             // Tokens find their experts row by row.
-            Some(sparse) => self.sparse(sparse, &self.normed(before, &x)?, attend)?,
-            None => self.dense(&self.gathered(before, &x, attend)?, attend)?,
+            Some(sparse) => self.sparse(sparse, &h, attend)?,
+            None => self.dense(&self.rows_of_all(&h, attend)?, attend)?,
         };
+        drop(h);
         if model.post_norms {
             fed = self.normed("post_feedforward_layernorm", &fed)?;
         }
@@ -111,9 +112,9 @@ impl Block<'_> {
         self.summed("mlp.down_proj", &hidden, model.mlp_bias, attend)
     }
 
-    /// x normed, with the rows of all ranks that share this layer.
-    fn gathered(&self, norm: &str, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        Ok(attend.tensor_parallel().gather(&self.normed(norm, x)?, attend.positions().len())?)
+    /// h, with the rows of all ranks that share this layer.
+    fn rows_of_all(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+        Ok(attend.tensor_parallel().gather(h, attend.positions().len())?)
     }
 
     /// The linear layer behind which the parts of all ranks are summed, and rows dealt again.

@@ -12,6 +12,7 @@ use crate::recompute::Keeper;
 use candle_core::{DType, Tensor, Var};
 use ringspan_candle::cast::cast;
 use ringspan_candle::norm::rms_norm;
+use ringspan_candle::residual::{residual, residual_norm};
 use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
 
@@ -189,11 +190,30 @@ impl Decoder {
         if x.dim(0)? == 0 {
             return Ok(x.clone());
         }
+        Ok(rms_norm(x, &self.norm_weight(weights, name)?, self.config.rms_norm_eps)?)
+    }
+
+    /// The sum of x and y, and that normed as by [`normed`](Self::normed).
+    pub(crate) fn sum_and_norm(
+        &self,
+        weights: &Weights,
+        name: &str,
+        x: &Tensor,
+        y: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        if x.dim(0)? == 0 {
+            let sum = residual(x, y)?;
+            return Ok((sum.clone(), sum));
+        }
+        Ok(residual_norm(x, y, &self.norm_weight(weights, name)?, self.config.rms_norm_eps)?)
+    }
+
+    /// What a norm multiplies with.
+    fn norm_weight(&self, weights: &Weights, name: &str) -> Result<Tensor> {
         let weight = self.get(weights, name)?;
-        let eps = self.config.rms_norm_eps;
         match self.model.norm_offset {
-            0.0 => Ok(rms_norm(x, weight, eps)?),
-            offset => Ok(rms_norm(x, &(cast(weight, DType::F32)? + offset)?, eps)?),
+            0.0 => Ok(weight.clone()),
+            offset => Ok((cast(weight, DType::F32)? + offset)?),
         }
     }
 

@@ -16,6 +16,7 @@ const PACK: &str = include_str!("source/pack.cu");
 const NORM: &str = include_str!("source/norm.cu");
 const ROPE: &str = include_str!("source/rope.cu");
 const GATE: &str = include_str!("source/gate.cu");
+const LOSS: &str = include_str!("source/loss.cu");
 
 /// A layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -23,13 +24,14 @@ pub(crate) enum Layer {
     Norm,
     Rope,
     Gate(Activation),
+    Loss,
 }
 
 /// What kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Options {
     layer: Layer,
-    /// F32 or BF16: of tensors, and of the weight of a norm.
+    /// F32 or BF16: of tensors, and of the weight of a norm, or of the gradient of logits.
     types: [DType; 2],
     /// Elements that a thread reads at once.
     pub(crate) at_once: usize,
@@ -50,6 +52,7 @@ impl Options {
             Layer::Norm => NORM,
             Layer::Rope => ROPE,
             Layer::Gate(_) => GATE,
+            Layer::Loss => LOSS,
         };
         let stored = |dtype| usize::from(dtype == DType::BF16);
         Source {
@@ -103,7 +106,7 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{norm, rope, swiglu};
+    use crate::{loss, norm, rope, swiglu};
     use ringspan::kernel::nvrtc;
 
     /// Without a GPU this still shows that the kernels are CUDA, and agree on the jobs' sizes.
@@ -118,6 +121,7 @@ mod tests {
             (Layer::Rope, size_of::<rope::on_gpu::Job>()),
             (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::Job>()),
             (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::Job>()),
+            (Layer::Loss, size_of::<loss::on_gpu::Job>()),
         ];
         let types = [DType::F32, DType::BF16];
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {

@@ -27,6 +27,15 @@ impl<'a> Operand<'a> {
         Ok(Self { at: first + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64, _order })
     }
 
+    /// Whole numbers that are read.
+    ///
+    /// # Errors
+    /// Others than u32.
+    pub(crate) fn read_whole(storage: &'a CudaStorage, layout: &Layout, stream: &'a CudaStream) -> Result<Self> {
+        let (first, _order) = storage.as_cuda_slice::<u32>()?.device_ptr(stream);
+        Ok(Self { at: first + (layout.start_offset() * size_of::<u32>()) as u64, _order })
+    }
+
     /// What is written, all of it.
     ///
     /// # Errors

@@ -1,13 +1,42 @@
-//! The same on a GPU, of candle's operations. What is known of a row, three numbers, is brought to the CPU, where they are
-//! added up in f64 and, if ranks share the vocabulary, over the ranks. Logits and exponentials are f32 also where hidden states
-//! and head are bf16; their gradient is rounded for its products with these.
+//! The same on a GPU. Logits and what is known of them are f32 also where hidden states and head are bf16; their gradient is
+//! rounded for its products with these.
+//!
+//! What is known of a row, three numbers, is brought to the CPU, where it is added up in f64: once, at the end, or of each
+//! chunk where ranks share the vocabulary, because its gradient waits for them.
 
-use super::{CHUNK, HeadLoss, IGNORE, Sums, Vocabulary};
-use crate::cast::cast;
-use crate::linear::linear_wide;
-use candle_core::{DType, Result, Tensor};
+use super::{HeadLoss, Sums, Vocabulary, nlls};
+use crate::gpu::kernels::{Layer, Options, THREADS, launch};
+use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
+use crate::gpu::product::{Room, product};
+use crate::matmul::Into;
+use candle_core::backend::BackendStorage;
+use candle_core::cuda::cudarc::driver::DeviceRepr;
+use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
+use std::ops::Range;
 
-/// As [`head_loss`](super::head_loss): hidden `[T, C]`, head `[V, C]`.
+/// Tokens whose logits exist at once: of more, products pass less often over the head, and over the sum of its gradient.
+const CHUNK: usize = 2 * super::CHUNK;
+
+/// What a launch is told, as in `gpu/source/loss.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Job {
+    logits: u64,
+    gradient: u64,
+    targets: u64,
+    sums: u64,
+    width: i64,
+    first: i64,
+    scale: f32,
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for Job {}
+
+/// Shared memory of a block: two numbers of each warp.
+const SHARED_BYTES: usize = 2 * 4 * THREADS / 32;
+
+/// As [`head_loss`](super::head_loss): hidden `[T, C]` and head `[V, C]`, contiguous.
 pub(super) fn head_loss(
     hidden: &Tensor,
     head: &Tensor,
@@ -16,68 +45,177 @@ pub(super) fn head_loss(
     trains_head: bool,
     vocabulary: &Vocabulary,
 ) -> Result<HeadLoss> {
-    let (mut nll_sum, mut d_hidden) = (0.0, Vec::new());
-    let mut d_head = match trains_head {
-        true => Some(Tensor::zeros(head.shape(), DType::F32, head.device())?),
-        false => None,
-    };
-    for (number, targets) in targets.chunks(CHUNK).enumerate() {
-        let rows = hidden.narrow(0, number * CHUNK, targets.len())?;
-        let Chunk { exponentials, sums, places } = Chunk::new(&rows, head, targets, vocabulary)?;
-        let totals = vocabulary.totals(&sums)?;
-        let (mut factors, mut at_targets) = (Vec::new(), Vec::new());
-        for ((own, total), target) in sums.iter().zip(&totals).zip(targets) {
-            let counts = *target != IGNORE;
-            nll_sum += if counts { total.nll() } else { 0.0 };
-            factors.push(if counts { total.factor(own, scale) } else { 0.0 });
-            at_targets.push(if counts && vocabulary.place(*target).is_some() { -scale } else { 0.0 });
-        }
-        let column = |values: Vec<f32>| Tensor::from_vec(values, (targets.len(), 1), hidden.device());
-        let gradient = exponentials.broadcast_mul(&column(factors)?)?.scatter_add(&places, &column(at_targets)?, 1)?;
-        let gradient = cast(&gradient, hidden.dtype())?;
-        d_hidden.push(gradient.matmul(head)?);
-        d_head = d_head.map(|sum| sum + cast(&gradient.t()?.matmul(&rows)?, DType::F32)?).transpose()?;
+    if targets.is_empty() {
+        let d_head = trains_head.then(|| Tensor::zeros(head.shape(), DType::F32, head.device())).transpose()?;
+        return Ok(HeadLoss { nll_sum: 0.0, d_hidden: hidden.zeros_like()?, d_head });
     }
-    let d_hidden = if d_hidden.is_empty() { hidden.zeros_like()? } else { Tensor::cat(&d_hidden, 0)? };
-    Ok(HeadLoss { nll_sum, d_hidden, d_head })
+    let device = hidden.device().as_cuda_device()?;
+    let mut d_hidden = unwritten(device, hidden.shape(), hidden.dtype())?;
+    let mut d_head = trains_head.then(|| unwritten(device, head.shape(), DType::F32)).transpose()?;
+    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let (mut of_chunks, mut totals) = (Vec::new(), Vec::new());
+    for rows in chunks.all() {
+        let own = chunks.sums(rows.clone())?;
+        if vocabulary.shared.is_whole() {
+            chunks.differentiate(rows.clone(), &own, scale)?;
+            of_chunks.push(own);
+        } else {
+            let of_rows = vocabulary.totals(&read(&own)?)?;
+            chunks.differentiate(rows.clone(), &uploaded(&of_rows, hidden)?, scale)?;
+            totals.extend(of_rows);
+        }
+        chunks.multiply(rows, &mut d_hidden, d_head.as_mut())?;
+    }
+    if vocabulary.shared.is_whole() {
+        totals = read(&Tensor::cat(&of_chunks, 0)?)?;
+    }
+    Ok(HeadLoss {
+        nll_sum: nlls(&totals, targets).sum(),
+        d_hidden: tensor(d_hidden, hidden.shape()),
+        d_head: d_head.map(|d_head| tensor(d_head, head.shape())),
+    })
 }
 
 /// As [`log_probs`](super::log_probs).
 pub(super) fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Vec<f32>> {
-    let mut out = Vec::with_capacity(targets.len());
-    for (number, targets) in targets.chunks(CHUNK).enumerate() {
-        let rows = hidden.narrow(0, number * CHUNK, targets.len())?;
-        let totals = vocabulary.totals(&Chunk::new(&rows, head, targets, vocabulary)?.sums)?;
-        let log_prob = |(total, target): (&Sums, &u32)| if *target == IGNORE { 0.0 } else { -total.nll() as f32 };
-        out.extend(totals.iter().zip(targets).map(log_prob));
+    if targets.is_empty() {
+        return Ok(Vec::new());
     }
-    Ok(out)
+    let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
+    let of_chunks = chunks.all().map(|rows| chunks.sums(rows)).collect::<Result<Vec<_>>>()?;
+    let totals = vocabulary.totals(&read(&Tensor::cat(&of_chunks, 0)?)?)?;
+    Ok(nlls(&totals, targets).map(|nll| -nll as f32).collect())
 }
 
-/// Tokens whose logits exist at once.
-struct Chunk {
-    /// Of the logits `[n, V]`, relative to the greatest of each row.
-    exponentials: Tensor,
-    sums: Vec<Sums>,
-    /// Where the targets' logits are `[n, 1]`; 0 where they are not here.
-    places: Tensor,
+/// What is known of rows `[n, 3]`, on the CPU.
+fn read(sums: &Tensor) -> Result<Vec<Sums>> {
+    let of = |row: &Vec<f32>| Sums { max: row[0], sum: f64::from(row[1]), of_target: f64::from(row[2]) };
+    Ok(sums.to_vec2()?.iter().map(of).collect())
 }
 
-impl Chunk {
-    fn new(rows: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
-        let logits = linear_wide(&rows.detach(), &head.detach())?;
-        let places: Vec<Option<usize>> = targets.iter().map(|target| vocabulary.place(*target)).collect();
-        let indices: Vec<u32> = places.iter().map(|place| place.unwrap_or(0) as u32).collect();
-        let indices = Tensor::from_vec(indices, (targets.len(), 1), rows.device())?;
-        let max = logits.max_keepdim(1)?;
-        let exponentials = logits.broadcast_sub(&max)?.exp()?;
-        let numbers = Tensor::cat(&[&max, &exponentials.sum_keepdim(1)?, &logits.gather(&indices, 1)?], 1)?;
-        let numbers = numbers.to_vec2::<f32>()?;
-        let of = |(row, place): (&Vec<f32>, &Option<usize>)| Sums {
-            max: row[0],
-            sum: f64::from(row[1]),
-            of_target: place.map_or(0.0, |_| f64::from(row[2])),
+/// The same on a GPU.
+fn uploaded(totals: &[Sums], like: &Tensor) -> Result<Tensor> {
+    let numbers: Vec<f32> =
+        totals.iter().flat_map(|total| [total.max, total.sum as f32, total.of_target as f32]).collect();
+    Tensor::from_vec(numbers, (totals.len(), 3), like.device())
+}
+
+/// Tokens, and memory for the logits of some of them, which one chunk takes after the other.
+struct Chunks<'a> {
+    hidden: &'a Tensor,
+    head: &'a Tensor,
+    targets: Tensor,
+    /// The first token of the vocabulary that is known here.
+    first: usize,
+    logits: CudaStorage,
+    /// Their gradient in bf16; in f32 it is written over them.
+    narrow: Option<CudaStorage>,
+}
+
+impl<'a> Chunks<'a> {
+    /// At least one token.
+    fn new(hidden: &'a Tensor, head: &'a Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
+        let shape = Shape::from((targets.len().min(CHUNK), head.dim(0)?));
+        Ok(Self {
+            hidden,
+            head,
+            targets: Tensor::new(targets, hidden.device())?,
+            first: vocabulary.known.start,
+            logits: unwritten(hidden.device().as_cuda_device()?, &shape, DType::F32)?,
+            narrow: None,
+        })
+    }
+
+    /// The tokens of each chunk.
+    fn all(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let tokens = self.targets.elem_count();
+        (0..tokens).step_by(CHUNK).map(move |first| first..tokens.min(first + CHUNK))
+    }
+
+    /// Of a chunk, the logits or their gradient.
+    fn layout(&self, rows: &Range<usize>) -> Result<Layout> {
+        Ok(Layout::contiguous((rows.len(), self.head.dim(0)?)))
+    }
+
+    /// Computes the logits of a chunk, and returns what is known of each row `[n, 3]`, f32: the greatest, the sum of
+    /// exponentials relative to it, and the target's logit, or 0 where that is not here.
+    fn sums(&mut self, rows: Range<usize>) -> Result<Tensor> {
+        let (at, shape) = (self.layout(&rows)?, Shape::from((rows.len(), 3)));
+        let (hidden, head) = (self.hidden.narrow(0, rows.start, rows.len())?, self.head.t()?);
+        let ((hidden_held, hidden_at), (head_held, head_at)) = (hidden.storage_and_layout(), head.storage_and_layout());
+        let room = Room { of: &mut self.logits, first: 0 };
+        product((on_gpu(&hidden_held)?, hidden_at), (on_gpu(&head_held)?, head_at), room, Into::Fresh)?;
+
+        let device = self.logits.device();
+        let (mut sums, stream) = (unwritten(device, &shape, DType::F32)?, device.cuda_stream());
+        {
+            let logits = Operand::read(&self.logits, &at, &stream)?;
+            let written = Operand::written(&mut sums, &stream)?;
+            let targets = self.targets.narrow(0, rows.start, rows.len())?;
+            let (targets_held, targets_at) = targets.storage_and_layout();
+            let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
+            let job = Job {
+                logits: logits.at,
+                targets: targets.at,
+                sums: written.at,
+                width: at.dims()[1] as i64,
+                first: self.first as i64,
+                ..Job::default()
+            };
+            let options = options(&at, self.hidden.dtype(), &[logits.at]);
+            // SAFETY: logits of these rows, as many targets, and room for three numbers of each are there.
+            unsafe { launch(device, &options, "loss_sums", &job, (rows.len(), 1), SHARED_BYTES)? };
+        }
+        Ok(tensor(sums, &shape))
+    }
+
+    /// Turns the logits of a chunk into `scale` times their gradient, by what is known of their rows `[n, 3]` over the whole
+    /// vocabulary.
+    fn differentiate(&mut self, rows: Range<usize>, totals: &Tensor, scale: f32) -> Result<()> {
+        let (at, device, dtype) = (self.layout(&rows)?, self.logits.device().clone(), self.hidden.dtype());
+        if dtype != DType::F32 && self.narrow.is_none() {
+            // The first chunk is the longest.
+            self.narrow = Some(unwritten(&device, at.shape(), dtype)?);
+        }
+        let stream = device.cuda_stream();
+        let targets = self.targets.narrow(0, rows.start, rows.len())?;
+        let ((targets_held, targets_at), (totals_held, totals_at)) =
+            (targets.storage_and_layout(), totals.storage_and_layout());
+        let targets = Operand::read_whole(on_gpu(&targets_held)?, targets_at, &stream)?;
+        let totals = Operand::read(on_gpu(&totals_held)?, totals_at, &stream)?;
+        let logits = Operand::written(&mut self.logits, &stream)?;
+        let narrow = self.narrow.as_mut().map(|narrow| Operand::written(narrow, &stream)).transpose()?;
+        let job = Job {
+            logits: logits.at,
+            gradient: narrow.as_ref().map_or(logits.at, |narrow| narrow.at),
+            targets: targets.at,
+            sums: totals.at,
+            width: at.dims()[1] as i64,
+            first: self.first as i64,
+            scale,
         };
-        Ok(Self { exponentials, sums: numbers.iter().zip(&places).map(of).collect(), places: indices })
+        let options = options(&at, dtype, &[logits.at, job.gradient]);
+        // SAFETY: logits of these rows, room for their gradient, as many targets, and three numbers of each row are there.
+        unsafe { launch(&device, &options, "loss_gradient", &job, (rows.len(), 1), 0) }
     }
+
+    /// Writes the gradient of hidden states of a chunk, and adds to that of the head: the first chunk begins it.
+    fn multiply(&self, rows: Range<usize>, d_hidden: &mut CudaStorage, d_head: Option<&mut CudaStorage>) -> Result<()> {
+        let (gradient, at, width) =
+            (self.narrow.as_ref().unwrap_or(&self.logits), self.layout(&rows)?, self.hidden.dim(1)?);
+        let (head_held, head_at) = self.head.storage_and_layout();
+        let room = Room { of: d_hidden, first: rows.start * width };
+        product((gradient, &at), (on_gpu(&head_held)?, head_at), room, Into::Fresh)?;
+        let Some(d_head) = d_head else { return Ok(()) };
+        let hidden = self.hidden.narrow(0, rows.start, rows.len())?;
+        let (hidden_held, hidden_at) = hidden.storage_and_layout();
+        let into = if rows.start == 0 { Into::Fresh } else { Into::Sum };
+        let room = Room { of: d_head, first: 0 };
+        product((gradient, &at.transpose(0, 1)?), (on_gpu(&hidden_held)?, hidden_at), room, into)
+    }
+}
+
+/// For logits of this layout, f32, and their gradient.
+fn options(at: &Layout, gradient: DType, addresses: &[u64]) -> Options {
+    Options::new::<Job>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
 }

@@ -20,15 +20,20 @@ const CHUNK: usize = 64;
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Job {
     x: u64,
+    y: u64,
     d: u64,
+    beside: u64,
     weight: u64,
+    sum: u64,
     out: u64,
     inverse: u64,
     sums: u64,
     rows: i64,
     width: i64,
     x_stride: i64,
+    y_stride: i64,
     d_stride: i64,
+    beside_stride: i64,
     chunk: i64,
     lanes: i32,
     eps: f32,
@@ -45,53 +50,96 @@ fn lanes(pieces: usize) -> usize {
 /// Shared memory of a row that all threads of a block have: two sums of each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / WARP;
 
+/// A tensor that is read, where it is.
+type Held<'a> = (&'a CudaStorage, &'a Layout);
+
 /// As an operation returns it: x in rows, the weight contiguous.
-pub(super) fn forward(
-    (x, x_at): (&CudaStorage, &Layout),
-    (w, w_at): (&CudaStorage, &Layout),
-    eps: f64,
-) -> Result<(CudaStorage, Shape)> {
-    let (rows, shape, device) = (Rows::expected(x_at)?, x_at.shape(), x.device());
-    if shape.elem_count() == 0 {
-        return zeros(x, shape);
+pub(super) fn forward(x: Held, w: Held, eps: f64) -> Result<(CudaStorage, Shape)> {
+    let (x_read, x_at) = x;
+    if x_at.shape().elem_count() == 0 {
+        return zeros(x_read, x_at.shape());
     }
-    let (mut out, stream) = (unwritten(device, shape, x.dtype())?, device.cuda_stream());
+    let out = unwritten(x_read.device(), x_at.shape(), x_read.dtype())?;
+    Ok((written(x, None, w, eps, out)?, x_at.shape().clone()))
+}
+
+/// The sum of x and y, and its norm: both in rows and with elements, the weight contiguous.
+pub(crate) fn forward_of_sum(x: Held, y: Held, w: Held, eps: f64) -> Result<[CudaStorage; 2]> {
+    let (device, shape, dtype) = (x.0.device(), x.1.shape(), x.0.dtype());
+    if y.0.dtype() != dtype || y.1.shape() != shape {
+        let y = (y.0.dtype(), y.1.shape());
+        bail!("{shape:?} of {dtype:?} and {:?} of {:?} cannot be added: shapes or types differ", y.1, y.0);
+    }
+    let mut sum = unwritten(device, shape, dtype)?;
+    let out = written(x, Some((y, &mut sum)), w, eps, unwritten(device, shape, dtype)?)?;
+    Ok([sum, out])
+}
+
+/// Fills `out` with the norm of x, or of its sum with another tensor, which is written beside it.
+fn written(
+    (x, x_at): Held,
+    added: Option<(Held, &mut CudaStorage)>,
+    (w, w_at): Held,
+    eps: f64,
+    mut out: CudaStorage,
+) -> Result<CudaStorage> {
+    let (rows, device) = (Rows::expected(x_at)?, x.device());
+    let stream = device.cuda_stream();
     {
         let (x_read, w_read) = (Operand::read(x, x_at, &stream)?, Operand::read(w, w_at, &stream)?);
-        let written = Operand::written(&mut out, &stream)?;
-        let addresses = [x_read.at, w_read.at, written.at];
-        let types = [x.dtype(), w.dtype()];
-        let options = Options::new::<Job>(Layer::Norm, types, &addresses, &[rows.width, rows.stride]);
-        let lanes = lanes(rows.width.div_ceil(options.at_once));
-        let job = Job {
+        let out = Operand::written(&mut out, &stream)?;
+        let (mut addresses, mut sizes) = (vec![x_read.at, w_read.at, out.at], vec![rows.width, rows.stride]);
+        let mut job = Job {
             x: x_read.at,
             weight: w_read.at,
-            out: written.at,
+            out: out.at,
             rows: rows.count as i64,
             width: rows.width as i64,
             x_stride: rows.stride as i64,
-            lanes: lanes as i32,
             eps: eps as f32,
             ..Job::default()
         };
-        let blocks = rows.count.div_ceil(THREADS / lanes);
-        // SAFETY: rows of x and as many of the result, which was made for them, are there; so is a weight of their width.
-        unsafe { launch(device, &options, "rms_norm", &job, (blocks, 1), SHARED_BYTES)? };
+        let mut name = "rms_norm";
+        // Until the kernel is started.
+        let mut held = None;
+        if let Some(((y, y_at), sum)) = added {
+            let (y_rows, y, sum) =
+                (Rows::expected(y_at)?, Operand::read(y, y_at, &stream)?, Operand::written(sum, &stream)?);
+            addresses.extend([y.at, sum.at]);
+            sizes.push(y_rows.stride);
+            job = Job { y: y.at, sum: sum.at, y_stride: y_rows.stride as i64, ..job };
+            name = "rms_norm_of_sum";
+            held = Some((y, sum));
+        }
+        let options = Options::new::<Job>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
+        let lanes = lanes(rows.width.div_ceil(options.at_once));
+        let (job, blocks) = (Job { lanes: lanes as i32, ..job }, rows.count.div_ceil(THREADS / lanes));
+        // SAFETY: rows of x, as many of what is added and of what is written, and a weight of their width are there.
+        unsafe { launch(device, &options, name, &job, (blocks, 1), SHARED_BYTES)? };
+        drop(held);
     }
-    Ok((out, shape.clone()))
+    Ok(out)
 }
 
-/// Gradients of x and, if it is trained, of the weight.
-pub(super) fn backward(x: &Tensor, w: &Tensor, d: &Tensor, eps: f64) -> Result<(Tensor, Option<Tensor>)> {
+/// Gradients of x and, if it is trained, of the weight. What x has `beside` this gradient is added to it.
+pub(crate) fn backward(
+    x: &Tensor,
+    w: &Tensor,
+    d: &Tensor,
+    beside: Option<&Tensor>,
+    eps: f64,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let beside = beside.map(in_rows).transpose()?;
     let (d, trained, types) = (in_rows(d)?, w.track_op(), [x.dtype(), w.dtype()]);
-    if d.dtype() != x.dtype() {
-        bail!("a gradient of {:?} for a norm of {:?}: the types differ", d.dtype(), x.dtype());
+    if let Some(other) = beside.iter().chain([&d]).find(|d| d.dtype() != x.dtype()) {
+        bail!("a gradient of {:?} for a norm of {:?}: the types differ", other.dtype(), x.dtype());
     }
     if x.elem_count() == 0 {
         return Ok((x.zeros_like()?, if trained { Some(w.zeros_like()?) } else { None }));
     }
     let ((x_held, x_at), (w_held, w_at), (d_held, d_at)) =
         (x.storage_and_layout(), w.storage_and_layout(), d.storage_and_layout());
+    let beside_held = beside.as_ref().map(Tensor::storage_and_layout);
     let (rows, d_rows, device) = (Rows::expected(x_at)?, Rows::expected(d_at)?, on_gpu(&x_held)?.device());
     let (mut dx, stream) = (unwritten(device, x.shape(), x.dtype())?, device.cuda_stream());
     let mut inverse = unwritten(device, &Shape::from(rows.count), DType::F32)?;
@@ -109,26 +157,33 @@ pub(super) fn backward(x: &Tensor, w: &Tensor, d: &Tensor, eps: f64) -> Result<(
         let w = Operand::read(on_gpu(&w_held)?, w_at, &stream)?;
         let d = Operand::read(on_gpu(&d_held)?, d_at, &stream)?;
         let (dx, inverse) = (Operand::written(&mut dx, &stream)?, Operand::written(&mut inverse, &stream)?);
-        let sizes = [rows.width, rows.stride, d_rows.stride];
-        let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at], &sizes);
+        let beside = match &beside_held {
+            Some((held, at)) => Some((Operand::read(on_gpu(held)?, at, &stream)?, Rows::expected(at)?.stride)),
+            None => None,
+        };
+        let (beside_at, beside_stride) = beside.as_ref().map_or((0, 0), |(beside, stride)| (beside.at, *stride));
+        let sizes = [rows.width, rows.stride, d_rows.stride, beside_stride];
+        let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, beside_at], &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
         let job = Job {
             x: x.at,
             d: d.at,
+            beside: beside_at,
             weight: w.at,
             out: dx.at,
             inverse: inverse.at,
-            sums: 0,
             rows: rows.count as i64,
             width: rows.width as i64,
             x_stride: rows.stride as i64,
             d_stride: d_rows.stride as i64,
+            beside_stride: beside_stride as i64,
             chunk: chunk as i64,
             lanes: lanes as i32,
             eps: eps as f32,
+            ..Job::default()
         };
         let blocks = rows.count.div_ceil(THREADS / lanes);
-        // SAFETY: x, d, a weight of their width and what is written, made for as many rows, are there.
+        // SAFETY: x, d, what is added, a weight of their width and what is written, made for as many rows, are there.
         unsafe { launch(device, &options, "rms_norm_backward", &job, (blocks, 1), SHARED_BYTES)? };
         if let Some((dw, sums)) = &mut weight {
             let (dw, sums) = (Operand::written(dw, &stream)?, Operand::written(sums, &stream)?);

@@ -6,8 +6,10 @@ mod bf16;
 #[cfg(feature = "nccl")]
 mod by_nccl;
 mod fused;
+mod loss;
 mod offload;
 mod ranks;
+mod residual_norm;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;
@@ -17,12 +19,10 @@ use ringspan_candle::experts::{Local, Memory, pressed};
 use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
 use ringspan_candle::kept::{Kept, Storage};
 use ringspan_candle::linear::{linear, linear_again};
-use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
-use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Adapter, Drops, Expert, Experts, Precision, RankDevice, Routing, cotangent, geglu as gemma};
 use std::sync::Arc;
 
@@ -170,34 +170,6 @@ fn norms_gates_rotations_and_sums() {
     compare("rope", &[random(&[4, 2, 6], 1)], |_, x| rope(&x[0], &rotation));
     let drops = Drops::new(5, vec![1, 2, 3, 5, 8, 13]);
     compare("dropout", &[x], |_, x| drops.apply(&x[0], 0.4, 2, 1));
-}
-
-#[test]
-fn the_loss_of_a_head_and_its_gradients_over_chunks() -> Result<()> {
-    let Some(gpu) = gpu() else { return Ok(()) };
-    let (tokens, width, vocabulary) = (loss::CHUNK + 88, 8, 19);
-    let targets: Vec<u32> =
-        (0..tokens).map(|t| if t % 7 == 3 { IGNORE } else { (t * 5 % vocabulary) as u32 }).collect();
-    let (hidden, head) = (random(&[tokens, width], 1), (random(&[vocabulary, width], 2) * 2.0)?);
-    let run = |device: &RankDevice| -> Result<(loss::HeadLoss, Vec<f32>)> {
-        let (hidden, head) = (device.parameter(&hidden)?, device.parameter(&head)?);
-        let loss = loss::head_loss(&hidden, &head, &targets, 0.25, true, &WHOLE)?;
-        Ok((loss, loss::log_probs(&hidden, &head, &targets, &WHOLE)?))
-    };
-    let (wanted, wanted_probs) = run(&RankDevice::CPU)?;
-    let wanted_head = numbers(&wanted.d_head.expect("trained"));
-    for gpu in [gpu.clone(), rounding(&gpu)] {
-        let ((got, got_probs), bound) = (run(&gpu)?, bound(&gpu));
-        // Of both types, because logits are never rounded.
-        assert!((got.nll_sum - wanted.nll_sum).abs() < 1e-6 * wanted.nll_sum, "{} {}", got.nll_sum, wanted.nll_sum);
-        assert_equal("log_probs", &got_probs, &wanted_probs);
-        assert_eq!(got.d_hidden.dtype(), gpu.precision().dtype());
-        assert_within(bound, "d_hidden", &numbers(&got.d_hidden), &numbers(&wanted.d_hidden));
-        let d_head = got.d_head.expect("trained");
-        assert_eq!(d_head.dtype(), DType::F32, "a sum over chunks");
-        assert_within(bound, "d_head", &numbers(&d_head), &wanted_head);
-    }
-    Ok(())
 }
 
 #[test]

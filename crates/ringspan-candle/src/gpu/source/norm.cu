@@ -2,17 +2,20 @@
 //
 // `lanes` threads have a row: a power of two up to a warp, with several rows a block, or all threads of the block. They go
 // over it twice, once for its sums and once to write. Sums have one order, so the same inputs give the same bits.
+//
+// What is normed may be a sum itself, of a layer's input and what the layer makes of it.
 
 struct Job {
-    // Rows of x, of the gradient of the result, and of what is written.
-    const void *x, *d, *weight;
-    void *out;
+    // Rows of x, of y, which is added to it, of the gradient of the result, and of that of x from elsewhere, or null.
+    const void *x, *y, *d, *beside, *weight;
+    // Rows of the sum of x and y, and of the result.
+    void *sum, *out;
     // 1 / root mean square of each row.
     float *inverse;
     // Of each chunk of rows the sums of its columns [chunks, width].
     float *sums;
-    // Rows lie x_stride and d_stride elements apart; a chunk has `chunk` of them.
-    i64 rows, width, x_stride, d_stride, chunk;
+    // Rows that are read lie so many elements apart; a chunk has `chunk` of them.
+    i64 rows, width, x_stride, y_stride, d_stride, beside_stride, chunk;
     int lanes;
     float eps;
 };
@@ -56,13 +59,23 @@ __device__ inline float inverse_root(const Job &job, float squares) {
     return 1.0f / sqrtf(squares / (float)job.width + job.eps);
 }
 
-// x * inverse * weight.
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) {
+// x * inverse * weight, of x or of its sum with y.
+template <bool ADDS> __device__ void normed(const Job &job) {
     const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
     const i64 width = row < job.rows ? job.width : 0;
     float x[AT_ONCE], w[AT_ONCE], sums[1] = {0.0f};
     for (i64 column = first; column < width; column += step) {
         read<X_TYPE>(x, job.x, row * job.x_stride + column);
+        if (ADDS) {
+            read<X_TYPE>(w, job.y, row * job.y_stride + column);
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                x[n] += w[n];
+            }
+            // Its norm is that of the sum as others read it.
+            round_to<X_TYPE>(x);
+            write<X_TYPE>(job.sum, row * job.width + column, x);
+        }
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             sums[0] += x[n] * x[n];
@@ -71,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) {
     add_up(sums, job.lanes);
     const float inverse = inverse_root(job, sums[0]);
     for (i64 column = first; column < width; column += step) {
-        read<X_TYPE>(x, job.x, row * job.x_stride + column);
+        // The thread wrote what it reads of a sum.
+        read<X_TYPE>(x, ADDS ? job.sum : job.x, row * (ADDS ? job.width : job.x_stride) + column);
         read<W_TYPE>(w, job.weight, column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
@@ -81,7 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) {
     }
 }
 
-// The gradient of x: inverse * weight * d - x * inverse^3 * mean(x * weight * d).
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const Job job) { normed<false>(job); }
+
+extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_of_sum(const Job job) { normed<true>(job); }
+
+// The gradient of x: inverse * weight * d - x * inverse^3 * mean(x * weight * d), and what it has from elsewhere.
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Job job) {
     const i64 row = row_of(job), first = threadIdx.x % job.lanes * AT_ONCE, step = job.lanes * AT_ONCE;
     const i64 width = row < job.rows ? job.width : 0;
@@ -106,6 +124,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Jo
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             d[n] = inverse * w[n] * d[n] - x[n] * along;
+        }
+        if (job.beside) {
+            read<X_TYPE>(x, job.beside, row * job.beside_stride + column);
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                d[n] += x[n];
+            }
         }
         write<X_TYPE>(job.out, row * job.width + column, d);
     }

@@ -1,5 +1,5 @@
 // Several numbers at once. Behind `element.cu`, compiled at run time for what is at hand:
-//   X_TYPE, W_TYPE   what tensors are stored in, and the weight of a norm: F32 or BF16
+//   X_TYPE, W_TYPE   what tensors are stored in, and the weight of a norm, or the gradient of logits: F32 or BF16
 //   AT_ONCE          numbers that a thread reads at once: as many of X_TYPE as 16 bytes hold, or 1 where rows do not lie so
 //   THREADS          threads of a block
 //   JOB_BYTES        size of Job where it was filled
@@ -25,6 +25,16 @@ template <int TYPE> __device__ void read(float (&to)[AT_ONCE], const void *from,
 #pragma unroll
     for (int n = 0; n < AT_ONCE; n++) {
         to[n] = element<TYPE>(pack.at, n);
+    }
+}
+
+// What would be read where it was written.
+template <int TYPE> __device__ void round_to(float (&x)[AT_ONCE]) {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        typename Bits<TYPE>::of bits;
+        store<TYPE>(&bits, 0, x[n]);
+        x[n] = element<TYPE>(&bits, 0);
     }
 }
 

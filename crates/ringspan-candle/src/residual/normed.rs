@@ -1,0 +1,146 @@
+//! The sum and its norm on a GPU, by one kernel, and their gradients by another.
+//!
+//! An operation of candle has one result, and learns its gradient alone. So the sum and its norm are results of two
+//! operations, both of which come from a third: on the way back they leave their gradients for it, which is visited last. What
+//! passes between them in candle's graph is one number, 0.
+
+use crate::gpu::operand::{on_gpu, tensor};
+use crate::gpu::{readable, zeros};
+use crate::norm;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// As [`residual_norm`](super::residual_norm), of tensors with elements.
+pub(super) fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
+    let (x, y, weight) = (readable(x)?, readable(y)?, weight.contiguous()?);
+    let [sum, normed] = {
+        let ((x, x_at), (y, y_at), (w, w_at)) =
+            (x.storage_and_layout(), y.storage_and_layout(), weight.storage_and_layout());
+        norm::on_gpu::forward_of_sum((on_gpu(&x)?, x_at), (on_gpu(&y)?, y_at), (on_gpu(&w)?, w_at), eps)?
+    };
+    if ![&x, &y, &weight].iter().any(|tensor| tensor.track_op()) {
+        return Ok((tensor(sum, x.shape()), tensor(normed, x.shape())));
+    }
+    let meeting = Arc::new(Meeting::default());
+    let both = x.apply_op3(&y, &weight, Both { eps, meeting: meeting.clone() })?;
+    let part = |which: Which, value: CudaStorage| {
+        let value = Mutex::new(Some((value, x.shape().clone())));
+        both.apply_op1(Part { which, value, meeting: meeting.clone() })
+    };
+    let (sum, normed) = (part(Which::Sum, sum)?, part(Which::Normed, normed)?);
+    // Without its graph, which leads here.
+    meeting.sum.get_or_init(|| sum.detach());
+    Ok((sum, normed))
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Which {
+    Sum,
+    Normed,
+}
+
+/// What the operations know of each other.
+#[derive(Default)]
+struct Meeting {
+    sum: OnceLock<Tensor>,
+    /// Of the sum and of its norm, until both are used.
+    gradients: Mutex<[Option<Tensor>; 2]>,
+}
+
+impl Meeting {
+    fn leave(&self, which: Which, gradient: &Tensor) {
+        self.gradients.lock().unwrap_or_else(PoisonError::into_inner)[which as usize] = Some(gradient.clone());
+    }
+
+    fn take(&self) -> [Option<Tensor>; 2] {
+        std::mem::take(&mut *self.gradients.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The sum, or its norm: computed already.
+struct Part {
+    which: Which,
+    value: Mutex<Option<(CudaStorage, Shape)>>,
+    meeting: Arc<Meeting>,
+}
+
+impl CustomOp1 for Part {
+    fn name(&self) -> &'static str {
+        match self.which {
+            Which::Sum => "residual of a norm",
+            Which::Normed => "norm of a residual",
+        }
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("made for tensors on a GPU")
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.value.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(value) => Ok(value),
+            None => bail!("{} is computed once", self.name()),
+        }
+    }
+
+    fn bwd(&self, both: &Tensor, _value: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
+        self.meeting.leave(self.which, d);
+        // So that candle visits it: a 0.
+        Ok(Some(both.detach()))
+    }
+}
+
+/// Where both come from.
+struct Both {
+    eps: f64,
+    meeting: Arc<Meeting>,
+}
+
+impl CustomOp3 for Both {
+    fn name(&self) -> &'static str {
+        "residual and norm"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        bail!("made for tensors on a GPU")
+    }
+
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        zeros(x, ())
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        y: &Tensor,
+        weight: &Tensor,
+        _both: &Tensor,
+        _d: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (d, d_weight) = match (self.meeting.take(), self.meeting.sum.get()) {
+            ([d_sum, Some(d_normed)], Some(sum)) => {
+                let (d, d_weight) = norm::on_gpu::backward(sum, weight, &d_normed, d_sum.as_ref(), self.eps)?;
+                (Some(d), d_weight)
+            }
+            ([d_sum, _], _) => (d_sum, None),
+        };
+        let of = |summand: &Tensor| d.clone().filter(|_| summand.track_op());
+        Ok((of(x), of(y), d_weight))
+    }
+}

@@ -1,0 +1,196 @@
+//! A sum and its norm: one kernel on a GPU, and one for the gradients of both.
+
+use crate::{assert_within, bound, compare, gpu, numbers, random, rounding};
+use candle_core::{DType, Result, Tensor, Var};
+use ringspan_candle::cast::cast;
+use ringspan_candle::norm::rms_norm;
+use ringspan_candle::residual::{residual, residual_norm};
+use ringspan_candle::{RankDevice, cotangent};
+
+const EPS: f64 = 1e-5;
+
+/// Both results, one below the other.
+fn both(x: &Tensor, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let (sum, normed) = residual_norm(x, y, weight, EPS)?;
+    Tensor::cat(&[&sum, &normed], 0)
+}
+
+fn inputs(rows: usize, width: usize) -> [Tensor; 3] {
+    [random(&[rows, width], 1), random(&[rows, width], 2), random(&[width], 3)]
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    numbers(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+/// Rows that one thread, a part of a warp, a warp and a block have; read one by one and 16 bytes at once.
+#[test]
+fn sums_and_norms_of_every_width_and_number_of_rows() {
+    for (rows, width) in
+        [(5, 3), (70, 5), (40, 16), (7, 127), (65, 128), (3, 129), (4, 512), (3, 1032), (2, 4099), (1, 24)]
+    {
+        compare(&format!("{rows} x {width}"), &inputs(rows, width), |_, x| both(&x[0], &x[1], &x[2]));
+    }
+    for (rows, width) in [(0, 24), (0, 1)] {
+        compare("nothing", &inputs(rows, width), |_, x| both(&x[0], &x[1], &x[2]));
+    }
+    compare("heads", &[random(&[4, 3, 8], 1), random(&[4, 3, 8], 2), random(&[8], 3)], |_, x| {
+        both(&x[0], &x[1], &x[2])
+    });
+}
+
+/// The values, but for gradients, are those of two kernels: each result is rounded as it is there.
+#[test]
+fn values_are_the_bits_of_a_sum_and_a_norm() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for gpu in [gpu.clone(), rounding(&gpu)] {
+        for width in [7, 64, 1024] {
+            for is_trained in [false, true] {
+                let [x, y, weight] = inputs(9, width).map(|tensor| gpu.parameter(&tensor));
+                let (x, y, weight) = (x?, y?, weight?);
+                let x = if is_trained { Var::from_tensor(&x)?.into_inner() } else { x };
+                let sum = residual(&x, &y)?;
+                let (got, got_normed) = residual_norm(&x, &y, &weight, EPS)?;
+                assert_eq!(bits(&got), bits(&sum), "{width} in {}", gpu.precision());
+                assert_eq!(bits(&got_normed), bits(&rms_norm(&sum, &weight, EPS)?), "{width} in {}", gpu.precision());
+                assert_eq!((got.track_op(), got_normed.track_op()), (is_trained, is_trained));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn either_result_may_be_left_alone() {
+    for width in [7, 64] {
+        compare("the sum alone", &inputs(5, width), |_, x| {
+            // The weight is in its graph all the same.
+            residual_norm(&x[0], &x[1], &x[2], EPS)?.0.broadcast_add(&x[2])
+        });
+        compare("the norm alone", &inputs(5, width), |_, x| Ok(residual_norm(&x[0], &x[1], &x[2], EPS)?.1));
+    }
+}
+
+/// As layers follow each other: what is added comes from the norm before, and the stream goes on.
+#[test]
+fn gradients_of_a_stream_meet_at_every_sum() {
+    for width in [7, 64] {
+        compare("three layers", &inputs(6, width), |_, x| {
+            let (stream, h) = residual_norm(&x[0], &x[1], &x[2], EPS)?;
+            let (stream, h) = residual_norm(&stream, &(h * 0.5)?, &x[2], EPS)?;
+            let (stream, h) = residual_norm(&stream, &h.tanh()?, &x[2], EPS)?;
+            residual(&stream, &(h * 0.25)?)
+        });
+        compare("x added to itself", &inputs(6, width), |_, x| both(&x[0], &x[0], &x[2])?.narrow(0, 0, 6)? + &x[1]);
+    }
+}
+
+#[test]
+fn weights_that_are_an_offset_in_f32_or_not_trained() {
+    let inputs = inputs(5, 64);
+    compare("an offset", &inputs, |_, x| both(&x[0], &x[1], &(cast(&x[2], DType::F32)? + 1.0)?));
+    compare("a constant weight", &inputs[..2], |device, x| both(&x[0], &x[1], &device.parameter(&inputs[2])?));
+    compare("a constant sum", &inputs[2..], |device, x| {
+        both(&device.parameter(&inputs[0])?, &device.parameter(&inputs[1])?, &x[0])
+    });
+}
+
+#[test]
+fn summands_are_read_in_their_strides() {
+    let weight = random(&[16], 3);
+    for first in [0, 3, 8] {
+        compare("columns", &[random(&[6, 32], 1), random(&[6, 16], 2), weight.clone()], |_, x| {
+            both(&x[0].narrow(1, first, 16)?, &x[1], &x[2])
+        });
+        compare("columns of the other", &[random(&[6, 16], 1), random(&[6, 40], 2), weight.clone()], |_, x| {
+            both(&x[0], &x[1].narrow(1, first, 16)?, &x[2])
+        });
+    }
+    compare("columns as rows", &[random(&[16, 6], 1), random(&[6, 16], 2), weight.clone()], |_, x| {
+        both(&x[0].t()?, &x[1], &x[2])
+    });
+    compare("one row many times", &[random(&[6, 16], 1), random(&[1, 16], 2), weight], |_, x| {
+        both(&x[0], &x[1].broadcast_as((6, 16))?, &x[2])
+    });
+}
+
+/// Each of the two behind other columns, so that their gradients lie in strides of their own.
+#[test]
+fn gradients_are_read_in_their_strides() {
+    for (before_sum, before_norm) in [(0, 0), (3, 8), (8, 8), (8, 5)] {
+        let inputs = [random(&[4, 16], 1), random(&[4, 16], 2), random(&[16], 3), random(&[4, 16], 4)];
+        compare("gradients in strides", &inputs, |_, x| {
+            let (sum, normed) = residual_norm(&x[0], &x[1], &x[2], EPS)?;
+            let behind = |columns: usize, y: &Tensor| Tensor::cat(&[&x[3].narrow(1, 0, columns)?, y], 1);
+            Tensor::cat(&[behind(before_sum, &sum)?, behind(before_norm, &normed)?], 1)
+        });
+        compare("gradients turned over", &inputs, |_, x| {
+            let (sum, normed) = residual_norm(&x[0], &x[1], &x[2], EPS)?;
+            let last = Tensor::cat(&[&x[3].t()?, &sum.t()?], 1)?;
+            Tensor::cat(&[last, Tensor::cat(&[&normed.t()?, &x[3].t()?], 1)?], 1)
+        });
+    }
+}
+
+/// A graph can be differentiated more than once: nothing is left of the first time.
+#[test]
+fn a_second_way_back_has_the_gradients_of_its_own() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for gpu in [gpu.clone(), rounding(&gpu)] {
+        let variable = |tensor: Tensor| Var::from_tensor(&gpu.parameter(&tensor)?);
+        let [x, y, weight] = inputs(5, 24).map(variable);
+        let (x, y, weight) = (x?, y?, weight?);
+        let (sum, normed) = residual_norm(&x, &y, &weight, EPS)?;
+        let of = |result: &Tensor| -> Result<Vec<u32>> {
+            let gradients = cotangent::backward(result, &gpu.parameter(&random(result.dims(), 9))?)?;
+            Ok([&x, &y].into_iter().flat_map(|x| gradients.get(x).map(bits).expect("a gradient")).collect())
+        };
+        let (both, alone) = (Tensor::cat(&[&sum, &normed], 0)?, of(&sum)?);
+        let first = of(&both)?;
+        assert_eq!(of(&sum)?, alone, "of the sum alone");
+        assert_eq!(of(&both)?, first, "the same bits");
+        assert_ne!(of(&normed)?, alone);
+    }
+    Ok(())
+}
+
+/// What comes from the stream and what comes through the norm are added up in f32, and only their sum is rounded.
+#[test]
+fn gradients_in_bf16_are_rounded_once() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let gpu = rounding(&gpu);
+    let (rows, width) = (20, 48);
+    // Sums that bf16 has: multiples of 1/64 below 2.
+    let coarse = |seed| (random(&[rows, width], seed) * 64.0)?.round()? / 64.0;
+    let (x, y, weight) = (coarse(1)?, coarse(2)?, random(&[width], 3));
+    let gradient = |device: &RankDevice| -> Result<Tensor> {
+        let x = Var::from_tensor(&device.parameter(&x)?)?;
+        let out = both(&x, &device.parameter(&y)?, &device.parameter(&weight)?)?;
+        let gradients = cotangent::backward(&out, &device.parameter(&random(out.dims(), 9))?)?;
+        Ok(gradients.get(&x).expect("a gradient").clone())
+    };
+    let (got, wanted) = (gradient(&gpu)?, gradient(&RankDevice::CPU)?);
+    assert_within(bound(&gpu), "gradient", &numbers(&got), &numbers(&wanted));
+    let wanted = numbers(&wanted.to_dtype(DType::BF16)?);
+    let apart = numbers(&got).iter().zip(&wanted).filter(|(got, wanted)| got != wanted).count();
+    // Where the last bit of f32 decides how a number is rounded.
+    assert!(apart <= 2, "{apart} of {} numbers are rounded otherwise than once", wanted.len());
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_refused_by_name() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let [x, y, weight] = inputs(2, 8).map(|tensor| gpu.parameter(&tensor));
+    let (x, y, weight) = (x?, y?, weight?);
+    let refused = |x: &Tensor, y: &Tensor, weight: &Tensor| {
+        residual_norm(x, y, weight, EPS).map(|_| ()).expect_err("does not fit").to_string()
+    };
+    let half = |tensor: &Tensor| tensor.to_dtype(DType::F16);
+    assert!(refused(&half(&x)?, &half(&y)?, &weight).contains("F16"));
+    let mixed = refused(&x, &y.to_dtype(DType::BF16)?, &weight);
+    assert!(mixed.contains("F32") && mixed.contains("BF16"), "{mixed}");
+    assert!(refused(&x, &y.narrow(0, 0, 1)?, &weight).contains("shapes differ"));
+    assert!(refused(&x, &y, &weight.narrow(0, 0, 7)?).contains("[8]"));
+    Ok(())
+}
