@@ -20,6 +20,18 @@ constexpr size_t PAGE = 4096;
 
 Result allocate(uintptr_t *to, size_t size, int device);
 Result release(uintptr_t at);
+
+struct Buffer {
+    size_t size;
+    int device;
+};
+
+// What lies there.
+Buffer buffer_at(uintptr_t at);
+
+// Counts bytes that a call takes of a device, if it has them; and those that a call gives back.
+Result count(size_t size, int device, bool of_pool);
+void discount(size_t size, int device, bool of_pool);
 // Fails unless the bytes lie within one buffer, of this device.
 void check_copy(uintptr_t at, size_t size, int device);
 

@@ -27,6 +27,7 @@ pub mod peak;
 pub mod pool;
 pub mod precision;
 pub mod residual;
+pub mod room;
 pub mod rope;
 mod slices;
 pub mod swiglu;
