@@ -16,6 +16,8 @@ pub(super) fn head_loss(
     trains_head: bool,
     vocabulary: &Vocabulary,
 ) -> Result<HeadLoss> {
+    // Without the head's graph, which the gradient would hold, and with it all logits.
+    let head = &head.detach();
     let (mut nll_sum, mut d_hidden) = (0.0, Vec::new());
     let mut d_head = match trains_head {
         true => Some(Tensor::zeros(head.shape(), DType::F32, head.device())?),
