@@ -7,6 +7,7 @@ mod bf16;
 mod by_nccl;
 mod fused;
 mod ranks;
+mod room;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;

@@ -83,7 +83,7 @@ impl<'a> Rank<'a> {
         setup.start.done();
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
-        let meter = Meter::new(setup, devices, timed)?;
+        let meter = Meter::new(setup, device, timed)?;
         let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
         let saving = None;
         Ok(Self { config, setup, world, groups, shards, writers, optimizer, checkpoints, saving, meter, watchdog })
@@ -133,7 +133,7 @@ impl<'a> Rank<'a> {
                 grad_norm,
                 tokens,
                 tokens_per_second: now as f64 / seconds,
-                peak_share,
+                peak_share: Some(peak_share),
                 waited,
                 attention_imbalance: imbalance,
                 peak_memory: memory::peak(),
