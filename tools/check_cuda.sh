@@ -39,5 +39,5 @@ cargo test "${models[@]}" --lib kernels_of_layers_compile \
   -- --nocapture | tee "$cpu/compiles-layers"
 grep -q "1 passed" "$cpu/compiles-layers"
 if grep skipped "$cpu/compiles-layers"; then exit 1; fi
-cargo test "${models[@]}" --test gpu --test device -- --nocapture | tee "$cpu/models"
+cargo test "${models[@]}" --test gpu --test device --test gpu_memory -- --nocapture | tee "$cpu/models"
 if grep skipped "$cpu/models"; then exit 1; fi

@@ -44,6 +44,9 @@ pub struct StepMetrics {
     /// Most bytes that this process has had allocated at once since its plan was made, where the program counts them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_allocated: Option<u64>,
+    /// Most bytes that this process has had in use at once on its fullest GPU since training began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_gpu_memory: Option<u64>,
     /// Seconds since this process began training.
     pub seconds: f64,
 }
@@ -135,6 +138,7 @@ mod tests {
             attention_imbalance: 1.0,
             peak_memory: None,
             peak_allocated: Some(5),
+            peak_gpu_memory: Some(6),
             seconds: 2.0,
         }
     }
