@@ -24,7 +24,7 @@ if grep skipped "$cpu/compiles"; then exit 1; fi
 cargo test -p ringspan --features nccl --lib kernel::
 # All ranks of a test share a GPU.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
-cargo test -p ringspan --features nccl --test attention_on_gpu -- --nocapture | tee "$cpu/on-gpu"
+cargo test -p ringspan --features nccl --test attention_on_gpu --test gpu_memory -- --nocapture | tee "$cpu/on-gpu"
 if grep skipped "$cpu/on-gpu"; then exit 1; fi
 RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features nccl --test attention_decode
 cargo test -p ringspan-cli --features nccl --test attend_device
@@ -42,5 +42,5 @@ if grep skipped "$cpu/compiles-layers"; then exit 1; fi
 cargo test "${models[@]}" --lib -- --nocapture offload:: transfers:: | tee "$cpu/copies"
 grep -q "4 passed" "$cpu/copies"
 if grep skipped "$cpu/copies"; then exit 1; fi
-cargo test "${models[@]}" --test gpu --test device --test offload -- --nocapture | tee "$cpu/models"
+cargo test "${models[@]}" --test gpu --test device --test offload --test gpu_memory -- --nocapture | tee "$cpu/models"
 if grep skipped "$cpu/models"; then exit 1; fi

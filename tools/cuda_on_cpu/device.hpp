@@ -22,6 +22,18 @@ Result allocate(uintptr_t *to, size_t size, int device);
 Result release(uintptr_t at);
 // Whether anybody may read or write it.
 void open_or_close(uintptr_t at, bool open);
+
+struct Buffer {
+    size_t size;
+    int device;
+};
+
+// What lies there.
+Buffer buffer_at(uintptr_t at);
+
+// Counts bytes that a call takes of a device, if it has them; and those that a call gives back.
+Result count(size_t size, int device, bool of_pool);
+void discount(size_t size, int device, bool of_pool);
 // Fails unless the bytes lie within one buffer, of this device.
 void check_copy(uintptr_t at, size_t size, int device);
 // Memory of the CPU that a copy reads or writes when its turn comes.

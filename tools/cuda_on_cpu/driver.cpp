@@ -23,6 +23,18 @@ struct Event {
 // Binds a kernel to its parameters (prelude.h).
 using Entry = std::function<void()> *(void **);
 
+int take(uintptr_t *to, size_t size, int device, bool of_pool) {
+    const Result counted = count(size, device, of_pool);
+    if (counted != SUCCESS) {
+        return counted;
+    }
+    const Result taken = allocate(to, size, device);
+    if (taken != SUCCESS) {
+        discount(size, device, of_pool);
+    }
+    return taken;
+}
+
 } // namespace
 
 thread_local void *current;
@@ -154,7 +166,7 @@ int cuMemAllocAsync(uintptr_t *to, size_t size, void *given) {
     if (size == 0) {
         return SUCCESS;
     }
-    const int taken = allocate(to, size, stream(given)->device);
+    const int taken = take(to, size, stream(given)->device, true);
     if (taken == SUCCESS) {
         open_or_close(*to, false);
         stream(given)->push([at = *to] { open_or_close(at, true); });
@@ -162,16 +174,20 @@ int cuMemAllocAsync(uintptr_t *to, size_t size, void *given) {
     return taken;
 }
 
-int cuMemAlloc_v2(uintptr_t *to, size_t size) { return allocate(to, size, device()); }
+int cuMemAlloc_v2(uintptr_t *to, size_t size) { return take(to, size, device(), false); }
 
 int cuMemFreeAsync(uintptr_t at, void *given) {
     if (at != 0) {
+        const Buffer buffer = buffer_at(at);
+        discount(buffer.size, buffer.device, true);
         stream(given)->push([at] { release(at); });
     }
     return SUCCESS;
 }
 
 int cuMemFree_v2(uintptr_t at) {
+    const Buffer buffer = buffer_at(at);
+    discount(buffer.size, buffer.device, false);
     run_all();
     return release(at);
 }
@@ -295,7 +311,7 @@ int cuGetExportTable(const void **table, const void *) {
 }
 
 int cuGetErrorName(int error, const char **name) {
-    *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR";
+    *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR";
     return SUCCESS;
 }
 

@@ -17,11 +17,6 @@ void fail(const std::string &what) {
 namespace {
 
 std::mutex lock;
-struct Buffer {
-    size_t size;
-    int device;
-};
-
 std::map<uintptr_t, Buffer> buffers;
 std::map<uintptr_t, size_t> pinned;
 
@@ -71,6 +66,15 @@ Result release(uintptr_t at) {
     munmap(first - PAGE, held + 2 * PAGE);
     buffers.erase(found);
     return SUCCESS;
+}
+
+Buffer buffer_at(uintptr_t at) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto found = buffers.find(at);
+    if (found == buffers.end()) {
+        fail("memory is given back that was not taken");
+    }
+    return found->second;
 }
 
 void check_copy(uintptr_t at, size_t size, int device) {

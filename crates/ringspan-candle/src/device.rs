@@ -55,7 +55,7 @@ pub struct RankDevice {
     tensors: Device,
     precision: Precision,
     #[cfg(feature = "cuda")]
-    gpu: Option<ringspan::kernel::Gpu>,
+    pub(crate) gpu: Option<ringspan::kernel::Gpu>,
 }
 
 impl RankDevice {

@@ -30,6 +30,7 @@ mod pinned;
 pub mod pool;
 pub mod precision;
 pub mod residual;
+pub mod room;
 pub mod rope;
 mod slices;
 pub mod swiglu;

@@ -1,6 +1,8 @@
-//! What a rank's threads reach in a matrix product: the speed that everything else is a share of.
+//! What a rank's threads, or its GPU, reach in a matrix product: the speed that everything else is a share of.
 
+use crate::device::RankDevice;
 use crate::matmul::{Into, Matrix, product};
+use candle_core::{Result, Tensor};
 use std::time::Instant;
 
 /// Large enough that packing costs little, small enough to take a millisecond.
@@ -21,6 +23,57 @@ pub fn flops() -> f64 {
     }
     std::hint::black_box(&out);
     2.0 * (SIZE * SIZE * SIZE) as f64 / fastest.max(1e-9)
+}
+
+/// Sizes on a GPU: from one that is done at once on any, doubled until a product takes [`LONG`] seconds, in which starting it
+/// counts for nothing. The largest is enough for any GPU there is, and takes less than a gibibyte.
+const FIRST: usize = 256;
+const LAST: usize = 8192;
+const LONG: f64 = 5e-3;
+
+/// Floating-point operations a second of products on this device, in the type in which models compute there. A GPU should have
+/// nothing else to do.
+///
+/// # Errors
+/// A GPU that does not compute.
+pub fn flops_on(device: &RankDevice) -> Result<f64> {
+    if device.tensors().is_cpu() {
+        return Ok(flops());
+    }
+    let (mut size, mut reached) = (FIRST, 0.0);
+    while size <= LAST {
+        let seconds = match fastest(device, size) {
+            // Its memory may be full; a smaller product says nearly as much.
+            Err(_) if reached > 0.0 => break,
+            seconds => seconds?,
+        };
+        reached = 2.0 * (size as f64).powi(3) / seconds;
+        if seconds >= LONG {
+            break;
+        }
+        size *= 2;
+    }
+    Ok(reached)
+}
+
+/// Seconds of the fastest of some products of two matrices of this size, from when the GPU is idle until it is again.
+fn fastest(device: &RankDevice, size: usize) -> Result<f64> {
+    let tensors = device.tensors();
+    // Numbers that differ: a GPU multiplies zeros with less power, and faster.
+    let numbers: Vec<f32> = (0..size).map(|i| ((i * 7919 % 1009) as f32 - 504.0) / 504.0).collect();
+    let column = Tensor::from_slice(&numbers, (size, 1), tensors)?;
+    let of = |column: &Tensor| column.broadcast_mul(&column.t()?)?.to_dtype(device.precision().dtype());
+    let (left, right) = (of(&column)?, of(&(column * 0.5)?)?);
+    let mut fastest = f64::INFINITY;
+    for _ in 0..TRIES {
+        tensors.synchronize()?;
+        let began = Instant::now();
+        let out = left.matmul(&right)?;
+        tensors.synchronize()?;
+        fastest = fastest.min(began.elapsed().as_secs_f64());
+        drop(out);
+    }
+    Ok(fastest.max(1e-9))
 }
 
 #[cfg(test)]

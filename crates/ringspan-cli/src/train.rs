@@ -34,7 +34,7 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
 
 /// The plan on standard output, and why it does not fit as an error.
 fn dry_run(config: &TrainConfig, ranks: &Ranks) -> Result<ExitCode> {
-    let plan = ringspan_train::plan(config)?;
+    let plan = ringspan_train::plan_on(ranks, config)?;
     if ranks.lead() {
         say::line(&plan)?;
     }
@@ -76,6 +76,10 @@ fn report(outcome: &Outcome) {
         print!(", {} resident with program and freed memory", megabytes(resident));
     }
     println!();
+    if let Some(in_use) = outcome.peak_gpu_memory {
+        let [predicted, in_use] = [outcome.predicted_gpu_memory, in_use].map(megabytes);
+        println!("memory of a GPU      {predicted} predicted for the ranks here, {in_use} in use at most");
+    }
     println!("go on with:");
     if outcome.tokenizer.is_some() {
         println!("  ringspan generate --model {out} --prompt 'The '");

@@ -59,16 +59,21 @@ fn a_type_that_the_device_does_not_compute_in_is_refused_with_those_it_does() {
 }
 
 #[test]
-fn the_plan_of_a_training_on_gpus_says_what_its_memory_is_not() {
+fn the_plan_of_a_training_on_gpus_says_what_is_on_the_cpu_and_what_on_a_gpu() {
     let bench = bench(&serde_json::json!({}));
     let plan = |flags: &str| {
         let all = format!("--model model --data text.txt --sequence-length 32 --dry-run {flags}");
         String::from_utf8(run(&bench, "train", &all).stdout).expect("text")
     };
-    let (cpu, gpu) = (plan(""), plan("--device cuda:1"));
-    assert!(gpu.contains("on cuda:1 in f32") && gpu.contains("memory is not asked"), "{gpu}");
+    // There need not be one: it says so.
+    let (cpu, gpu) = (plan(""), plan("--device cuda:99"));
+    for part in
+        ["on cuda:99 in f32", "a rank of the CPU's", "a rank of a GPU's", "how much a GPU has is not known here: "]
+    {
+        assert!(gpu.contains(part), "{part}: {gpu}");
+    }
     assert!(plan("--device cuda --dtype bf16").contains("on cuda in bf16"), "the plan says what is computed in");
-    assert!(cpu.contains("memory ") && !cpu.contains("cuda") && !cpu.contains("not asked"), "{cpu}");
+    assert!(cpu.contains("memory ") && !cpu.contains("cuda") && !cpu.contains("GPU"), "{cpu}");
 }
 
 #[cfg(not(feature = "candle-cuda"))]
@@ -305,6 +310,9 @@ mod with_gpus {
             succeed(&bench, "train", &format!("{of_all} --out {out} --eval-tokens 64 {flags}"));
             let lines = std::fs::read_to_string(bench.path(out).join("metrics.jsonl")).expect("metrics");
             let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect("JSON");
+            let shares = lines.lines().filter_map(|line| value(line)["peak_share"].as_f64());
+            let shares: Vec<f64> = shares.collect();
+            assert!(shares.len() == 3 && shares.iter().all(|share| *share > 0.0), "{shares:?} of the peak");
             lines
                 .lines()
                 .flat_map(|line| ["loss", "held_out_loss"].map(|key| value(line)[key].as_f64()))

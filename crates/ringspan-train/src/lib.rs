@@ -57,5 +57,5 @@ pub use plan::Plan;
 pub use sample::Sample;
 pub use settings::{Settings, TrainArgs};
 pub use tokenizer::{End, Tokenizer};
-pub use trainer::{Outcome, plan, train, train_on};
+pub use trainer::{Outcome, plan, plan_on, train, train_on};
 pub use trial::{Trial, trial};

@@ -1,4 +1,7 @@
-//! Memory, where the system tells.
+//! Memory, where the system tells, and GPUs' drivers.
+
+use crate::error::Result;
+use ringspan_candle::Devices;
 
 /// Bytes that are free for use: of the machine, or of the container, if that has less.
 pub(crate) fn available() -> Option<u64> {
@@ -41,6 +44,33 @@ impl Allocated {
     pub(crate) fn most(&mut self) -> Option<u64> {
         self.most = self.most.max(self.since_last?());
         Some(self.most)
+    }
+}
+
+/// Most bytes that this process had in use at once on a GPU.
+pub(crate) struct InUse {
+    devices: Devices,
+    /// Of the fullest one.
+    most: u64,
+}
+
+impl InUse {
+    pub(crate) fn new(devices: &Devices) -> Self {
+        Self { devices: devices.clone(), most: 0 }
+    }
+
+    /// From now on.
+    pub(crate) fn begin(&mut self) -> Result<()> {
+        self.devices.most_used()?;
+        self.most = 0;
+        Ok(())
+    }
+
+    /// Up to now; none where the CPU computes.
+    pub(crate) fn most(&mut self) -> Result<Option<u64>> {
+        let fullest = self.devices.most_used()?.into_iter().max();
+        self.most = self.most.max(fullest.unwrap_or(0));
+        Ok(fullest.map(|_| self.most))
     }
 }
 

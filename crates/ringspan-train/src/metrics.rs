@@ -29,7 +29,8 @@ pub struct StepMetrics {
     /// Tokens of this step per second of this step.
     pub tokens_per_second: f64,
     /// Operations of the model per second, as a share of what the ranks reach together in matrix products, measured when
-    /// training began. What is computed twice counts once. Of GPUs it is not known.
+    /// training began; ranks that share a GPU share what it reaches, in the type in which the model computes. What is computed
+    /// twice counts once. Lines of older runs on GPUs are without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_share: Option<f64>,
     /// Share of the step in which the rank that waited most waited for others: transfers that nothing hid, and ranks that
@@ -43,6 +44,9 @@ pub struct StepMetrics {
     /// Most bytes that this process has had allocated at once since its plan was made, where the program counts them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_allocated: Option<u64>,
+    /// Most bytes that this process has had in use at once on its fullest GPU since training began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_gpu_memory: Option<u64>,
     /// Seconds since this process began training.
     pub seconds: f64,
 }
@@ -134,6 +138,7 @@ mod tests {
             attention_imbalance: 1.0,
             peak_memory: None,
             peak_allocated: Some(5),
+            peak_gpu_memory: Some(6),
             seconds: 2.0,
         }
     }

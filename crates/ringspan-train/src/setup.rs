@@ -17,6 +17,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use ringspan_candle::offload;
+use ringspan_candle::room::Room;
 use ringspan_models::{Config, Decoder, Weights};
 use serde_json::Value;
 use std::{
@@ -112,6 +113,14 @@ impl Setup {
         let data = Dataset::fed(Feed::Tokens(batch), identity);
         let lr = config.lr(steps(config, &data.feed))?;
         Ok(Self::of(Value::Null, decoder, mesh, start, None, data, lr))
+    }
+
+    /// Holds the plan to what the GPUs of this process's ranks have room for.
+    pub(crate) fn meet(&mut self, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
+        let mut plan = std::mem::take(&mut self.plan);
+        let met = plan.meet(config, self, gpus);
+        self.plan = plan;
+        met
     }
 
     /// Writes tokens that are in no file yet, and reads them from there, as later runs do: a text may be larger than what

@@ -6,7 +6,7 @@ use crate::{
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
-    memory::{self, Allocated},
+    memory::{self, Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     plan::Plan,
@@ -18,7 +18,7 @@ use crate::{
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads::Options;
-use ringspan_candle::{Devices, pool};
+use ringspan_candle::{DeviceName, Devices, pool};
 use std::{
     path::PathBuf,
     sync::{Mutex, PoisonError, atomic::AtomicBool},
@@ -51,6 +51,10 @@ pub struct Outcome {
     pub peak_allocated: Option<u64>,
     /// Most bytes that this process had in memory, where the system tells.
     pub peak_memory: Option<u64>,
+    /// Bytes that were predicted for the fullest GPU of this process, of its ranks here; 0 where the CPU computes.
+    pub predicted_gpu_memory: u64,
+    /// Most bytes that this process had in use at once on its fullest GPU since training began; none where the CPU computes.
+    pub peak_gpu_memory: Option<u64>,
 }
 
 /// Trains. The ranks are threads of this process.
@@ -70,7 +74,24 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
 /// # Errors
 /// What [`train`] refuses; that it does not fit into memory is said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
+    plan_on(&Ranks::threads(), config)
+}
+
+/// The same for ranks that may be processes. All of them must call this.
+///
+/// # Errors
+/// As [`plan`]. A GPU that cannot be opened is none: the plan says so.
+pub fn plan_on(ranks: &Ranks, config: &TrainConfig) -> Result<Plan> {
     let mut setup = Setup::new(config)?;
+    if config.device != DeviceName::Cpu {
+        let opened = Devices::open(config.device, ranks.local_rank());
+        // Also without a GPU here: others ask who shares theirs.
+        let rooms = opened.as_ref().unwrap_or(&Devices::CPU).rooms(ranks, config.ranks())?;
+        match opened {
+            Ok(_) => setup.meet(config, rooms)?,
+            Err(error) => setup.plan.gpus_unknown = error.to_string(),
+        }
+    }
     if let Err(error) = setup.keep_tokens(config) {
         setup.plan.data_warnings.push(format!("the tokens are not kept: {error}"));
     }
@@ -89,13 +110,18 @@ pub fn train_on(
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
     let mut setup = Setup::new(config)?;
-    if let Some(refusal) = &setup.plan.refusal {
-        return Err(Error::Settings(format!("{refusal}\n{}", setup.plan)));
-    }
+    possible(&setup.plan)?;
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
+    if devices.are_gpus() {
+        let rooms = devices.rooms(ranks, config.ranks())?;
+        setup.meet(config, rooms)?;
+        possible(&setup.plan)?;
+    }
+    let on_a_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
+    let predicted_gpu_memory = setup.plan.gpu_bytes() * on_a_gpu as u64;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
     // From here on, no other process looks whether the folder is free.
     let metrics_path = config.out.join("metrics.jsonl");
@@ -110,7 +136,12 @@ pub fn train_on(
         }
         metrics = Some(file);
     }
-    let host = Mutex::new(Host { observer, metrics, allocated: Allocated::new(config.allocated) });
+    let host = Mutex::new(Host {
+        observer,
+        metrics,
+        allocated: Allocated::new(config.allocated),
+        in_use: InUse::new(&devices),
+    });
     let options = Options { deadline: config.deadline, ..Options::default() };
     let (connected, blocks) = devices.connect(ranks, config.deadline)?;
     if let (Some(blocks), true) = (blocks, ranks.lead()) {
@@ -124,7 +155,8 @@ pub fn train_on(
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
     };
-    let peak_allocated = host.into_inner().unwrap_or_else(PoisonError::into_inner).allocated.most();
+    let mut host = host.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let (peak_allocated, peak_gpu_memory) = (host.allocated.most(), host.in_use.most()?);
     let mut shown = None;
     if !end.interrupted && ranks.lead() {
         beside::keep(config, setup.tokenizer.as_ref(), &setup.config_json, setup.end)?;
@@ -143,7 +175,15 @@ pub fn train_on(
         predicted_memory,
         peak_allocated,
         peak_memory: memory::peak(),
+        predicted_gpu_memory,
+        peak_gpu_memory,
     })
+}
+
+/// Refuses what does not fit, before any work.
+fn possible(plan: &Plan) -> Result<()> {
+    let refused = |refusal| Err(Error::Settings(format!("{refusal}\n{plan}")));
+    plan.refusal.as_ref().map_or(Ok(()), refused)
 }
 
 /// What all ranks must share: every setting that was given, and what was read because of them.

@@ -10,6 +10,7 @@ mod loss;
 mod offload;
 mod ranks;
 mod residual_norm;
+mod room;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;

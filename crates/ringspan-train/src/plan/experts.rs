@@ -81,6 +81,25 @@ impl Experts {
         to_widths + to_experts + twice_adapted + router + of_one * (4 * hidden + 5 * self.wide)
     }
 
+    /// Bytes of the same on a GPU, where all choices are computed at once, in numbers of `width` bytes: at their fullest, and
+    /// what of it the graph has. Tokens and outputs are weighted and added up in f32; adapters add `adapted` bytes to the graph of
+    /// a number that comes out of a product.
+    pub(super) fn on_gpu(&self, rows: u64, hidden: u64, width: u64, adapted: u64) -> [u64; 2] {
+        const WIDE: u64 = 4;
+        let choices = self.choices(rows);
+        let router = WIDE * rows * self.all;
+        let adapted = adapted * choices * (2 * self.wide + hidden);
+        let fullest = 11 * WIDE * choices * hidden + 11 * width * choices * self.wide / 2 + 30 * router;
+        let graph = 5 * WIDE * choices * hidden + 3 * width * choices * self.wide + 10 * router;
+        // Tokens and outputs on their way, and the gradients of both.
+        let under_way = if self.ep > 1 {
+            (10.0 * self.ranks_of_a_token() * (WIDE * rows * self.width_ranks * hidden) as f64) as u64
+        } else {
+            0
+        };
+        [fullest + under_way + adapted, graph + under_way / 2 + adapted]
+    }
+
     /// Ranks that have experts of a token, on average.
     fn ranks_of_a_token(&self) -> f64 {
         let ranks = self.ep as f64;

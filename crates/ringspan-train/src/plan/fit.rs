@@ -1,17 +1,19 @@
 //! Whether a run fits into memory, and the nearest setting that does.
 
-use super::{bytes, shape::Shape};
+use super::{bytes, memory::Moment, shape::Shape};
 use crate::{
     config::{Sharding, Source, TrainConfig},
     error::Result,
     observer::grouped,
 };
+use ringspan_candle::Precision;
 use ringspan_models::Recompute;
 
 /// Sequence lengths that are proposed are multiples of this.
 const STEP: u64 = 256;
 
-/// Tokens of the fullest rank and of the whole batch, and ranks that share a machine's memory.
+/// Tokens of the fullest rank and of the whole batch, and ranks that share a memory.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Load {
     pub(super) tokens: u64,
     pub(super) batch: u64,
@@ -20,16 +22,37 @@ pub(super) struct Load {
     pub(super) ranks: u64,
 }
 
-/// A setting near that of `config` with which the ranks of a machine need no more than `free` bytes, in words.
-pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u64) -> Result<String> {
+/// Whose memory it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    /// The machine's, also where GPUs compute.
+    Cpu,
+    /// A GPU's.
+    Gpu,
+}
+
+impl Shape {
+    /// What a rank with `tokens` tokens, of `batch` on all ranks, has there at the fullest moment; and when that is.
+    pub(super) fn memory_on(&self, side: Side, tokens: u64, batch: u64) -> Result<Moment> {
+        match (side, self.computes_in) {
+            (Side::Gpu, _) => self.gpu_memory(tokens),
+            (Side::Cpu, Some(_)) => Ok(self.memory_beside_gpu(batch)),
+            (Side::Cpu, None) => self.memory(tokens, batch),
+        }
+    }
+}
+
+/// A setting near that of `config` with which the ranks that share a memory need no more than `free` bytes, in words.
+pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Side, free: u64) -> Result<String> {
     let needs = |shape: &Shape, tokens: u64, batch: u64| -> Result<u64> {
-        let (_, parts) = shape.memory(tokens, batch)?;
+        let (_, parts) = shape.memory_on(side, tokens, batch)?;
         Ok(load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>())
     };
     let least = shape.computed_again();
     let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
     let mut given = String::new();
-    if shape.recompute != Recompute::Full {
+    // Beside a GPU, the CPU's memory does not depend on it.
+    if shape.recompute != Recompute::Full && (side == Side::Gpu || shape.computes_in.is_none()) {
         given = "--recompute full ".into();
         let needed = needs(&least, load.tokens, load.batch)?;
         if needed <= free {
@@ -42,8 +65,17 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, free: u6
     let at = |length: u64| needs(&least, part(load.tokens, length, whole), part(load.batch, length, whole));
     let smallest = STEP.min(whole);
     let without_tokens = needs(&least, 1, 1)?;
-    let mut others = vec!["take fewer ranks", "share the model with more machines"];
-    if config.sharding == Sharding::None && config.ranks() > config.dp_replicate {
+    let mut others = match side {
+        Side::Cpu => vec!["take fewer ranks", "share the model with more machines"],
+        Side::Gpu => vec!["share layers among more GPUs (--tp)"],
+    };
+    if side == Side::Gpu && load.ranks > 1 {
+        others.push("give fewer ranks to a GPU");
+    }
+    if side == Side::Gpu && config.dtype == Precision::F32 {
+        others.push("compute in half of it (--dtype bf16)");
+    }
+    if side == Side::Cpu && config.sharding == Sharding::None && config.ranks() > config.dp_replicate {
         others.insert(0, "leave out --sharding none");
     }
     if config.lora.is_none() {
@@ -108,7 +140,7 @@ mod tests {
         let load = Load { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2 };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        nearest(&config, &shape, &load, (needed as f64 * share) as u64).expect("possible")
+        nearest(&config, &shape, &load, Side::Cpu, (needed as f64 * share) as u64).expect("possible")
     }
 
     #[test]

@@ -11,14 +11,23 @@ use ringspan_candle::{gated_mlp, kept::Storage, loss};
 use ringspan_models::Recompute;
 
 /// Bytes that a rank holds of each token of the whole batch: tokens and targets, as they are and as they are dealt.
-const OF_BATCH: u64 = 24;
+pub(super) const OF_BATCH: u64 = 24;
 
 /// Bytes by part.
 pub(super) type Parts = Vec<(&'static str, u64)>;
 
+/// When something is there, in words, and what.
+pub(super) type Moment = (&'static str, Parts);
+
+/// The moment at which most is there.
+pub(super) fn fullest(moments: Vec<Moment>) -> Moment {
+    let sum = |parts: &Parts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
+    moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default()
+}
+
 impl Shape {
     /// What is there at the fullest moment of a rank with `tokens` tokens, of `batch` on all ranks; and when that is.
-    pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<(&'static str, Parts)> {
+    pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<Moment> {
         let held = &self.held;
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
@@ -40,7 +49,7 @@ impl Shape {
         let activations = ("a layer's activations and their gradients", self.activations(tokens, rows));
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
         let head = if self.tied { held.embedding } else { held.head };
-        let moments = [
+        let moments = vec![
             (
                 "at the loss",
                 with(
@@ -89,8 +98,7 @@ impl Shape {
             ),
             ("at the optimiser", always(held.trained)),
         ];
-        let sum = |parts: &Parts| parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
-        Ok(moments.into_iter().max_by_key(|(_, parts)| sum(parts)).unwrap_or_default())
+        Ok(fullest(moments))
     }
 
     /// Bytes that a layer keeps for its backward; where some have experts, the mean of all.
@@ -106,7 +114,8 @@ impl Shape {
             Recompute::KeepAttention => (heads, rows * self.hidden + tokens * attended),
             Recompute::Nothing => {
                 let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden;
-                let of_experts = self.experts.map_or(0, |experts| experts.products(rows));
+                let kept = self.experts.filter(|_| self.keeps_experts());
+                let of_experts = kept.map_or(0, |experts| experts.products(rows));
                 let fed = mean(2 * tokens * self.feed_forward, of_experts);
                 (heads, rows * self.hidden + tokens * of_token + fed)
             }
@@ -115,7 +124,7 @@ impl Shape {
             (Some(experts), Recompute::Nothing, _) | (Some(experts), _, Storage::Bf16) => mean(0, experts.router(rows)),
             _ => 0,
         };
-        4 * (tokens * log_sums + routers) + self.storage.bytes() as u64 * numbers
+        4 * (tokens * log_sums + routers) + self.kept_width() * numbers
     }
 
     /// Bytes of a layer that is computed again and differentiated.
@@ -163,7 +172,7 @@ impl Shape {
     }
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.
-    fn blocks(&self, tokens: u64) -> Result<u64> {
+    pub(super) fn blocks(&self, tokens: u64) -> Result<u64> {
         let (heads, kv_heads) = self.head_counts();
         let place = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
@@ -178,7 +187,7 @@ impl Shape {
         Ok(2 * blocks * block + exchanged)
     }
 
-    fn head_counts(&self) -> (u64, u64) {
+    pub(super) fn head_counts(&self) -> (u64, u64) {
         (self.heads.queries.len() as u64, self.heads.key_values.len() as u64)
     }
 }

@@ -2,6 +2,7 @@
 
 mod experts;
 mod fit;
+mod gpu;
 mod held;
 mod memory;
 mod shape;
@@ -18,9 +19,9 @@ use crate::{
     setup::Setup,
     tokenizer::Tokenizer,
 };
-use fit::Load;
+use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
-use ringspan_candle::DeviceName;
+use ringspan_candle::{DeviceName, room::Room};
 use ringspan_models::{Beyond, Config, Place};
 use shape::Shape;
 use std::fmt;
@@ -59,14 +60,20 @@ pub struct Plan {
     pub tokens_per_step: u64,
     /// Tokens of the first micro-batch on each rank.
     pub tokens_per_rank: Vec<usize>,
-    /// Predicted bytes of the fullest rank, by part, at its fullest moment.
+    /// Predicted bytes of the fullest rank, by part, at its fullest moment: of the CPU's memory.
     pub memory: Vec<(&'static str, u64)>,
     /// When that is, in words.
     pub fullest: &'static str,
+    /// The same of the memory of its GPU; empty where the CPU computes.
+    pub gpu_memory: Vec<(&'static str, u64)>,
+    /// When that is, in words.
+    pub gpu_fullest: &'static str,
+    /// The GPUs of this process's ranks, where they were asked.
+    pub gpus: Vec<Room>,
+    /// Why they were not, in words; empty where they were, or the CPU computes.
+    pub gpus_unknown: String,
     /// Bytes that each layer keeps of a token for its backward.
     pub kept_per_token: u64,
-    /// What this memory is not, in words; empty where it is all of it.
-    pub memory_note: &'static str,
     /// Why it does not fit into memory, with the nearest setting that does; none if it fits.
     pub refusal: Option<String>,
     /// Predicted bytes that the busiest rank sends in a step, by purpose.
@@ -77,6 +84,7 @@ pub struct Plan {
     pub first_step: u64,
     /// Passes of all steps over the text; none for a file of tokens.
     pub passes: Option<f64>,
+    load: Load,
 }
 
 impl Plan {
@@ -167,29 +175,54 @@ impl Plan {
             rows: batch.rows.div_ceil(config.data_ranks()) as u64,
             ranks: config.local_ranks.unwrap_or(plan.tokens_per_rank.len()) as u64,
         };
-        (plan.fullest, plan.memory) = shape.memory(load.tokens, load.batch)?;
+        (plan.fullest, plan.memory) = shape.memory_on(Side::Cpu, load.tokens, load.batch)?;
+        if config.device != DeviceName::Cpu {
+            (plan.gpu_fullest, plan.gpu_memory) = shape.memory_on(Side::Gpu, load.tokens, load.batch)?;
+            plan.gpus_unknown = "nobody asked".into();
+        }
         plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
         plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
-        if config.device != DeviceName::Cpu {
-            plan.memory_note =
-                "counted as of a CPU: of it, layers in use and what waits are on the GPU, whose memory is not asked";
-        }
         plan.refusal = plan.refusal(config, &shape, &load)?;
+        plan.load = load;
         Ok(plan)
     }
 
-    /// Bytes of the fullest rank.
+    /// Holds the plan to what the GPUs of this process's ranks have room for.
+    pub(crate) fn meet(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<Room>) -> Result<()> {
+        (self.gpus, self.gpus_unknown) = (gpus, String::new());
+        let each = self.gpu_bytes();
+        let full = self.gpus.iter().find(|gpu| each * gpu.ranks as u64 > gpu.free);
+        if let (Some(gpu), None) = (full, &self.refusal) {
+            let shape = Shape::new(config, setup, setup.decoder.config())?;
+            let load = Load { ranks: gpu.ranks as u64, ..self.load.clone() };
+            self.refusal = Some(format!(
+                "this needs about {} of {} ({} of up to {}), but only {} of its {} is free: {}",
+                bytes(each * load.ranks),
+                gpu.name,
+                ranks(gpu.ranks),
+                bytes(each),
+                bytes(gpu.free),
+                bytes(gpu.total),
+                fit::nearest(config, &shape, &load, Side::Gpu, gpu.free)?
+            ));
+        }
+        Ok(())
+    }
+
+    /// Bytes of the fullest rank, of the CPU's memory.
     #[must_use]
     pub fn rank_bytes(&self) -> u64 {
         self.memory.iter().map(|(_, bytes)| bytes).sum()
     }
 
+    /// Bytes of the fullest rank, of its GPU's memory; 0 where the CPU computes.
+    #[must_use]
+    pub fn gpu_bytes(&self) -> u64 {
+        self.gpu_memory.iter().map(|(_, bytes)| bytes).sum()
+    }
+
     /// Why the ranks of this machine cannot fit into the memory that is free, where the system tells.
     fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
-        // Of a GPU it is not known how much there is, and how much of this the CPU is left with.
-        if config.device != DeviceName::Cpu {
-            return Ok(None);
-        }
         let needed = self.rank_bytes() * load.ranks;
         let Some(free) = memory_of_machine::available().filter(|free| needed > *free) else { return Ok(None) };
         Ok(Some(format!(
@@ -198,9 +231,13 @@ impl Plan {
             load.ranks,
             bytes(self.rank_bytes()),
             bytes(free),
-            fit::nearest(config, shape, load, free)?
+            fit::nearest(config, shape, load, Side::Cpu, free)?
         )))
     }
+}
+
+fn ranks(count: usize) -> String {
+    if count == 1 { "1 rank".into() } else { format!("{count} ranks") }
 }
 
 fn model_words(config: &TrainConfig, setup: &Setup) -> String {
@@ -327,10 +364,19 @@ impl fmt::Display for Plan {
         let each = if most == least { format!("{most} on each rank") } else { format!("{least} to {most} on a rank") };
         writeln!(f, "tokens     {} a step, {each} at a time", grouped(self.tokens_per_step))?;
         let (most, kept) = (total(&self.memory), grouped(self.kept_per_token));
-        writeln!(f, "memory     about {most} a rank, most {}: {}", self.fullest, parts(&self.memory))?;
-        writeln!(f, "           {kept} bytes a token and layer wait for the backward pass")?;
-        if !self.memory_note.is_empty() {
-            writeln!(f, "           {}", self.memory_note)?;
+        let (of_cpu, there) = if self.gpu_memory.is_empty() { ("", "") } else { (" of the CPU's", ", on the GPU") };
+        writeln!(f, "memory     about {most} a rank{of_cpu}, most {}: {}", self.fullest, parts(&self.memory))?;
+        if !self.gpu_memory.is_empty() {
+            let (most, moment) = (total(&self.gpu_memory), self.gpu_fullest);
+            writeln!(f, "           about {most} a rank of a GPU's, most {moment}: {}", parts(&self.gpu_memory))?;
+        }
+        writeln!(f, "           {kept} bytes a token and layer wait for the backward pass{there}")?;
+        for Room { name, free, total, ranks: count } in &self.gpus {
+            let (free, total) = (bytes(*free), bytes(*total));
+            writeln!(f, "           {free} of {total} is free on {name}, for {}", ranks(*count))?;
+        }
+        if !self.gpus_unknown.is_empty() {
+            writeln!(f, "           how much a GPU has is not known here: {}", self.gpus_unknown)?;
         }
         if self.tokens_per_rank.len() > 1 {
             writeln!(f, "sent       about {} a step by a rank: {}", total(&self.traffic), parts(&self.traffic))?;

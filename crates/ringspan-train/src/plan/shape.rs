@@ -9,7 +9,7 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
-use ringspan_candle::kept::Storage;
+use ringspan_candle::{DeviceName, Precision, kept::Storage};
 use ringspan_models::{Config, Heads, ROUTER, Recompute};
 
 /// Of the rank that has most of each.
@@ -44,6 +44,10 @@ pub(super) struct Shape {
     pub(super) strategy: Strategy,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
+    /// The type of a GPU's tensors; none where the CPU computes.
+    pub(super) computes_in: Option<Precision>,
+    /// Whether queries and keys are normed.
+    pub(super) norms_heads: bool,
     pub(super) experts: Option<Experts>,
 }
 
@@ -103,6 +107,8 @@ impl Shape {
             strategy: config.strategy,
             recompute: config.recompute,
             storage: config.activations,
+            computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),
+            norms_heads: setup.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
             experts,
         })
     }

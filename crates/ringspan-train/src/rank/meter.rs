@@ -5,10 +5,10 @@ use crate::{
     setup::{Setup, model_error},
 };
 use ringspan::{
-    comm::{Communicator, numbers, timed::Timed},
+    comm::{Buffer, Communicator, numbers, timed::Timed},
     schedule::HeadShare,
 };
-use ringspan_candle::{Devices, context::Context, peak};
+use ringspan_candle::{RankDevice, context::Context, peak};
 use ringspan_models::Heads;
 use std::{
     sync::Arc,
@@ -19,8 +19,8 @@ use std::{
 pub(super) struct Meter {
     /// Where this rank's waits are counted.
     timed: Arc<Timed>,
-    /// Operations a second that the ranks reach in products, all at once; not measured on GPUs.
-    peak: Option<f64>,
+    /// Operations a second that the ranks reach in products, all at once.
+    peak: f64,
     /// Operations of a token outside attention, forward and backward.
     of_token: f64,
     /// Operations of a visible pair of one head, forward and backward.
@@ -34,19 +34,17 @@ pub(super) struct Meter {
 /// What all ranks know of a step.
 pub(super) struct Use {
     pub(super) seconds: f64,
-    pub(super) peak_share: Option<f64>,
+    pub(super) peak_share: f64,
     pub(super) waited: f64,
     pub(super) imbalance: f64,
 }
 
 impl Meter {
-    pub(super) fn new(setup: &Setup, devices: &Devices, timed: Arc<Timed>) -> Result<Self> {
-        // All at once, as they will compute.
-        timed.barrier()?;
-        let peak = match devices.are_gpus() {
-            true => None,
-            false => Some(all(&*timed, peak::flops())?.iter().sum()),
-        };
+    pub(super) fn new(setup: &Setup, device: &RankDevice, timed: Arc<Timed>) -> Result<Self> {
+        // All at once, as they will compute; of ranks that share a GPU one, while the others leave it alone.
+        let first = is_first(&*timed, device.id()?)?;
+        let own = if first { peak::flops_on(device)? } else { 0.0 };
+        let peak = all(&*timed, own)?.iter().sum::<f64>();
         let dim = setup.decoder.config().head_dim() as f64;
         // Two products forward and five backward, of two operations an element each.
         Ok(Self {
@@ -88,7 +86,7 @@ impl Meter {
         let operations = tokens as f64 * self.of_token + sum * self.of_pair;
         Ok(Use {
             seconds,
-            peak_share: self.peak.map(|peak| operations / seconds / peak),
+            peak_share: operations / seconds / self.peak.max(1.0),
             waited: (most_waited / seconds).min(1.0),
             imbalance: if sum > 0.0 { most * pairs.len() as f64 / sum } else { 1.0 },
         })
@@ -111,7 +109,27 @@ fn of_token(setup: &Setup) -> f64 {
     setup.shapes.iter().map(of).sum()
 }
 
+/// Whether no rank before this one computes on the same GPU. CPUs have no number, and threads of their own.
+fn is_first(world: &dyn Communicator, id: Option<[u8; 16]>) -> Result<bool> {
+    let own = Buffer::U8(id.map_or_else(Vec::new, |id| id.to_vec()));
+    let all = world.all_gather(own.clone())?;
+    Ok(id.is_none() || !all.iter().take(world.rank()).any(|other| **other == own))
+}
+
 /// A number of each rank, in rank order.
 fn all(world: &dyn Communicator, own: f64) -> Result<Vec<f64>> {
     Ok(numbers::all_gather(world, &[own])?.concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_first;
+    use ringspan::comm::threads;
+
+    #[test]
+    fn of_ranks_that_share_a_gpu_one_measures_it() {
+        let ids = [Some([1; 16]), Some([2; 16]), Some([1; 16]), None, None];
+        let first = threads::run(ids.len(), threads::Options::default(), |world| is_first(&*world, ids[world.rank()]));
+        assert_eq!(first.unwrap(), [true, true, false, true, true]);
+    }
 }

@@ -11,7 +11,7 @@ use crate::{
     config::TrainConfig,
     data::Batch,
     error::{Error, Result},
-    memory::{self, Allocated},
+    memory::{self, Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile, StepMetrics},
     observer::Observer,
     optimizer::Optimizer,
@@ -39,6 +39,7 @@ pub(crate) struct Host<'a> {
     /// None in a process without rank 0.
     pub(crate) metrics: Option<MetricsFile>,
     pub(crate) allocated: Allocated,
+    pub(crate) in_use: InUse,
 }
 
 /// How a rank's loop ended.
@@ -86,7 +87,7 @@ impl<'a> Rank<'a> {
         let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;
         let checkpoints = Checkpoints::new(&config.out, config.keep);
         let writers = writers(&*world, shards.kept().next().is_some())?;
-        let meter = Meter::new(setup, devices, timed)?;
+        let meter = Meter::new(setup, device, timed)?;
         let watchdog = Watchdog::new(config.spike_factor, config.spike_steps, setup.losses);
         let saving = None;
         Ok(Self {
@@ -113,6 +114,8 @@ impl<'a> Rank<'a> {
     pub(crate) fn train(mut self, stop: &AtomicBool, host: &Mutex<Host<'_>>) -> Result<End> {
         let began = Instant::now();
         let (config, setup) = (self.config, self.setup);
+        // Behind the look at what a GPU reaches, in which all have taken part.
+        self.on_host(host, |host| host.in_use.begin())?;
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
         let (mut saved, mut evaluation, mut interrupted) = (None, None, false);
@@ -149,16 +152,18 @@ impl<'a> Rank<'a> {
                 grad_norm,
                 tokens,
                 tokens_per_second: now as f64 / seconds,
-                peak_share,
+                peak_share: Some(peak_share),
                 waited,
                 attention_imbalance: imbalance,
                 peak_memory: memory::peak(),
                 peak_allocated: None,
+                peak_gpu_memory: None,
                 seconds: began.elapsed().as_secs_f64(),
             };
             step += 1;
             self.on_host(host, |host| {
                 metrics.peak_allocated = host.allocated.most();
+                metrics.peak_gpu_memory = host.in_use.most()?;
                 host.metrics.iter_mut().try_for_each(|file| file.append(&metrics))?;
                 host.observer.stepped(&metrics);
                 Ok(())

@@ -37,7 +37,7 @@ mod test;
 #[cfg(feature = "nccl")]
 pub use cuda::nccl;
 #[cfg(feature = "cuda")]
-pub use cuda::{Gpu, GpuArray, GpuData, GpuElement, GpuMut, GpuSource, Handed, Lent, nvrtc};
+pub use cuda::{Gpu, GpuArray, GpuData, GpuElement, GpuMemory, GpuMut, GpuSource, Handed, Lent, nvrtc};
 pub use device::{Kernel, Progress};
 pub use floats::{Floats, FloatsMut};
 pub use head_map::HeadMap;

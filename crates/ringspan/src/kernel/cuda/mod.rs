@@ -16,11 +16,13 @@ mod moves;
 pub mod nccl;
 pub mod nvrtc;
 mod options;
+mod room;
 mod sharing;
 mod tables;
 
 pub use handed::Handed;
 pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};
+pub use room::GpuMemory;
 pub use sharing::GpuSource;
 
 use super::{Progress, View};
@@ -47,6 +49,8 @@ struct Shared {
     /// Bytes copied to and from the CPU.
     uploaded: AtomicU64,
     downloaded: AtomicU64,
+    /// Bytes in use when somebody last asked for the most of them.
+    in_use: AtomicU64,
     /// Most bytes of shared memory of a block of threads.
     shared_memory: usize,
     tensor_cores: TensorCores,
@@ -111,6 +115,7 @@ impl Gpu {
             aside: context.new_stream().map_err(failed(&device, "make a stream"))?,
             uploaded: AtomicU64::new(0),
             downloaded: AtomicU64::new(0),
+            in_use: AtomicU64::new(0),
             context,
         })))
     }

@@ -43,8 +43,8 @@ impl Default for Options {
 /// # Errors
 /// Failures of other ranks.
 pub fn obstacle(comm: &dyn Communicator, gpu: &Gpu, options: &Options) -> Result<Option<String>> {
-    let here = Nccl::load(NAMES).err().or_else(|| uuid(gpu).err().map(|error| error.to_string()));
-    let mut view = uuid(gpu).unwrap_or_default().to_vec();
+    let here = Nccl::load(NAMES).err().or_else(|| gpu.id().err().map(|error| error.to_string()));
+    let mut view = gpu.id().unwrap_or_default().to_vec();
     view.extend(here.unwrap_or_default().bytes());
     let views = comm.all_gather(Buffer::U8(view))?;
     let read = |view: &Arc<Buffer>| match &**view {
@@ -87,11 +87,6 @@ pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<
 pub fn version() -> Result<String> {
     let failed = |message| Error::Device { device: "CUDA".into(), operation: "load NCCL", message };
     Nccl::load(NAMES).map(|nccl| nccl.version).map_err(failed)
-}
-
-fn uuid(gpu: &Gpu) -> Result<[u8; 16]> {
-    let id = gpu.0.context.uuid().map_err(gpu.failed("ask for its number"))?;
-    Ok(id.bytes.map(|byte| byte.to_ne_bytes()[0]))
 }
 
 /// A flight that NCCL has put on the stream.

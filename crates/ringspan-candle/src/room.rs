@@ -1,0 +1,87 @@
+//! How much memory GPUs have, how much of it is in use, and which ranks share it.
+
+use crate::device::{Devices, RankDevice};
+use ringspan::comm::Buffer;
+use ringspan::comm::ranks::Ranks;
+use ringspan::error::Result;
+
+/// A GPU on which ranks of this process compute.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Room {
+    /// Its number and what it is called.
+    pub name: String,
+    /// Bytes that nobody has taken.
+    pub free: u64,
+    /// Bytes that there are.
+    pub total: u64,
+    /// Ranks that share it, those of other processes too.
+    pub ranks: usize,
+}
+
+impl RankDevice {
+    /// The number by which ranks know that they share a GPU; none on the CPU.
+    ///
+    /// # Errors
+    /// Failures of the driver.
+    pub fn id(&self) -> Result<Option<[u8; 16]>> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.id().map(Some);
+        }
+        Ok(None)
+    }
+}
+
+impl Devices {
+    /// The GPUs on which ranks of this process compute, of `size` ranks in all; none where it is the CPU. Where ranks are
+    /// processes, all of them must call this.
+    ///
+    /// # Errors
+    /// Failures of the driver and of other ranks.
+    pub fn rooms(&self, ranks: &Ranks, size: usize) -> Result<Vec<Room>> {
+        let Some(comm) = ranks.comm() else {
+            let of = |index: usize| (index..size).step_by(self.count()).count();
+            return self.gpus().enumerate().map(|(index, device)| room(device, of(index))).collect();
+        };
+        let id = self.of(comm.rank()).id()?.map_or_else(Vec::new, |id| id.to_vec());
+        let all = comm.all_gather(Buffer::U8(id.clone()))?;
+        let sharing = all.iter().filter(|other| ***other == Buffer::U8(id.clone())).count();
+        // Asked when all processes have opened theirs: that takes memory, too.
+        self.gpus().map(|device| room(device, sharing)).collect()
+    }
+
+    /// Most bytes of each GPU that this process had in use at once since this was called last. See
+    /// `ringspan::kernel::Gpu::most_used`.
+    ///
+    /// # Errors
+    /// Failures of the driver.
+    pub fn most_used(&self) -> Result<Vec<u64>> {
+        self.gpus().map(most_used).collect()
+    }
+
+    fn gpus(&self) -> impl Iterator<Item = &RankDevice> {
+        self.iter().filter(|device| !device.tensors().is_cpu())
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn room(device: &RankDevice, ranks: usize) -> Result<Room> {
+    let Some(gpu) = &device.gpu else { return Ok(Room { name: "a CPU".into(), free: 0, total: 0, ranks }) };
+    let ringspan::kernel::GpuMemory { free, total } = gpu.memory()?;
+    Ok(Room { name: format!("{gpu:?}"), free, total, ranks })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn room(_: &RankDevice, ranks: usize) -> Result<Room> {
+    Ok(Room { name: "a CPU".into(), free: 0, total: 0, ranks })
+}
+
+#[cfg(feature = "cuda")]
+fn most_used(device: &RankDevice) -> Result<u64> {
+    device.gpu.as_ref().map_or(Ok(0), ringspan::kernel::Gpu::most_used)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn most_used(_: &RankDevice) -> Result<u64> {
+    Ok(0)
+}

@@ -1,0 +1,32 @@
+//! What GPUs have room for, and what they reach.
+
+use super::{gpu, rounding};
+use ringspan::comm::ranks::Ranks;
+use ringspan_candle::{DeviceName, Devices, peak};
+
+#[test]
+fn a_product_on_a_gpu_runs_at_some_speed() {
+    let Some(gpu) = gpu() else { return };
+    for device in [gpu.clone(), rounding(&gpu)] {
+        let flops = peak::flops_on(&device).expect("a product");
+        assert!(flops.is_finite() && flops > 1e6, "{flops} in {:?}", device.precision());
+    }
+}
+
+#[test]
+fn every_rank_has_one_gpu_and_is_counted_there() {
+    let Some(gpu) = gpu() else { return };
+    assert!(gpu.id().expect("a number").is_some());
+    let open = |name| Devices::open(name, None).expect("GPUs that work");
+    let all = open(DeviceName::Cuda(None));
+    for size in [1, 2, 3, 8] {
+        let rooms = all.rooms(&Ranks::threads(), size).expect("an answer");
+        assert_eq!(rooms.len(), all.count());
+        assert_eq!(rooms.iter().map(|room| room.ranks).sum::<usize>(), size);
+        assert!(rooms.iter().all(|room| room.ranks.abs_diff(size / rooms.len()) <= 1), "{rooms:?}");
+        assert!(rooms.iter().all(|room| 0 < room.free && room.free <= room.total), "{rooms:?}");
+    }
+    let one = open(DeviceName::Cuda(Some(0))).rooms(&Ranks::threads(), 5).expect("an answer");
+    assert_eq!(one.iter().map(|room| room.ranks).collect::<Vec<_>>(), [5]);
+    assert_eq!(Devices::CPU.rooms(&Ranks::threads(), 5), Ok(Vec::new()));
+}
