@@ -2,14 +2,21 @@
 
 #[cfg(feature = "cuda")]
 mod normed;
+#[cfg(feature = "cuda")]
+pub(crate) mod on_gpu;
 
+use crate::cast::cast;
+#[cfg(feature = "cuda")]
+use crate::gpu;
 use crate::norm::rms_norm;
+use crate::pool;
 use crate::slices::cpu;
-use crate::{gpu, pool};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, Layout, Result, Shape, Tensor, bail, op};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
-/// `x + y`, two f32 tensors of one shape, computed on the rank's threads.
+/// `x + y`, two f32 tensors of one shape, computed on the rank's threads. On a GPU both may be bf16, or x alone: the sum has its
+/// type, and is rounded once.
 ///
 /// Candle's own addition runs on the process's threads, and leaves y out of the graph where there is no element: a rank
 /// without rows would then miss the exchanges of the others on the way back.
@@ -57,16 +64,13 @@ impl CustomOp2 for Residual {
         Ok((CpuStorage::F32(out), x_at.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
     fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, y: &CudaStorage, y_at: &Layout) -> Result<(CudaStorage, Shape)> {
-        match x_at.shape().elem_count() {
-            // A GPU starts no kernel for nothing.
-            0 => gpu::zeros(x, x_at.shape()),
-            _ => Ok((x.binary_impl::<op::Add>(y, x_at, y_at)?, x_at.shape().clone())),
-        }
+        on_gpu::forward((x, x_at), (y, y_at))
     }
 
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(d.clone()), Some(d.clone())))
+    fn bwd(&self, _: &Tensor, y: &Tensor, _: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        Ok((Some(d.clone()), Some(cast(d, y.dtype())?)))
     }
 }
 

@@ -12,7 +12,6 @@ use crate::portion::Heads;
 use crate::recompute::Keeper;
 use candle_core::Tensor;
 use ringspan_candle::activation::Activation;
-use ringspan_candle::cast::cast;
 use ringspan_candle::gated_mlp::gated_mlp;
 use ringspan_candle::geglu::geglu;
 use ringspan_candle::linear::linear;
@@ -143,7 +142,7 @@ impl Block<'_> {
         let first = || self.first_column(name, attend.tensor_parallel());
         if let Some(adapter) = self.adapter(name, first)? {
             let part = adapter.part(x, attend.drops())?;
-            out = cast(&(cast(&out, part.dtype())? + part)?, x.dtype())?;
+            out = residual(&out, &part)?;
         }
         Ok(out)
     }

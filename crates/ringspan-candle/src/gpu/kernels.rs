@@ -17,6 +17,7 @@ const NORM: &str = include_str!("source/norm.cu");
 const ROPE: &str = include_str!("source/rope.cu");
 const GATE: &str = include_str!("source/gate.cu");
 const LOSS: &str = include_str!("source/loss.cu");
+const SUM: &str = include_str!("source/sum.cu");
 
 /// A layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -25,13 +26,14 @@ pub(crate) enum Layer {
     Rope,
     Gate(Activation),
     Loss,
+    Sum,
 }
 
 /// What kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Options {
     layer: Layer,
-    /// F32 or BF16: of tensors, and of the weight of a norm, or of the gradient of logits.
+    /// F32 or BF16: of tensors, and of the weight of a norm, of the gradient of logits, or of what is added.
     types: [DType; 2],
     /// Elements that a thread reads at once.
     pub(crate) at_once: usize,
@@ -53,6 +55,7 @@ impl Options {
             Layer::Rope => ROPE,
             Layer::Gate(_) => GATE,
             Layer::Loss => LOSS,
+            Layer::Sum => SUM,
         };
         let stored = |dtype| usize::from(dtype == DType::BF16);
         Source {
@@ -106,7 +109,7 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{loss, norm, rope, swiglu};
+    use crate::{loss, norm, residual, rope, swiglu};
     use ringspan::kernel::nvrtc;
 
     /// Without a GPU this still shows that the kernels are CUDA, and agree on the jobs' sizes.
@@ -122,6 +125,7 @@ mod tests {
             (Layer::Gate(Activation::Silu), size_of::<swiglu::on_gpu::Job>()),
             (Layer::Gate(Activation::GeluTanh), size_of::<swiglu::on_gpu::Job>()),
             (Layer::Loss, size_of::<loss::on_gpu::Job>()),
+            (Layer::Sum, size_of::<residual::on_gpu::Job>()),
         ];
         let types = [DType::F32, DType::BF16];
         for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {

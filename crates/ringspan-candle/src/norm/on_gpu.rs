@@ -33,7 +33,6 @@ pub(crate) struct Job {
     x_stride: i64,
     y_stride: i64,
     d_stride: i64,
-    beside_stride: i64,
     chunk: i64,
     lanes: i32,
     eps: f32,
@@ -129,7 +128,7 @@ pub(crate) fn backward(
     beside: Option<&Tensor>,
     eps: f64,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let beside = beside.map(in_rows).transpose()?;
+    let beside = beside.map(Tensor::contiguous).transpose()?;
     let (d, trained, types) = (in_rows(d)?, w.track_op(), [x.dtype(), w.dtype()]);
     if let Some(other) = beside.iter().chain([&d]).find(|d| d.dtype() != x.dtype()) {
         bail!("a gradient of {:?} for a norm of {:?}: the types differ", other.dtype(), x.dtype());
@@ -158,11 +157,11 @@ pub(crate) fn backward(
         let d = Operand::read(on_gpu(&d_held)?, d_at, &stream)?;
         let (dx, inverse) = (Operand::written(&mut dx, &stream)?, Operand::written(&mut inverse, &stream)?);
         let beside = match &beside_held {
-            Some((held, at)) => Some((Operand::read(on_gpu(held)?, at, &stream)?, Rows::expected(at)?.stride)),
+            Some((held, at)) => Some(Operand::read(on_gpu(held)?, at, &stream)?),
             None => None,
         };
-        let (beside_at, beside_stride) = beside.as_ref().map_or((0, 0), |(beside, stride)| (beside.at, *stride));
-        let sizes = [rows.width, rows.stride, d_rows.stride, beside_stride];
+        let beside_at = beside.as_ref().map_or(0, |beside| beside.at);
+        let sizes = [rows.width, rows.stride, d_rows.stride];
         let options = Options::new::<Job>(Layer::Norm, types, &[x.at, w.at, d.at, dx.at, beside_at], &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
         let job = Job {
@@ -176,7 +175,6 @@ pub(crate) fn backward(
             width: rows.width as i64,
             x_stride: rows.stride as i64,
             d_stride: d_rows.stride as i64,
-            beside_stride: beside_stride as i64,
             chunk: chunk as i64,
             lanes: lanes as i32,
             eps: eps as f32,

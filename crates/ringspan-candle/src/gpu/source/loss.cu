@@ -83,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
     const i64 place = (i64)job.targets[row] - job.first;
     float *sums = job.sums + row * 3;
     sums[0] = part.max;
-    // Relative to an infinite number none is one.
-    sums[1] = part.max == NEGATIVE_INFINITY ? part.max - part.max : part.sum;
+    sums[1] = part.sum;
     sums[2] = 0 <= place && place < job.width ? element<X_TYPE>(job.logits, from + place) : 0.0f;
 }
 

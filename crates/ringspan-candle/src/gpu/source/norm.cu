@@ -14,8 +14,8 @@ struct Job {
     float *inverse;
     // Of each chunk of rows the sums of its columns [chunks, width].
     float *sums;
-    // Rows that are read lie so many elements apart; a chunk has `chunk` of them.
-    i64 rows, width, x_stride, y_stride, d_stride, beside_stride, chunk;
+    // Rows of x, y and d lie so many elements apart; a chunk has `chunk` of them.
+    i64 rows, width, x_stride, y_stride, d_stride, chunk;
     int lanes;
     float eps;
 };
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(const Jo
             d[n] = inverse * w[n] * d[n] - x[n] * along;
         }
         if (job.beside) {
-            read<X_TYPE>(x, job.beside, row * job.beside_stride + column);
+            read<X_TYPE>(x, job.beside, row * job.width + column);
 #pragma unroll
             for (int n = 0; n < AT_ONCE; n++) {
                 d[n] += x[n];

@@ -1,5 +1,5 @@
 // Several numbers at once. Behind `element.cu`, compiled at run time for what is at hand:
-//   X_TYPE, W_TYPE   what tensors are stored in, and the weight of a norm, or the gradient of logits: F32 or BF16
+//   X_TYPE, W_TYPE   what tensors are stored in, and the weight of a norm, the gradient of logits or what is added: F32 or BF16
 //   AT_ONCE          numbers that a thread reads at once: as many of X_TYPE as 16 bytes hold, or 1 where rows do not lie so
 //   THREADS          threads of a block
 //   JOB_BYTES        size of Job where it was filled

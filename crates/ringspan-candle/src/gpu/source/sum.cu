@@ -1,0 +1,25 @@
+// A sum, element by element. Behind `pack.cu`; X_TYPE is that of x and of the sum, W_TYPE that of y.
+
+struct Job {
+    // They follow each other.
+    const void *x, *y;
+    void *out;
+    i64 count;
+};
+
+static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum(const Job job) {
+    const i64 at = ((i64)blockIdx.x * THREADS + threadIdx.x) * AT_ONCE;
+    if (at >= job.count) {
+        return;
+    }
+    float x[AT_ONCE], y[AT_ONCE];
+    read<X_TYPE>(x, job.x, at);
+    read<W_TYPE>(y, job.y, at);
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+        x[n] += y[n];
+    }
+    write<X_TYPE>(job.out, at, x);
+}
