@@ -17,8 +17,11 @@ use std::ops::Range;
 /// Target of a token that has none: padding, and the last token of a document.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Tokens whose logits exist at once; on a GPU twice as many.
+/// Tokens whose logits exist at once.
 pub const CHUNK: usize = 512;
+
+/// The same on a GPU: of more, products pass less often over the head, and over the sum of its gradient.
+pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 
 /// What [`head_loss`] returns.
 #[derive(Debug, Clone)]

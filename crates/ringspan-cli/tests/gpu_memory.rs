@@ -86,6 +86,7 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
     let s = || Settings { ring: Some(1), ..Settings::default() };
     let bf16 = || Settings { dtype: Some("bf16".into()), ..s() };
     let recompute = |what: &str| Settings { recompute: Some(what.into()), ..s() };
+    let offloaded = |what: &str| Settings { offload_activations: Some(true), ..recompute(what) };
     let adapted = |settings: Settings| Settings { lora_rank: Some(8), ..settings };
     // Two ranks, with a GPU each where there are two: on one, their fullest moments need not meet.
     let shared = |ring, tp| Settings { ring: Some(ring), tp: Some(tp), ..Settings::default() };
@@ -97,6 +98,8 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
         ("recompute nothing", deep, None, (1, 512), recompute("nothing")),
         ("kept in bf16", deep, None, (1, 512), Settings { activations: Some("bf16".into()), ..s() }),
         ("bf16", deep, None, (1, 256), bf16()),
+        ("offloaded", (6, 128, 8, 4, 384, 256, true), None, (1, 512), offloaded("nothing")),
+        ("offloaded, everything again", (6, 128, 8, 4, 384, 256, true), None, (1, 512), offloaded("full")),
         ("many heads", heads, None, (1, 512), s()),
         ("words", words, None, (1, 256), s()),
         ("words, several chunks", words, None, (1, 1200), s()),

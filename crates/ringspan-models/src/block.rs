@@ -44,9 +44,12 @@ impl Block<'_> {
         let mut fed = match self.mixture() {
             // Tokens find their experts row by row.
             Some(sparse) => self.sparse(sparse, &h, attend)?,
-            None => self.dense(&self.rows_of_all(&h, attend)?, attend)?,
+            None => {
+                let rows = self.rows_of_all(&h, attend)?;
+                drop(h);
+                self.dense(&rows, attend)?
+            }
         };
-        drop(h);
         if model.post_norms {
             fed = self.normed("post_feedforward_layernorm", &fed)?;
         }

@@ -4,7 +4,7 @@
 //! What is known of a row, three numbers, is brought to the CPU, where it is added up in f64: once, at the end, or of each
 //! chunk where ranks share the vocabulary, because its gradient waits for them.
 
-use super::{HeadLoss, Sums, Vocabulary, nlls};
+use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary, nlls};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
 use crate::gpu::product::{Room, product};
@@ -13,9 +13,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 use std::ops::Range;
-
-/// Tokens whose logits exist at once: of more, products pass less often over the head, and over the sum of its gradient.
-const CHUNK: usize = 2 * super::CHUNK;
 
 /// What a launch is told, as in `gpu/source/loss.cu`.
 #[repr(C)]

@@ -6,7 +6,7 @@ use crate::{
     error::Result,
     observer::grouped,
 };
-use ringspan_candle::Precision;
+use ringspan_candle::{Precision, offload};
 use ringspan_models::Recompute;
 
 /// Sequence lengths that are proposed are multiples of this.
@@ -20,6 +20,8 @@ pub(super) struct Load {
     /// Rows of a micro-batch that a data-parallel rank has.
     pub(super) rows: u64,
     pub(super) ranks: u64,
+    /// Whether what layers keep waits on the CPU beside a GPU.
+    pub(super) offloads: bool,
 }
 
 /// Whose memory it is.
@@ -36,7 +38,7 @@ impl Shape {
     pub(super) fn memory_on(&self, side: Side, tokens: u64, batch: u64) -> Result<Moment> {
         match (side, self.computes_in) {
             (Side::Gpu, _) => self.gpu_memory(tokens),
-            (Side::Cpu, Some(_)) => Ok(self.memory_beside_gpu(batch)),
+            (Side::Cpu, Some(_)) => Ok(self.memory_beside_gpu(tokens, batch)),
             (Side::Cpu, None) => self.memory(tokens, batch),
         }
     }
@@ -51,8 +53,14 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     let least = shape.computed_again();
     let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
     let mut given = String::new();
-    // Beside a GPU, the CPU's memory does not depend on it.
-    if shape.recompute != Recompute::Full && (side == Side::Gpu || shape.computes_in.is_none()) {
+    if side == Side::Gpu && !shape.offloads && shape.layers > offload::STAYING as u64 {
+        let needed = needs(&shape.offloaded(), load.tokens, load.batch)?;
+        if needed <= free {
+            return found("--offload-activations", needed);
+        }
+    }
+    // Beside a GPU that keeps it, the CPU's memory does not depend on it.
+    if shape.recompute != Recompute::Full && (side == Side::Gpu || shape.offloads || shape.computes_in.is_none()) {
         given = "--recompute full ".into();
         let needed = needs(&least, load.tokens, load.batch)?;
         if needed <= free {
@@ -137,7 +145,7 @@ mod tests {
         let batch = Batch { rows: 0, length: 0, tokens: vec![], targets: vec![], pieces: vec![] };
         let setup = Setup::of_batch(&config, decoder, weights, batch).expect("possible");
         let shape = Shape::new(&config, &setup, &model).expect("possible");
-        let load = Load { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2 };
+        let load = Load { tokens: 1 << 15, batch: 1 << 16, rows: 4, ranks: 2, offloads: false };
         let (_, parts) = shape.memory(load.tokens, load.batch).expect("possible");
         let needed = load.ranks * parts.iter().map(|(_, bytes)| bytes).sum::<u64>();
         nearest(&config, &shape, &load, Side::Cpu, (needed as f64 * share) as u64).expect("possible")

@@ -9,11 +9,14 @@ use super::{
     shape::Shape,
 };
 use crate::error::Result;
-use ringspan_candle::{kept::Storage, loss};
+use ringspan_candle::{kept::Storage, loss, offload};
 use ringspan_models::Recompute;
 
 /// Bytes of a number in f32.
 const WIDE: u64 = 4;
+
+/// Layers that have what they keep on the GPU at a time.
+const STAYING: u64 = offload::STAYING as u64;
 
 impl Shape {
     /// What is on the GPU at the fullest moment of a rank with `tokens` tokens; and when that is.
@@ -24,72 +27,87 @@ impl Shape {
         let (stream, whole_stream) = (width * rows * self.hidden, width * tokens * self.hidden);
         let angles = WIDE * tokens * self.dim;
         let head = if self.tied { held.embedding } else { held.head };
-        // Of a tied head it waits for the embedding's.
+        // Of a tied head it waits for the embedding's; of another, and of a layer, until the next unit's are known.
         let (d_head, tied) = match held.embedding_shard + held.head_shard {
             0 => (0, 0),
             _ => (WIDE * head, if self.tied { WIDE * head } else { 0 }),
         };
-        let chunk = tokens.min(loss::CHUNK as u64) * self.vocabulary;
-        let layer = |gradients: u64| ("a layer, whole, with gradients", width * (held.layer + gradients) + tied);
+        let chunk = tokens.min(loss::CHUNK_ON_GPU as u64) * self.vocabulary;
+        // A unit is announced while the one before it is computed: not behind the first layer.
+        let weights = |layers: u64| width * held.layer * layers.min(2);
+        let layer = |layers: u64, gradients: u64| {
+            ("a layer, whole, with gradients, and the next", weights(layers) + width * gradients + tied)
+        };
+        let leaving = |bytes: u64| ("gradients on their way to the CPU", bytes);
+        let (of_head, of_layer) = (d_head - tied, width * held.layer_trained);
         // Of the feed-forward part the first gradient is known when most of it is there.
-        let of_down = self.feed_forward * self.hidden;
+        let of_down = (self.feed_forward * self.hidden).min(held.layer_trained);
         // The last gradient of a parameter is there twice for a moment.
         let largest = (self.hidden * self.feed_forward.max(self.head_counts().0 * self.dim)).min(held.layer_trained);
         let activations =
             |bytes: u64| ("a layer's activations and their gradients", bytes + self.of_layer(tokens, rows));
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
-        let kept_of = |layers: u64| ("kept of the layers", kept * layers);
-        let logits = 3 * WIDE * chunk;
-        // Rounded for the products, and the product in its type before it is added.
-        let of_head = (WIDE * chunk * 2 + if width < WIDE { width * chunk } else { 0 })
-            + if d_head > 0 { d_head + width * head + if width < WIDE { WIDE * head } else { 0 } } else { 0 };
-        Ok(fullest(vec![
+        let kept_of = |layers: u64, staying: u64| {
+            ("kept of the layers", kept * if self.offloads { layers.min(staying) } else { layers })
+        };
+        let mut moments = vec![
             (
                 "at the loss",
                 vec![
-                    kept_of(self.layers),
-                    ("the head, with its gradient", width * head + d_head),
-                    ("logits of a chunk, and what they give", logits.max(of_head)),
+                    kept_of(self.layers, STAYING),
+                    ("the head, with its gradient, and a layer", width * head + d_head + weights(1)),
+                    ("logits of a chunk", WIDE * chunk + if width < WIDE { width * chunk } else { 0 }),
                     ("hidden states, with their gradient", 2 * stream + 2 * whole_stream + angles),
-                ],
-            ),
-            (
-                "in the last layer's feed-forward part",
-                vec![
-                    kept_of(self.layers.saturating_sub(1)),
-                    layer(of_down.min(held.layer_trained)),
-                    activations(self.of_feed_forward(tokens, rows)),
-                ],
-            ),
-            (
-                "in the last layer's attention",
-                vec![
-                    kept_of(self.layers.saturating_sub(1)),
-                    layer(held.layer_trained + largest),
-                    activations(self.of_attention(tokens, rows)),
-                    blocks,
                 ],
             ),
             (
                 "at the embedding",
                 vec![
-                    ("the embedding's gradient", width * held.embedding + 2 * WIDE * held.embedding + tied),
+                    ("the embedding's gradient", 2 * WIDE * held.embedding + tied),
+                    leaving(of_layer),
                     ("hidden states, with their gradient", 2 * whole_stream + angles),
                 ],
             ),
-        ]))
+        ];
+        for (behind, names, layers) in [
+            (of_head, ["in the last layer's feed-forward part", "in the last layer's attention"], self.layers),
+            (
+                of_layer,
+                ["in the last but one layer's feed-forward part", "in the last but one layer's attention"],
+                self.layers.saturating_sub(1),
+            ),
+        ] {
+            let kept = kept_of(layers.saturating_sub(1), STAYING - 1);
+            let fed = activations(self.of_feed_forward(tokens, rows));
+            let attended = activations(self.of_attention(tokens, rows));
+            moments.push((names[0], vec![kept, layer(layers, of_down), leaving(behind), fed]));
+            let all = layer(layers, held.layer_trained + largest);
+            moments.push((names[1], vec![kept, all, leaving(behind), attended, blocks]));
+        }
+        Ok(fullest(moments))
     }
 
-    /// What stays on the CPU, of which `batch` tokens are on all ranks.
-    pub(super) fn memory_beside_gpu(&self, batch: u64) -> Moment {
+    /// What stays on the CPU for `tokens` tokens of this rank, of which `batch` are on all ranks.
+    pub(super) fn memory_beside_gpu(&self, tokens: u64, batch: u64) -> Moment {
         let held = &self.held;
         let moving = |unit: u64| if held.shares() { WIDE * unit } else { 0 };
+        let away = match self.offloads {
+            true => self.kept(tokens, tokens.div_ceil(self.tp)) * self.layers.saturating_sub(STAYING),
+            false => 0,
+        };
+        // Two pieces of each size: one is filled or read, one is copied.
+        let trained = |shard: u64, unit: u64| if shard > 0 { unit } else { 0 };
+        let (d_embedding, d_head) =
+            (trained(held.embedding_shard, held.embedding), trained(held.head_shard, held.head));
+        let pinned = self.width() * (held.layer + held.layer_trained + held.embedding + held.head)
+            + WIDE * (d_embedding + d_head);
         let with = |gradients: u64, way: u64| {
             vec![
                 ("parameters", WIDE * held.parameters),
                 ("optimiser state", self.state),
                 ("gradients", WIDE * gradients),
-                ("a unit on its way to the GPU and back", way),
+                ("units on their way to the GPU and back", 2 * pinned + way),
+                ("kept of the layers", away),
                 ("tokens of the batch", OF_BATCH * batch),
             ]
         };
@@ -123,8 +141,8 @@ impl Shape {
         self.width() * (stream + projected + held) + WIDE * tokens * (heads + self.dim) + self.of_adapters(tokens)
     }
 
-    /// Bytes of the graph that adapters add: of each output its part and the sum, in f32, beside what is rounded; and of what is
-    /// dropped of an input the mask, the result and its copy.
+    /// Bytes of the graph that adapters add: of each output its part, in f32, and the sum; and of what is dropped of an input
+    /// the mask, the result and its copy.
     fn of_adapters(&self, tokens: u64) -> u64 {
         let rounds = self.width() < WIDE;
         let (wide, outputs) = match self.feed_forward_adapted && self.feed_forward > 0 {
@@ -136,9 +154,9 @@ impl Shape {
         tokens * (self.of_adapted_output() * outputs + gradients + dropped)
     }
 
-    /// Bytes that an adapter adds to the graph of a number of its layer's output.
+    /// Bytes that an adapter adds to the graph of a number of its layer's output: its part, and the sum.
     fn of_adapted_output(&self) -> u64 {
-        2 * WIDE + if self.width() < WIDE { WIDE + self.width() } else { 0 }
+        WIDE + self.width()
     }
 
     /// Bytes of the feed-forward part at its fullest: gate, up, their product, and gradients of all, on their way twice.
@@ -149,7 +167,9 @@ impl Shape {
 
     /// Bytes of experts at their fullest, and of their graph; 0 where there are none.
     fn of_experts(&self, rows: u64) -> [u64; 2] {
-        let adapted = if self.feed_forward_adapted { self.of_adapted_output() } else { 0 };
+        // Of experts a part and the sum are f32, beside what is rounded.
+        let rounded = if self.width() < WIDE { WIDE + self.width() } else { 0 };
+        let adapted = if self.feed_forward_adapted { 2 * WIDE + rounded } else { 0 };
         self.experts.map_or([0; 2], |experts| experts.on_gpu(rows, self.hidden, self.width(), adapted))
     }
 

@@ -174,6 +174,7 @@ impl Plan {
             batch: batches.iter().map(|batch| batch.tokens.len() as u64).sum(),
             rows: batch.rows.div_ceil(config.data_ranks()) as u64,
             ranks: config.local_ranks.unwrap_or(plan.tokens_per_rank.len()) as u64,
+            offloads: config.offload_activations,
         };
         (plan.fullest, plan.memory) = shape.memory_on(Side::Cpu, load.tokens, load.batch)?;
         if config.device != DeviceName::Cpu {
@@ -364,7 +365,12 @@ impl fmt::Display for Plan {
         let each = if most == least { format!("{most} on each rank") } else { format!("{least} to {most} on a rank") };
         writeln!(f, "tokens     {} a step, {each} at a time", grouped(self.tokens_per_step))?;
         let (most, kept) = (total(&self.memory), grouped(self.kept_per_token));
-        let (of_cpu, there) = if self.gpu_memory.is_empty() { ("", "") } else { (" of the CPU's", ", on the GPU") };
+        let of_cpu = if self.gpu_memory.is_empty() { "" } else { " of the CPU's" };
+        let there = match (self.gpu_memory.is_empty(), self.load.offloads) {
+            (true, _) => "",
+            (false, false) => ", on the GPU",
+            (false, true) => ", on the CPU; those of two layers on the GPU",
+        };
         writeln!(f, "memory     about {most} a rank{of_cpu}, most {}: {}", self.fullest, parts(&self.memory))?;
         if !self.gpu_memory.is_empty() {
             let (most, moment) = (total(&self.gpu_memory), self.gpu_fullest);

@@ -44,6 +44,8 @@ pub(super) struct Shape {
     pub(super) strategy: Strategy,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
+    /// Whether what layers keep waits on the CPU, not on the GPU.
+    pub(super) offloads: bool,
     /// The type of a GPU's tensors; none where the CPU computes.
     pub(super) computes_in: Option<Precision>,
     /// Whether queries and keys are normed.
@@ -107,10 +109,16 @@ impl Shape {
             strategy: config.strategy,
             recompute: config.recompute,
             storage: config.activations,
+            offloads: config.offload_activations,
             computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),
             norms_heads: setup.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
             experts,
         })
+    }
+
+    /// The same, with what layers keep on the CPU.
+    pub(super) fn offloaded(&self) -> Self {
+        Self { offloads: true, ..self.clone() }
     }
 
     /// The same, with everything computed again.
