@@ -96,7 +96,7 @@ impl Kept {
     /// The same, which waits on the CPU if it is on a GPU, and if the layer that `offload` is at sends what it keeps away.
     ///
     /// # Errors
-    /// As of [`Offload::send`].
+    /// No memory of the CPU that the driver can pin; failures of the device.
     pub fn away(self, offload: &Offload) -> Result<Self> {
         let sent = match &self.numbers {
             Numbers::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
