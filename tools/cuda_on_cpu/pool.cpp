@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int DEVICES = 2;
-enum Attribute { USED_NOW = 7, USED_HIGH = 8 };
+enum Attribute { RELEASE_THRESHOLD = 4, USED_NOW = 7, USED_HIGH = 8 };
 
 std::mutex lock;
 
@@ -74,8 +74,11 @@ int cuMemPoolGetAttribute(void *pool, int attribute, void *value) {
     }
 }
 
-// The mark can be set to nothing but 0.
+// The mark can be set to nothing but 0. What a pool keeps for later is not counted here.
 int cuMemPoolSetAttribute(void *pool, int attribute, void *value) {
+    if (attribute == RELEASE_THRESHOLD) {
+        return SUCCESS;
+    }
     std::lock_guard<std::mutex> guard(lock);
     if (attribute != USED_HIGH || *static_cast<uint64_t *>(value) != 0) {
         return INVALID_VALUE;

@@ -38,7 +38,7 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
     #[cfg(feature = "cuda")]
     if gpu::holds(x)
         && x.elem_count() > 0
-        && x.shape() == y.shape()
+        && (x.shape(), x.dtype()) == (y.shape(), y.dtype())
         && x.dims().last().is_some_and(|width| weight.dims() == [*width])
     {
         return normed::residual_norm(x, y, weight, eps);

@@ -34,6 +34,19 @@ struct Buffer {
     pass: u64,
 }
 
+impl Buffers {
+    /// Gives those back to the driver that this pass has not used, when copies have `settled`.
+    fn drop_unused(&mut self, settled: impl FnOnce()) {
+        let (pass, all) = (self.pass, std::mem::take(&mut self.free).into_iter());
+        let (used, unused): (Vec<_>, Vec<_>) = all.partition(|buffer| buffer.pass == pass);
+        self.free = used;
+        if !unused.is_empty() {
+            settled();
+        }
+        self.held -= unused.iter().map(|buffer| buffer.memory.len()).sum::<usize>();
+    }
+}
+
 /// A tensor on its way to the CPU, there, on its way back, or back.
 pub(super) struct Moving {
     mover: Arc<Mover>,
@@ -53,15 +66,8 @@ impl Mover {
 
     pub(super) fn begin(&self) {
         let mut buffers = self.buffers();
-        let last = buffers.pass;
+        buffers.drop_unused(|| self.settle());
         buffers.pass += 1;
-        let all = std::mem::take(&mut buffers.free).into_iter();
-        let (used, unused): (Vec<_>, Vec<Buffer>) = all.partition(|buffer| buffer.pass == last);
-        buffers.free = used;
-        if !unused.is_empty() {
-            self.settle();
-        }
-        buffers.held -= unused.iter().map(|buffer| buffer.memory.len()).sum::<usize>();
     }
 
     pub(super) fn held(&self) -> usize {
@@ -116,6 +122,8 @@ impl Mover {
         if let Some((index, _)) = known.min_by_key(|(_, buffer)| buffer.memory.len()) {
             return Ok(Buffer { pass, ..buffers.free.swap_remove(index) });
         }
+        // Passes may be of another length than the one before: what that used is not held beside.
+        buffers.drop_unused(|| self.settle());
         let memory = match Pinned::new(self.device.cuda_stream().context(), bytes) {
             Ok(memory) => memory,
             Err(error) => bail!(

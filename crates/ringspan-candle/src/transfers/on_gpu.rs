@@ -1,6 +1,6 @@
 //! The same where a GPU computes.
 //!
-//! Memory of the GPU is taken and given back on candle's stream, and copies are on another. The room for a unit is taken before
+//! Memory of the GPU is taken and given back on candle's stream, and copies are on others, one for each direction. The room for a unit is taken before
 //! the work on the one before it is started, and a mark is set there: copies wait for the mark, and not for that work. So two
 //! units are on the GPU at a time. Pinned memory is filled by the CPU while the copy from another piece of it goes on.
 
@@ -25,9 +25,11 @@ const PIECES: usize = 2;
 
 pub(super) struct Lane {
     device: CudaDevice,
-    copies: Arc<CudaStream>,
-    /// Pinned memory with the end of its last copy, the one that was used longest ago first.
-    free: Mutex<Vec<(Pinned, CudaEvent)>>,
+    /// Parameters to the GPU, and gradients to the CPU: these wait for work that those must not wait for.
+    up: Arc<CudaStream>,
+    down: Arc<CudaStream>,
+    /// Pinned memory that is given back, with the end of its last copy, if that may still go on; the oldest first.
+    free: Mutex<Vec<(Pinned, Option<CudaEvent>)>>,
 }
 
 pub(super) struct Reserved {
@@ -54,8 +56,8 @@ pub(super) struct Coming {
 
 impl Lane {
     pub(super) fn new(device: &CudaDevice) -> Result<Self> {
-        let copies = device.cuda_stream().context().new_stream().map_err(failed("make a stream"))?;
-        Ok(Self { device: device.clone(), copies, free: Mutex::default() })
+        let stream = || device.cuda_stream().context().new_stream().map_err(failed("make a stream"));
+        Ok(Self { device: device.clone(), up: stream()?, down: stream()?, free: Mutex::default() })
     }
 
     pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<Reserved> {
@@ -99,13 +101,15 @@ impl Lane {
                 at += to.len();
             }
         }
-        self.copies.wait(&mark).map_err(failed("order streams"))?;
+        self.up.wait(&mark).map_err(failed("order streams"))?;
         let copied = slices.iter_mut().zip(&places).try_for_each(|(slice, at)| match slice {
-            Slice::F32(slice) => pinned.copy_to(*at, slice, &self.copies),
-            Slice::Bf16(slice) => pinned.copy_to(*at, slice, &self.copies),
+            Slice::F32(slice) => pinned.copy_to(*at, slice, &self.up),
+            Slice::Bf16(slice) => pinned.copy_to(*at, slice, &self.up),
             Slice::Empty => Ok(()),
         });
-        let end = self.give_back(pinned)?;
+        let [end, of_piece] = [0, 1].map(|_| self.up.record_event(None).map_err(failed("mark the end of a copy")));
+        self.give_back(pinned, Some(of_piece?));
+        let end = end?;
         // Also behind a failure: then memory goes back behind what was started.
         self.device.cuda_stream().wait(&end).map_err(failed("order streams"))?;
         copied?;
@@ -128,7 +132,7 @@ impl Lane {
         let gradients = gradients.into_iter().zip(places).map(|((name, x), at)| (name, (x, at))).collect();
         let mut coming = Coming { lane: self.clone(), gradients, pinned: Some(pinned), end: None };
         let started = coming.start();
-        coming.end = Some(self.copies.record_event(None).map_err(failed("mark the end of a copy"))?);
+        coming.end = Some(self.down.record_event(None).map_err(failed("mark the end of a copy"))?);
         started.map(|()| coming)
     }
 
@@ -136,14 +140,16 @@ impl Lane {
     fn pinned(&self, bytes: usize) -> Result<Pinned> {
         let known = {
             let mut free = self.free();
-            let mut suiting = free.iter().enumerate().filter(|(_, (pinned, _))| pinned.suits(bytes));
-            let first = suiting.next().map(|(index, (_, end))| (index, end.is_complete()));
+            let suiting = || free.iter().enumerate().filter(|(_, (pinned, _))| pinned.suits(bytes));
+            let idle = suiting().find(|(_, (_, end))| end.as_ref().is_none_or(CudaEvent::is_complete));
             // Another one, rather than a wait, as long as there is but one.
-            let taken = first.filter(|(_, is_complete)| *is_complete || suiting.count() + 1 >= PIECES);
-            taken.map(|(index, _)| free.remove(index))
+            let oldest = || suiting().next().filter(|_| suiting().count() >= PIECES);
+            let taken = idle.or_else(oldest).map(|(index, _)| index);
+            taken.map(|index| free.remove(index))
         };
         match known {
-            Some((pinned, end)) => end.synchronize().map_err(failed("copy")).map(|()| pinned),
+            Some((pinned, Some(end))) => end.synchronize().map_err(failed("copy")).map(|()| pinned),
+            Some((pinned, None)) => Ok(pinned),
             None => match Pinned::new(self.device.cuda_stream().context(), bytes) {
                 Ok(pinned) => Ok(pinned),
                 Err(error) => bail!(
@@ -153,22 +159,19 @@ impl Lane {
         }
     }
 
-    /// Returns the end of what was started with it.
-    fn give_back(&self, pinned: Pinned) -> Result<CudaEvent> {
-        let [end, own] = [0, 1].map(|_| self.copies.record_event(None).map_err(failed("mark the end of a copy")));
-        self.free().push((pinned, own?));
-        end
+    fn give_back(&self, pinned: Pinned, end: Option<CudaEvent>) {
+        self.free().push((pinned, end));
     }
 
-    fn free(&self) -> MutexGuard<'_, Vec<(Pinned, CudaEvent)>> {
+    fn free(&self) -> MutexGuard<'_, Vec<(Pinned, Option<CudaEvent>)>> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let context = self.copies.context();
-        context.record_err(self.copies.synchronize());
+        let context = self.up.context();
+        [&self.up, &self.down].into_iter().for_each(|stream| context.record_err(stream.synchronize()));
     }
 }
 
@@ -192,7 +195,7 @@ impl Coming {
             let Some((start, end)) = layout.contiguous_offsets() else {
                 bail!("gradients are contiguous, given strides {:?}", layout.stride());
             };
-            let copies = &self.lane.copies;
+            let copies = &self.lane.down;
             match storage.dtype() {
                 DType::F32 => pinned.copy_from(*at, &storage.as_cuda_slice::<f32>()?.slice(start..end), copies),
                 DType::BF16 => pinned.copy_from(*at, &storage.as_cuda_slice::<bf16>()?.slice(start..end), copies),
@@ -223,12 +226,13 @@ impl Coming {
 
 impl Drop for Coming {
     fn drop(&mut self) {
+        let end = self.end.take();
         // Candle's stream takes back what nobody has waited for, behind its copy.
-        if let Some(end) = self.end.take() {
-            let _ = self.lane.device.cuda_stream().wait(&end);
+        if let Some(end) = &end {
+            let _ = self.lane.device.cuda_stream().wait(end);
         }
         if let Some(pinned) = self.pinned.take() {
-            let _ = self.lane.give_back(pinned);
+            self.lane.give_back(pinned, end);
         }
     }
 }
@@ -284,7 +288,7 @@ mod tests {
         let lane = lane(&device);
         let work = lane.device.cuda_stream();
         // Either stream may be past all that it was not told to wait for.
-        let ahead = [None, Some(&lane.copies), Some(&work)];
+        let ahead = [None, Some(&lane.up), Some(&lane.down), Some(&work)];
         for (precision, ahead) in
             [Precision::F32, Precision::Bf16].into_iter().flat_map(|it| ahead.map(|ahead| (it, ahead)))
         {
@@ -336,7 +340,7 @@ mod tests {
         let work = (Tensor::ones(50, DType::F32, &device)? * 2.0)?;
         let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;
         let there = lane.upload(Some(reserved), &unit(&values), Precision::F32)?;
-        lane.copies.synchronize().map_err(failed("copy"))?;
+        lane.up.synchronize().map_err(failed("copy"))?;
         assert!(!end.is_complete(), "a unit came behind work on the one before it");
         assert_eq!(there[2].to_vec1::<f32>()?, unit(&values)[2].parts.concat());
         assert_eq!(work.to_vec1::<f32>()?, [2.0; 50]);
@@ -348,6 +352,17 @@ mod tests {
         assert_eq!(coming.take("a", |_, values| values.iter().sum::<f32>())?, Some(9000.0));
         assert!(!end.is_complete(), "gradients came behind work on the next ones");
         assert_eq!(more.to_vec1::<f32>()?, [4.0; 50]);
+
+        // On the way back gradients of the unit before wait for its work, and the next unit does not wait for them.
+        let reserved = lane.reserve(&sizes(&unit(&values)), Precision::F32)?;
+        let work = (Tensor::ones(50, DType::F32, &device)? * 5.0)?;
+        let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;
+        let mut coming = lane.download([("a".to_owned(), work)].into())?;
+        let there = lane.upload(Some(reserved), &unit(&values), Precision::F32)?;
+        lane.up.synchronize().map_err(failed("copy"))?;
+        assert!(!end.is_complete(), "a unit came behind gradients of the one before it");
+        assert_eq!(there[0].to_vec1::<f32>()?, unit(&values)[0].parts.concat());
+        assert_eq!(coming.take("a", |_, values| values.iter().sum::<f32>())?, Some(250.0));
 
         for _ in 0..5 {
             drop(lane.upload(None, &unit(&values), Precision::F32)?);

@@ -99,3 +99,19 @@ fn what_is_on_the_cpu_stays_there() -> Result<()> {
     assert_eq!(offload.held(), 0);
     Ok(())
 }
+
+#[test]
+fn a_longer_pass_does_not_hold_what_a_shorter_one_used() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    let offload = Offload::new(&gpu).expect("a GPU");
+    for (numbers, pinned) in [(1000, 4096), (5000, 20480), (1000, 4096)] {
+        offload.begin(LAYERS);
+        let mut kept = Vec::new();
+        for layer in 0..LAYERS {
+            offload.forward(layer)?;
+            kept.push(Kept::new(&random(&[numbers], 1).to_device(gpu.tensors())?, Storage::F32)?.away(&offload)?);
+        }
+        assert_eq!(offload.held(), (LAYERS - STAYING) * pinned, "{numbers} numbers a layer");
+    }
+    Ok(())
+}

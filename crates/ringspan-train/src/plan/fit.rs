@@ -56,7 +56,8 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     if side == Side::Gpu && !shape.offloads && shape.layers > offload::STAYING as u64 {
         let needed = needs(&shape.offloaded(), load.tokens, load.batch)?;
         if needed <= free {
-            return found("--offload-activations", needed);
+            let away = load.ranks * shape.away(load.tokens) * (shape.layers - offload::STAYING as u64);
+            return found(&format!("--offload-activations, with {} more of the CPU's memory", bytes(away)), needed);
         }
     }
     // Beside a GPU that keeps it, the CPU's memory does not depend on it.
@@ -77,6 +78,9 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
         Side::Cpu => vec!["take fewer ranks", "share the model with more machines"],
         Side::Gpu => vec!["share layers among more GPUs (--tp)"],
     };
+    if side == Side::Cpu && shape.offloads {
+        others.insert(0, "leave out --offload-activations");
+    }
     if side == Side::Gpu && load.ranks > 1 {
         others.push("give fewer ranks to a GPU");
     }

@@ -47,9 +47,9 @@ impl Shape {
         let activations =
             |bytes: u64| ("a layer's activations and their gradients", bytes + self.of_layer(tokens, rows));
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
-        let kept_of = |layers: u64, staying: u64| {
-            ("kept of the layers", kept * if self.offloads { layers.min(staying) } else { layers })
-        };
+        let stays = if self.offloads { self.log_sums(tokens) } else { kept };
+        let kept_of =
+            |layers: u64, staying: u64| ("kept of the layers", stays * layers + (kept - stays) * layers.min(staying));
         let mut moments = vec![
             (
                 "at the loss",
@@ -92,7 +92,7 @@ impl Shape {
         let held = &self.held;
         let moving = |unit: u64| if held.shares() { WIDE * unit } else { 0 };
         let away = match self.offloads {
-            true => self.kept(tokens, tokens.div_ceil(self.tp)) * self.layers.saturating_sub(STAYING),
+            true => self.away(tokens) * self.layers.saturating_sub(STAYING),
             false => 0,
         };
         // Two pieces of each size: one is filled or read, one is copied.
@@ -123,6 +123,19 @@ impl Shape {
             ("at the embedding", with(summed(held.embedding_shard), 2 * WIDE * held.embedding + moving(held.layer))),
             ("at the optimiser", with(held.trained, 0)),
         ])
+    }
+
+    /// Bytes of a layer's log-sum-exps, which wait on the GPU whatever leaves it.
+    fn log_sums(&self, tokens: u64) -> u64 {
+        match self.recompute {
+            Recompute::Full => 0,
+            Recompute::KeepAttention | Recompute::Nothing => WIDE * tokens * self.head_counts().0,
+        }
+    }
+
+    /// Bytes that a layer lets wait on the CPU.
+    pub(super) fn away(&self, tokens: u64) -> u64 {
+        self.kept(tokens, tokens.div_ceil(self.tp)) - self.log_sums(tokens)
     }
 
     /// Bytes of a layer that is computed again, until it is differentiated: of the graph without what the feed-forward part has

@@ -103,6 +103,7 @@ impl Gpu {
         let context = CudaContext::new(number).map_err(failed(&device, "open"))?;
         // SAFETY: `Memory` orders the streams of ranks; all else is used on the stream it was made on.
         unsafe { context.disable_event_tracking() };
+        room::keep(&context).map_err(failed(&device, "keep memory for later"))?;
         let attribute = |what| context.attribute(what).map_err(failed(&device, "ask for its limits"));
         let shared_memory = attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let capability = context.compute_capability().map_err(failed(&device, "ask for its architecture"))?;

@@ -2,16 +2,33 @@
 
 use super::Gpu;
 use crate::error::Result;
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::{CudaContext, DriverError, result, sys};
 use std::sync::atomic::Ordering;
 
 /// The memory of a GPU, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuMemory {
-    /// What any process may still take. What the driver holds in a pool for this process, and nobody uses, is not in it.
+    /// What any process may still take. What the driver holds in a pool for this process is not in it, used or not: once it was
+    /// in use, it stays there until the process ends.
     pub free: u64,
     /// All of it.
     pub total: u64,
+}
+
+/// Lets the device's pool keep what is given back to it, for this process. A driver else gives it back to the device whenever
+/// somebody waits for anything, and takes it again for the next layer.
+pub(super) fn keep(context: &CudaContext) -> std::result::Result<(), DriverError> {
+    let has_pools = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    if context.attribute(has_pools)? == 0 {
+        return Ok(());
+    }
+    context.bind_to_thread()?;
+    let (threshold, mut all) = (sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX);
+    // SAFETY: the context's own device; the attribute is a number of 64 bits.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(context.cu_device())?;
+        result::mem_pool::set_attribute(pool, threshold, (&raw mut all).cast())
+    }
 }
 
 impl Gpu {
