@@ -2,7 +2,7 @@
 //!
 //! Parameters, sums of gradients and the optimiser are in the memory of the CPU. A GPU copies a unit's parameters while it
 //! computes the unit before, and a unit's gradients while it computes those of the next, from and to pinned memory, on a
-//! stream of its own. Where the CPU computes, nothing moves.
+//! stream for each direction. Where the CPU computes, nothing moves.
 
 #[cfg(feature = "cuda")]
 mod on_gpu;
