@@ -5,20 +5,7 @@ mod support;
 
 #[cfg(feature = "candle-cuda")]
 use ringspan_models::{Decoder, folder};
-use support::Bench;
-use support::model::bench;
-
-fn run(bench: &Bench, command: &str, flags: &str) -> std::process::Output {
-    bench.command(command).args(flags.split_whitespace()).output().expect("the binary runs")
-}
-
-/// What a command that must fail says.
-#[track_caller]
-fn refusal(bench: &Bench, command: &str, flags: &str) -> String {
-    let output = run(bench, command, flags);
-    assert!(!output.status.success(), "{command} {flags} was taken");
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
+use support::model::{bench, refusal, run};
 
 #[test]
 fn a_device_that_is_not_one_is_refused_with_those_that_are() {
@@ -97,22 +84,8 @@ mod with_gpus {
     use ringspan_candle::{Devices, Precision};
     use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
     use std::ops::ControlFlow;
+    use support::model::{no_gpu, succeed};
     use support::{apart, read};
-
-    #[track_caller]
-    fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
-        let output = run(bench, command, flags);
-        assert!(output.status.success(), "{command} {flags}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).expect("text")
-    }
-
-    fn no_gpu() -> bool {
-        let none = ringspan::kernel::Gpu::count() == Ok(0);
-        if none {
-            println!("skipped: no GPU on this machine");
-        }
-        none
-    }
 
     /// Relative difference (L2).
     fn off(got: &[f32], wanted: &[f32]) -> f64 {
@@ -346,7 +319,7 @@ mod between_processes {
     use super::*;
     use ringspan::kernel::{Gpu, nccl};
     use std::process::{Command, Output};
-    use support::{apart, read};
+    use support::{Bench, apart, read};
 
     /// Two GPUs and NCCL.
     fn is_there() -> bool {

@@ -2,11 +2,14 @@
 //! fit is refused. On a GPU, or one made of a CPU (`tools/check_cuda.sh`). One training at a time: the count is of the process.
 #![cfg(feature = "candle-cuda")]
 
+mod support;
+
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
 use safetensors::{Dtype, tensor::TensorView};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
+use support::model::no_gpu;
 
 /// A model: layers, hidden size, heads over key-value heads of 16, inner width, vocabulary, tied or not.
 type Model = (usize, usize, usize, usize, usize, usize, bool);
@@ -60,14 +63,6 @@ impl Observer for Watch {
     fn stepped(&mut self, metrics: &StepMetrics) {
         self.of_step = metrics.peak_gpu_memory;
     }
-}
-
-fn no_gpu() -> bool {
-    let none = ringspan::kernel::Gpu::count() == Ok(0);
-    if none {
-        println!("skipped: no GPU on this machine");
-    }
-    none
 }
 
 #[test]

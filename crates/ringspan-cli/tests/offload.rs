@@ -3,19 +3,7 @@
 
 mod support;
 
-use support::Bench;
-use support::model::bench;
-
-fn run(bench: &Bench, command: &str, flags: &str) -> std::process::Output {
-    bench.command(command).args(flags.split_whitespace()).output().expect("the binary runs")
-}
-
-#[track_caller]
-fn refusal(bench: &Bench, command: &str, flags: &str) -> String {
-    let output = run(bench, command, flags);
-    assert!(!output.status.success(), "{command} {flags} was taken");
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
+use support::model::{bench, refusal, run};
 
 #[test]
 fn what_would_offload_nothing_is_refused() {
@@ -33,21 +21,8 @@ fn what_would_offload_nothing_is_refused() {
 #[cfg(feature = "candle-cuda")]
 mod with_gpus {
     use super::*;
-
-    fn no_gpu() -> bool {
-        let none = ringspan::kernel::Gpu::count() == Ok(0);
-        if none {
-            println!("skipped: no GPU on this machine");
-        }
-        none
-    }
-
-    #[track_caller]
-    fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
-        let output = run(bench, command, flags);
-        assert!(output.status.success(), "{command} {flags}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).expect("text")
-    }
+    use support::Bench;
+    use support::model::{no_gpu, succeed};
 
     /// Losses, and the weights after three steps: of steps that are as long as each other, and of such that are not.
     #[test]

@@ -1,4 +1,4 @@
-//! A small model with random weights, and something to read.
+//! A small model with random weights, something to read, and commands that do.
 
 use super::Bench;
 use ringspan_models::{Config, Decoder, folder};
@@ -22,4 +22,34 @@ pub fn bench(more: &serde_json::Value) -> Bench {
     let text: String = (0..400).map(|i| format!("line {} of {}\n", i * 7919 % 1009, i % 13)).collect();
     std::fs::write(bench.path("text.txt"), text).expect("file");
     bench
+}
+
+pub fn run(bench: &Bench, command: &str, flags: &str) -> std::process::Output {
+    bench.command(command).args(flags.split_whitespace()).output().expect("the binary runs")
+}
+
+/// What a command that must fail says.
+#[track_caller]
+pub fn refusal(bench: &Bench, command: &str, flags: &str) -> String {
+    let output = run(bench, command, flags);
+    assert!(!output.status.success(), "{command} {flags} was taken");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// What a command that must not fail says.
+#[track_caller]
+pub fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
+    let output = run(bench, command, flags);
+    assert!(output.status.success(), "{command} {flags}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// Whether there is no GPU, which is said.
+#[cfg(feature = "candle-cuda")]
+pub fn no_gpu() -> bool {
+    let none = ringspan::kernel::Gpu::count() == Ok(0);
+    if none {
+        println!("skipped: no GPU on this machine");
+    }
+    none
 }
