@@ -82,13 +82,14 @@ impl Mover {
             bail!("what layers keep is contiguous, given strides {:?}", layout.stride());
         };
         let mut buffer = self.take((end - start) * storage.dtype().size_in_bytes())?;
-        let copied = match storage.dtype() {
-            DType::F32 => buffer.memory.copy_from(0, &storage.as_cuda_slice::<f32>()?.slice(start..end), &self.copies),
-            DType::BF16 => {
-                buffer.memory.copy_from(0, &storage.as_cuda_slice::<bf16>()?.slice(start..end), &self.copies)
-            }
+        let memory = &mut buffer.memory;
+        // Whatever fails, the buffer is given back, and counted.
+        let mut start_copy = || match storage.dtype() {
+            DType::F32 => memory.copy_from(0, &storage.as_cuda_slice::<f32>()?.slice(start..end), &self.copies),
+            DType::BF16 => memory.copy_from(0, &storage.as_cuda_slice::<bf16>()?.slice(start..end), &self.copies),
             other => bail!("layers keep F32 and BF16 on GPUs, given {other:?}"),
         };
+        let copied = start_copy();
         let end = match copied.and_then(|()| self.end()) {
             Ok(end) => end,
             Err(error) => {
