@@ -92,7 +92,7 @@ impl Linear {
             None if self.wide && x.dtype() == DType::BF16 => {
                 let shape = Shape::from((tokens, outs));
                 let mut out = gpu::operand::unwritten(x.device(), &shape, DType::F32)?;
-                let to = gpu::product::Room { of: &mut out, first: 0 };
+                let to = gpu::product::Output { of: &mut out, first: 0 };
                 gpu::product::product((x, x_at), (w, &w_at.transpose(0, 1)?), to, Into::Fresh)?;
                 Ok((out, shape))
             }

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Pinned memory is taken page by page.
-pub(crate) const PAGE: usize = 4096;
+const PAGE: usize = 4096;
 
 /// Some bytes of it. Who drops it has waited for its copies.
 pub(crate) struct Pinned(PinnedHostSlice<u8>);

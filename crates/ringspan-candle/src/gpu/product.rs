@@ -10,7 +10,7 @@ use candle_core::{CudaStorage, DType, Layout, Result, bail};
 pub(crate) type Side<'a> = (&'a CudaStorage, &'a Layout);
 
 /// Where rows of f32 or bf16 are written, one after the other: in a storage, from an element on.
-pub(crate) struct Room<'a> {
+pub(crate) struct Output<'a> {
     pub(crate) of: &'a mut CudaStorage,
     pub(crate) first: usize,
 }
@@ -20,7 +20,7 @@ pub(crate) struct Room<'a> {
 ///
 /// # Errors
 /// Other types, matrices that lie otherwise, no room for the result, sizes beyond those of cuBLAS; failures of cuBLAS.
-pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Room, into: Into) -> Result<()> {
+pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Into) -> Result<()> {
     let ((m, k), (inner, n)) = (a_at.shape().dims2()?, b_at.shape().dims2()?);
     if inner != k || a.dtype() != b.dtype() {
         let (a, b) = ((a_at.shape(), a.dtype()), (b_at.shape(), b.dtype()));

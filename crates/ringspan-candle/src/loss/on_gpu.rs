@@ -7,7 +7,7 @@
 use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary, nlls};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
-use crate::gpu::product::{Room, product};
+use crate::gpu::product::{Output, product};
 use crate::matmul::Into;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
@@ -140,8 +140,8 @@ impl<'a> Chunks<'a> {
         let (at, shape) = (self.layout(&rows)?, Shape::from((rows.len(), 3)));
         let (hidden, head) = (self.hidden.narrow(0, rows.start, rows.len())?, self.head.t()?);
         let ((hidden_held, hidden_at), (head_held, head_at)) = (hidden.storage_and_layout(), head.storage_and_layout());
-        let room = Room { of: &mut self.logits, first: 0 };
-        product((on_gpu(&hidden_held)?, hidden_at), (on_gpu(&head_held)?, head_at), room, Into::Fresh)?;
+        let output = Output { of: &mut self.logits, first: 0 };
+        product((on_gpu(&hidden_held)?, hidden_at), (on_gpu(&head_held)?, head_at), output, Into::Fresh)?;
 
         let device = self.logits.device();
         let (mut sums, stream) = (unwritten(device, &shape, DType::F32)?, device.cuda_stream());
@@ -201,14 +201,14 @@ impl<'a> Chunks<'a> {
         let (gradient, at, width) =
             (self.narrow.as_ref().unwrap_or(&self.logits), self.layout(&rows)?, self.hidden.dim(1)?);
         let (head_held, head_at) = self.head.storage_and_layout();
-        let room = Room { of: d_hidden, first: rows.start * width };
-        product((gradient, &at), (on_gpu(&head_held)?, head_at), room, Into::Fresh)?;
+        let output = Output { of: d_hidden, first: rows.start * width };
+        product((gradient, &at), (on_gpu(&head_held)?, head_at), output, Into::Fresh)?;
         let Some(d_head) = d_head else { return Ok(()) };
         let hidden = self.hidden.narrow(0, rows.start, rows.len())?;
         let (hidden_held, hidden_at) = hidden.storage_and_layout();
         let into = if rows.start == 0 { Into::Fresh } else { Into::Sum };
-        let room = Room { of: d_head, first: 0 };
-        product((gradient, &at.transpose(0, 1)?), (on_gpu(&hidden_held)?, hidden_at), room, into)
+        let output = Output { of: d_head, first: 0 };
+        product((gradient, &at.transpose(0, 1)?), (on_gpu(&hidden_held)?, hidden_at), output, into)
     }
 }
 

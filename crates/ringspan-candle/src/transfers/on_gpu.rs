@@ -1,8 +1,9 @@
 //! The same where a GPU computes.
 //!
-//! Memory of the GPU is taken and given back on candle's stream, and copies are on others, one for each direction. The room for a unit is taken before
-//! the work on the one before it is started, and a mark is set there: copies wait for the mark, and not for that work. So two
-//! units are on the GPU at a time. Pinned memory is filled by the CPU while the copy from another piece of it goes on.
+//! Memory of the GPU is taken and given back on candle's stream, and copies are on others, one for each direction. Memory for a
+//! unit is reserved before the work on the one before it is started, and a mark is set there: copies wait for the mark, and not
+//! for that work. So two units are on the GPU at a time. Pinned memory is filled by the CPU while the copy from another piece of
+//! it goes on.
 
 use super::Parameter;
 use crate::gpu::operand;
