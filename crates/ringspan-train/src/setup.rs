@@ -180,14 +180,14 @@ impl Setup {
 /// Refuses to offload what would never leave the GPU.
 fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
     let layers = decoder.config().num_hidden_layers;
-    match config.offload_activations && layers <= offload::STAYING {
-        false => Ok(()),
-        true => Err(Error::Settings(format!(
-            "--offload-activations has no effect: the model has {layers} layers, and what {} of them keep is on the GPU at any \
-             time; leave it out",
-            offload::STAYING
-        ))),
+    if !config.offload_activations || layers > offload::STAYING {
+        return Ok(());
     }
+    Err(Error::Settings(format!(
+        "--offload-activations has no effect: the model has {layers} layers, and what {} of them keep is on the GPU at any time; \
+         leave it out",
+        offload::STAYING
+    )))
 }
 
 /// Steps in all.

@@ -206,13 +206,13 @@ impl Shards {
     /// The portions of the unit, when all shards are here.
     fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<Weights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
-        let reserved = reserved.into_iter().map(Some).chain(std::iter::repeat_with(|| None));
+        let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
         let mut weights = Weights::new();
         for ((under_way, reserved), shard) in gathering.into_iter().zip(reserved).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
             let (names, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
-            let tensors = self.transfers.upload(reserved.unwrap_or_default(), &parameters)?;
+            let tensors = self.transfers.upload(reserved, &parameters)?;
             weights.extend(names.into_iter().map(str::to_owned).zip(tensors));
         }
         Ok(weights)
