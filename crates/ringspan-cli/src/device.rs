@@ -1,25 +1,49 @@
 //! What the ranks of `attend` compute with: threads of the CPU, or GPUs. Those of models are opened by the tensors' crate.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;
+use ringspan::kernel::Isa;
 use ringspan_candle::DeviceName;
 
 /// The devices of the ranks of this process.
 pub(crate) enum Devices {
-    /// Threads of each rank.
-    Cpu(usize),
+    /// The processor of this machine.
+    Cpu {
+        /// Threads of each rank.
+        threads: usize,
+        /// Instructions that the kernels use.
+        isa: Isa,
+    },
     /// Ranks take them in turn.
     #[cfg(feature = "cuda")]
     Gpus(Vec<ringspan::kernel::Gpu>),
 }
 
 impl Devices {
-    /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number.
-    pub(crate) fn open(name: DeviceName, place: &Ranks, threads: usize, given: bool) -> Result<Self> {
+    /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number; `isa` are the
+    /// instructions that were asked for, or the best ones.
+    ///
+    /// # Errors
+    /// Instructions that this processor lacks, or that are asked for on a GPU; GPUs that are not there.
+    pub(crate) fn open(
+        name: DeviceName,
+        place: &Ranks,
+        threads: usize,
+        given: bool,
+        isa: Option<Isa>,
+    ) -> Result<Self> {
         match name {
-            DeviceName::Cpu => Ok(Self::Cpu(threads)),
-            DeviceName::Cuda(number) => open_gpus(number, place, given),
+            DeviceName::Cpu => {
+                let isa = isa.unwrap_or_else(Isa::best);
+                // Every rank makes its own kernel; what the processor lacks is said before any of them starts.
+                Kernel::with_isa(threads, isa)?;
+                Ok(Self::Cpu { threads, isa })
+            }
+            DeviceName::Cuda(number) => {
+                ensure!(isa.is_none(), "--isa names instructions of the CPU, and --device cuda computes on a GPU");
+                open_gpus(number, place, given)
+            }
         }
     }
 
@@ -27,7 +51,7 @@ impl Devices {
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(crate) fn kernel(&self, rank: usize) -> Result<Kernel> {
         match self {
-            Self::Cpu(threads) => Ok(Kernel::new(*threads)),
+            Self::Cpu { threads, isa } => Ok(Kernel::with_isa(*threads, *isa)?),
             #[cfg(feature = "cuda")]
             Self::Gpus(gpus) => Ok(Kernel::cuda(&gpus[rank % gpus.len()])?),
         }
@@ -37,7 +61,7 @@ impl Devices {
     /// compute on GPUs take NCCL if they all can. All of them must call this.
     pub(crate) fn connect(&self, place: &Ranks) -> Result<(Ranks, Option<String>)> {
         match self {
-            Self::Cpu(_) => Ok((place.clone(), None)),
+            Self::Cpu { .. } => Ok((place.clone(), None)),
             #[cfg(feature = "cuda")]
             Self::Gpus(gpus) => Ok(gpus[0].connect(place, crate::mesh::DEADLINE)?),
         }
@@ -46,7 +70,7 @@ impl Devices {
     /// The GPUs, by number and name; none where threads compute.
     pub(crate) fn names(&self) -> Vec<String> {
         match self {
-            Self::Cpu(_) => Vec::new(),
+            Self::Cpu { .. } => Vec::new(),
             #[cfg(feature = "cuda")]
             Self::Gpus(gpus) => gpus.iter().map(|gpu| format!("{gpu:?}")).collect(),
         }
@@ -55,7 +79,16 @@ impl Devices {
     /// Threads of a rank, where they compute.
     pub(crate) fn threads(&self) -> Option<usize> {
         match self {
-            Self::Cpu(threads) => Some(*threads),
+            Self::Cpu { threads, .. } => Some(*threads),
+            #[cfg(feature = "cuda")]
+            Self::Gpus(_) => None,
+        }
+    }
+
+    /// Instructions that the kernels use, where threads compute.
+    pub(crate) fn isa(&self) -> Option<Isa> {
+        match self {
+            Self::Cpu { isa, .. } => Some(*isa),
             #[cfg(feature = "cuda")]
             Self::Gpus(_) => None,
         }
@@ -65,7 +98,7 @@ impl Devices {
 impl std::fmt::Display for Devices {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Cpu(threads) => write!(f, "{threads} threads a rank"),
+            Self::Cpu { threads, isa } => write!(f, "{threads} threads a rank, {isa}"),
             #[cfg(feature = "cuda")]
             Self::Gpus(_) => write!(f, "{}", self.names().join(", ")),
         }

@@ -5,7 +5,8 @@
 //! half if causal.
 //!
 //! `cargo bench --bench attention -- --table` prints the table alone. Words like `case=a`, `mask=causal`, `type=bf16` and
-//! `threads=1` choose rows of it, `rounds=9` how often each is timed; `score=softcap`, `alibi`, `buckets` or `dropout`
+//! `threads=1` choose rows of it, `rounds=9` how often each is timed; `isa=avx2,portable` times kernels of other
+//! instruction sets than the best, beside their own FMA peak; `score=softcap`, `alibi`, `buckets` or `dropout`
 //! adds that to the scores. `--hook` times instead what calls between tiles cost, by which kernels drive transfers on. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -30,12 +31,13 @@ const LEAST: f64 = 0.15;
 /// S, H, G and D.
 type Shape = (usize, usize, usize, usize);
 
-const SHAPES: [(&str, Shape); 5] = [
+const SHAPES: [(&str, Shape); 6] = [
     ("a", (4096, 16, 16, 64)),
     ("b", (8192, 16, 4, 128)),
     ("c", (16384, 8, 2, 128)),
     ("d", (1024, 16, 16, 64)),
     ("e", (1024, 16, 4, 128)),
+    ("f", (4096, 16, 4, 128)),
 ];
 
 /// Self-attention of S tokens, H query heads, G key-value heads of width D.
@@ -163,14 +165,15 @@ impl Product {
     }
 }
 
-/// Fused multiply-adds in registers, the most a core can do: `rounds` of 24 vectors. The operations of a round.
+/// Fused multiply-adds in registers, the most a core can do with an instruction set: `rounds` of a dozen vectors or more.
+/// Returns the operations of a round.
 #[cfg(target_arch = "x86_64")]
-fn peak(rounds: usize) -> f64 {
+fn peak(isa: Isa, rounds: usize) -> f64 {
     use std::arch::x86_64::*;
     macro_rules! chains {
-        ($name:ident, $feature:literal, $vector:ty, $count:literal, $set:ident, $fma:ident) => {
+        ($name:ident, $feature:literal, $vector:ty, $count:literal, $set:ident, $fma:expr) => {
             #[target_feature(enable = $feature)]
-            fn $name(rounds: usize) {
+            fn $name(rounds: usize) -> f64 {
                 let (x, y) = ($set(black_box(0.999)), $set(black_box(1e-3)));
                 let mut sums: [$vector; $count] = [x; $count];
                 for _ in 0..rounds {
@@ -179,35 +182,44 @@ fn peak(rounds: usize) -> f64 {
                     }
                 }
                 black_box(sums);
+                (2 * $count * size_of::<$vector>() / size_of::<f32>()) as f64
             }
         };
     }
-    chains!(wide, "avx512f", __m512, 24, _mm512_set1_ps, _mm512_fmadd_ps);
-    chains!(narrow, "avx2,fma", __m256, 12, _mm256_set1_ps, _mm256_fmadd_ps);
-    match Isa::available()[0] {
-        // SAFETY: the machine has the instructions.
+    chains!(wide, "avx512f", __m512, 24, _mm512_set1_ps, |a, b, c| _mm512_fmadd_ps(a, b, c));
+    chains!(narrow, "avx2,fma", __m256, 12, _mm256_set1_ps, |a, b, c| _mm256_fmadd_ps(a, b, c));
+    chains!(plain, "sse2", __m128, 12, _mm_set1_ps, |a, b, c| _mm_add_ps(_mm_mul_ps(a, b), c));
+    match isa {
+        // SAFETY: the machine has the instructions of every set that is timed.
         Isa::Avx512 => unsafe { wide(rounds) },
         // SAFETY: as above.
         Isa::Avx2 => unsafe { narrow(rounds) },
-        Isa::Portable => return f64::NAN,
+        // SAFETY: SSE2 is part of the architecture.
+        Isa::Portable => unsafe { plain(rounds) },
     }
-    if Isa::available()[0] == Isa::Avx512 { 24.0 * 32.0 } else { 12.0 * 16.0 }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn peak(_: usize) -> f64 {
+fn peak(_: Isa, _: usize) -> f64 {
     f64::NAN
 }
 
-fn peak_of(threads: usize) -> f64 {
+fn peak_of(isa: Isa, threads: usize) -> f64 {
     const STEPS: usize = 2_000_000;
-    let operations = peak(1) * (STEPS * threads) as f64;
+    let operations = peak(isa, 1) * (STEPS * threads) as f64;
     speed(operations, || {
         std::thread::scope(|scope| {
-            (1..threads).for_each(|_| drop(scope.spawn(|| peak(STEPS))));
-            peak(STEPS);
+            (1..threads).for_each(|_| drop(scope.spawn(|| peak(isa, STEPS))));
+            peak(isa, STEPS);
         });
     })
+}
+
+/// The instruction sets that are timed: those that are asked for, or the best one.
+fn isas() -> Vec<Isa> {
+    let Some(wanted) = given("isa") else { return vec![Isa::best()] };
+    let isa = |name: &str| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}"));
+    wanted.split(',').map(isa).collect()
 }
 
 fn random(n: usize, seed: u64) -> Vec<f32> {
@@ -271,21 +283,21 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 fn table() {
     let rounds = given("rounds").and_then(|rounds| rounds.parse().ok()).unwrap_or(ROUNDS);
-    let isa = Isa::available()[0];
-    println!("{isa:?}; GFLOP/s and ratios to gemm and to the FMA peak, medians of {rounds} interleaved rounds");
+    println!("GFLOP/s and ratios to gemm and to the FMA peak, medians of {rounds} interleaved rounds");
+    println!("{}", machine());
     println!(
-        "{:37} threads {:>8} {:>6} {:>6} {:>9} {:>6} {:>6} {:>8} {:>8}",
+        "{:46} threads {:>8} {:>6} {:>6} {:>9} {:>6} {:>6} {:>8} {:>8}",
         "", "forward", "/gemm", "/peak", "backward", "/gemm", "/peak", "gemm", "peak"
     );
     let mut product = Product::new();
     for case in cases() {
-        for threads in threads() {
-            let kernel = Kernel::new(threads);
+        for (threads, isa) in threads().into_iter().flat_map(|threads| isas().into_iter().map(move |isa| (threads, isa))) {
+            let kernel = Kernel::with_isa(threads, isa).unwrap_or_else(|error| panic!("isa={isa}: {error}"));
             let mut partial = Partial::new(case.s, case.h, case.d);
             let (saved, mut sums) = (case.saved(&kernel), case.sums());
             let mut timed = Vec::new();
             for _ in 0..rounds {
-                let peak = peak_of(threads);
+                let peak = peak_of(isa, threads);
                 let mut gemm = || speed(Product::OPERATIONS, || product.run(threads));
                 // Each pass between two products, so that a drift falls on both.
                 let first = gemm();
@@ -308,11 +320,24 @@ fn table() {
             let [forward, f, fp, backward, b, bp, gemm, peak] =
                 std::array::from_fn(|i| median(timed.iter().map(|r| r[i]).collect()));
             println!(
-                "{:37} {threads:7} {forward:8.1} {f:6.2} {fp:6.2} {backward:9.1} {b:6.2} {bp:6.2} {gemm:8.1} {peak:8.1}",
-                case.name
+                "{:37} {:8} {threads:7} {forward:8.1} {f:6.2} {fp:6.2} {backward:9.1} {b:6.2} {bp:6.2} {gemm:8.1} {peak:8.1}",
+                case.name,
+                isa.to_string()
             );
         }
     }
+}
+
+/// The processor and its instruction sets, for the head of the table.
+fn machine() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = info.lines().find(|line| line.split(':').next().is_some_and(|key| key.trim() == name));
+        line.and_then(|line| line.split(':').nth(1)).map_or("unknown", str::trim)
+    };
+    let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
+    let bf16 = if Isa::best().multiplies_bf16() { "products of bf16" } else { "no products of bf16" };
+    format!("{}, family {} model {}: {isas}; {bf16}", field("model name"), field("cpu family"), field("model"))
 }
 
 /// What a hook between tiles costs that takes a microsecond, with and without it in turn.

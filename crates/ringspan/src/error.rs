@@ -74,6 +74,20 @@ pub enum Error {
     /// A parameter of the score does not fit the heads, or has no meaning.
     #[error("score: {0}")]
     Score(String),
+    /// No kernel is compiled for an instruction set of this name.
+    #[error("unknown instruction set {name}; known are portable, avx2 and avx512")]
+    UnknownIsa {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// A kernel was asked for instructions that this processor lacks.
+    #[error("this processor has no {isa}; it has {available}")]
+    MissingIsa {
+        /// The instruction set that was asked for.
+        isa: String,
+        /// Those of this processor, the fastest first.
+        available: String,
+    },
     /// A device other than the CPU is not there, or failed.
     #[error("{device}: {operation}: {message}")]
     Device {

@@ -2,6 +2,7 @@
 
 use crate::mesh::MeshArgs;
 use anyhow::{Result, bail};
+use ringspan::kernel::Isa;
 use ringspan::schedule::Strategy;
 use ringspan::{LayoutKind, Mask};
 use ringspan_candle::DeviceName;
@@ -39,6 +40,9 @@ pub(crate) struct AttendArgs {
     /// What ranks compute with: cpu; cuda: the GPUs of this machine, in turn; cuda:N: one of them
     #[arg(long, default_value = "cpu", value_name = "NAME")]
     pub(crate) device: DeviceName,
+    /// Instructions that the kernels use: auto (the best this processor has), avx512, avx2 or portable
+    #[arg(long, default_value = "auto", value_name = "NAME")]
+    pub(crate) isa: IsaChoice,
     /// Let Ulysses be the outer axis, so that neighbours are next to each other in the ring
     #[arg(long)]
     pub(crate) ulysses_outer: bool,
@@ -144,6 +148,34 @@ impl FromStr for StrategyChoice {
         match text {
             "auto" => Ok(Self::Auto),
             _ => text.parse().map(Self::Fixed).map_err(|error: ringspan::Error| format!("{error}, auto")),
+        }
+    }
+}
+
+/// An instruction set, or the wish for the best one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum IsaChoice {
+    Auto,
+    Fixed(Isa),
+}
+
+impl IsaChoice {
+    /// The instruction set that was asked for, if any.
+    pub(crate) fn fixed(self) -> Option<Isa> {
+        match self {
+            Self::Auto => None,
+            Self::Fixed(isa) => Some(isa),
+        }
+    }
+}
+
+impl FromStr for IsaChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            _ => text.parse().map(Self::Fixed).map_err(|error: ringspan::Error| format!("{error}, and auto")),
         }
     }
 }

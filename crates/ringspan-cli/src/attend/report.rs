@@ -54,6 +54,8 @@ struct Run {
     gpus: Vec<String>,
     /// Of a rank, on CPUs.
     threads: Option<usize>,
+    /// Instructions that the kernels used, on CPUs.
+    isa: Option<String>,
     /// Threads or GPUs, for people.
     #[serde(skip)]
     devices: String,
@@ -95,6 +97,7 @@ impl Report {
                 device: if work.devices.threads().is_some() { "cpu" } else { "cuda" },
                 gpus: work.devices.names(),
                 threads: work.devices.threads(),
+                isa: work.devices.isa().map(|isa| isa.to_string()),
                 devices: work.devices.to_string(),
                 blocks: work.blocks.clone(),
                 repeat: work.repeat,

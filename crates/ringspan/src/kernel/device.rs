@@ -38,13 +38,20 @@ impl Kernel {
     /// A kernel that computes with `threads` threads (at least one; the calling thread is one of them), with the best
     /// instruction set of this machine.
     pub fn new(threads: usize) -> Self {
-        let isa = Isa::available().first().copied().unwrap_or(Isa::Portable);
-        Self(Device::Cpu(Cpu::new(threads, isa)))
+        Self(Device::Cpu(Cpu::new(threads, Isa::best())))
     }
 
-    /// A kernel for one instruction set; `None` if this machine lacks it.
-    pub fn with_isa(threads: usize, isa: Isa) -> Option<Self> {
-        Isa::available().contains(&isa).then(|| Self(Device::Cpu(Cpu::new(threads, isa))))
+    /// As [`new`](Self::new), for one instruction set: to measure and to test those that are not this machine's best.
+    ///
+    /// # Errors
+    /// [`Error::MissingIsa`] if this machine lacks it.
+    pub fn with_isa(threads: usize, isa: Isa) -> Result<Self> {
+        let available = Isa::available();
+        if !available.contains(&isa) {
+            let names: Vec<String> = available.iter().map(Isa::to_string).collect();
+            return Err(Error::MissingIsa { isa: isa.to_string(), available: names.join(", ") });
+        }
+        Ok(Self(Device::Cpu(Cpu::new(threads, isa))))
     }
 
     /// A kernel on an NVIDIA GPU, with a stream of its own: kernels of several ranks may share a GPU.

@@ -9,9 +9,14 @@ use super::pack::Packing;
 use super::vector::Portable;
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
+use crate::error::{Error, Result};
+use std::fmt::{Display, Formatter};
 use std::ops::Range;
+use std::str::FromStr;
 
 /// An instruction set that the blocked kernels exist for.
+///
+/// Its names, to be parsed and printed, are `portable`, `avx2` and `avx512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Whatever the compiler makes of plain Rust.
@@ -34,12 +39,37 @@ impl Isa {
         vec![Isa::Portable]
     }
 
+    /// The fastest instruction set of this machine.
+    pub fn best() -> Isa {
+        Self::available().first().copied().unwrap_or(Isa::Portable)
+    }
+
     /// Whether the blocked kernels multiply in bf16 where q, k and v are stored so: products of bf16, sums in f32.
     pub fn multiplies_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self == Isa::Avx512 && Avx512::<true>::detect().is_some();
         #[cfg(not(target_arch = "x86_64"))]
         false
+    }
+}
+
+impl Display for Isa {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        })
+    }
+}
+
+impl FromStr for Isa {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+        let found = known.into_iter().find(|isa| isa.to_string() == name);
+        found.ok_or_else(|| Error::UnknownIsa { name: name.into() })
     }
 }
 

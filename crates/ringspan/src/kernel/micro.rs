@@ -2,7 +2,7 @@
 //!
 //! Where products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and a depth counts pairs.
 
-use super::vector::Simd;
+use super::vector::{Columns, Rows, Simd};
 
 /// `acc[i][v] += sum over t < depth of a[i * a_row + t * a_step] * b[t * b_step + v * LANES ..][..LANES]`
 ///
@@ -16,30 +16,16 @@ use super::vector::Simd;
 pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     simd: S,
     depth: usize,
-    mut a: *const f32,
+    a: *const f32,
     a_row: usize,
     a_step: usize,
-    mut b: *const f32,
+    b: *const f32,
     b_step: usize,
-    mut acc: [[S::V; V]; R],
+    acc: [[S::V; V]; R],
 ) -> [[S::V; V]; R] {
-    for _ in 0..depth {
-        let mut row = [simd.splat(0.0); V];
-        for (v, x) in row.iter_mut().enumerate() {
-            // SAFETY: the caller made b readable here.
-            *x = unsafe { simd.load(b.add(v * S::LANES)) };
-        }
-        for (i, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: the caller made a readable here.
-            let x = simd.splat(unsafe { *a.add(i * a_row) });
-            for v in 0..V {
-                acc[v] = simd.product(x, row[v], acc[v]);
-            }
-        }
-        a = a.wrapping_add(a_step);
-        b = b.wrapping_add(b_step);
-    }
-    acc
+    let (a, b) = (Rows { data: a, row: a_row, step: a_step }, Columns { data: b, step: b_step });
+    // SAFETY: the contract of the caller.
+    unsafe { simd.multiply::<R, V>(depth, a, b, acc) }
 }
 
 /// [`multiply`] where `a_row` is 1 and a lane takes row `t` only if `low <= t < high` (of a pair, each

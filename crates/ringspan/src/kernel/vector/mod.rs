@@ -81,6 +81,73 @@ pub(super) trait Simd: Copy {
     fn transpose(self, square: &mut [Self::V; 16]);
     /// The sum of the lanes.
     fn sum(self, x: Self::V) -> f32;
+    /// The sums of a small matrix product, of R rows of `a` and V vectors of columns of `b`, on top of `sums`:
+    /// `sums[i][v] += a[i * a.row + t * a.step] * b[t * b.step + v * LANES ..][..LANES]` for all t below `depth`, in the
+    /// order of t.
+    ///
+    /// # Safety
+    /// `a` must be readable at every `i * a.row + t * a.step` with i < R and t < depth, and `b` for `V * LANES` numbers at
+    /// every `t * b.step`.
+    #[inline(always)]
+    unsafe fn multiply<const R: usize, const V: usize>(
+        self,
+        depth: usize,
+        a: Rows,
+        b: Columns,
+        sums: [[Self::V; V]; R],
+    ) -> [[Self::V; V]; R] {
+        // SAFETY: the contract of the caller.
+        unsafe { multiply(self, depth, a, b, sums) }
+    }
+}
+
+/// The left operand of a product: numbers that are broadcast, or pairs of bf16 in their place.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) data: *const f32,
+    /// Elements from a row to the next.
+    pub(super) row: usize,
+    /// Elements from one term of the sums to the next.
+    pub(super) step: usize,
+}
+
+/// The right operand of a product: vectors of columns, or of pairs of bf16.
+#[derive(Clone, Copy)]
+pub(super) struct Columns {
+    pub(super) data: *const f32,
+    /// Elements from one term of the sums to the next.
+    pub(super) step: usize,
+}
+
+/// [`Simd::multiply`], left to the compiler.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
+    simd: S,
+    depth: usize,
+    mut a: Rows,
+    mut b: Columns,
+    mut sums: [[S::V; V]; R],
+) -> [[S::V; V]; R] {
+    for _ in 0..depth {
+        let mut columns = [simd.splat(0.0); V];
+        for (v, x) in columns.iter_mut().enumerate() {
+            // SAFETY: the caller made b readable here.
+            *x = unsafe { simd.load(b.data.add(v * S::LANES)) };
+        }
+        for (i, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: the caller made a readable here.
+            let x = simd.splat(unsafe { *a.data.add(i * a.row) });
+            for v in 0..V {
+                sums[v] = simd.product(x, columns[v], sums[v]);
+            }
+        }
+        a.data = a.data.wrapping_add(a.step);
+        b.data = b.data.wrapping_add(b.step);
+    }
+    sums
 }
 
 /// Asks for the cache lines of some elements ahead of their use, where there is a way to.
