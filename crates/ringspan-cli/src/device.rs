@@ -26,13 +26,7 @@ impl Devices {
     ///
     /// # Errors
     /// Instructions that this processor lacks, or that are asked for on a GPU; GPUs that are not there.
-    pub(crate) fn open(
-        name: DeviceName,
-        place: &Ranks,
-        threads: usize,
-        given: bool,
-        isa: Option<Isa>,
-    ) -> Result<Self> {
+    pub(crate) fn open(name: DeviceName, place: &Ranks, threads: usize, given: bool, isa: Option<Isa>) -> Result<Self> {
         match name {
             DeviceName::Cpu => {
                 let isa = isa.unwrap_or_else(Isa::best);

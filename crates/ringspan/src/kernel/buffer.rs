@@ -3,17 +3,20 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 
+/// Numbers of a cache line.
+pub(super) const LINE: usize = 16;
+
 /// A cache line: a vector load that straddles two of them costs double.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([f32; 16]);
+struct Line([f32; LINE]);
 
 /// Numbers that start at a cache line. What they are at first is arbitrary, but never uninitialised.
 pub(super) struct Aligned(Vec<Line>);
 
 impl Aligned {
     fn new(len: usize) -> Self {
-        Self(vec![Line([0.0; 16]); len.div_ceil(16)])
+        Self(vec![Line([0.0; LINE]); len.div_ceil(LINE)])
     }
 }
 
@@ -21,21 +24,21 @@ impl Deref for Aligned {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        // SAFETY: a line is exactly 16 numbers without padding.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * 16) }
+        // SAFETY: a line is exactly LINE numbers without padding.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * LINE) }
     }
 }
 
 impl DerefMut for Aligned {
     fn deref_mut(&mut self) -> &mut [f32] {
-        // SAFETY: a line is exactly 16 numbers without padding.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * 16) }
+        // SAFETY: a line is exactly LINE numbers without padding.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() * LINE) }
     }
 }
 
 /// Rounds up to whole cache lines, so that parts of one buffer are all aligned.
 pub(super) fn lines(len: usize) -> usize {
-    len.next_multiple_of(16)
+    len.next_multiple_of(LINE)
 }
 
 /// Buffers between two calls: a fresh one costs a page fault per 4 KiB, a tenth of a short call.

@@ -53,7 +53,7 @@ impl Decode<'_> {
     /// # Safety
     /// The instruction set must be enabled; `states` must have a state per head, and `scratch` its size for these heads.
     #[inline(always)]
-    pub(super) unsafe fn chunk<S: Simd, const R: usize, const N: usize>(
+    pub(super) unsafe fn chunk<S: Simd>(
         &self,
         simd: S,
         kv: usize,
@@ -113,9 +113,9 @@ impl Decode<'_> {
             // SAFETY: the weights of a head are CHUNK apart; rows and sums are of `v_wide` elements, whole vectors.
             unsafe {
                 match heads.len() % 4 {
-                    0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums),
-                    2 => accumulate::<S, 2>(simd, shape, weights, CHUNK, 1, few, sums),
-                    _ => accumulate::<S, 1>(simd, shape, weights, CHUNK, 1, few, sums),
+                    0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
+                    2 => accumulate::<S, 2>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
+                    _ => accumulate::<S, 1>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
                 }
             }
         }

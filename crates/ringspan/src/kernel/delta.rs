@@ -27,12 +27,7 @@ impl Delta<'_> {
     /// # Safety
     /// The instruction set must be enabled, `scratch` have the size of [`scratch`], and nobody else write this head.
     #[inline(always)]
-    pub(super) unsafe fn head<S: Simd, const R: usize, const N: usize>(
-        &self,
-        simd: S,
-        head: usize,
-        scratch: &mut [f32],
-    ) {
+    pub(super) unsafe fn head<S: Simd>(&self, simd: S, head: usize, scratch: &mut [f32]) {
         let View { tokens, dim, .. } = self.d_out;
         let (out, d_out) = scratch.split_at_mut(scratch.len() / 2);
         // SAFETY: this head is the caller's.

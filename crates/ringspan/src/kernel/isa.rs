@@ -115,9 +115,14 @@ impl Code {
     }
 }
 
-/// A function of the kernels for the instruction set at hand, compiled with its features.
+/// A function of the kernels for the instruction set at hand, compiled with its features. The lists are its constants: for
+/// AVX-512, for AVX2, and for all others.
 macro_rules! dispatch {
-    ($name:ident, $job:ty, $call:ident($($argument:ident: $type:ty),*), $doc:literal) => {
+    (
+        $name:ident, $job:ty,
+        $call:ident<[$($wide:literal),*], [$($narrow:literal),*], [$($portable:literal),*]>
+        ($($argument:ident: $type:ty),*), $doc:literal
+    ) => {
         #[doc = $doc]
         ///
         /// # Safety
@@ -128,17 +133,17 @@ macro_rules! dispatch {
                 #[target_feature(enable = "avx512f")]
                 unsafe fn avx512(simd: Avx512<false>, job: &$job, $($argument: $type),*) {
                     // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, 8, 3>(simd, $($argument),*) }
+                    unsafe { job.$call::<_, $($wide),*>(simd, $($argument),*) }
                 }
                 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
                 unsafe fn avx512_pairs(simd: Avx512<true>, job: &$job, $($argument: $type),*) {
                     // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, 8, 3>(simd, $($argument),*) }
+                    unsafe { job.$call::<_, $($wide),*>(simd, $($argument),*) }
                 }
                 #[target_feature(enable = "avx2,fma")]
                 unsafe fn avx2(simd: Avx2, job: &$job, $($argument: $type),*) {
                     // SAFETY: the contract of the caller.
-                    unsafe { job.$call::<_, 4, 3>(simd, $($argument),*) }
+                    unsafe { job.$call::<_, $($narrow),*>(simd, $($argument),*) }
                 }
                 match code.isa {
                     Isa::Avx512 if code.pairs => {
@@ -164,33 +169,33 @@ macro_rules! dispatch {
             }
             debug_assert_eq!(code.isa, Isa::Portable);
             // SAFETY: the contract of the caller.
-            unsafe { job.$call::<_, 4, 3>(Portable, $($argument),*) }
+            unsafe { job.$call::<_, $($portable),*>(Portable, $($argument),*) }
         }
     };
 }
 
-dispatch!(pack_chunk, Packing<'_>, chunk(head: usize, chunk: usize), "[`Packing::chunk`] compiled for `isa`.");
+dispatch!(
+    pack_chunk,
+    Packing<'_>,
+    chunk<[8], [4], [4]>(head: usize, chunk: usize),
+    "[`Packing::chunk`] compiled for `isa`."
+);
 dispatch!(
     forward_block,
     Forward<'_>,
-    block(head: usize, block: usize, scratch: &mut [f32]),
+    block<[8, 3], [4, 3], [4, 3]>(head: usize, block: usize, scratch: &mut [f32]),
     "[`Forward::block`] compiled for `isa`."
 );
 dispatch!(
     backward_head,
     Backward<'_>,
-    head(share: Share<'_>, scratch: &mut [f32]),
+    head<[8, 3], [4, 3], [4, 3]>(share: Share<'_>, scratch: &mut [f32]),
     "[`Backward::head`] compiled for `isa`."
 );
-dispatch!(
-    delta_head,
-    Delta<'_>,
-    head(head: usize, scratch: &mut [f32]),
-    "[`Delta::head`] compiled for `isa`."
-);
+dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "[`Delta::head`] compiled for `isa`.");
 dispatch!(
     decode_chunk,
     Decode<'_>,
-    chunk(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
+    chunk<[], [], []>(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
     "[`Decode::chunk`] compiled for `isa`."
 );

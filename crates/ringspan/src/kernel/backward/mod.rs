@@ -110,8 +110,10 @@ impl Backward<'_> {
                         packed = true;
                     }
                     let keys = (from - base) / R * R..(to - base).next_multiple_of(R);
-                    let pair = Pair { head, block, part, base, keys, spoilt: spoilt[i] || at.spoilt };
-                    let mut queries = QueryBlock::of(sizes, &mut queries[i * sizes.block()..][..sizes.block()]);
+                    let (now, next) = queries[i * sizes.block()..].split_at_mut(sizes.block());
+                    let next = &next[..next.len().min(sizes.block())];
+                    let pair = Pair { head, block, part, base, keys, spoilt: spoilt[i] || at.spoilt, next };
+                    let mut queries = QueryBlock::of(sizes, now);
                     // SAFETY: the buffers have these sizes; the panels lie within KEY_BLOCK.
                     unsafe { self.pair::<S, R, N>(simd, sizes, &pair, &mut queries, &mut at) };
                 }

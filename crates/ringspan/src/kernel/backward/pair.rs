@@ -1,9 +1,11 @@
 //! One block of queries against one block of keys: the five products, and what lies between them.
 
+use super::super::KEY_BLOCK;
+use super::super::buffer::LINE;
 use super::super::micro::{accumulate, multiply};
 use super::super::plan::{self, Part};
 use super::super::terms::{self, Bounds, TermSums, Terms};
-use super::super::vector::Simd;
+use super::super::vector::{Simd, prefetch_far};
 use super::super::view::Data;
 use super::buffers::{KeyBlock, QueryBlock, Sizes};
 use super::{Backward, ROWS};
@@ -20,6 +22,9 @@ pub(super) struct Pair<'a> {
     pub(super) keys: Range<usize>,
     /// Whether some of it is no number.
     pub(super) spoilt: bool,
+    /// The buffer of the next block of queries: blocks come from the L3 cache, and their rows lie too far apart for a
+    /// processor to guess which come next.
+    pub(super) next: &'a [f32],
 }
 
 impl Backward<'_> {
@@ -58,7 +63,11 @@ impl Backward<'_> {
         };
         let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
         let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
+        // A little before each product: a processor waits for few lines at a time.
+        let lines = (pair.next.len() * R).div_ceil(2 * KEY_BLOCK * LINE).max(1);
+        let mut next = pair.next.chunks(lines * LINE);
         for row in (keys.start + common.start..keys.start + common.end).step_by(R) {
+            next.next().into_iter().for_each(prefetch_far);
             // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
             // [2][lanes]; low and high have 64 lanes.
             unsafe {
@@ -90,6 +99,7 @@ impl Backward<'_> {
                         simd.store(p.add(i * lanes + v * S::LANES), simd.exp2(s));
                     }
                 }
+                next.next().into_iter().for_each(prefetch_far);
                 let dp = multiply::<S, R, N>(simd, sizes.v_depth, panel, 1, R, d_out_t, lanes, zero);
                 for v in 0..N {
                     let delta = simd.load(queries.statistics.as_ptr().add(lanes + v * S::LANES));
@@ -160,8 +170,8 @@ impl Backward<'_> {
                 let (p, ds) = (p.add(to * row + from), ds.add(to * row + from));
                 let (q, d_out) = (queries.q.as_ptr().add(from * wide), queries.d_out.as_ptr().add(from * v_wide));
                 let (dk, dv) = (at.dk.as_mut_ptr().add(to * wide), at.dv.as_mut_ptr().add(to * v_wide));
-                accumulate::<S, ROWS>(simd, (end - key, depth, v_wide), p, row, 1, d_out, dv);
-                accumulate::<S, ROWS>(simd, (end - key, depth, wide), ds, row, 1, q, dk);
+                accumulate::<S, ROWS>(simd, (end - key, depth, sizes.v_columns), p, row, 1, d_out, dv, v_wide);
+                accumulate::<S, ROWS>(simd, (end - key, depth, sizes.columns), ds, row, 1, q, dk, wide);
             }
             key = end;
         }
@@ -173,7 +183,8 @@ impl Backward<'_> {
                 let from = (keys.start + span.start) / S::PAIR;
                 let (across, k) = (across.add(from * lanes + lane), at.k.as_ptr().add(from * wide));
                 let dq = queries.dq.as_mut_ptr().add(lane * wide);
-                accumulate::<S, ROWS>(simd, (step * S::LANES, span.len() / S::PAIR, wide), across, 1, lanes, k, dq);
+                let shape = (step * S::LANES, span.len() / S::PAIR, sizes.columns);
+                accumulate::<S, ROWS>(simd, shape, across, 1, lanes, k, dq, wide);
             }
         }
     }

@@ -104,7 +104,7 @@ impl Packing<'_> {
     /// # Safety
     /// No two calls may name the same chunk and head, and nobody may read the head meanwhile.
     #[inline(always)]
-    pub(super) unsafe fn chunk<S: Simd, const R: usize, const N: usize>(&self, simd: S, head: usize, chunk: usize) {
+    pub(super) unsafe fn chunk<S: Simd, const R: usize>(&self, simd: S, head: usize, chunk: usize) {
         let Self { keys, k, v, .. } = *self;
         let target = keys.target;
         let rows = chunk * CHUNK..((chunk + 1) * CHUNK).min(keys.rows);

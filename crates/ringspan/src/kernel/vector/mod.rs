@@ -22,6 +22,8 @@ pub(super) trait Simd: Copy {
     const LANES: usize;
     /// Vectors of columns that a product of four rows takes at once: what the registers hold.
     const COLUMNS: usize;
+    /// Whether a product of two vectors of columns takes six rows at once instead of four.
+    const SIX_ROWS: bool = false;
     /// Numbers of its reduction that a lane of [`product`](Self::product) takes: 1, or 2 in bf16.
     const PAIR: usize = 1;
 
@@ -159,6 +161,18 @@ pub(super) fn prefetch<T>(elements: &[T]) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+}
+
+/// As [`prefetch`], for elements that are needed later: they come no nearer than the L2 cache.
+#[inline(always)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
+pub(super) fn prefetch_far<T>(elements: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in elements.chunks(64 / size_of::<T>()) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: SSE is part of the architecture, and a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
     }
 }
 
