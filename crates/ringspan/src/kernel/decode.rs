@@ -113,9 +113,9 @@ impl Decode<'_> {
             // SAFETY: the weights of a head are CHUNK apart; rows and sums are of `v_wide` elements, whole vectors.
             unsafe {
                 match heads.len() % 4 {
-                    0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
-                    2 => accumulate::<S, 2>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
-                    _ => accumulate::<S, 1>(simd, shape, weights, CHUNK, 1, few, sums, v_wide),
+                    0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums),
+                    2 => accumulate::<S, 2>(simd, shape, weights, CHUNK, 1, few, sums),
+                    _ => accumulate::<S, 1>(simd, shape, weights, CHUNK, 1, few, sums),
                 }
             }
         }

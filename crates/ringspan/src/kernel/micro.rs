@@ -70,25 +70,24 @@ pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
     acc
 }
 
-/// `c[i * stride ..][..columns] += sum over t < depth of a[i * a_row + t * a_step] * b[t * stride ..][..columns]` for
-/// i < rows: lanes run along the columns, whose number is a multiple of LANES and at most `stride`.
+/// `c[i][..columns] += sum over t < depth of a[i * a_row + t * a_step] * b[t * width ..][..columns]` for i < rows:
+/// lanes run along the columns, and `columns` is `width`, a multiple of LANES.
 ///
 /// # Safety
-/// `rows` must be a multiple of R, `a` readable at every `i * a_row + t * a_step`, `b` for `depth * stride` numbers, `c`
-/// readable and writable for `rows * stride`.
+/// `rows` must be a multiple of R, `a` readable at every `i * a_row + t * a_step`, `b` for `depth * width` numbers, `c`
+/// readable and writable for `rows * width`.
 #[allow(clippy::too_many_arguments)] // Three operands, their shape and strides.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
     simd: S,
-    (rows, depth, columns): (usize, usize, usize),
+    (rows, depth, width): (usize, usize, usize),
     a: *const f32,
     a_row: usize,
     a_step: usize,
     b: *const f32,
     c: *mut f32,
-    stride: usize,
 ) {
-    let mut left = columns / S::LANES;
+    let mut left = width / S::LANES;
     let mut column = 0;
     while left > 0 {
         // As even as possible: a stripe of one vector would wait for its own sums.
@@ -97,10 +96,10 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
         unsafe {
             let (b, c) = (b.add(column), c.add(column));
             match vectors {
-                1 => stripe::<S, R, 1>(simd, (rows, depth), a, a_row, a_step, b, c, stride),
-                2 => stripe::<S, R, 2>(simd, (rows, depth), a, a_row, a_step, b, c, stride),
-                3 => stripe::<S, R, 3>(simd, (rows, depth), a, a_row, a_step, b, c, stride),
-                _ => stripe::<S, R, 4>(simd, (rows, depth), a, a_row, a_step, b, c, stride),
+                1 => stripe::<S, R, 1>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                2 => stripe::<S, R, 2>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                3 => stripe::<S, R, 3>(simd, (rows, depth, width), a, a_row, a_step, b, c),
+                _ => stripe::<S, R, 4>(simd, (rows, depth, width), a, a_row, a_step, b, c),
             }
         }
         left -= vectors;
@@ -113,70 +112,39 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
 #[inline(always)]
 unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
     simd: S,
-    (rows, depth): (usize, usize),
+    (rows, depth, width): (usize, usize, usize),
     a: *const f32,
     a_row: usize,
     a_step: usize,
     b: *const f32,
     c: *mut f32,
-    stride: usize,
 ) {
-    let mut i = 0;
-    // SAFETY: the caller's promises, for rows that exist because `rows` is a multiple of R.
-    unsafe {
-        if S::SIX_ROWS && R == 4 && V == 2 {
-            // None, four or eight rows are left for products of four.
-            let fours = rows % 6 * 2 % 6 * 2;
-            while i + fours < rows {
-                tile::<S, 6, V>(simd, depth, a.add(i * a_row), a_row, a_step, b, c.add(i * stride), stride);
-                i += 6;
+    for i in (0..rows).step_by(R) {
+        let mut acc = [[simd.splat(0.0); V]; R];
+        // SAFETY: the caller's promises; rows i..i + R exist because rows is a multiple of R.
+        unsafe {
+            let (a, c) = (opaque(a.add(i * a_row).cast_mut()), opaque(c.add(i * width)));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                for (v, x) in acc.iter_mut().enumerate() {
+                    *x = simd.load(c.add(r * width + v * S::LANES));
+                }
             }
-        }
-        while i < rows {
-            tile::<S, R, V>(simd, depth, a.add(i * a_row), a_row, a_step, b, c.add(i * stride), stride);
-            i += R;
+            acc = multiply::<S, R, V>(simd, depth, a, a_row, a_step, b, width, acc);
+            for (r, acc) in acc.iter().enumerate() {
+                for (v, x) in acc.iter().enumerate() {
+                    simd.store(c.add(r * width + v * S::LANES), *x);
+                }
+            }
         }
     }
 }
 
-/// The same pointer, of which the compiler knows nothing: else it would keep a pointer for each row of a product from one
-/// product to the next, in more registers than there are, and updating these in memory took a fifth of the time of
-/// [`accumulate`].
+/// The same pointer, of which the compiler knows nothing: else it keeps a pointer for each row of a product from one product
+/// to the next, which are more than there are registers, and updates them in memory.
 #[inline(always)]
 fn opaque(pointer: *mut f32) -> *mut f32 {
     let mut pointer = pointer;
-    // SAFETY: no instruction.
+    // SAFETY: there is no instruction in it.
     unsafe { asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags)) };
     pointer
-}
-
-/// [`accumulate`] for R rows and V vectors of columns.
-#[allow(clippy::too_many_arguments)] // As above.
-#[inline(always)]
-unsafe fn tile<S: Simd, const R: usize, const V: usize>(
-    simd: S,
-    depth: usize,
-    a: *const f32,
-    a_row: usize,
-    a_step: usize,
-    b: *const f32,
-    c: *mut f32,
-    stride: usize,
-) {
-    // SAFETY: the caller's promises.
-    unsafe {
-        let (a, c) = (opaque(a.cast_mut()), opaque(c));
-        let mut acc = [[simd.splat(0.0); V]; R];
-        for (r, acc) in acc.iter_mut().enumerate() {
-            for (v, x) in acc.iter_mut().enumerate() {
-                *x = simd.load(c.add(r * stride + v * S::LANES));
-            }
-        }
-        acc = multiply::<S, R, V>(simd, depth, a, a_row, a_step, b, stride, acc);
-        for (r, acc) in acc.iter().enumerate() {
-            for (v, x) in acc.iter().enumerate() {
-                simd.store(c.add(r * stride + v * S::LANES), *x);
-            }
-        }
-    }
 }

@@ -1,7 +1,7 @@
 //! What a worker of the backward pass holds of its queries and of the keys at hand.
 
 use super::super::KEY_BLOCK;
-use super::super::buffer::{LINE, lines};
+use super::super::buffer::lines;
 use super::super::isa::Code;
 use super::super::terms::Terms;
 
@@ -10,9 +10,6 @@ use super::super::terms::Terms;
 pub(in super::super) struct Sizes {
     pub(super) lanes: usize,
     /// D and Dv filled up to whole vectors.
-    pub(super) columns: usize,
-    pub(super) v_columns: usize,
-    /// Elements from a row of these to the next, see [`stride`].
     pub(super) wide: usize,
     pub(super) v_wide: usize,
     /// D and Dv in elements of products: numbers or pairs.
@@ -39,14 +36,11 @@ pub(in super::super) struct Sizes {
 impl Sizes {
     pub(in super::super) fn new(dim: usize, v_dim: usize, code: Code, bias: bool) -> Self {
         let (lanes, vector, pair) = (code.lanes(), code.vector(), code.pair());
-        let (columns, v_columns) = (dim.next_multiple_of(vector), v_dim.next_multiple_of(vector));
-        let (wide, v_wide) = (stride(columns), stride(v_columns));
+        let (wide, v_wide) = (dim.next_multiple_of(vector), v_dim.next_multiple_of(vector));
         let (depth, v_depth) = (dim.div_ceil(pair), v_dim.div_ceil(pair));
         let half_row = (lanes / 2).next_multiple_of(vector);
         Self {
             lanes,
-            columns,
-            v_columns,
             wide,
             v_wide,
             depth,
@@ -89,12 +83,6 @@ impl Sizes {
     pub(in super::super) fn scratch(self, blocks: usize) -> usize {
         blocks * self.block() + self.keys()
     }
-}
-
-/// Elements between rows of `columns` elements: an odd number of cache lines. A product reads a few lines of many rows again
-/// and again, and a power of two between them would put these into a few sets of the L1 cache.
-fn stride(columns: usize) -> usize {
-    (columns.div_ceil(LINE) | 1) * LINE
 }
 
 /// One block of queries of a worker.

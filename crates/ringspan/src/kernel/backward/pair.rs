@@ -170,8 +170,8 @@ impl Backward<'_> {
                 let (p, ds) = (p.add(to * row + from), ds.add(to * row + from));
                 let (q, d_out) = (queries.q.as_ptr().add(from * wide), queries.d_out.as_ptr().add(from * v_wide));
                 let (dk, dv) = (at.dk.as_mut_ptr().add(to * wide), at.dv.as_mut_ptr().add(to * v_wide));
-                accumulate::<S, ROWS>(simd, (end - key, depth, sizes.v_columns), p, row, 1, d_out, dv, v_wide);
-                accumulate::<S, ROWS>(simd, (end - key, depth, sizes.columns), ds, row, 1, q, dk, wide);
+                accumulate::<S, ROWS>(simd, (end - key, depth, v_wide), p, row, 1, d_out, dv);
+                accumulate::<S, ROWS>(simd, (end - key, depth, wide), ds, row, 1, q, dk);
             }
             key = end;
         }
@@ -183,8 +183,7 @@ impl Backward<'_> {
                 let from = (keys.start + span.start) / S::PAIR;
                 let (across, k) = (across.add(from * lanes + lane), at.k.as_ptr().add(from * wide));
                 let dq = queries.dq.as_mut_ptr().add(lane * wide);
-                let shape = (step * S::LANES, span.len() / S::PAIR, sizes.columns);
-                accumulate::<S, ROWS>(simd, shape, across, 1, lanes, k, dq, wide);
+                accumulate::<S, ROWS>(simd, (step * S::LANES, span.len() / S::PAIR, wide), across, 1, lanes, k, dq);
             }
         }
     }

@@ -27,9 +27,7 @@ macro_rules! avx2 {
 impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;
-    // Two vectors are a cache line: a matrix larger than the L1 cache is read line by line, each of them once.
-    const COLUMNS: usize = 2;
-    const SIX_ROWS: bool = true;
+    const COLUMNS: usize = 3;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -170,14 +168,12 @@ impl Simd for Avx2 {
         b: Columns,
         sums: [[__m256; V]; R],
     ) -> [[__m256; V]; R] {
-        // SAFETY: the types are the same arrays for these R and V; the rest is the contract of the caller.
-        unsafe {
-            match (R, V) {
-                (4, 3) if depth > 0 => transmute_copy(&multiply_4x3(depth, a, b, transmute_copy(&sums))),
-                (6, 2) if depth > 0 => transmute_copy(&multiply_6x2(depth, a, b, transmute_copy(&sums))),
-                _ => super::multiply(self, depth, a, b, sums),
-            }
+        if (R, V) != (4, 3) || depth == 0 {
+            // SAFETY: the contract of the caller.
+            return unsafe { super::multiply(self, depth, a, b, sums) };
         }
+        // SAFETY: R is 4 and V is 3, so both types are the same array; the rest is the contract of the caller.
+        unsafe { transmute_copy(&multiply_4x3(depth, a, b, transmute_copy(&sums))) }
     }
 }
 
@@ -252,78 +248,4 @@ unsafe fn multiply_4x3(depth: usize, a: Rows, b: Columns, sums: [[__m256; 3]; 4]
         );
     }
     [[s00, s01, s02], [s10, s11, s12], [s20, s21, s22], [s30, s31, s32]]
-}
-
-/// [`Simd::multiply`] of six rows and two vectors of columns, for a depth of at least 1: as [`multiply_4x3`].
-///
-/// # Safety
-/// As [`Simd::multiply`].
-#[inline]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn multiply_6x2(depth: usize, a: Rows, b: Columns, sums: [[__m256; 2]; 6]) -> [[__m256; 2]; 6] {
-    let [
-        [mut s00, mut s01],
-        [mut s10, mut s11],
-        [mut s20, mut s21],
-        [mut s30, mut s31],
-        [mut s40, mut s41],
-        [mut s50, mut s51],
-    ] = sums;
-    // SAFETY: reads what the caller made readable, writes registers only.
-    unsafe {
-        asm!(
-            ".p2align 5",
-            "2:",
-            "vmovups {b0}, [{b}]",
-            "vmovups {b1}, [{b} + 32]",
-            "vbroadcastss {x}, [{a}]",
-            "vbroadcastss {y}, [{a} + {row}]",
-            "vfmadd231ps {s00}, {b0}, {x}",
-            "vfmadd231ps {s01}, {b1}, {x}",
-            "vfmadd231ps {s10}, {b0}, {y}",
-            "vfmadd231ps {s11}, {b1}, {y}",
-            "vbroadcastss {x}, [{a} + 2 * {row}]",
-            "vbroadcastss {y}, [{a3}]",
-            "vfmadd231ps {s20}, {b0}, {x}",
-            "vfmadd231ps {s21}, {b1}, {x}",
-            "vfmadd231ps {s30}, {b0}, {y}",
-            "vfmadd231ps {s31}, {b1}, {y}",
-            "vbroadcastss {x}, [{a3} + {row}]",
-            "vbroadcastss {y}, [{a3} + 2 * {row}]",
-            "add {a}, {a_step}",
-            "add {a3}, {a_step}",
-            "add {b}, {b_step}",
-            "vfmadd231ps {s40}, {b0}, {x}",
-            "vfmadd231ps {s41}, {b1}, {x}",
-            "vfmadd231ps {s50}, {b0}, {y}",
-            "vfmadd231ps {s51}, {b1}, {y}",
-            "dec {depth}",
-            "jnz 2b",
-            a = inout(reg) a.data => _,
-            a3 = inout(reg) a.data.add(3 * a.row) => _,
-            b = inout(reg) b.data => _,
-            depth = inout(reg) depth => _,
-            row = in(reg) 4 * a.row,
-            a_step = in(reg) 4 * a.step,
-            b_step = in(reg) 4 * b.step,
-            b0 = out(ymm_reg) _,
-            b1 = out(ymm_reg) _,
-            x = out(ymm_reg) _,
-            y = out(ymm_reg) _,
-            s00 = inout(ymm_reg) s00,
-            s01 = inout(ymm_reg) s01,
-            s10 = inout(ymm_reg) s10,
-            s11 = inout(ymm_reg) s11,
-            s20 = inout(ymm_reg) s20,
-            s21 = inout(ymm_reg) s21,
-            s30 = inout(ymm_reg) s30,
-            s31 = inout(ymm_reg) s31,
-            s40 = inout(ymm_reg) s40,
-            s41 = inout(ymm_reg) s41,
-            s50 = inout(ymm_reg) s50,
-            s51 = inout(ymm_reg) s51,
-            options(nostack, readonly),
-        );
-    }
-    [[s00, s01], [s10, s11], [s20, s21], [s30, s31], [s40, s41], [s50, s51]]
 }

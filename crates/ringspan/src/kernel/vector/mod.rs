@@ -22,8 +22,6 @@ pub(super) trait Simd: Copy {
     const LANES: usize;
     /// Vectors of columns that a product of four rows takes at once: what the registers hold.
     const COLUMNS: usize;
-    /// Whether a product of two vectors of columns takes six rows at once instead of four.
-    const SIX_ROWS: bool = false;
     /// Numbers of its reduction that a lane of [`product`](Self::product) takes: 1, or 2 in bf16.
     const PAIR: usize = 1;
 
