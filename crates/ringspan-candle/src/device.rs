@@ -116,7 +116,7 @@ impl RankDevice {
         slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
     }
 
-    /// What computes attention, with `threads` threads where it is the CPU.
+    /// What computes attention, with `threads` threads of the rank's [pool](crate::pool) where it is the CPU.
     ///
     /// # Errors
     /// A GPU that gives no stream.
@@ -125,7 +125,7 @@ impl RankDevice {
         if let Some(gpu) = &self.gpu {
             return Kernel::cuda(gpu);
         }
-        Ok(Kernel::new(threads))
+        Ok(Kernel::in_current_pool(threads))
     }
 }
 

@@ -31,13 +31,15 @@ const LEAST: f64 = 0.15;
 /// S, H, G and D.
 type Shape = (usize, usize, usize, usize);
 
-const SHAPES: [(&str, Shape); 6] = [
+const SHAPES: [(&str, Shape); 8] = [
     ("a", (4096, 16, 16, 64)),
     ("b", (8192, 16, 4, 128)),
     ("c", (16384, 8, 2, 128)),
     ("d", (1024, 16, 16, 64)),
     ("e", (1024, 16, 4, 128)),
     ("f", (4096, 16, 4, 128)),
+    ("g", (256, 16, 16, 64)),
+    ("h", (512, 16, 16, 64)),
 ];
 
 /// Self-attention of S tokens, H query heads, G key-value heads of width D.

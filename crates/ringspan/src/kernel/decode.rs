@@ -10,7 +10,8 @@ use super::pack::copy;
 use super::plan::Meeting;
 use super::terms::Terms;
 use super::vector::Simd;
-use super::{HeadMap, Partial, Tile, View, isa, workers};
+use super::workers::Workers;
+use super::{HeadMap, Partial, Tile, View, isa};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -128,7 +129,7 @@ impl Decode<'_> {
     pub(super) fn run<'t>(
         &self,
         code: Code,
-        threads: usize,
+        workers: &Workers,
         pool: &Pool,
         progress: &(dyn Fn(usize) + Sync),
         visible: &[(Range<usize>, &'t Tile)],
@@ -152,7 +153,7 @@ impl Decode<'_> {
         // A thread costs about as much as reading this many numbers.
         let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
         let worth = (rows * read.len() * (self.k.dim + self.v.dim)).div_ceil(1 << 19);
-        workers::run(threads.min(tasks).min(worth), &|worker| {
+        workers.run(workers.count().min(tasks).min(worth), &|worker| {
             let mut scratch = pool.take(Self::scratch(self.k.dim, self.v.dim, group));
             loop {
                 let task = next.fetch_add(1, Ordering::Relaxed);

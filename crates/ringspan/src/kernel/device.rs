@@ -5,6 +5,7 @@ use super::cpu::Cpu;
 use super::cuda::{Cuda, Gpu};
 #[cfg(feature = "cuda")]
 use super::staged;
+use super::workers::Workers;
 use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
 use crate::error::{Error, Result};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub(super) enum Device {
 impl std::fmt::Debug for Kernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.isa, cpu.threads),
+            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.isa, cpu.workers.count()),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => write!(f, "{cuda:?}"),
         }
@@ -36,9 +37,15 @@ impl std::fmt::Debug for Kernel {
 
 impl Kernel {
     /// A kernel that computes with `threads` threads (at least one; the calling thread is one of them), with the best
-    /// instruction set of this machine.
+    /// instruction set of this machine. The others are started at the first call and stay as long as the kernel.
     pub fn new(threads: usize) -> Self {
-        Self(Device::Cpu(Cpu::new(threads, Isa::best())))
+        Self(Device::Cpu(Cpu::new(Workers::new(threads), Isa::best())))
+    }
+
+    /// As [`new`](Self::new), with threads of the rayon pool that the calling thread belongs to: a rank that has a pool needs
+    /// no second one. A call from outside of any pool computes on its own thread.
+    pub fn in_current_pool(threads: usize) -> Self {
+        Self(Device::Cpu(Cpu::new(Workers::of_current_pool(threads), Isa::best())))
     }
 
     /// As [`new`](Self::new), for one instruction set: to measure and to test those that are not this machine's best.
@@ -51,7 +58,7 @@ impl Kernel {
             let names: Vec<String> = available.iter().map(Isa::to_string).collect();
             return Err(Error::MissingIsa { isa: isa.to_string(), available: names.join(", ") });
         }
-        Ok(Self(Device::Cpu(Cpu::new(threads, isa))))
+        Ok(Self(Device::Cpu(Cpu::new(Workers::new(threads), isa))))
     }
 
     /// A kernel on an NVIDIA GPU, with a stream of its own: kernels of several ranks may share a GPU.

@@ -6,9 +6,9 @@ use super::decode::Decode;
 use super::delta::Delta;
 use super::forward::Forward;
 use super::pack::Packing;
-use super::vector::Portable;
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
+use super::vector::{PORTABLE_COLUMNS, Portable};
 use crate::error::{Error, Result};
 use std::fmt::{Display, Formatter};
 use std::ops::Range;
@@ -19,7 +19,7 @@ use std::str::FromStr;
 /// Its names, to be parsed and printed, are `portable`, `avx2` and `avx512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler makes of plain Rust.
+    /// Whatever the compiler makes of plain Rust, on x86-64 with AVX if the machine has it: 8 lanes, or 4.
     Portable,
     /// AVX2 and FMA: 8 lanes.
     Avx2,
@@ -79,12 +79,18 @@ pub(super) struct Code {
     isa: Isa,
     /// Whether products take pairs of bf16.
     pairs: bool,
+    /// Whether portable code is compiled for AVX.
+    avx: bool,
 }
 
 impl Code {
     /// `pairs` only if the instruction set multiplies in bf16.
     pub(super) fn new(isa: Isa, pairs: bool) -> Self {
-        Self { isa, pairs: pairs && isa.multiplies_bf16() }
+        #[cfg(target_arch = "x86_64")]
+        let avx = is_x86_feature_detected!("avx");
+        #[cfg(not(target_arch = "x86_64"))]
+        let avx = false;
+        Self { isa, pairs: pairs && isa.multiplies_bf16(), avx }
     }
 
     /// Numbers of a reduction that a product takes.
@@ -92,16 +98,17 @@ impl Code {
         if self.pairs { 2 } else { 1 }
     }
 
-    /// Queries of a block: three vectors.
+    /// Queries of a block: as many vectors as a product takes.
     pub(super) fn lanes(self) -> usize {
-        3 * self.vector()
+        let vectors = if self.isa == Isa::Portable { PORTABLE_COLUMNS } else { 3 };
+        vectors * self.vector()
     }
 
     /// Numbers in a vector.
     pub(super) fn vector(self) -> usize {
         match self.isa {
-            Isa::Portable => 4,
-            Isa::Avx2 => 8,
+            Isa::Portable if !self.avx => 4,
+            Isa::Portable | Isa::Avx2 => 8,
             Isa::Avx512 => 16,
         }
     }
@@ -120,7 +127,7 @@ impl Code {
 macro_rules! dispatch {
     (
         $name:ident, $job:ty,
-        $call:ident<[$($wide:literal),*], [$($narrow:literal),*], [$($portable:literal),*]>
+        $call:ident<[$($wide:literal),*], [$($narrow:literal),*], [$($portable:expr),*]>
         ($($argument:ident: $type:ty),*), $doc:literal
     ) => {
         #[doc = $doc]
@@ -145,6 +152,11 @@ macro_rules! dispatch {
                     // SAFETY: the contract of the caller.
                     unsafe { job.$call::<_, $($narrow),*>(simd, $($argument),*) }
                 }
+                #[target_feature(enable = "avx")]
+                unsafe fn avx(job: &$job, $($argument: $type),*) {
+                    // SAFETY: the contract of the caller.
+                    unsafe { job.$call::<_, $({ $portable }),*>(Portable::<8>, $($argument),*) }
+                }
                 match code.isa {
                     Isa::Avx512 if code.pairs => {
                         if let Some(simd) = Avx512::detect() {
@@ -164,12 +176,14 @@ macro_rules! dispatch {
                             return unsafe { avx2(simd, job, $($argument),*) };
                         }
                     }
+                    // SAFETY: the machine has AVX; the rest is the contract of the caller.
+                    Isa::Portable if code.avx => return unsafe { avx(job, $($argument),*) },
                     Isa::Portable => (),
                 }
             }
             debug_assert_eq!(code.isa, Isa::Portable);
             // SAFETY: the contract of the caller.
-            unsafe { job.$call::<_, $($portable),*>(Portable, $($argument),*) }
+            unsafe { job.$call::<_, $({ $portable }),*>(Portable::<4>, $($argument),*) }
         }
     };
 }
@@ -183,13 +197,13 @@ dispatch!(
 dispatch!(
     forward_block,
     Forward<'_>,
-    block<[8, 3], [4, 3], [4, 3]>(head: usize, block: usize, scratch: &mut [f32]),
+    block<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(head: usize, block: usize, scratch: &mut [f32]),
     "[`Forward::block`] compiled for `isa`."
 );
 dispatch!(
     backward_head,
     Backward<'_>,
-    head<[8, 3], [4, 3], [4, 3]>(share: Share<'_>, scratch: &mut [f32]),
+    head<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>(share: Share<'_>, scratch: &mut [f32]),
     "[`Backward::head`] compiled for `isa`."
 );
 dispatch!(delta_head, Delta<'_>, head<[], [], []>(head: usize, scratch: &mut [f32]), "[`Delta::head`] compiled for `isa`.");

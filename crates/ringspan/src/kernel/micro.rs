@@ -3,6 +3,7 @@
 //! Where products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and a depth counts pairs.
 
 use super::vector::{Columns, Rows, Simd};
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 
 /// `acc[i][v] += sum over t < depth of a[i * a_row + t * a_step] * b[t * b_step + v * LANES ..][..LANES]`
@@ -143,8 +144,12 @@ unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
 /// to the next, which are more than there are registers, and updates them in memory.
 #[inline(always)]
 fn opaque(pointer: *mut f32) -> *mut f32 {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     let mut pointer = pointer;
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     // SAFETY: there is no instruction in it.
-    unsafe { asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags)) };
+    unsafe {
+        asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags))
+    };
     pointer
 }

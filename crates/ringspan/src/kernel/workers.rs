@@ -1,35 +1,162 @@
-//! Threads for the time of one call: a rank owns its threads, there is no global pool.
+//! The threads of a kernel: those of the rank, kept from call to call. There is no global pool.
 
-use std::thread::{Builder, scope};
+use rayon::{Scope, ThreadPool, ThreadPoolBuilder};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock};
 
-/// Calls `work(worker)` once for every worker below `count`, worker 0 on the calling thread, and waits for all.
-pub(super) fn run(count: usize, work: &(dyn Fn(usize) + Sync)) {
-    if count <= 1 {
-        return work(0);
+/// Threads that a call of a kernel computes with, the calling thread among them.
+pub(super) struct Workers {
+    count: usize,
+    pool: Pool,
+}
+
+/// Where the other threads come from.
+enum Pool {
+    /// A pool of this kernel, made at the first call that needs it; `None` if the machine gave no threads.
+    Own(OnceLock<Option<ThreadPool>>),
+    /// The pool that the calling thread belongs to.
+    Current,
+}
+
+impl Workers {
+    /// The calling thread and `count - 1` threads of an own pool.
+    pub(super) fn new(count: usize) -> Self {
+        Self { count: count.max(1), pool: Pool::Own(OnceLock::new()) }
     }
-    scope(|scope| {
-        let spawned = |&worker: &usize| Builder::new().spawn_scoped(scope, move || work(worker)).is_err();
-        // A machine that gives no thread gets the work done by this one.
-        let refused: Vec<usize> = (1..count).filter(spawned).collect();
-        work(0);
-        refused.into_iter().for_each(work);
-    });
+
+    /// The calling thread and others of the pool that it belongs to, `count` in all.
+    pub(super) fn of_current_pool(count: usize) -> Self {
+        Self { count: count.max(1), pool: Pool::Current }
+    }
+
+    /// Threads at most.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Calls `work(worker)` once for every worker below `count`, worker 0 on the calling thread, and waits for all. Workers
+    /// may run one after the other: none may wait for one that has not begun.
+    pub(super) fn run(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
+        if count <= 1 {
+            return work(0);
+        }
+        fn all<'s>(scope: &Scope<'s>, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
+            (1..count).for_each(|worker| scope.spawn(move |_| work(worker)));
+            work(0);
+        }
+        match self.own_pool() {
+            Some(pool) => pool.in_place_scope(|scope| all(scope, count, work)),
+            // Outside of any pool rayon would take the one of the process.
+            None if rayon::current_thread_index().is_some() => rayon::in_place_scope(|scope| all(scope, count, work)),
+            None => (0..count).for_each(work),
+        }
+    }
+
+    fn own_pool(&self) -> Option<&ThreadPool> {
+        let Pool::Own(pool) = &self.pool else { return None };
+        let name = |index| format!("ringspan-kernel-{index}");
+        pool.get_or_init(|| ThreadPoolBuilder::new().num_threads(self.count - 1).thread_name(name).build().ok())
+            .as_ref()
+    }
+}
+
+/// A number of events that some threads count and others wait for.
+pub(super) struct Countdown {
+    left: AtomicUsize,
+    lock: Mutex<()>,
+    done: Condvar,
+}
+
+impl Countdown {
+    pub(super) fn new(events: usize) -> Self {
+        Self { left: AtomicUsize::new(events), lock: Mutex::new(()), done: Condvar::new() }
+    }
+
+    /// Counts one event. What its thread wrote before can be read by those who waited for it.
+    pub(super) fn count(&self) {
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            // Whoever is about to wait holds the lock until it does.
+            drop(self.lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+            self.done.notify_all();
+        }
+    }
+
+    /// Waits for all events: a moment on the processor, since to sleep and to wake takes longer than most of them.
+    pub(super) fn wait(&self) {
+        for _ in 0..500 {
+            if self.left.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+        let mut lock = self.lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        while self.left.load(Ordering::Acquire) > 0 {
+            lock = self.done.wait(lock).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
-    use std::thread::current;
+    use std::collections::HashSet;
+    use std::thread::{ThreadId, current};
+
+    /// The threads of many calls, each of which is checked to call every worker once.
+    fn threads_of(workers: &Workers, calls: usize) -> HashSet<ThreadId> {
+        let seen = Mutex::new(Vec::new());
+        let mut threads = HashSet::new();
+        for _ in 0..calls {
+            let caller = current().id();
+            workers.run(3, &|worker| {
+                assert!(worker > 0 || current().id() == caller);
+                seen.lock().expect("no panic").push((worker, current().id()));
+            });
+            let mut seen: Vec<_> = std::mem::take(&mut *seen.lock().expect("no panic"));
+            seen.sort_by_key(|seen| seen.0);
+            assert_eq!(seen.iter().map(|seen| seen.0).collect::<Vec<_>>(), [0, 1, 2]);
+            threads.extend(seen.iter().map(|seen| seen.1));
+        }
+        threads
+    }
 
     #[test]
-    fn every_worker_runs_once_and_one_alone_on_the_calling_thread() {
-        let seen = Mutex::new(Vec::new());
-        run(3, &|worker| seen.lock().expect("no panic").push(worker));
-        let mut seen = seen.into_inner().expect("no panic");
-        seen.sort();
-        assert_eq!(seen, [0, 1, 2]);
+    fn every_worker_runs_once_on_threads_that_stay() {
+        assert!(threads_of(&Workers::new(3), 200).len() <= 3);
+    }
+
+    #[test]
+    fn workers_of_a_pool_are_its_threads() {
+        let pool = ThreadPoolBuilder::new().num_threads(3).build().expect("threads");
+        let own: HashSet<ThreadId> = pool.broadcast(|_| current().id()).into_iter().collect();
+        let seen = pool.install(|| threads_of(&Workers::of_current_pool(3), 200));
+        assert!(seen.is_subset(&own), "{seen:?} of {own:?}");
+        // Outside of a pool the calling thread does it all.
+        assert_eq!(threads_of(&Workers::of_current_pool(3), 2), HashSet::from([current().id()]));
+    }
+
+    #[test]
+    fn one_worker_is_the_calling_thread() {
         let caller = current().id();
-        run(1, &|_| assert_eq!(current().id(), caller));
+        Workers::new(1).run(1, &|_| assert_eq!(current().id(), caller));
+    }
+
+    #[test]
+    fn waiting_ends_when_all_events_are_counted() {
+        let events = Countdown::new(4);
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    events.wait();
+                    assert_eq!(sum.load(Ordering::Relaxed), 4);
+                });
+            }
+            for _ in 0..4 {
+                sum.fetch_add(1, Ordering::Relaxed);
+                events.count();
+            }
+        });
+        Countdown::new(0).wait();
     }
 }

@@ -3,7 +3,7 @@
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
 use super::super::terms::{self, Terms};
-use super::super::{Data, Inputs, Saved, Sums, Tile, isa, workers};
+use super::super::{Data, Inputs, Saved, Sums, Tile, isa};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
 use std::sync::Mutex;
@@ -30,9 +30,9 @@ impl Cpu {
             return Some(());
         }
         // Heads that share a bias add to the same rows of its gradient.
+        let threads = self.workers.count();
         let shared = bias.is_some_and(|bias| bias.heads < q.heads);
-        let shares =
-            if shared { plan.shares_by_block(q.heads, self.threads) } else { plan.shares(q.heads, self.threads) };
+        let shares = if shared { plan.shares_by_block(q.heads, threads) } else { plan.shares(q.heads, threads) };
         let owners = |kv: usize| {
             let touches = |share: &[(usize, Range<usize>)]| share.iter().any(|(head, _)| heads.kv_of(*head) == kv);
             shares.iter().filter(|share| touches(share)).count()
@@ -85,7 +85,7 @@ impl Cpu {
             .collect();
         let (dk_target, dv_target) = (Target::new(dk), Target::new(dv));
         let sizes = Sizes::new(q.dim, v.dim, code, bias.is_some());
-        workers::run(shares.len(), &|worker| {
+        self.workers.run(shares.len(), &|worker| {
             let most = shares[worker].iter().map(|(_, blocks)| blocks.len()).max().unwrap_or(0);
             let segment = SEGMENT / lanes;
             let mut scratch = self.pool.take(sizes.scratch(most.min(segment)));

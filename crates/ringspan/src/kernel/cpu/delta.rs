@@ -3,7 +3,7 @@
 use super::super::buffer::Target;
 use super::super::delta::{self, Delta};
 use super::super::isa::Code;
-use super::super::{View, isa, workers};
+use super::super::{View, isa};
 use super::Cpu;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,8 +16,8 @@ impl Cpu {
         let job = Delta { out, d_out, delta: Target::new(&mut delta) };
         let next = AtomicUsize::new(0);
         // A thread costs about as much as some ten thousand of these products.
-        let workers = self.threads.min(heads).min((tokens * heads * dim).div_ceil(1 << 15));
-        workers::run(workers, &|_| {
+        let workers = self.workers.count().min(heads).min((tokens * heads * dim).div_ceil(1 << 15));
+        self.workers.run(workers, &|_| {
             let mut scratch = self.pool.take(delta::scratch(dim, code.vector()));
             loop {
                 let head = next.fetch_add(1, Ordering::Relaxed);

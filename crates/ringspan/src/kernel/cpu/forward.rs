@@ -7,7 +7,8 @@ use super::super::isa::Code;
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
-use super::super::{HeadMap, Inputs, Partial, Tile, isa, workers};
+use super::super::workers::Countdown;
+use super::super::{HeadMap, Inputs, Partial, Tile, isa};
 use super::{Cpu, plan};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +29,7 @@ impl Cpu {
             let job = Decode { q, k, v, heads, factor, terms: terms.as_ref() };
             return job.run(
                 Code::new(self.isa, false),
-                self.threads,
+                &self.workers,
                 &self.pool,
                 &|worker| self.progress(worker),
                 &visible,
@@ -56,7 +57,7 @@ impl Cpu {
         };
         let tasks = Tasks::new(&plan, heads, keys.rows.div_ceil(CHUNK));
         let next = AtomicUsize::new(0);
-        workers::run(self.threads.min(tasks.count), &|worker| {
+        self.workers.run(self.workers.count().min(tasks.count), &|worker| {
             let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, code, bias.is_some()));
             loop {
                 let task = next.fetch_add(1, Ordering::Relaxed);
@@ -71,9 +72,7 @@ impl Cpu {
                         unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
                     }
                     Task::Block { head, block, packed } => {
-                        while packed.load(Ordering::Acquire) < tasks.chunks {
-                            std::thread::yield_now();
-                        }
+                        packed.wait();
                         // SAFETY: the counter gives each head and block to one worker; what it reads is packed; the
                         // scratch has the asked size.
                         unsafe { isa::forward_block(code, &job, head, block, &mut scratch) };
@@ -87,22 +86,32 @@ impl Cpu {
     }
 }
 
-/// What workers do, in this order, head by head: pack its keys and values, then its queries while those are in the
-/// cache. Chunks come first, so whoever waits for one waits for a worker that is at it.
+/// What workers do, in this order: pack the keys and values of the first head, then for each head pack those of the next
+/// one, and compute its queries while its own are in the cache. Whoever computes needs chunks that were begun long before,
+/// by workers that are at it, so hardly anybody waits, and nobody for ever.
 struct Tasks {
-    /// Key-value head, first query head, and first task.
-    groups: Vec<(usize, usize, usize)>,
-    /// Chunks packed, for each group.
-    packed: Vec<AtomicUsize>,
+    groups: Vec<Group>,
+    /// Chunks of a head.
     chunks: usize,
     /// Blocks with something to compute, those with most keys first: no thread is left with a long one at the end.
     blocks: Vec<usize>,
     count: usize,
 }
 
+/// A key-value head and the query heads that read it.
+struct Group {
+    kv: usize,
+    /// First query head.
+    head: usize,
+    /// First of the tasks that pack the next head or compute the queries of this one.
+    first: usize,
+    /// Chunks of this head that are still to be packed.
+    packed: Countdown,
+}
+
 enum Task<'a> {
-    Pack { kv: usize, chunk: usize, packed: &'a AtomicUsize },
-    Block { head: usize, block: usize, packed: &'a AtomicUsize },
+    Pack { kv: usize, chunk: usize, packed: &'a Countdown },
+    Block { head: usize, block: usize, packed: &'a Countdown },
 }
 
 impl Tasks {
@@ -110,34 +119,39 @@ impl Tasks {
         let mut blocks: Vec<usize> = (0..plan.blocks()).filter(|&block| plan.cost(block) > 0).collect();
         blocks.sort_by_key(|&block| std::cmp::Reverse(plan.cost(block)));
         let (mut groups, mut count) = (Vec::new(), 0);
-        for kv in 0..heads.kv_heads() {
+        for kv in (0..heads.kv_heads()).filter(|&kv| !heads.queries_of(kv).is_empty()) {
             let queries = heads.queries_of(kv);
-            if !queries.is_empty() {
-                groups.push((kv, queries.start, count));
-                count += chunks + queries.len() * blocks.len();
-            }
+            count += chunks;
+            groups.push(Group { kv, head: queries.start, first: count, packed: Countdown::new(chunks) });
+            count += queries.len() * blocks.len();
         }
-        Self { packed: groups.iter().map(|_| AtomicUsize::new(0)).collect(), groups, chunks, blocks, count }
+        Self { groups, chunks, blocks, count }
     }
 
     fn get(&self, task: usize) -> Task<'_> {
-        let group = self.groups.partition_point(|group| group.2 <= task) - 1;
-        let ((kv, head, first), packed) = (self.groups[group], &self.packed[group]);
-        match (task - first).checked_sub(self.chunks) {
-            None => Task::Pack { kv, chunk: task - first, packed },
-            Some(at) => {
-                let (head, block) = (head + at / self.blocks.len(), self.blocks[at % self.blocks.len()]);
-                Task::Block { head, block, packed }
+        // The groups that have begun: the next one is being packed.
+        let begun = self.groups.partition_point(|group| group.first <= task);
+        let next = self.groups.get(begun);
+        let from = begun.checked_sub(1).map_or(0, |now| self.groups[now].first);
+        match next {
+            Some(next) if task - from < self.chunks => {
+                Task::Pack { kv: next.kv, chunk: task - from, packed: &next.packed }
+            }
+            _ => {
+                let now = &self.groups[begun - 1];
+                let at = task - from - if next.is_some() { self.chunks } else { 0 };
+                let (head, block) = (now.head + at / self.blocks.len(), self.blocks[at % self.blocks.len()]);
+                Task::Block { head, block, packed: &now.packed }
             }
         }
     }
 }
 
 /// Counts when it is dropped.
-struct Counted<'a>(&'a AtomicUsize);
+struct Counted<'a>(&'a Countdown);
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.0.fetch_add(1, Ordering::Release);
+        self.0.count();
     }
 }

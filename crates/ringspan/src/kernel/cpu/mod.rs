@@ -12,6 +12,7 @@ use super::isa::Code;
 use super::pack::Keys;
 use super::plan::Plan;
 use super::terms::Terms;
+use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
 use hook::Hook;
 
@@ -20,16 +21,16 @@ const SEGMENT: usize = 4096;
 
 /// A rank's own threads and buffers, and the instruction set they use.
 pub(super) struct Cpu {
-    pub(super) threads: usize,
+    pub(super) workers: Workers,
     pub(super) isa: Isa,
     pool: Pool,
     pub(super) hook: Hook,
 }
 
 impl Cpu {
-    /// `threads` threads (at least one), and an instruction set that this machine has.
-    pub(super) fn new(threads: usize, isa: Isa) -> Self {
-        Self { threads: threads.max(1), isa, pool: Pool::default(), hook: Hook::default() }
+    /// An instruction set that this machine has.
+    pub(super) fn new(workers: Workers, isa: Isa) -> Self {
+        Self { workers, isa, pool: Pool::default(), hook: Hook::default() }
     }
 
     /// Called between pieces of work.
@@ -53,7 +54,7 @@ impl Cpu {
             let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
             let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
             let states = lines(k.heads * chunks * group * (2 + v.dim));
-            let workers = self.threads.min(k.heads * chunks);
+            let workers = self.workers.count().min(k.heads * chunks);
             return bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)));
         }
         let code = self.code(inputs);
@@ -63,7 +64,7 @@ impl Cpu {
         };
         let keys = Keys::size(last.saturating_sub(first / code.rows() * code.rows()), &k, &v, code).0;
         let tasks = heads.heads() * q.tokens.div_ceil(code.lanes());
-        bytes(keys + self.threads.min(tasks) * super::forward::scratch(q.dim, v.dim, code, bias.is_some()))
+        bytes(keys + self.workers.count().min(tasks) * super::forward::scratch(q.dim, v.dim, code, bias.is_some()))
     }
 
     /// Most bytes of buffers that a [`backward`](Self::backward) call of these shapes holds besides its arguments.
@@ -75,7 +76,7 @@ impl Cpu {
         let code = self.code(inputs);
         let blocks = q.tokens.div_ceil(code.lanes());
         let sizes = Sizes::new(q.dim, v.dim, code, bias.is_some());
-        let workers = self.threads.min(heads.heads() * blocks);
+        let workers = self.workers.count().min(heads.heads() * blocks);
         // A worker shares at most the heads at its two ends, or has blocks of all heads.
         let by_block = bias.is_some_and(|bias| bias.heads < q.heads);
         let shared = if by_block { workers * k.heads } else { 2 * workers.saturating_sub(1) };

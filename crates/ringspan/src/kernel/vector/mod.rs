@@ -10,7 +10,7 @@ mod portable;
 pub(super) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::Avx512;
-pub(super) use portable::Portable;
+pub(super) use portable::{PORTABLE_COLUMNS, Portable};
 
 /// A token that stands for an instruction set the machine has, and its operations on vectors of f32.
 ///
@@ -257,7 +257,8 @@ mod tests {
 
     #[test]
     fn every_instruction_set_of_this_machine_computes_alike() {
-        check(Portable);
+        check(Portable::<4>);
+        check(Portable::<8>);
         #[cfg(target_arch = "x86_64")]
         {
             #[target_feature(enable = "avx2,fma")]

@@ -2,15 +2,18 @@
 
 use super::{EXP2, Simd};
 
-/// Any machine.
-#[derive(Clone, Copy)]
-pub(crate) struct Portable;
+/// Vectors of columns of a product of four rows: what the registers hold, if a product needs one for itself before it is
+/// added. The other processors have fused operations, or twice the registers.
+pub(crate) const PORTABLE_COLUMNS: usize = if cfg!(target_arch = "x86_64") { 2 } else { 3 };
 
-const N: usize = 4;
+/// Any machine, with N numbers in a vector: 4, or 8 where the code is compiled for wider vectors than the least that an
+/// architecture has.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable<const N: usize>;
 
 #[inline(always)]
-fn each(f: impl Fn(usize) -> f32) -> [f32; N] {
-    [f(0), f(1), f(2), f(3)]
+fn each<const N: usize>(f: impl Fn(usize) -> f32) -> [f32; N] {
+    std::array::from_fn(f)
 }
 
 /// `2^f - 1` and `2^n` for the integer n next to x, and `f = x - n`.
@@ -27,10 +30,10 @@ fn parts(x: f32) -> (f32, f32) {
     (p * f, f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits())))
 }
 
-impl Simd for Portable {
+impl<const N: usize> Simd for Portable<N> {
     type V = [f32; N];
     const LANES: usize = N;
-    const COLUMNS: usize = 3;
+    const COLUMNS: usize = PORTABLE_COLUMNS;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
@@ -53,8 +56,8 @@ impl Simd for Portable {
     unsafe fn store_halves(self, first: *mut f32, second: *mut f32, x: Self::V) {
         // SAFETY: the caller gives N / 2 writable numbers each.
         unsafe {
-            first.cast::<[f32; N / 2]>().write([x[0], x[1]]);
-            second.cast::<[f32; N / 2]>().write([x[2], x[3]]);
+            first.copy_from_nonoverlapping(x.as_ptr(), N / 2);
+            second.copy_from_nonoverlapping(x.as_ptr().add(N / 2), N / 2);
         }
     }
 
@@ -129,6 +132,14 @@ impl Simd for Portable {
 
     #[inline(always)]
     fn sum(self, x: Self::V) -> f32 {
-        (x[0] + x[2]) + (x[1] + x[3])
+        let mut x = x;
+        let mut left = N / 2;
+        while left > 0 {
+            for i in 0..left {
+                x[i] += x[i + left];
+            }
+            left /= 2;
+        }
+        x[0]
     }
 }
