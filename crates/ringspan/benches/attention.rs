@@ -190,14 +190,17 @@ fn peak(isa: Isa, rounds: usize) -> f64 {
     }
     chains!(wide, "avx512f", __m512, 24, _mm512_set1_ps, |a, b, c| _mm512_fmadd_ps(a, b, c));
     chains!(narrow, "avx2,fma", __m256, 12, _mm256_set1_ps, |a, b, c| _mm256_fmadd_ps(a, b, c));
-    chains!(plain, "sse2", __m128, 12, _mm_set1_ps, |a, b, c| _mm_add_ps(_mm_mul_ps(a, b), c));
+    chains!(portable, "avx", __m256, 12, _mm256_set1_ps, |a, b, c| _mm256_add_ps(_mm256_mul_ps(a, b), c));
+    chains!(least, "sse2", __m128, 12, _mm_set1_ps, |a, b, c| _mm_add_ps(_mm_mul_ps(a, b), c));
     match isa {
         // SAFETY: the machine has the instructions of every set that is timed.
         Isa::Avx512 => unsafe { wide(rounds) },
         // SAFETY: as above.
         Isa::Avx2 => unsafe { narrow(rounds) },
+        // SAFETY: as above.
+        Isa::Portable if is_x86_feature_detected!("avx") => unsafe { portable(rounds) },
         // SAFETY: SSE2 is part of the architecture.
-        Isa::Portable => unsafe { plain(rounds) },
+        Isa::Portable => unsafe { least(rounds) },
     }
 }
 

@@ -28,7 +28,7 @@ pub(super) enum Device {
 impl std::fmt::Debug for Kernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.0 {
-            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.isa, cpu.workers.count()),
+            Device::Cpu(cpu) => write!(f, "{:?} on {} threads", cpu.code.isa(), cpu.workers.count()),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => write!(f, "{cuda:?}"),
         }
@@ -106,7 +106,7 @@ impl Kernel {
     /// on GPUs only where their widths and strides are multiples of 8.
     pub fn multiplies_bf16(&self) -> bool {
         match &self.0 {
-            Device::Cpu(cpu) => cpu.isa.multiplies_bf16(),
+            Device::Cpu(cpu) => cpu.code.isa().multiplies_bf16(),
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => cuda.multiplies_bf16(),
         }
@@ -291,6 +291,13 @@ impl Kernel {
 
 #[cfg(test)]
 impl Kernel {
+    /// The portable kernel of a machine without AVX.
+    pub(super) fn without_avx(threads: usize) -> Self {
+        let mut cpu = Cpu::new(Workers::new(threads), Isa::Portable);
+        cpu.code = cpu.code.without_avx();
+        Self(Device::Cpu(cpu))
+    }
+
     /// Bytes of the buffers kept for the next call.
     pub(super) fn held(&self) -> u64 {
         match &self.0 {

@@ -84,13 +84,28 @@ pub(super) struct Code {
 }
 
 impl Code {
-    /// `pairs` only if the instruction set multiplies in bf16.
-    pub(super) fn new(isa: Isa, pairs: bool) -> Self {
+    /// The code of an instruction set that this machine has.
+    pub(super) fn new(isa: Isa) -> Self {
         #[cfg(target_arch = "x86_64")]
         let avx = is_x86_feature_detected!("avx");
         #[cfg(not(target_arch = "x86_64"))]
         let avx = false;
-        Self { isa, pairs: pairs && isa.multiplies_bf16(), avx }
+        Self { isa, pairs: false, avx }
+    }
+
+    /// The same, with products of bf16 if `pairs` and the instruction set has them.
+    pub(super) fn with_pairs(self, pairs: bool) -> Self {
+        Self { pairs: pairs && self.isa.multiplies_bf16(), ..self }
+    }
+
+    /// The same, as on a machine without AVX.
+    #[cfg(test)]
+    pub(super) fn without_avx(self) -> Self {
+        Self { avx: false, ..self }
+    }
+
+    pub(super) fn isa(self) -> Isa {
+        self.isa
     }
 
     /// Numbers of a reduction that a product takes.

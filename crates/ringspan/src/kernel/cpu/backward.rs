@@ -22,7 +22,7 @@ impl Cpu {
         let (Data::F32(lse), Data::F32(delta), d_out) = (saved.lse, saved.delta, saved.d_out) else { return None };
         let (dq, dk, dv) = (sums.dq.host()?, sums.dk.host()?, sums.dv.host()?);
         let (d_table, d_bias) = (sums.d_table.host()?, sums.d_bias.host()?);
-        let code = self.code(inputs);
+        let code = self.code_for(inputs);
         let lanes = code.lanes();
         let terms = Terms::new(score, bias);
         let plan = plan(inputs, tiles, terms.as_ref(), code);

@@ -2,7 +2,6 @@
 
 use super::super::buffer::Target;
 use super::super::delta::{self, Delta};
-use super::super::isa::Code;
 use super::super::{View, isa};
 use super::Cpu;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +11,7 @@ impl Cpu {
     pub(in crate::kernel) fn delta(&self, out: View, d_out: View) -> Vec<f32> {
         let View { tokens, heads, dim, .. } = d_out;
         let mut delta = vec![0.0; heads * tokens];
-        let code = Code::new(self.isa, false);
+        let code = self.code;
         let job = Delta { out, d_out, delta: Target::new(&mut delta) };
         let next = AtomicUsize::new(0);
         // A thread costs about as much as some ten thousand of these products.

@@ -3,7 +3,6 @@
 use super::super::buffer::Target;
 use super::super::decode::Decode;
 use super::super::forward::{self, Forward};
-use super::super::isa::Code;
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
 use super::super::terms::{self, Terms};
@@ -27,16 +26,9 @@ impl Cpu {
             };
             let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
             let job = Decode { q, k, v, heads, factor, terms: terms.as_ref() };
-            return job.run(
-                Code::new(self.isa, false),
-                &self.workers,
-                &self.pool,
-                &|worker| self.progress(worker),
-                &visible,
-                partial,
-            );
+            return job.run(self.code, &self.workers, &self.pool, &|worker| self.progress(worker), &visible, partial);
         }
-        let code = self.code(inputs);
+        let code = self.code_for(inputs);
         let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
             return;

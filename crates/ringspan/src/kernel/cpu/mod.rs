@@ -22,7 +22,8 @@ const SEGMENT: usize = 4096;
 /// A rank's own threads and buffers, and the instruction set they use.
 pub(super) struct Cpu {
     pub(super) workers: Workers,
-    pub(super) isa: Isa,
+    /// What the kernels are compiled for, where they take no products of bf16.
+    pub(super) code: Code,
     pool: Pool,
     pub(super) hook: Hook,
 }
@@ -30,7 +31,7 @@ pub(super) struct Cpu {
 impl Cpu {
     /// An instruction set that this machine has.
     pub(super) fn new(workers: Workers, isa: Isa) -> Self {
-        Self { workers, isa, pool: Pool::default(), hook: Hook::default() }
+        Self { workers, code: Code::new(isa), pool: Pool::default(), hook: Hook::default() }
     }
 
     /// Called between pieces of work.
@@ -42,9 +43,9 @@ impl Cpu {
 
     /// Products in bf16 where q, k and v are stored so. The scale comes after their sum, and there a maximum of products
     /// has to be one of scores.
-    fn code(&self, inputs: &Inputs) -> Code {
+    fn code_for(&self, inputs: &Inputs) -> Code {
         let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| matches!(view.data, Data::Bf16(_)));
-        Code::new(self.isa, halves && inputs.score.scale > 0.0)
+        self.code.with_pairs(halves && inputs.score.scale > 0.0)
     }
 
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
@@ -57,7 +58,7 @@ impl Cpu {
             let workers = self.workers.count().min(k.heads * chunks);
             return bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)));
         }
-        let code = self.code(inputs);
+        let code = self.code_for(inputs);
         let (Some(first), Some(last)) = (tiles.iter().map(|t| t.k.start).min(), tiles.iter().map(|t| t.k.end).max())
         else {
             return 0;
@@ -73,7 +74,7 @@ impl Cpu {
         if tiles.is_empty() {
             return 0;
         }
-        let code = self.code(inputs);
+        let code = self.code_for(inputs);
         let blocks = q.tokens.div_ceil(code.lanes());
         let sizes = Sizes::new(q.dim, v.dim, code, bias.is_some());
         let workers = self.workers.count().min(heads.heads() * blocks);

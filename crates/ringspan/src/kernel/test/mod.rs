@@ -305,11 +305,13 @@ impl Problem {
     }
 }
 
-/// A kernel for every instruction set of this machine and each number of threads, and that of its GPU.
+/// A kernel for every instruction set of this machine and each number of threads, those of a machine without AVX, and that of
+/// its GPU.
 fn kernels(threads: &[usize]) -> Vec<Kernel> {
     let isa = |threads: &usize, isa| Kernel::with_isa(*threads, isa).expect("available");
     let cpu = threads.iter().flat_map(|threads| Isa::available().into_iter().map(move |i| isa(threads, i)));
-    cpu.chain(gpu()).collect()
+    let narrow = threads.iter().map(|threads| Kernel::without_avx(*threads));
+    cpu.chain(narrow).chain(gpu()).collect()
 }
 
 /// A kernel on the first GPU, where the machine has one.

@@ -1,6 +1,7 @@
 //! Vectors as arrays, left to the compiler.
 
-use super::{EXP2, Simd};
+use super::{Columns, EXP2, Rows, Simd, multiply};
+use std::hint::black_box;
 
 /// Vectors of columns of a product of four rows: what the registers hold, if a product needs one for itself before it is
 /// added. The other processors have fused operations, or twice the registers.
@@ -141,5 +142,18 @@ impl<const N: usize> Simd for Portable<N> {
             left /= 2;
         }
         x[0]
+    }
+
+    #[inline(always)]
+    unsafe fn multiply<const R: usize, const V: usize>(
+        self,
+        depth: usize,
+        a: Rows,
+        b: Columns,
+        sums: [[Self::V; V]; R],
+    ) -> [[Self::V; V]; R] {
+        // Seen together with what follows, the loop was compiled to vectors of other numbers than those of a lane.
+        // SAFETY: the contract of the caller.
+        black_box(unsafe { multiply(self, depth, a, b, sums) })
     }
 }
