@@ -10,7 +10,7 @@
 //! adds that to the scores. `--hook` times instead what calls between tiles cost, by which kernels drive transfers on. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use half::bf16;
+use half::{bf16, f16};
 use ringspan::kernel::{
     Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score, Sums,
     Tile, View,
@@ -50,21 +50,22 @@ struct Case {
     g: usize,
     d: usize,
     causal: bool,
-    half: bool,
+    kind: &'static str,
     /// q, k and v.
     values: [Vec<f32>; 3],
-    halves: [Vec<bf16>; 3],
+    bf16: [Vec<bf16>; 3],
+    f16: [Vec<f16>; 3],
     d_out: Vec<f32>,
 }
 
 impl Case {
-    fn new(name: &str, (s, h, g, d): Shape, causal: bool, half: bool) -> Self {
+    fn new(name: &str, (s, h, g, d): Shape, causal: bool, kind: &'static str) -> Self {
         let mask = if causal { "causal" } else { "full" };
-        let kind = if half { "bf16" } else { "f32" };
         let name = format!("{name} S={s} H={h} G={g} D={d} {mask} {kind}");
         let values = [(h, 1), (g, 2), (g, 3)].map(|(heads, seed)| random(s * heads * d, seed));
-        let halves = values.each_ref().map(|x| x.iter().map(|x| bf16::from_f32(*x)).collect());
-        Self { name, s, h, g, d, causal, half, values, halves, d_out: random(s * h * d, 4) }
+        let bf16 = values.each_ref().map(|x| x.iter().map(|x| bf16::from_f32(*x)).collect());
+        let f16 = values.each_ref().map(|x| x.iter().map(|x| f16::from_f32(*x)).collect());
+        Self { name, s, h, g, d, causal, kind, values, bf16, f16, d_out: random(s * h * d, 4) }
     }
 
     /// Operations of the forward pass.
@@ -81,7 +82,11 @@ impl Case {
     /// Calls `work` with the inputs of the kernels.
     fn with(&self, work: impl FnOnce(&Inputs)) {
         let view = |at: usize, heads| {
-            let data = if self.half { Data::Bf16(&self.halves[at]) } else { Data::F32(&self.values[at]) };
+            let data = match self.kind {
+                "bf16" => Data::Bf16(&self.bf16[at]),
+                "f16" => Data::F16(&self.f16[at]),
+                _ => Data::F32(&self.values[at]),
+            };
             View::stored(data, self.s, heads, self.d).expect("made of this size")
         };
         let heads = &HeadMap::grouped(self.h, self.g).expect("G divides H");
@@ -251,8 +256,8 @@ fn cases() -> impl Iterator<Item = Case> {
     SHAPES.into_iter().filter(|(name, _)| chosen("case", name)).flat_map(|(name, shape)| {
         let masks = ["full", "causal"].into_iter().filter(|mask| chosen("mask", mask));
         masks.flat_map(move |mask| {
-            let kinds = ["f32", "bf16"].into_iter().filter(|kind| chosen("type", kind));
-            kinds.map(move |kind| Case::new(name, shape, mask == "causal", kind == "bf16"))
+            let kinds = ["f32", "bf16", "f16"].into_iter().filter(|kind| chosen("type", kind));
+            kinds.map(move |kind| Case::new(name, shape, mask == "causal", kind))
         })
     })
 }
