@@ -49,7 +49,8 @@ def model(folder: pathlib.Path, sizes: dict, length: int) -> pathlib.Path:
 
 
 def bench(arguments: argparse.Namespace) -> list[str]:
-    return ["cargo", "bench", "--profile", arguments.profile, "-p", "ringspan-train", "--bench", "step"]
+    # With features of the whole workspace, so that a build of it serves.
+    return ["cargo", "bench", "--profile", arguments.profile, "--workspace", "--bench", "step"]
 
 
 def ours(arguments: argparse.Namespace, path: pathlib.Path, length: int, steps: int) -> dict:

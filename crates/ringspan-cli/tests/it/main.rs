@@ -10,7 +10,6 @@ mod draw;
 mod dry_run;
 mod interrupt;
 mod kill;
-mod launch;
 mod mesh;
 mod models;
 mod train_memory;

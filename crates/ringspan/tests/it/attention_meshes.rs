@@ -1,6 +1,6 @@
 //! Every mesh gives the answer of the f64 reference: out, LSE, dQ, dK, dV.
 
-use crate::support::{On, Problem, relative_l2};
+use crate::support::{On, Problem};
 use ringspan::{Documents, LayoutKind, Mask, Strategy};
 
 const RANKS: [usize; 6] = [1, 2, 3, 4, 6, 8];
@@ -211,24 +211,5 @@ fn a_changed_token_is_seen_by_later_tokens_of_its_document_only() {
             let moved = before.out[row * 64..(row + 1) * 64] != after.out[row * 64..(row + 1) * 64];
             assert_eq!(moved, (token..65).contains(&row), "row {row} on {mesh:?}");
         }
-    }
-}
-
-/// The error against f64 does not grow with the number of ranks.
-#[test]
-fn more_ranks_are_no_less_exact() {
-    let problem = Problem::new(1, 512, 2, 1, 32, Mask::causal());
-    let inputs = problem.inputs(1);
-    let wanted = problem.reference(&inputs);
-    let error = |ranks| {
-        let got = problem.on_mesh(&inputs, On::new(LayoutKind::Zigzag, Strategy::Ring, (ranks, 1))).expect("runs");
-        [(&got.out, &wanted.out), (&got.dq, &wanted.dq), (&got.dk, &wanted.dk), (&got.dv, &wanted.dv)]
-            .map(|(got, wanted)| relative_l2(got, wanted))
-            .into_iter()
-            .fold(0.0, f64::max)
-    };
-    let least = error(2);
-    for ranks in [4, 8, 16] {
-        assert!(error(ranks) <= 1.5 * least.max(1e-7), "{ranks} ranks: {} against {least}", error(ranks));
     }
 }

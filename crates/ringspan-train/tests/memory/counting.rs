@@ -1,9 +1,9 @@
-//! What a training allocates. Counts for the whole process: one training at a time.
-#![allow(dead_code)] // Each test file uses its part.
+//! What a training allocates. Counts for the whole process, so one test runs at a time.
 
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The system's allocator, counted.
 struct Counting;
@@ -29,6 +29,12 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// Held by a test while it runs.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The bytes of a training.
 #[derive(Default)]

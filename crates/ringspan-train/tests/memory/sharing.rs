@@ -1,14 +1,10 @@
 //! What a training keeps in memory: parameters, gradients and optimiser state once for all ranks that share them.
 
-mod common;
-mod counting;
-
-use common::text;
+use crate::common::{self, text};
+use crate::counting;
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Settings, Tokenizer};
 use std::path::Path;
-
-use std::sync::{Mutex, PoisonError};
 
 /// Layers of 0.4 million parameters, so that tokens weigh little.
 fn model(root: &Path, layers: usize) -> (usize, usize) {
@@ -50,21 +46,31 @@ fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
     (peak.most - peak.before, tokens as usize * peak.plan.tokens_per_rank.len())
 }
 
-/// One allocator counts for the process, so one test runs at a time.
-static ALONE: Mutex<()> = Mutex::new(());
+/// Ranks, `dp_shard`, `ring`.
+type Mesh = (usize, usize, usize);
 
 #[test]
 fn ranks_share_parameters_gradients_and_optimiser_state() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    ranks_share(&[(1, 1, 1), (4, 2, 2)]);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn ranks_of_more_meshes_share_parameters_gradients_and_optimiser_state() {
+    ranks_share(&[(4, 1, 4), (8, 4, 2)]);
+}
+
+fn ranks_share(meshes: &[Mesh]) {
+    let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
     let sizes = [4, 12].map(|layers| (layers, model(root, layers)));
     let mesh = |dp_shard, ring| Settings { dp_shard: Some(dp_shard), ring: Some(ring), ..Settings::default() };
     let mut wrong = Vec::new();
-    for (ranks, settings) in [(1, mesh(1, 1)), (4, mesh(2, 2)), (4, mesh(1, 4)), (8, mesh(4, 2))] {
+    for &(ranks, dp_shard, ring) in meshes {
         // The peaks of ranks need not meet in each step.
-        let settings = Settings { steps: Some(6), sequence_length: Some(8), ..settings };
+        let settings = Settings { steps: Some(6), sequence_length: Some(8), ..mesh(dp_shard, ring) };
         let [(few, tokens), (many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
         let (few, many, tokens) = (few as f64, many as f64, tokens as f64);
         let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
@@ -86,8 +92,19 @@ fn ranks_share_parameters_gradients_and_optimiser_state() {
 }
 
 #[test]
-fn activations_in_bf16_take_half_the_memory_on_every_mesh() {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+fn activations_in_bf16_take_half_the_memory() {
+    of_activations_in_bf16("keep-attention", (1, 1));
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn activations_in_bf16_take_half_the_memory_where_all_are_kept() {
+    of_activations_in_bf16("nothing", (1, 1));
+    of_activations_in_bf16("nothing", (2, 2));
+}
+
+fn of_activations_in_bf16(recompute: &str, (ring, ulysses): (usize, usize)) {
+    let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
@@ -98,24 +115,22 @@ fn activations_in_bf16_take_half_the_memory_on_every_mesh() {
     let (length, rows) = (512, 4);
     // Hidden size, heads and head width, inner width of the model.
     let (hidden, heads, dim, wide) = (128, 8, 32, 512);
-    for (recompute, numbers, (ring, ulysses)) in [
-        ("keep-attention", hidden + heads * dim, (1, 1)),
-        ("nothing", 2 * hidden + 4 * heads * dim + 2 * wide, (1, 1)),
-        ("nothing", 2 * hidden + 4 * heads * dim + 2 * wide, (2, 2)),
-    ] {
-        let of_layers = |activations: &str| {
-            let settings = Settings {
-                recompute: Some(recompute.into()),
-                activations: Some(activations.into()),
-                sequence_length: Some(length),
-                ring: Some(ring),
-                ulysses: Some(ulysses),
-                ..Settings::default()
-            };
-            let [few, many] = [few, many].map(|layers| peak(root, layers, settings.clone()).0 as f64);
-            many - few
+    let kept = match recompute {
+        "keep-attention" => hidden + heads * dim,
+        _ => 2 * hidden + 4 * heads * dim + 2 * wide,
+    };
+    let of_layers = |activations: &str| {
+        let settings = Settings {
+            recompute: Some(recompute.into()),
+            activations: Some(activations.into()),
+            sequence_length: Some(length),
+            ring: Some(ring),
+            ulysses: Some(ulysses),
+            ..Settings::default()
         };
-        let saved = (of_layers("f32") - of_layers("bf16")) / (2 * (many - few) * rows * length * numbers) as f64;
-        assert!((0.9..1.1).contains(&saved), "recompute {recompute}, ring {ring}, ulysses {ulysses}: {saved:.2}");
-    }
+        let [few, many] = [few, many].map(|layers| peak(root, layers, settings.clone()).0 as f64);
+        many - few
+    };
+    let saved = (of_layers("f32") - of_layers("bf16")) / (2 * (many - few) * rows * length * kept) as f64;
+    assert!((0.9..1.1).contains(&saved), "recompute {recompute}, ring {ring}, ulysses {ulysses}: {saved:.2}");
 }

@@ -1,9 +1,7 @@
 //! A rank's memory depends on its own tokens, not on how many ranks there are beside it.
 
-mod common;
-mod counting;
-
-use common::tiny_model;
+use crate::common::{self, tiny_model};
+use crate::counting;
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::Settings;
 use std::path::Path;
@@ -48,9 +46,22 @@ fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
     (peak.most - peak.before) as f64 / ranks as f64
 }
 
-/// One test, since the allocator counts for the whole process.
+/// Ring and Ulysses ranks before and after they are doubled.
+type Doubled = ((usize, usize), (usize, usize));
+
 #[test]
 fn doubling_the_ranks_at_the_same_tokens_a_rank_keeps_its_memory() {
+    doubled(&[((2, 1), (4, 1))]);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn doubling_the_ranks_of_more_meshes_keeps_their_memory() {
+    doubled(&[((4, 1), (8, 1)), ((2, 2), (4, 2))]);
+}
+
+fn doubled(meshes: &[Doubled]) {
+    let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     let line = serde_json::json!({ "text": "abcdefg ".repeat(4000) }).to_string();
@@ -58,7 +69,7 @@ fn doubling_the_ranks_at_the_same_tokens_a_rank_keeps_its_memory() {
     let mut each = Vec::new();
     for layers in [4, 8] {
         model(root, layers);
-        for (few, more) in [((2, 1), (4, 1)), ((4, 1), (8, 1)), ((2, 2), (4, 2))] {
+        for &(few, more) in meshes {
             // Whether the ranks' peaks meet is a matter of time: runs that differ are measured again, and the most counts.
             let (mut before, mut after) = (0.0_f64, 0.0_f64);
             for _ in 0..4 {
