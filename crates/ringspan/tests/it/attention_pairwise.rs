@@ -2,7 +2,7 @@
 //!
 //! The whole product has millions of cases. A greedy cover picks cases until every pair of values of two factors has
 //! been in one of them; each case is a mesh of ranks against the f64 reference, outputs and all gradients. Whole products of
-//! strategies with three and four other factors run with `--ignored`.
+//! strategies with three other factors run with `--ignored`.
 
 use crate::support::{Answer, On, Problem};
 use ringspan::attention::Wire;
