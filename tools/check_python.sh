@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 . tools/python_env.sh
-cargo build --workspace --bins --quiet
+# The program that the tests run: without them, crates of others would have other features, and be built again.
+cargo test --workspace --no-run --quiet
 ringspan=$target/debug/ringspan
 "$python" tools/check_attend.py "$ringspan" --calls 60 --seed 1
 "$python" tools/bench_peers.py --binary "$ringspan" --cases tiny --masks causal,full --dtype f32,bf16 --threads 1 --rings 2 \
