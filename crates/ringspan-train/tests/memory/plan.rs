@@ -164,7 +164,7 @@ fn runs() -> impl Iterator<Item = Run> {
         ("experts, adapters, tp 2, ep 2", eight, (1, 2048), adapters(0.1, mesh(2, 2, Some(2), None))),
         ("experts, adapters, ep 4", eight, (1, 2048), adapters(0.0, mesh(4, 1, Some(4), None))),
     ];
-    let of_experts = of_experts.into_iter().map(|(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));
+    let of_experts = of_experts.into_iter().map(move |(name, experts, rows, s)| (name, sparse, Some(experts), rows, s));
     let runs = runs.into_iter().map(|(name, model, rows, settings)| (name, model, None, rows, settings));
     runs.chain(of_experts)
 }
