@@ -62,13 +62,17 @@ class Run:
     def cores(self) -> int:
         return self.ring * self.threads
 
+    def bind(self):
+        """Its cores, for `preexec_fn`; on a GPU it takes all."""
+        return bound(self.cores()) if self.device == "cpu" else None
 
-def binding(run: Run):
-    """What a child does first: it takes as many cores as it has threads, where the system can bind. On a GPU it takes all."""
+
+def bound(threads: int):
+    """What a child process does first: it takes as many cores as it has threads, where the system can bind."""
 
     def bind() -> None:
-        if run.device == "cpu" and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: run.cores()])
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
     return bind
 
@@ -76,7 +80,7 @@ def binding(run: Run):
 class Ringspan:
     def __init__(self, run: Run, binary: pathlib.Path, source: pathlib.Path, folder: pathlib.Path, repeat: int):
         self.out, self.report = folder / "out.safetensors", folder / "report.json"
-        self.bind = binding(run)
+        self.bind = run.bind()
         self.command = [binary, "attend", source, "--out", self.out, "--report", self.report, "--mask", run.mask]
         self.command += ["--backward", "--ring", run.ring, "--repeat", repeat]
         self.command += ["--device", "cuda"] if run.device == "cuda" else ["--threads", run.threads]
@@ -107,11 +111,9 @@ class Alone(Ringspan):
 class Worker:
     """A peer in its process (see peers/worker.py)."""
 
-    def __init__(self, script: str, job: dict, run: Run):
+    def __init__(self, script: str, job: dict, bind):
         command = [sys.executable, str(HERE / "peers" / script)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=binding(run)
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=bind)
         self.about = self.ask(job)
 
     def ask(self, message) -> dict:
@@ -159,7 +161,7 @@ def measure(run: Run, arguments: argparse.Namespace, missing: dict) -> list[dict
                 if peer == "alone":
                     worker = Alone(run, arguments.binary, source, folder, arguments.repeat)
                 else:
-                    worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run)
+                    worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run.bind())
                 if reason := worker.about.get("missing"):
                     missing[peer] = reason
                     print(f"{peer} is skipped: {reason}", file=sys.stderr)

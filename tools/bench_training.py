@@ -3,10 +3,10 @@
     pip install -r tools/requirements-bench.txt
     python tools/bench_training.py --lengths 4096 --threads 2
 
-Both start from the same weights (a small Llama, random) and train on the same tokens in f32 with AdamW; before anything is
-timed, their losses of the first two steps are compared. Machines drift, so the sides take turns in every round; what
-counts is the ratio, round by round: tokens a second of Ringspan through those of PyTorch. Memory is the most that each
-process ever held, with its libraries.
+Both start from the same weights (a small Llama, random; `--tiny` takes one whose speed says nothing, to see that the script
+works) and train on the same tokens in f32 with AdamW; before anything is timed, their losses of the first two steps are
+compared. Machines drift, so the sides take turns in every round; what counts is the ratio, round by round: tokens a second
+of Ringspan through those of PyTorch. Memory is the most that each process ever held, with its libraries.
 """
 
 import argparse
@@ -23,20 +23,24 @@ LR = 1e-4
 TOLERANCE = 1e-4
 
 
-def model(folder: pathlib.Path, length: int) -> pathlib.Path:
+SMALL = dict(
+    hidden_size=512,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=32_000,
+)
+TINY = SMALL | dict(hidden_size=32, num_hidden_layers=2, head_dim=4, intermediate_size=48, vocab_size=96)
+
+
+def model(folder: pathlib.Path, sizes: dict, length: int) -> pathlib.Path:
     import torch
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        intermediate_size=1536,
-        vocab_size=32_000,
-        max_position_embeddings=max(length, 4096),
-        tie_word_embeddings=False,
+        **sizes, max_position_embeddings=max(length, 4096), tie_word_embeddings=False
     )
     torch.manual_seed(7)
     path = folder / "model"
@@ -44,22 +48,30 @@ def model(folder: pathlib.Path, length: int) -> pathlib.Path:
     return path
 
 
+def bench(arguments: argparse.Namespace) -> list[str]:
+    # With features of the whole workspace, so that a build of it serves.
+    return ["cargo", "bench", "--profile", arguments.profile, "--workspace", "--bench", "step"]
+
+
 def ours(arguments: argparse.Namespace, path: pathlib.Path, length: int, steps: int) -> dict:
-    command = ["cargo", "bench", "-q", "-p", "ringspan-train", "--bench", "step", "--", "json", f"S={length}"]
+    command = [*bench(arguments), "-q", "--", "json", f"S={length}"]
     command += [f"model={path}", f"steps={steps}", f"ranks={arguments.ranks}", f"recompute={arguments.recompute}"]
     command += [f"activations={arguments.activations}"]
     command += [f"threads={max(arguments.threads // arguments.ranks, 1)}"]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, preexec_fn=bound(arguments.threads))
+    run = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, preexec_fn=bound(arguments.threads)
+    )
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 
 def measure(arguments: argparse.Namespace, length: int, checkpointing: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
-        path = model(pathlib.Path(name), length)
+        sizes = TINY if arguments.tiny else SMALL
+        path = model(pathlib.Path(name), sizes, length)
         # The tokens that the bench makes for itself.
-        tokens = [(7919 * i + 13) % 32_000 for i in range(length)]
+        tokens = [(7919 * i + 13) % sizes["vocab_size"] for i in range(length)]
         job = dict(model=str(path), tokens=tokens, threads=arguments.threads, recompute=checkpointing, lr=LR)
-        worker = Worker("torch_train.py", job, arguments.threads)
+        worker = Worker("torch_train.py", job, bound(arguments.threads))
         try:
             if reason := worker.about.get("missing"):
                 raise SystemExit(f"PyTorch is missing: {reason}")
@@ -101,10 +113,12 @@ def main() -> None:
     peers = ["whole", "checkpointed", "both"]
     parser.add_argument("--peer", default="both", choices=peers, help="PyTorch keeps all, recomputes, or both in turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers")
+    parser.add_argument("--profile", default="bench", help="cargo's profile that Ringspan is built with")
     arguments = parser.parse_args()
     if arguments.threads % arguments.ranks:
         parser.error(f"{arguments.threads} cores do not divide among {arguments.ranks} ranks")
-    subprocess.run(["cargo", "bench", "-p", "ringspan-train", "--bench", "step", "--no-run"], check=True, cwd=HERE.parent)
+    subprocess.run([*bench(arguments), "--no-run"], check=True, cwd=HERE.parent)
     print(machine())
     for length in arguments.lengths:
         for checkpointing in {"whole": [False], "checkpointed": [True]}.get(arguments.peer, [False, True]):

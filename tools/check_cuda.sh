@@ -3,6 +3,9 @@
 # (NVRTC, from the Python package of NVIDIA), and attention and models compute what they should on a GPU made of a CPU
 # (tools/cuda_on_cpu), which also stands for the CUDA that feature candle-cuda is built with.
 # With a GPU, the tests that are named here run on it.
+#
+#   tools/check_cuda.sh [FEATURES]    features of ringspan-cli to build with besides, so that crates of which a build exists
+#                                     already are not built again
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,32 +18,36 @@ if [ ! -e "$compiler/done" ]; then
   touch "$compiler/done"
 fi
 
-cargo clippy -p ringspan --all-targets --features cuda -- -D warnings
-cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan/nccl,ringspan-cli/nccl -- -D warnings
-LD_LIBRARY_PATH=$(realpath "$compiler"/nvidia/cu13/lib) cargo test -p ringspan --features nccl --lib kernels_compile -- --nocapture | tee "$cpu/compiles"
-grep -q "2 passed" "$cpu/compiles"
-if grep skipped "$cpu/compiles"; then exit 1; fi
+# Both packages at once give all others the features that the whole workspace gives them: no other build of these is needed.
+attention=(-p ringspan -p ringspan-cli --features "ringspan-cli/nccl${1:+,$1}")
+models=(-p ringspan -p ringspan-candle -p ringspan-cli)
+models+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${1:+,$1}")
 
-cargo test -p ringspan --features nccl --lib kernel::
+# tested NAME PASSED COMMAND...: runs tests of which as many pass, and none is skipped for want of a GPU or a compiler.
+tested() {
+  local said=$cpu/$1 passed=$2
+  "${@:3}" | tee "$said"
+  if [ "$passed" != any ]; then grep -q "ok. $passed passed" "$said"; fi
+  if grep skipped "$said"; then exit 1; fi
+}
+
+cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan-cli/cuda -- -D warnings
+cargo clippy "${attention[@]}" --all-targets -- -D warnings
+nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)
+LD_LIBRARY_PATH=$nvrtc tested compiles 2 cargo test "${attention[@]}" --lib kernels_compile -- --nocapture
+
+cargo test "${attention[@]}" --lib kernel::
 # All ranks of a test share a GPU.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
-cargo test -p ringspan --features nccl --test attention_on_gpu --test gpu_memory -- --nocapture | tee "$cpu/on-gpu"
-if grep skipped "$cpu/on-gpu"; then exit 1; fi
-RINGSPAN_TEST_DEVICE=cuda cargo test -p ringspan --features nccl --test attention_decode
-cargo test -p ringspan-cli --features nccl --test attend_device
+tested on-gpu any cargo test "${attention[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
+RINGSPAN_TEST_DEVICE=cuda cargo test "${attention[@]}" --test it attention_decode
+cargo test "${attention[@]}" --test gpu attend_device -- --skip between_processes
 
 # Models.
-models=(-p ringspan-candle -p ringspan-cli --features ringspan-candle/nccl,ringspan-cli/candle-cuda,ringspan-cli/nccl)
 cargo clippy "${models[@]}" --all-targets -- -D warnings
 # They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
-nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)
-cargo test "${models[@]}" --lib kernels_of_layers_compile \
+tested compiles-layers 1 cargo test "${models[@]}" --lib kernels_of_layers_compile \
   --config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']" \
-  -- --nocapture | tee "$cpu/compiles-layers"
-grep -q "1 passed" "$cpu/compiles-layers"
-if grep skipped "$cpu/compiles-layers"; then exit 1; fi
-cargo test "${models[@]}" --lib -- --nocapture offload:: transfers:: | tee "$cpu/copies"
-grep -q "4 passed" "$cpu/copies"
-if grep skipped "$cpu/copies"; then exit 1; fi
-cargo test "${models[@]}" --test gpu --test device --test offload --test gpu_memory -- --nocapture | tee "$cpu/models"
-if grep skipped "$cpu/models"; then exit 1; fi
+  -- --nocapture
+tested copies 4 cargo test "${models[@]}" --lib -- --nocapture offload:: transfers::
+tested models any cargo test "${models[@]}" --test gpu -- --nocapture --skip between_processes

@@ -6,6 +6,7 @@ Writes crates/ringspan-models/tests/fixtures/llama_lora: the adapter as PEFT sav
 make_model_fixtures.py describes it, with the gradients of the adapter's matrices.
 """
 
+import argparse
 import json
 import pathlib
 import shutil
@@ -20,8 +21,10 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=FIXTURES / "llama_lora")
+    out = parser.parse_args().out
     torch.manual_seed(11)
-    out = FIXTURES / "llama_lora"
     model = LlamaForCausalLM.from_pretrained(FIXTURES / "llama", attn_implementation="eager").float()
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=12, target_modules=TARGETS, task_type="CAUSAL_LM"))
     with torch.no_grad():
@@ -33,6 +36,7 @@ def main() -> None:
     (out / "README.md").unlink(missing_ok=True)
     config = json.loads((out / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "../llama"
+    config["target_modules"] = sorted(config["target_modules"])
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
     tokens = load_file(FIXTURES / "llama" / "reference.safetensors")["tokens"]

@@ -1,12 +1,16 @@
 """A PEFT adapter on the tiny Qwen3-MoE of the model fixtures, with PEFT's logits, loss and gradients.
 
-    pip install -r tools/requirements-experts.txt && python tools/make_expert_adapter_fixture.py
+    pip install -r tools/requirements.txt
+    pip install --no-deps --target experts -r tools/requirements-experts.txt
+    PYTHONPATH=experts python tools/make_expert_adapter_fixture.py
 
 Its own versions: since transformers 5 a mixture's experts are two tensors and no linear layers, beside which `all-linear`
-puts nothing. Writes crates/ringspan-models/tests/fixtures/qwen3_moe_lora, as make_adapter_fixture.py does llama_lora; the
+puts nothing. Older packages for this script alone lie in a folder that is searched first, so that both share one PyTorch.
+Writes crates/ringspan-models/tests/fixtures/qwen3_moe_lora, as make_adapter_fixture.py does llama_lora; the
 router has an adapter, too.
 """
 
+import argparse
 import json
 import pathlib
 import shutil
@@ -20,8 +24,10 @@ FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=FIXTURES / "qwen3_moe_lora")
+    out = parser.parse_args().out
     torch.manual_seed(13)
-    out = FIXTURES / "qwen3_moe_lora"
     given = load_file(FIXTURES / "qwen3_moe" / "reference.safetensors")
     # Written by transformers 5, which calls the number of experts otherwise.
     config = Qwen3MoeConfig.from_pretrained(FIXTURES / "qwen3_moe")

@@ -259,22 +259,42 @@ fn more_ranks_for_the_same_tokens_take_less_memory_each() {
     }
 }
 
-/// Everything that ranks of one thread allocate, the kernel's buffers too, by the allocator alone.
 #[test]
 fn a_rank_holds_little_more_than_its_tensors_and_two_blocks() {
+    a_rank_holds_little_more(&[1, 2, 4]);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn one_of_many_ranks_holds_little_more_than_its_tensors_and_two_blocks() {
+    a_rank_holds_little_more(&[8, 16]);
+}
+
+/// Everything that ranks of one thread allocate, the kernel's buffers too, by the allocator alone.
+fn a_rank_holds_little_more(numbers_of_ranks: &[usize]) {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let shape = Shape { heads: 16, kv_heads: 4, dim: 128, threads: 1 };
-    for (name, kind, mask) in cases() {
-        for ranks in [1, 2, 4, 8, 16] {
-            // How many messages wait to be taken is a matter of time, so the best of some runs counts.
-            let runs: Vec<[Held; 2]> = (0..3).map(|_| measure(shape, 256 * ranks, ranks, kind, &mask)).collect();
+    for ((name, kind, mask), &ranks) in
+        cases().into_iter().flat_map(|case| numbers_of_ranks.iter().map(move |ranks| (case.clone(), ranks)))
+    {
+        // How many messages wait to be taken is a matter of time, so the best of some runs counts.
+        let (mut least, mut limits) = ([f64::INFINITY; 2], [0.0; 2]);
+        for _ in 0..3 {
+            let run = measure(shape, 256 * ranks, ranks, kind, &mask);
             for pass in [0, 1] {
-                let each = runs.iter().map(|run| run[pass].allocated).fold(f64::INFINITY, f64::min) / ranks as f64;
-                let wanted = allowed(shape, runs[0][pass].tokens)[pass];
+                let wanted = allowed(shape, run[pass].tokens)[pass];
+                let each = run[pass].allocated / ranks as f64;
                 println!("{name} on {ranks} ranks, pass {pass}: {:.3} of the tensors and blocks", each / wanted);
-                let limit = 1.15 * wanted + SMALL;
-                assert!(each <= limit, "{name} on {ranks} ranks, pass {pass}: {each} bytes a rank, more than {limit}");
+                least[pass] = least[pass].min(each);
+                limits[pass] = 1.15 * wanted + SMALL;
             }
+            if least[0] <= limits[0] && least[1] <= limits[1] {
+                break;
+            }
+        }
+        for pass in [0, 1] {
+            let (each, limit) = (least[pass], limits[pass]);
+            assert!(each <= limit, "{name} on {ranks} ranks, pass {pass}: {each} bytes a rank, more than {limit}");
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Shape letters: as in `memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at once than
 //! on the CPU. The factors are counts of what candle's graph and its gradients hold, found by the driver's count of its pool
-//! (`ringspan-cli/tests/gpu_memory.rs` holds them to it).
+//! (`ringspan-cli/tests/gpu/gpu_memory.rs` holds them to it).
 
 use super::{
     memory::{Moment, OF_BATCH, fullest},

@@ -2,7 +2,7 @@
 //!
 //! Shape letters: T tokens of a rank's sequences, R its rows of them where ranks share layers, C hidden size. The factors of
 //! a layer's activations are counts of what candle's graph and its gradients hold at once, found by the allocator
-//! (`tests/memory_plan.rs` holds them to it).
+//! (`tests/memory/plan.rs` holds them to it).
 
 use super::shape::Shape;
 use crate::error::Result;

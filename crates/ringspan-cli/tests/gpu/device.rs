@@ -1,0 +1,411 @@
+//! `--device` of the commands that compute models: what they refuse, and on a GPU (or one made of a CPU,
+//! `tools/check_cuda.sh`) the numbers of the CPU.
+
+use crate::support::model::{bench, refusal, run};
+#[cfg(feature = "candle-cuda")]
+use ringspan_models::{Decoder, folder};
+
+#[test]
+fn a_device_that_is_not_one_is_refused_with_those_that_are() {
+    let bench = bench(&serde_json::json!({}));
+    for (command, flags) in [
+        ("generate", "--model model --prompt x --device gpu"),
+        ("score", "--model model --text text.txt --out out.safetensors --device gpu"),
+        ("train", "--data text.txt --device gpu --dry-run"),
+        ("verify", "--tiny --device gpu"),
+    ] {
+        let said = refusal(&bench, command, flags);
+        assert!(said.contains("unknown device 'gpu'") && said.contains("cuda:N"), "{command}: {said}");
+    }
+}
+
+/// A type without effect, or that is none, is refused before anything is opened.
+#[test]
+fn a_type_that_the_device_does_not_compute_in_is_refused_with_those_it_does() {
+    let bench = bench(&serde_json::json!({}));
+    for (command, flags) in [
+        ("generate", "--model model --prompt x"),
+        ("score", "--model model --text text.txt --out out.safetensors"),
+        ("train", "--model model --data text.txt --sequence-length 32 --dry-run"),
+        ("verify", "--tiny"),
+    ] {
+        for device in ["", "--device cpu"] {
+            let said = refusal(&bench, command, &format!("{flags} --dtype bf16 {device}"));
+            assert!(said.contains("--dtype f32") && said.contains("--device cuda"), "{command}: {said}");
+        }
+        let said = refusal(&bench, command, &format!("{flags} --dtype f16 --device cuda"));
+        assert!(said.contains("'f16'") && said.contains("f32, bf16"), "{command}: {said}");
+    }
+    let flags = "--model model --data text.txt --dry-run --device cuda --dtype bf16 --activations f32";
+    let said = refusal(&bench, "train", flags);
+    assert!(said.contains("--activations has no effect with --dtype bf16"), "{said}");
+    // What is done anyway may be said.
+    assert!(run(&bench, "generate", "--model model --prompt x --max-tokens 1 --dtype f32").status.success());
+}
+
+#[test]
+fn the_plan_of_a_training_on_gpus_says_what_is_on_the_cpu_and_what_on_a_gpu() {
+    let bench = bench(&serde_json::json!({}));
+    let plan = |flags: &str| {
+        let all = format!("--model model --data text.txt --sequence-length 32 --dry-run {flags}");
+        String::from_utf8(run(&bench, "train", &all).stdout).expect("text")
+    };
+    // There need not be one: it says so.
+    let (cpu, gpu) = (plan(""), plan("--device cuda:99"));
+    for part in
+        ["on cuda:99 in f32", "a rank of the CPU's", "a rank of a GPU's", "how much a GPU has is not known here: "]
+    {
+        assert!(gpu.contains(part), "{part}: {gpu}");
+    }
+    assert!(plan("--device cuda --dtype bf16").contains("on cuda in bf16"), "the plan says what is computed in");
+    assert!(cpu.contains("memory ") && !cpu.contains("cuda") && !cpu.contains("GPU"), "{cpu}");
+}
+
+#[cfg(not(feature = "candle-cuda"))]
+#[test]
+fn a_build_without_gpus_for_models_says_how_to_make_one_with_them() {
+    let bench = bench(&serde_json::json!({}));
+    for (command, flags) in [
+        ("generate", "--model model --prompt x --device cuda"),
+        ("score", "--model model --text text.txt --out out.safetensors --device cuda:0"),
+        ("train", "--model model --data text.txt --sequence-length 32 --steps 1 --device cuda"),
+        ("verify", "--tiny --device cuda"),
+    ] {
+        let said = refusal(&bench, command, flags);
+        assert!(said.contains("--features candle-cuda"), "{command}: {said}");
+    }
+}
+
+#[cfg(feature = "candle-cuda")]
+mod with_gpus {
+    use super::*;
+    use crate::support::model::{no_gpu, succeed};
+    use crate::support::{apart, read};
+    use ringspan_candle::{Devices, Precision};
+    use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
+    use std::ops::ControlFlow;
+
+    /// Relative difference (L2).
+    fn off(got: &[f32], wanted: &[f32]) -> f64 {
+        apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_there_is_refused() {
+        let said = refusal(&bench(&serde_json::json!({})), "generate", "--model model --prompt x --device cuda:99");
+        assert!(said.contains("GPU 99: open: there are"), "{said}");
+    }
+
+    /// A dense model, and one whose second layer is made of experts.
+    fn models() -> [serde_json::Value; 2] {
+        [
+            serde_json::json!({}),
+            serde_json::json!({
+                "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                "norm_topk_prob": true, "mlp_only_layers": [0]
+            }),
+        ]
+    }
+
+    #[test]
+    fn a_text_and_its_scores_are_those_of_the_cpu() {
+        if no_gpu() {
+            return;
+        }
+        for more in models() {
+            let bench = bench(&more);
+            let generate = "--model model --prompt hello --max-tokens 6 --temperature 0";
+            let wanted = succeed(&bench, "generate", generate);
+            assert!(!wanted.is_empty());
+            for mesh in ["", "--ring 2"] {
+                assert_eq!(succeed(&bench, "generate", &format!("{generate} --device cuda {mesh}")), wanted, "{mesh}");
+            }
+            let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
+            std::fs::write(bench.path("short.txt"), text).expect("file");
+            let score = "--model model --text short.txt --out out.safetensors --logits";
+            succeed(&bench, "score", score);
+            let wanted = read(&bench.path("out.safetensors"));
+            for mesh in ["", "--ring 2"] {
+                succeed(&bench, "score", &format!("{score} --device cuda:0 {mesh}"));
+                let got = read(&bench.path("out.safetensors"));
+                for name in ["logprobs", "logits"] {
+                    let off = off(&got[name].values(), &wanted[name].values());
+                    assert!(off <= 1e-5, "{mesh}: {name} differs by {off:e}");
+                }
+            }
+        }
+    }
+
+    /// Scores in bf16 are those of f32 on the CPU up to its rounding, and not closer than it allows.
+    #[test]
+    fn scores_in_bf16_are_those_of_the_cpu_up_to_rounding() {
+        if no_gpu() {
+            return;
+        }
+        for more in models() {
+            let bench = bench(&more);
+            let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
+            std::fs::write(bench.path("short.txt"), text).expect("file");
+            let score = "--model model --text short.txt --out out.safetensors --logits";
+            succeed(&bench, "score", score);
+            let wanted = read(&bench.path("out.safetensors"));
+            for mesh in ["", "--ring 2", "--ulysses 2"] {
+                succeed(&bench, "score", &format!("{score} --device cuda:0 --dtype bf16 {mesh}"));
+                let got = read(&bench.path("out.safetensors"));
+                for name in ["logprobs", "logits"] {
+                    let off = off(&got[name].values(), &wanted[name].values());
+                    println!("{mesh}: {name} in bf16 differs by {off:e}");
+                    assert!(off <= ROUNDED, "{mesh}: {name} differs by {off:e}");
+                }
+                let off = off(&got["logits"].values(), &wanted["logits"].values());
+                assert!(off > 5e-4, "{mesh}: logits differ by {off:e} only: nothing was computed in bf16");
+            }
+        }
+    }
+
+    /// Of two layers, the roundings of each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
+    /// direction.
+    const ROUNDED: f64 = 8e-3;
+
+    /// Every token that is drawn is, to the f32 model of the CPU, as likely as the likeliest, up to rounding; and the cache is
+    /// half as large.
+    #[test]
+    fn a_text_in_bf16_is_one_that_f32_may_draw_and_its_cache_takes_half() {
+        if no_gpu() {
+            return;
+        }
+        for more in models() {
+            let bench = bench(&more);
+            let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
+            // Wider than they are made, so that layers have a say in what follows.
+            let weights: ringspan_models::Weights =
+                weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
+            let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
+            let prompt: Vec<u32> = (0..BLOCK as u32 - 3).map(|i| i * 7 % 257).collect();
+            let options = Options { sampling: Sampling::greedy(), max_tokens: 8, stop_tokens: Vec::new() };
+            let run = |precision, ring| {
+                let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
+                let devices = devices.computing_in(precision).expect("a GPU");
+                let model = model().on(&devices).expect("a model there");
+                assert!(model.weights(0).values().all(|weight| weight.dtype() == precision.dtype()));
+                let mesh = Mesh { ring, devices, ..Mesh::single() };
+                let all = generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("text");
+                let bytes: usize = all.iter().map(|rank| rank.cached_bytes).sum();
+                (all[0].tokens.clone(), bytes)
+            };
+            for ring in [1, 2] {
+                let ((_, wide), (tokens, narrow)) = (run(Precision::F32, ring), run(Precision::Bf16, ring));
+                assert_eq!((wide, tokens.len()), (2 * narrow, 8), "{ring} ranks: bytes of the cache");
+                let all = [&prompt[..], &tokens].concat();
+                let documents = ringspan::Documents::batch(1, all.len());
+                let batch = ringspan_serve::Batch { tokens: &all, documents: &documents };
+                let (layout, strategy) = (ringspan::LayoutKind::Contiguous, ringspan::Strategy::Ring);
+                let scores = ringspan_serve::score(&model(), &Mesh::single(), batch, layout, strategy, true);
+                let logits = scores.expect("scores").and_then(|scores| scores.logits).expect("logits");
+                for (row, token) in logits.chunks_exact(257).skip(prompt.len() - 1).zip(&tokens) {
+                    let most = row.iter().copied().fold(f32::MIN, f32::max);
+                    let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
+                    let behind = (most - row[*token as usize]) / size;
+                    // Each of the two may be off by the bound of all, and the greatest are off by more than most.
+                    assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
+                }
+            }
+        }
+    }
+
+    /// Of heads of any width the same is copied: tokens and lists, and nothing of the cache.
+    #[test]
+    fn a_new_token_copies_nothing_of_the_cache() {
+        if no_gpu() {
+            return;
+        }
+        let options = Options { sampling: Sampling::greedy(), max_tokens: 6, stop_tokens: Vec::new() };
+        // A prompt that ends a block, so that with two ranks the new tokens are the second one's.
+        let prompt: Vec<u32> = (0..BLOCK as u32).map(|i| i * 7 % 257).collect();
+        for (ring, precision) in [(1, Precision::F32), (2, Precision::F32), (2, Precision::Bf16)] {
+            let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
+            let devices = devices.computing_in(precision).expect("a GPU");
+            let copied = [8, 32].map(|head_dim| {
+                let bench = bench(&serde_json::json!({ "head_dim": head_dim }));
+                let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
+                let decoder = Decoder::new(config).expect("a known model");
+                let model = Model::new(decoder, weights).and_then(|model| model.on(&devices)).expect("a model");
+                let mesh = Mesh { ring, devices: devices.clone(), ..Mesh::single() };
+                let gpu = devices.of(0).kernel(1).expect("a stream").gpu().expect("a GPU").clone();
+                let before = gpu.copied();
+                let all =
+                    generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("a text");
+                assert!(all.iter().all(|generation| generation.tokens.len() == 6));
+                assert_eq!(all.iter().map(|generation| generation.cached).sum::<usize>(), prompt.len() + 5);
+                let after = gpu.copied();
+                (after.0 - before.0, after.1 - before.1)
+            });
+            assert_eq!(copied, [(copied[0].0, 0); 2], "{ring} ranks in {precision}: bytes copied to and from the GPU");
+        }
+    }
+
+    /// Loss, logits, gradients and updated weights, against one rank on the CPU.
+    #[test]
+    fn a_step_on_a_mesh_of_a_gpu_is_that_of_one_rank_of_the_cpu() {
+        if no_gpu() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        for mesh in [
+            "--ring 1",
+            "--ring 2 --recompute nothing",
+            "--ring 2 --ulysses 2",
+            "--dp-shard 2 --tp 2",
+            "--ring 2 --ep 2",
+            "--ring 2 --ep 2 --lora-rank 4 --lora-dropout 0.2",
+            "--ring 1 --dtype bf16",
+            "--ring 2 --recompute nothing --dtype bf16",
+            "--dp-shard 2 --tp 2 --dtype bf16",
+            "--ring 2 --ep 2 --dtype bf16",
+            "--ring 2 --ep 2 --lora-rank 4 --lora-dropout 0.2 --dtype bf16",
+        ] {
+            let said = succeed(&bench, "verify", &format!("--tiny --sequence-length 24 --device cuda {mesh}"));
+            assert!(said.contains("PASS") && said.contains("on cuda"), "{said}");
+            println!("{mesh}: {}", said.lines().last().unwrap_or_default());
+        }
+    }
+
+    #[test]
+    fn losses_of_a_training_are_those_of_the_cpu() {
+        if no_gpu() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        let losses = |out: &str, flags: &str| -> Vec<f64> {
+            let of_all = "--model model --data text.txt --sequence-length 32 --steps 3 --lr 1e-3 --sample-tokens 0";
+            succeed(&bench, "train", &format!("{of_all} --out {out} --eval-tokens 64 {flags}"));
+            let lines = std::fs::read_to_string(bench.path(out).join("metrics.jsonl")).expect("metrics");
+            let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).expect("JSON");
+            let shares = lines.lines().filter_map(|line| value(line)["peak_share"].as_f64());
+            let shares: Vec<f64> = shares.collect();
+            assert!(shares.len() == 3 && shares.iter().all(|share| *share > 0.0), "{shares:?} of the peak");
+            lines
+                .lines()
+                .flat_map(|line| ["loss", "held_out_loss"].map(|key| value(line)[key].as_f64()))
+                .flatten()
+                .collect()
+        };
+        for (number, (wanted, flags, bound)) in [
+            ("--ring 1", "--ring 1", 1e-5),
+            ("--ring 1", "--ring 2", 1e-5),
+            ("--ring 1 --lora-rank 2 --lora-dropout 0.2", "--ring 2 --lora-rank 2 --lora-dropout 0.2", 1e-5),
+            // A loss is a mean over tokens, of whose roundings most cancel out.
+            ("--ring 1", "--ring 2 --dtype bf16", 1e-3),
+            ("--ring 1 --lora-rank 2 --lora-dropout 0.2", "--lora-rank 2 --lora-dropout 0.2 --dtype bf16", 1e-3),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let wanted = losses(&format!("cpu-{number}"), wanted);
+            let got = losses(&format!("gpu-{number}"), &format!("{flags} --device cuda"));
+            assert_eq!((got.len(), wanted.len()), (4, 4), "three steps and a look at the held-out text");
+            for (got, wanted) in got.iter().zip(&wanted) {
+                assert!((got - wanted).abs() <= bound * wanted.abs(), "{flags}: {got} and not {wanted}");
+            }
+        }
+    }
+}
+
+/// Each process is a rank: needs MPI, too.
+#[cfg(all(feature = "candle-cuda", feature = "mpi", feature = "nccl"))]
+mod between_processes {
+    use super::*;
+    use crate::support::{Bench, apart, read};
+    use ringspan::kernel::{Gpu, nccl};
+    use std::process::{Command, Output};
+
+    /// Two GPUs and NCCL.
+    fn is_there() -> bool {
+        let there = Gpu::count() == Ok(2) && nccl::version().is_ok();
+        if !there {
+            println!("skipped: no NCCL, or not two GPUs on this machine");
+        }
+        there
+    }
+
+    /// What the processes said on standard output, and on standard error.
+    #[track_caller]
+    fn mpirun(bench: &Bench, ranks: usize, command: &str, flags: &str) -> (String, String) {
+        let mut mpirun = Command::new("mpirun");
+        mpirun.args(["--timeout", "240", "--oversubscribe", "--allow-run-as-root", "-n", &ranks.to_string(), "-wdir"]);
+        mpirun.arg(bench.path("")).arg(env!("CARGO_BIN_EXE_ringspan")).arg(command).args(flags.split_whitespace());
+        let Output { status, stdout, stderr } = mpirun.output().expect("mpirun is installed");
+        let [stdout, stderr] = [stdout, stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+        assert!(status.success(), "{command} {flags}: {stderr}");
+        (stdout, stderr)
+    }
+
+    const BY_NCCL: &str = "blocks by NCCL 2.";
+
+    #[test]
+    fn a_step_has_the_numbers_of_one_rank_of_the_cpu() {
+        if !is_there() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        for mesh in ["--tp 2 --dtype bf16", "--ring 2 --ep 2"] {
+            let flags = format!("--tiny --sequence-length 24 --threads 1 --device cuda {mesh}");
+            let (stdout, stderr) = mpirun(&bench, 2, "verify", &flags);
+            assert!(stdout.contains("PASS"), "{mesh}: {stdout}");
+            assert!(stderr.contains(BY_NCCL), "{mesh}: {stderr}");
+            println!("{mesh}: {}", stdout.lines().last().unwrap_or_default());
+        }
+    }
+
+    #[test]
+    fn texts_scores_and_losses_are_those_of_the_cpu() {
+        if !is_there() {
+            return;
+        }
+        let bench = bench(&serde_json::json!({}));
+        let alone = |command: &str, flags: &str| {
+            let output = run(&bench, command, flags);
+            assert!(output.status.success(), "{command} {flags}: {}", String::from_utf8_lossy(&output.stderr));
+            String::from_utf8_lossy(&output.stdout).into_owned()
+        };
+        let both = |command: &str, flags: &str| {
+            let (stdout, stderr) = mpirun(&bench, 2, command, &format!("{flags} --threads 1 --device cuda --ring 2"));
+            assert!(stderr.contains(BY_NCCL), "{command}: {stderr}");
+            stdout
+        };
+        let generate = "--model model --prompt hello --max-tokens 4 --temperature 0";
+        // mpirun may be a terminal, where a text ends with its line.
+        assert_eq!(both("generate", generate).trim_end(), alone("generate", generate).trim_end());
+
+        // A third rank has to share a GPU, which NCCL refuses.
+        let (text, said) = mpirun(&bench, 3, "generate", &format!("{generate} --threads 1 --device cuda --ring 3"));
+        assert!(said.contains("through the memory of the CPU (no NCCL: ranks 0 and 2 share a GPU"), "{said}");
+        assert_eq!(text.trim_end(), alone("generate", generate).trim_end());
+
+        let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
+        std::fs::write(bench.path("short.txt"), text).expect("file");
+        let score = |out: &str| format!("--model model --text short.txt --out {out}");
+        alone("score", &score("cpu.safetensors"));
+        both("score", &score("gpu.safetensors"));
+        let [got, wanted] =
+            ["gpu", "cpu"].map(|out| read(&bench.path(&format!("{out}.safetensors")))["logprobs"].values());
+        let off = apart(&got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+        assert!(off <= 1e-5, "log-probabilities differ by {off:e}");
+
+        let train = |out: &str| {
+            let of_all = "--model model --data text.txt --sequence-length 32 --steps 2 --lr 1e-3 --sample-tokens 0";
+            format!("{of_all} --eval-tokens 64 --out {out}")
+        };
+        alone("train", &train("cpu"));
+        both("train", &train("gpu"));
+        let [got, wanted] = ["gpu", "cpu"].map(|out| {
+            let lines = std::fs::read_to_string(bench.path(out).join("metrics.jsonl")).expect("metrics");
+            let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
+            values.filter_map(|line| line["loss"].as_f64()).collect::<Vec<_>>()
+        });
+        assert_eq!((got.len(), wanted.len()), (2, 2), "two steps");
+        for (got, wanted) in got.iter().zip(&wanted) {
+            assert!((got - wanted).abs() <= 1e-5 * wanted.abs(), "a loss of {got} and not {wanted}");
+        }
+    }
+}

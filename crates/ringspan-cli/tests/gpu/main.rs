@@ -1,0 +1,9 @@
+//! What commands compute on GPUs, and what they say where there is none.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod attend_device;
+mod device;
+mod gpu_memory;
+mod offload;

@@ -1,0 +1,4 @@
+//! Commands whose ranks are processes, and commands that were started as one of several by mistake.
+
+mod launch;
+mod mpi;

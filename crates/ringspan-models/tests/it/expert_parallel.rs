@@ -1,0 +1,55 @@
+//! Experts dealt to ranks, whole or by their width, compute what Hugging Face computes on one device.
+
+use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
+use ringspan::LayoutKind;
+use ringspan_models::{ROUTER, TARGETS};
+
+#[test]
+fn experts_spread_over_ranks_equal_hugging_face() {
+    for name in ["qwen3_moe", "qwen3_moe_balanced"] {
+        let (decoder, weights, batch, wanted) = load(name);
+        for (ring, ulysses, ep, moe_tp) in
+            [(2, 1, 2, 1), (3, 1, 3, 1), (2, 1, 1, 2), (4, 1, 2, 1), (2, 2, 2, 2), (4, 1, 4, 1), (3, 1, 1, 3)]
+        {
+            let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+            assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
+        }
+    }
+}
+
+/// Ranks without tokens compute experts all the same, there and back, and meet the others in the same order.
+#[test]
+fn ranks_without_tokens_compute_the_experts_of_others() {
+    let (decoder, weights, whole, _) = load("qwen3_moe");
+    let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+    let (one, _) = on_one_device(&decoder, &weights, &short);
+    for (ring, ulysses, ep, moe_tp) in [(6, 1, 3, 1), (6, 1, 3, 2), (3, 2, 2, 3), (1, 4, 4, 1), (4, 1, 1, 4)] {
+        let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
+        let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
+        assert_equal(&format!("3 tokens, {spread:?}"), &many, &one);
+    }
+}
+
+/// An adapter is where its expert is, and cut as it is.
+#[test]
+fn adapters_of_experts_go_where_their_experts_go() {
+    for name in ["qwen3_moe", "qwen3_moe_balanced"] {
+        let targets = [&TARGETS[..], &[ROUTER]].concat();
+        let (decoder, weights, batch) = adapted(name, &targets, 0.0);
+        let (one, _) = on_one_device(&decoder, &weights, &batch);
+        for (ring, ulysses, tp, ep, moe_tp) in [
+            (2, 1, 1, 2, 1),
+            (3, 1, 1, 3, 1),
+            (2, 1, 1, 1, 2),
+            (2, 2, 1, 2, 2),
+            (3, 1, 1, 1, 3),
+            (1, 1, 2, 1, 2),
+            (2, 1, 2, 2, 2),
+        ] {
+            let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+            assert_equal(&format!("{name}, {spread:?}"), &got, &one);
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Logits, loss and every gradient of each model equal Hugging Face's, on one device and on many ranks.
+
+use crate::support::{Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
+use ringspan::LayoutKind;
+use ringspan_models::{Config, Decoder, folder};
+
+const MODELS: [&str; 12] = [
+    "llama",
+    "llama_tied",
+    "llama_linear",
+    "llama_dynamic",
+    "qwen2",
+    "qwen2_yarn",
+    "qwen3",
+    "qwen3_yarn",
+    "qwen3_moe",
+    "qwen3_moe_balanced",
+    "mistral",
+    "gemma3",
+];
+const MESHES: [(usize, usize); 6] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)];
+const LAYOUTS: [LayoutKind; 3] = [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(5)];
+
+#[test]
+fn every_model_equals_hugging_face_on_one_device() {
+    for name in MODELS {
+        let (decoder, weights, batch, wanted) = load(name);
+        let (got, _) = on_one_device(&decoder, &weights, &batch);
+        assert_equal(name, &got, &wanted);
+    }
+}
+
+#[test]
+fn every_model_equals_hugging_face_on_every_mesh() {
+    for name in MODELS {
+        let (decoder, weights, batch, wanted) = load(name);
+        for (ring, ulysses) in MESHES {
+            for kind in LAYOUTS {
+                let got = on_mesh(&decoder, &weights, &batch, kind, (ring, ulysses));
+                assert_equal(&format!("{name}, {kind}, ring {ring} x ulysses {ulysses}"), &got, &wanted);
+            }
+        }
+    }
+}
+
+/// What the comparison can see: a window off by one, another stretching or another epsilon are far outside its bounds.
+#[test]
+fn a_model_that_is_slightly_another_differs() {
+    let changes: [(&str, &str, serde_json::Value); 15] = [
+        ("mistral", "/sliding_window", 10.into()),
+        ("mistral", "/sliding_window", 8.into()),
+        ("llama", "/rope_parameters/factor", 7.9.into()),
+        ("llama", "/rope_parameters/rope_theta", 9900.0.into()),
+        ("llama_tied", "/rms_norm_eps", 1e-4.into()),
+        ("llama_linear", "/rope_parameters/factor", 2.45.into()),
+        ("llama_dynamic", "/max_position_embeddings", 17.into()),
+        ("qwen2_yarn", "/rope_parameters/factor", 3.9.into()),
+        ("qwen3_yarn", "/rope_parameters/mscale", 0.75.into()),
+        ("qwen3_yarn", "/rope_parameters/truncate", true.into()),
+        ("gemma3", "/rope_parameters/full_attention/factor", 7.0.into()),
+        ("gemma3", "/rope_parameters/sliding_attention/rope_theta", 9900.0.into()),
+        ("gemma3", "/query_pre_attn_scalar", 25.into()),
+        ("gemma3", "/layer_types/2", "sliding_attention".into()),
+        ("qwen3_moe", "/norm_topk_prob", false.into()),
+    ];
+    for (name, key, value) in changes {
+        let (_, weights, batch, wanted) = load(name);
+        let mut json = folder::config_json(&fixture(name)).expect("JSON");
+        *json.pointer_mut(key).expect("a key") = value;
+        let config: Config = serde_json::from_value(json).expect("sizes");
+        let (got, _) = on_one_device(&Decoder::new(config).expect("supported"), &weights, &batch);
+        let error = relative_l2(&got.logits, &wanted.logits);
+        assert!(error > 5e-5, "{name}: another {key} changes the logits by {error:e} only");
+    }
+}
+
+#[test]
+fn gradients_come_from_the_head_to_the_embedding() {
+    for name in MODELS {
+        let (decoder, weights, batch, _) = load(name);
+        let (_, order) = on_one_device(&decoder, &weights, &batch);
+        assert_eq!(order, decoder.units().rev().collect::<Vec<_>>(), "{name}");
+    }
+}
+
+/// More ranks than tokens: some hold none, and must still take part.
+#[test]
+fn ranks_without_tokens_take_part() {
+    for name in ["llama", "llama_tied", "qwen3", "qwen3_moe_balanced", "gemma3"] {
+        let (decoder, weights, whole, _) = load(name);
+        let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+        let (one, _) = on_one_device(&decoder, &weights, &short);
+        for (ring, ulysses) in [(5, 1), (3, 2), (1, 4)] {
+            let many = on_mesh(&decoder, &weights, &short, LayoutKind::Contiguous, (ring, ulysses));
+            assert_equal(&format!("{name}, 3 tokens, ring {ring} x ulysses {ulysses}"), &many, &one);
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Low-rank adapters against PEFT, against the merged model, and on many ranks.
+
+use crate::support::{
+    Answer, Batch, Spread, adapted, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2,
+};
+use candle_core::{Device, Tensor};
+use ringspan::LayoutKind;
+use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, Weights, adapter, folder};
+use serde_json::{Value, json};
+
+/// A model with PEFT's adapter beside it, the weights of both, and what PEFT computes.
+fn peft(model: &str) -> (Decoder, Weights, Batch, Answer) {
+    let (decoder, mut weights, batch, _) = load(model);
+    let folder = fixture(&format!("{model}_lora"));
+    let adapter = adapter::load(&folder).expect("the fixture");
+    weights.extend(adapter.weights);
+    let wanted = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu);
+    (
+        decoder.with_lora(adapter.lora).expect("fits"),
+        weights,
+        batch,
+        crate::support::answer(&wanted.expect("the fixture")),
+    )
+}
+
+#[test]
+fn logits_loss_and_gradients_are_those_of_peft() {
+    let (decoder, weights, batch, wanted) = peft("llama");
+    assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
+    for mesh in [(2, 1), (1, 2), (3, 2)] {
+        let got = on_mesh(&decoder, &weights, &batch, LayoutKind::Zigzag, mesh);
+        assert_equal(&format!("{mesh:?}"), &got, &wanted);
+    }
+}
+
+/// PEFT's `all-linear`: beside each expert, and beside their router.
+#[test]
+fn adapters_of_experts_are_those_of_peft() {
+    let (decoder, weights, batch, wanted) = peft("qwen3_moe");
+    let targets = &decoder.lora().expect("adapters").targets;
+    assert!(TARGETS.iter().chain([&ROUTER]).all(|target| targets.iter().any(|t| t == target)), "{targets:?}");
+    assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
+    for (ring, tp, ep, moe_tp) in [(2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 2)] {
+        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
+        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+        assert_equal(&format!("{spread:?}"), &got, &wanted);
+    }
+    // `score` and `generate` see the merged model.
+    let (config, merged) = Origin::at(&fixture("qwen3_moe_lora")).and_then(Origin::load).expect("fits");
+    let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
+    assert!(relative_l2(&of_merged.logits, &wanted.logits) < 1e-5);
+}
+
+#[test]
+fn an_adapters_gradients_are_those_of_the_merged_matrix() {
+    let (decoder, weights, batch, _) = peft("llama");
+    compare_with_merged("llama", (decoder, weights, batch));
+    let targets = [&TARGETS[..], &[ROUTER]].concat();
+    for name in ["qwen3_moe", "qwen3_moe_balanced"] {
+        compare_with_merged(name, adapted(name, &targets, 0.0));
+    }
+}
+
+fn compare_with_merged(model: &str, (decoder, weights, batch): (Decoder, Weights, Batch)) {
+    let (got, _) = on_one_device(&decoder, &weights, &batch);
+    let lora = decoder.lora().expect("adapters");
+    let merged = lora.merge(weights.clone()).expect("fits");
+    let plain = Decoder::new(decoder.config().clone()).expect("supported");
+    let (of_merged, _) = on_one_device(&plain, &merged, &batch);
+    assert!(relative_l2(&got.logits, &of_merged.logits) < 1e-5, "{model}");
+    let mut adapters = 0;
+    let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
+    for (name, d_weight) in &of_merged.gradients {
+        let Some(a) = weights.get(&name.replace(".weight", ".lora_A.weight")) else { continue };
+        let b = &weights[&name.replace(".weight", ".lora_B.weight")];
+        let d_weight = Tensor::from_slice(d_weight, merged[name].dims(), &Device::Cpu).expect("its size");
+        let d_a = (b.t().and_then(|b| b.matmul(&d_weight)).expect("fits") * lora.scale()).expect("f32");
+        let d_b = (a.t().and_then(|a| d_weight.matmul(&a)).expect("fits") * lora.scale()).expect("f32");
+        for (part, wanted) in [(".lora_A.weight", d_a), (".lora_B.weight", d_b)] {
+            let name = name.replace(".weight", part);
+            let off = relative_l2(&got.gradients[&name], &flat(&wanted));
+            assert!(off < 1e-5, "{model}: {name} is off by {off:e}");
+            adapters += 1;
+        }
+    }
+    assert_eq!(adapters, got.gradients.len(), "{model}");
+}
+
+#[test]
+fn new_adapters_change_nothing_and_are_saved_as_they_are() {
+    let (plain, weights, batch, _) = load("llama");
+    let lora = Lora::new(4, 8.0, ["k_proj", "gate_proj"].map(str::to_owned).to_vec()).expect("possible");
+    let decoder = plain.clone().with_lora(lora.clone()).expect("fits");
+    let adapted = decoder.adapted(weights.clone(), 5).expect("small");
+    assert_eq!(adapted.len(), weights.len() + 2 * 2 * 2);
+    assert_eq!(on_one_device(&decoder, &adapted, &batch).0.logits, on_one_device(&plain, &weights, &batch).0.logits);
+
+    let out = tempfile::tempdir().expect("a folder");
+    adapter::save(out.path(), &fixture("llama"), &lora, &adapted).expect("room");
+    let read = adapter::load(out.path()).expect("what was saved");
+    assert_eq!((&read.base, &read.lora), (&Base::Folder(fixture("llama")), &lora));
+    assert_eq!(read.weights.len(), 8);
+    for (name, tensor) in &read.weights {
+        let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
+        assert_eq!(flat(tensor), flat(&adapted[name]), "{name}");
+    }
+    let (_, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
+    assert!(merged.keys().eq(weights.keys()));
+    assert!(folder::load(out.path()).is_err(), "it is no model by itself");
+}
+
+/// Each expert has its own, by the names that PEFT gives them.
+#[test]
+fn adapters_of_experts_are_saved_by_peft_s_names_and_read_again() {
+    let (decoder, weights, batch) = adapted("qwen3_moe", &["gate_proj", "down_proj", ROUTER], 0.0);
+    let lora = decoder.lora().expect("adapters").clone();
+    let out = tempfile::tempdir().expect("a folder");
+    adapter::save(out.path(), &fixture("qwen3_moe"), &lora, &weights).expect("room");
+    let file = out.path().join("adapter_model.safetensors");
+    let tensors = candle_core::safetensors::load(file, &Device::Cpu).expect("what was saved");
+    let (hidden, wide, experts) = (32, 24, 6);
+    for (name, shape) in [
+        ("model.layers.2.mlp.experts.5.gate_proj.lora_A.weight", [3, hidden]),
+        ("model.layers.2.mlp.experts.5.gate_proj.lora_B.weight", [wide, 3]),
+        ("model.layers.0.mlp.experts.0.down_proj.lora_A.weight", [3, wide]),
+        ("model.layers.0.mlp.experts.0.down_proj.lora_B.weight", [hidden, 3]),
+        ("model.layers.0.mlp.gate.lora_B.weight", [experts, 3]),
+        ("model.layers.1.mlp.down_proj.lora_B.weight", [hidden, 3]),
+    ] {
+        assert_eq!(tensors[&format!("base_model.model.{name}")].dims(), shape, "{name}");
+    }
+    // Of two sparse layers and a dense one.
+    assert_eq!(tensors.len(), 2 * (2 * (2 * experts + 1) + 2));
+    let (config, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
+    let (of_adapters, _) = on_one_device(&decoder, &weights, &batch);
+    let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
+    assert!(relative_l2(&of_merged.logits, &of_adapters.logits) < 1e-5);
+}
+
+#[test]
+fn adapters_that_cannot_be_are_refused() {
+    let lora = |rank, alpha, targets: &[&str]| Lora::new(rank, alpha, targets.iter().map(|t| (*t).into()).collect());
+    let says = |result: Result<Lora, Error>, words: &[&str]| {
+        let message = result.expect_err("impossible").to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    };
+    says(lora(0, 1.0, &["q_proj"]), &["rank is 0"]);
+    says(lora(2, f64::NAN, &["q_proj"]), &["alpha is NaN"]);
+    says(lora(2, 1.0, &[]), &["q_proj, k_proj"]);
+    says(lora(2, 1.0, &["wq"]), &["'wq'", "q_proj"]);
+    says(lora(2, 1.0, &["q_proj", "q_proj"]), &["twice"]);
+    let dropping = |share| lora(2, 1.0, &["q_proj"]).and_then(|lora| lora.with_dropout(share));
+    for share in [-0.1, 1.0, f64::NAN, 0.99999999] {
+        says(dropping(share), &["dropout is", &share.to_string(), "below 1"]);
+    }
+    assert!(dropping(0.0).is_ok() && dropping(0.9999999).is_ok());
+    let (dense, ..) = load("qwen3");
+    let message = dense.with_lora(lora(2, 1.0, &["q_proj", ROUTER]).expect("possible")).expect_err("no experts");
+    assert!(message.to_string().contains("'gate'") && message.to_string().contains("up_proj"), "{message}");
+
+    let out = tempfile::tempdir().expect("a folder");
+    std::fs::copy(
+        fixture("llama_lora").join("adapter_model.safetensors"),
+        out.path().join("adapter_model.safetensors"),
+    )
+    .expect("room");
+    let config: Value = folder::config_json(&fixture("llama")).expect("JSON");
+    assert!(config.is_object());
+    let text = std::fs::read_to_string(fixture("llama_lora").join(adapter::CONFIG)).expect("the fixture");
+    let given: Value = serde_json::from_str(&text).expect("JSON");
+    let base = fixture("llama");
+    for (key, value, words) in [
+        ("use_dora", json!(true), "use_dora"),
+        ("bias", json!("all"), "bias"),
+        ("rank_pattern", json!({ "q_proj": 5 }), "rank_pattern"),
+        ("peft_type", json!("IA3"), "peft_type"),
+        ("base_model_name_or_path", json!("nowhere/else"), "nowhere/else"),
+        ("r", json!(5), "lora_A"),
+        ("target_modules", json!(["q_proj"]), "lora_A"),
+        ("target_modules", json!(["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), "k_proj.lora_A"),
+    ] {
+        let mut config = given.clone();
+        config["base_model_name_or_path"] = base.to_string_lossy().into();
+        config[key] = value;
+        std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
+        let message = Origin::at(out.path()).and_then(Origin::load).expect_err("not plain").to_string();
+        assert!(message.contains(words), "{key}: {message}");
+    }
+}

@@ -1,0 +1,103 @@
+//! Dropout of adapters' inputs: the same on every mesh, and gradients are those of what was computed.
+
+use crate::support::{Answer, Batch, Spread, adapted, assert_equal, on_ranks, relative_l2};
+use candle_core::Tensor;
+use ringspan::LayoutKind;
+use ringspan_models::{Decoder, ROUTER, TARGETS, Weights};
+
+fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), spread: Spread) -> Answer {
+    on_ranks(decoder, weights, batch, LayoutKind::Zigzag, Spread { drops: Some(seed), ..spread })
+}
+
+#[test]
+fn every_mesh_drops_the_same() {
+    for (name, ep) in [("qwen3", 1), ("qwen3_moe", 2)] {
+        let (decoder, weights, batch) = adapted(name, &TARGETS, 0.3);
+        let all = (&decoder, &weights, &batch);
+        let one = dropped(5, all, Spread::default());
+        let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
+        let apart = relative_l2(&one.logits, &whole.logits);
+        assert!(apart > 1e-3, "{name}: nothing is dropped, logits are {apart:e} apart");
+        assert!(relative_l2(&dropped(6, all, Spread::default()).logits, &one.logits) > 1e-3, "{name}: seeds agree");
+        for (ring, ulysses, tp) in [(2, 1, 1), (1, 2, 1), (3, 1, 1), (1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 2, 2)] {
+            let ep = if (ring * ulysses * tp) % ep == 0 { ep } else { 1 };
+            let spread = Spread { ring, ulysses, tp, ep, ..Spread::default() };
+            assert_equal(&format!("{name}, {spread:?}"), &dropped(5, all, spread), &one);
+        }
+    }
+}
+
+/// Experts and their router, dealt to ranks whole and by their width: tokens travel, and what is dropped of them stays.
+#[test]
+fn experts_drop_the_same_wherever_they_are() {
+    let targets = ["o_proj", "gate_proj", "up_proj", "down_proj", ROUTER];
+    let (decoder, weights, batch) = adapted("qwen3_moe", &targets, 0.3);
+    let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+    for (ring, ulysses, tp, ep, moe_tp) in [
+        (3, 1, 1, 3, 1),
+        (2, 1, 1, 1, 2),
+        (2, 2, 1, 2, 2),
+        (1, 1, 2, 1, 2),
+        (2, 1, 2, 2, 2),
+        (1, 1, 2, 2, 1),
+        (1, 1, 4, 1, 4),
+    ] {
+        let spread = Spread { ring, ulysses, tp, ep, moe_tp, ..Spread::default() };
+        assert_equal(&format!("{spread:?}"), &dropped(5, (&decoder, &weights, &batch), spread), &one);
+    }
+}
+
+/// Some ranks have no token, and compute what others drop.
+#[test]
+fn ranks_without_tokens_drop_what_others_would() {
+    let targets = ["gate_proj", "up_proj", "down_proj", ROUTER];
+    let (decoder, weights, whole) = adapted("qwen3_moe", &targets, 0.3);
+    let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+    let of = |spread| on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, Spread { drops: Some(5), ..spread });
+    let one = of(Spread::default());
+    for (ring, tp, ep, moe_tp) in [(6, 1, 3, 2), (4, 1, 1, 4), (2, 4, 2, 4)] {
+        let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
+        assert_equal(&format!("3 tokens, {spread:?}"), &of(spread), &one);
+    }
+}
+
+/// Along each matrix's gradient the loss rises by its length squared.
+#[test]
+fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
+    let (decoder, weights, batch) = adapted("llama", &TARGETS, 0.3);
+    let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());
+    for (name, gradient) in &one.gradients {
+        assert!(relative_l2(&whole.gradients[name], gradient) > 1e-2, "{name} does not see what is dropped");
+        let square: f64 = gradient.iter().map(|x| f64::from(*x).powi(2)).sum();
+        let length = 2e-2 / square.sqrt();
+        let moved = |sign: f64| {
+            let mut weights = weights.clone();
+            let weight = &weights[name];
+            let step = Tensor::from_slice(gradient, weight.shape(), weight.device()).expect("its size");
+            let moved = (weight + (step * (sign * length)).expect("f32")).expect("its size");
+            weights.insert(name.clone(), moved);
+            dropped(5, (&decoder, &weights, &batch), Spread::default()).loss
+        };
+        let slope = (moved(1.0) - moved(-1.0)) / (2.0 * length);
+        assert!((slope / square - 1.0).abs() < 2e-2, "{name}: {slope:e} is not {square:e}");
+    }
+}
+
+/// What is dropped and what grows for it are even: the mean over seeds comes near the loss without.
+#[test]
+fn the_mean_over_seeds_is_near_what_nothing_dropped_gives() {
+    let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"], 0.3);
+    let all = (&decoder, &weights, &batch);
+    let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default()).logits;
+    let mean_of = |seeds: u64| {
+        let mut mean = vec![0.0; whole.len()];
+        for seed in 0..seeds {
+            let logits = dropped(seed, all, Spread::default()).logits;
+            mean.iter_mut().zip(logits).for_each(|(mean, x)| *mean += x / seeds as f32);
+        }
+        relative_l2(&mean, &whole)
+    };
+    let (one, many) = (mean_of(1), mean_of(64));
+    assert!(many < one / 4.0, "one seed is {one:e} apart, the mean of 64 {many:e}");
+}

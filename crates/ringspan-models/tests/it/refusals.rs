@@ -1,0 +1,128 @@
+//! Calls that cannot be computed say what is wrong.
+
+use crate::support::load;
+use candle_core::Tensor;
+use ringspan::{Mask, Score};
+use ringspan_candle::experts::Local;
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::{Attend, Drops, Experts, TensorParallel};
+use ringspan_models::{Decoder, Error, Recompute, Unit, Weights, gradients};
+
+/// Attention that looks at nothing.
+struct Values(Vec<usize>);
+
+impl Attend for Values {
+    fn attention(
+        &self,
+        _: usize,
+        q: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Mask,
+        _: &Score,
+    ) -> candle_core::Result<Tensor> {
+        Ok(q.clone())
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.0
+    }
+
+    fn length(&self) -> usize {
+        self.0.len()
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &Local
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &WHOLE
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        None
+    }
+}
+
+fn gradients_of(
+    decoder: &Decoder,
+    weights: &Weights,
+    tokens: &[u32],
+    targets: &[u32],
+    positions: usize,
+) -> Result<f64, Error> {
+    let attend = Values((0..positions).collect());
+    gradients::loss_and_gradients(decoder, weights, tokens, targets, 1.0, Recompute::default(), &attend, &mut |_, _| {
+        Ok(())
+    })
+}
+
+fn contains(error: Error, words: &[&str]) {
+    let message = error.to_string();
+    for word in words {
+        assert!(message.contains(word), "'{word}' is not in: {message}");
+    }
+}
+
+#[test]
+fn tokens_and_targets_outside_the_vocabulary_are_named() {
+    let (decoder, weights, ..) = load("llama");
+    assert!(gradients_of(&decoder, &weights, &[1, 95], &[95, 1], 2).is_ok());
+    contains(gradients_of(&decoder, &weights, &[1, 96], &[1, 1], 2).expect_err("no such token"), &["96"]);
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[97, 1], 2).expect_err("no such target"), &["97", "96"]);
+}
+
+#[test]
+fn tokens_targets_and_positions_must_be_as_many() {
+    let (decoder, weights, ..) = load("llama");
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[1], 2).expect_err("a target too few"), &["1 targets"]);
+    contains(gradients_of(&decoder, &weights, &[1, 2], &[1, 2], 3).expect_err("a position too many"), &["3 tokens"]);
+}
+
+#[test]
+fn a_missing_parameter_is_named_with_its_shape() {
+    let (decoder, weights, ..) = load("qwen2");
+    for (name, shape) in [
+        ("model.embed_tokens.weight", "[96, 32]"),
+        ("lm_head.weight", "[96, 32]"),
+        ("model.norm.weight", "[32]"),
+        ("model.layers.1.self_attn.k_proj.bias", "[16]"),
+        ("model.layers.0.mlp.down_proj.weight", "[32, 48]"),
+    ] {
+        let mut weights = weights.clone();
+        weights.remove(name);
+        contains(gradients_of(&decoder, &weights, &[1], &[2], 1).expect_err("incomplete"), &[name, shape]);
+    }
+}
+
+#[test]
+fn what_the_callback_returns_ends_the_pass() {
+    let (decoder, weights, ..) = load("llama");
+    let mut calls = 0;
+    let error = gradients::loss_and_gradients(
+        &decoder,
+        &weights,
+        &[1],
+        &[2],
+        1.0,
+        Recompute::Full,
+        &Values(vec![0]),
+        &mut |unit, _| {
+            calls += 1;
+            if unit == Unit::Layer(1) { Err(Error::Config("enough".into())) } else { Ok(()) }
+        },
+    );
+    contains(error.expect_err("the callback's"), &["enough"]);
+    assert_eq!(calls, 2, "the head, and the last layer");
+}
+
+/// A loss that config.json asks for is not left out in silence.
+#[test]
+fn experts_that_are_to_be_balanced_need_somebody_who_does_it() {
+    let (decoder, weights, ..) = load("qwen3_moe_balanced");
+    let words = ["output_router_logits", "0.5", "false"];
+    contains(gradients_of(&decoder, &weights, &[1], &[2], 1).expect_err("not balanced"), &words);
+    let (decoder, weights, ..) = load("qwen3_moe");
+    assert!(gradients_of(&decoder, &weights, &[1], &[2], 1).is_ok());
+}

@@ -1,0 +1,59 @@
+//! Layers whose width is spread over ranks compute what Hugging Face computes on one device.
+
+use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
+use ringspan::LayoutKind;
+use ringspan_models::{Heads, TARGETS};
+
+/// Every model, with fewer key-value heads than ranks, with as many, with biases, tied heads, norms after layers.
+#[test]
+fn layers_spread_over_ranks_equal_hugging_face() {
+    let models = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "qwen3_moe_balanced"];
+    for name in models {
+        let (decoder, weights, batch, wanted) = load(name);
+        for (ring, ulysses, tp) in [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2)] {
+            let most = Heads::new(decoder.config(), (0, tp)).map_or(0, |heads| heads.queries.len());
+            if most < ulysses {
+                continue;
+            }
+            let sparse = decoder.experts() > 0;
+            // Experts are cut as all else is, or dealt.
+            let (ep, moe_tp) = match (sparse, ring * ulysses) {
+                (false, _) => (1, 1),
+                (true, 1) => (1, tp),
+                (true, more) => (more, tp),
+            };
+            let spread = Spread { ring, ulysses, tp, ep, moe_tp, drops: None };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+            assert_equal(&format!("{name}, {spread:?}"), &got, &wanted);
+        }
+    }
+}
+
+/// Fewer tokens than ranks: some have no row of their own, some not even a token.
+#[test]
+fn ranks_without_tokens_take_part() {
+    for name in ["qwen3", "qwen3_moe"] {
+        let (decoder, weights, whole, _) = load(name);
+        let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+        let (one, _) = on_one_device(&decoder, &weights, &short);
+        for (ring, ulysses, tp) in [(1, 1, 4), (2, 1, 2), (5, 1, 2), (2, 1, 4)] {
+            let ep = if decoder.experts() > 0 { ring.min(2) } else { 1 };
+            let ep = if (ring * tp) % ep == 0 { ep } else { 1 };
+            let spread = Spread { ring, ulysses, tp, ep, ..Spread::default() };
+            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
+            assert_equal(&format!("{name}, 3 tokens, {spread:?}"), &many, &one);
+        }
+    }
+}
+
+/// Adapters beside layers that are cut by rows, and by columns.
+#[test]
+fn adapters_are_cut_as_their_layers_are() {
+    let (decoder, weights, batch) = adapted("qwen3", &TARGETS, 0.0);
+    let (one, _) = on_one_device(&decoder, &weights, &batch);
+    for (ring, tp) in [(1, 2), (2, 2), (1, 4)] {
+        let spread = Spread { ring, tp, ..Spread::default() };
+        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+        assert_equal(&format!("{spread:?}"), &got, &one);
+    }
+}

@@ -1,0 +1,162 @@
+//! Generation is the same on every mesh, and the same as computing everything anew.
+
+use crate::support::*;
+use ringspan_serve::{BLOCK, Error, Options, Sampling, Stop, generate, owner};
+use std::ops::ControlFlow;
+
+#[test]
+fn greedy_tokens_are_the_same_on_every_mesh_and_equal_recomputation() {
+    let model = qwen3();
+    for prompt in [1, 2, 5, 29] {
+        let prompt = tokens(prompt, 3);
+        let expected = recomputed(&model, &prompt, 12);
+        // A model that repeats one token would hide a wrong position.
+        for place in MESHES {
+            for (rank, generation) in run(&model, place, &prompt, &options(12)).into_iter().enumerate() {
+                assert_eq!(generation.tokens, expected, "{place:?}, rank {rank}, prompt of {}", prompt.len());
+                assert_eq!(generation.stop, Stop::Length);
+            }
+        }
+    }
+}
+
+#[test]
+fn decoding_crosses_the_borders_of_blocks_and_ranks() {
+    let model = qwen3();
+    // The new tokens begin just before a border and go on behind the next one.
+    let (prompt, new) = (tokens(BLOCK - 3, 9), BLOCK + 6);
+    let owners = |ranks| (prompt.len()..prompt.len() + new).map(move |p| owner(p, ranks)).collect::<Vec<_>>();
+    assert!([2, 3, 4].iter().all(|ranks| owners(*ranks).windows(2).filter(|w| w[0] != w[1]).count() == 2));
+    let expected = recomputed(&model, &prompt, new);
+    assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 4, "{expected:?}");
+    for place in [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)] {
+        assert_eq!(run(&model, place, &prompt, &options(new))[0].tokens, expected, "{place:?}");
+    }
+}
+
+#[test]
+fn sliding_windows_are_kept_while_decoding() {
+    let model = mistral(7);
+    let prompt = tokens(23, 4);
+    let expected = recomputed(&model, &prompt, 20);
+    for place in [(1, 1), (3, 1), (2, 2)] {
+        assert_eq!(run(&model, place, &prompt, &options(20))[0].tokens, expected, "{place:?}");
+    }
+    let wide = recomputed(&mistral(4000), &prompt, 20);
+    assert_ne!(expected, wide, "the window must matter for this test to mean something");
+}
+
+/// Local and global layers turn by two bases; experts are chosen for one token as for many.
+#[test]
+fn every_kind_of_layer_decodes_as_it_reads() {
+    for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
+        let prompt = tokens(23, 5);
+        let expected = recomputed(&model, &prompt, 14);
+        assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{name}: {expected:?}");
+        for place in [(1, 1), (3, 1), (2, 2)] {
+            assert_eq!(run(&model, place, &prompt, &options(14))[0].tokens, expected, "{name}, {place:?}");
+        }
+    }
+}
+
+/// A cached key cannot be turned again, so the base of the final length is taken from the first token on.
+#[test]
+fn a_base_that_depends_on_the_length_is_that_of_the_whole_text() {
+    let prompt = tokens(23, 4);
+    let model = dynamic(26);
+    let expected = recomputed(&model, &prompt, 20);
+    for place in [(1, 1), (3, 1), (2, 2)] {
+        assert_eq!(run(&model, place, &prompt, &options(20))[0].tokens, expected, "{place:?}");
+    }
+    assert_ne!(
+        expected,
+        recomputed(&dynamic(4000), &prompt, 20),
+        "the base must matter for this test to mean something"
+    );
+}
+
+#[test]
+fn each_rank_keeps_its_share_of_the_cache() {
+    let model = qwen3();
+    let (prompt, new) = (tokens(1000, 1), 2 * BLOCK * 4 + 1);
+    for (ring, ulysses) in [(1, 1), (2, 1), (4, 1), (2, 2)] {
+        let ranks = ring * ulysses;
+        let parts = run(&model, (ring, ulysses), &prompt, &options(new));
+        let held: Vec<usize> = parts.iter().map(|part| part.cached).collect();
+        // The last token is never read.
+        let total = prompt.len() + new - 1;
+        assert_eq!(held.iter().sum::<usize>(), total, "{held:?}");
+        assert!(held.iter().all(|held| held.abs_diff(total / ranks) <= BLOCK + 2), "{held:?}");
+        // Keys and values of 2 layers, 2 heads of 8, in f32.
+        assert!(parts.iter().all(|part| part.cached_bytes == part.cached * 2 * 2 * 2 * 8 * 4));
+    }
+}
+
+#[test]
+fn sampled_tokens_are_the_same_on_every_mesh() {
+    let model = qwen3();
+    let prompt = tokens(19, 2);
+    let sampling = Sampling { temperature: 1.3, top_k: Some(40), top_p: Some(0.95), seed: 11 };
+    let options = Options { sampling, ..options(40) };
+    let expected = run(&model, (1, 1), &prompt, &options)[0].tokens.clone();
+    for place in MESHES {
+        assert_eq!(run(&model, place, &prompt, &options)[0].tokens, expected, "{place:?}");
+    }
+    let other = Options { sampling: Sampling { seed: 12, ..sampling }, ..options };
+    assert_ne!(run(&model, (1, 1), &prompt, &other)[0].tokens, expected);
+}
+
+#[test]
+fn a_stop_token_ends_the_text_on_every_rank_and_is_no_part_of_it() {
+    let model = qwen3();
+    let prompt = tokens(9, 2);
+    let all = recomputed(&model, &prompt, 16);
+    let stop = all[7];
+    let first = all.iter().position(|token| *token == stop).expect("it is there");
+    let options = Options { stop_tokens: vec![stop], ..options(16) };
+    for place in [(1, 1), (3, 1), (2, 2)] {
+        for part in run(&model, place, &prompt, &options) {
+            assert_eq!((part.tokens.as_slice(), part.stop), (&all[..first], Stop::Token));
+        }
+    }
+}
+
+#[test]
+fn the_caller_hears_each_token_once_and_may_stop() {
+    let model = qwen3();
+    let prompt = tokens(9, 2);
+    let all = recomputed(&model, &prompt, 5);
+    for (ring, ulysses) in [(1, 1), (2, 2)] {
+        let mut heard = Vec::new();
+        let parts = generate(&model, &mesh(ring, ulysses), &prompt, &options(5), |token| {
+            heard.push(token);
+            Ok(if heard.len() == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        });
+        assert!(parts.expect("generation").iter().all(|part| part.tokens == all[..3] && part.stop == Stop::Caller));
+        assert_eq!(heard, all[..3]);
+    }
+}
+
+#[test]
+fn an_error_of_the_caller_ends_all_ranks() {
+    let model = qwen3();
+    let result = generate(&model, &mesh(3, 1), &tokens(4, 1), &options(5), |_| Err(Error::Tokenizer("broken".into())));
+    assert_eq!(result.expect_err("must fail").to_string(), "tokenizer: broken");
+}
+
+#[test]
+fn prompts_and_options_that_make_no_sense_are_refused() {
+    let model = qwen3();
+    let refusal = |prompt: &[u32], options: &Options| {
+        let result = generate(&model, &mesh(2, 1), prompt, options, |_| Ok(ControlFlow::Continue(())));
+        result.expect_err("must be refused").to_string()
+    };
+    assert!(refusal(&[], &options(3)).contains("no tokens"));
+    let message = refusal(&[1, 2, VOCABULARY as u32], &options(3));
+    assert!(message.contains("token 97 at position 2") && message.contains("0 to 96"), "{message}");
+    let hot = Options { sampling: Sampling { temperature: -1.0, ..Sampling::greedy() }, ..options(3) };
+    assert!(refusal(&[1], &hot).contains("temperature -1"));
+    let result = generate(&model, &mesh(1, 5), &[1], &options(3), |_| Ok(ControlFlow::Continue(())));
+    let message = result.expect_err("4 heads").to_string();
+    assert!(message.contains("ulysses 5") && message.contains('4'), "{message}");
+}

@@ -1,0 +1,7 @@
+//! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod generate;
+mod known_failures;

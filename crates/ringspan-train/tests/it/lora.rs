@@ -1,0 +1,183 @@
+//! Adapters are trained, resumed and saved on any mesh, and the model they stand beside stays as it is.
+
+use crate::common::{Memory, run, sparse, text, tiny_model};
+use ringspan_models::{Weights, adapter, folder};
+use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+fn settings(root: &Path, name: &str) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join(name)),
+        sample_tokens: Some(0),
+        sequence_length: Some(96),
+        batch_size: Some(4),
+        steps: Some(6),
+        save_every: Some(3),
+        lr: Some(1e-2),
+        warmup: Some(0),
+        lora_rank: Some(4),
+        ..Settings::default()
+    }
+}
+
+fn values(weights: &Weights) -> Vec<f32> {
+    weights.values().flat_map(|tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+}
+
+#[track_caller]
+fn near(what: &str, a: &Weights, b: &Weights, bound: f64) {
+    assert!(a.keys().eq(b.keys()), "{what}");
+    let (a, b) = (values(a), values(b));
+    let norm: f64 = b.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let off: f64 = a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt();
+    assert!(off <= bound * norm, "{what}: {:e} apart", off / norm);
+}
+
+#[test]
+fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let before = std::fs::read(root.join("tiny/model.safetensors")).unwrap();
+    let mesh = |dp_replicate, dp_shard, ring, ulysses, tp| Settings {
+        dp_replicate: Some(dp_replicate),
+        dp_shard: Some(dp_shard),
+        ring: Some(ring),
+        ulysses: Some(ulysses),
+        tp: Some(tp),
+        ..Settings::default()
+    };
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
+    let wanted = adapter::load(&one.out).unwrap();
+    assert_eq!(wanted.weights.len(), 2 * 7 * 2);
+    assert!(!one.out.join("config.json").exists(), "adapters alone are saved");
+    let meshes =
+        [mesh(1, 2, 2, 1, 1), mesh(2, 1, 1, 2, 1), mesh(1, 1, 3, 1, 1), mesh(1, 4, 1, 1, 1), mesh(1, 2, 1, 1, 4)];
+    for (n, settings_of) in meshes.iter().enumerate() {
+        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        for (a, b) in memory.steps.iter().zip(&expected.steps) {
+            assert!(
+                (a.loss - b.loss).abs() <= 1e-5 * b.loss,
+                "mesh {n}, step {}: {} is not {}",
+                a.step,
+                a.loss,
+                b.loss
+            );
+        }
+        near(&format!("mesh {n}"), &adapter::load(&many.out).unwrap().weights, &wanted.weights, 1e-4);
+    }
+    assert_eq!(std::fs::read(root.join("tiny/model.safetensors")).unwrap(), before);
+}
+
+/// Experts with adapters, whole and by their width on several ranks, cut and not, and a run that goes on on another mesh.
+#[test]
+fn every_mesh_trains_the_same_adapters_of_experts() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    sparse(&tiny_model(root));
+    text(root);
+    let mesh = |dp_shard, ring, tp, ep, moe_dp| Settings {
+        dp_shard: Some(dp_shard),
+        ring: Some(ring),
+        tp: Some(tp),
+        ep: Some(ep),
+        moe_dp: Some(moe_dp),
+        ..Settings::default()
+    };
+    let (one, expected) = run(mesh(1, 1, 1, 1, 1).over(&settings(root, "one")).unwrap());
+    assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
+    let wanted = adapter::load(&one.out).unwrap();
+    let compare = |what: &str, losses: &[f64], got: &Path| {
+        for (a, b) in losses.iter().rev().zip(expected.losses().iter().rev()) {
+            assert!((a - b).abs() <= 1e-5 * b, "{what}: {a} is not {b}");
+        }
+        near(what, &adapter::load(got).unwrap().weights, &wanted.weights, 1e-4);
+    };
+    // Two ranks share whole experts, or their width, or four both; some of them with rows of their own.
+    let uncut = Settings { sharding: Some("none".into()), ..mesh(1, 2, 2, 2, 1) };
+    let meshes = [
+        mesh(1, 2, 1, 2, 1),
+        mesh(1, 1, 2, 1, 1),
+        mesh(2, 1, 2, 2, 1),
+        mesh(4, 1, 1, 2, 2),
+        mesh(2, 2, 1, 1, 2),
+        uncut,
+    ];
+    for (n, settings_of) in meshes.iter().enumerate() {
+        let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());
+        compare(&format!("{settings_of:?}"), &memory.losses(), &many.out);
+        if n != 2 {
+            continue;
+        }
+        std::fs::remove_dir_all(many.out.join("checkpoints/step-000006")).unwrap();
+        let resumed = Settings { resume: Some(many.out.clone()), ..mesh(1, 3, 1, 3, 1) };
+        let args = TrainArgs { dry_run: false, config: None, settings: resumed };
+        let mut memory = Memory::default();
+        let again = train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut memory).unwrap();
+        assert_eq!(memory.steps.len(), 3, "it goes on from the checkpoint");
+        compare("resumed on three ranks", &memory.losses(), &again.out);
+    }
+}
+
+#[test]
+fn adapters_of_experts_are_merged_into_the_model_that_is_saved() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    sparse(&tiny_model(root));
+    text(root);
+    let (outcome, _) = run(Settings { ep: Some(2), lora_merge: Some(true), ..settings(root, "merged") });
+    let (_, merged) = folder::load(&outcome.out).unwrap();
+    let (_, base) = folder::load(&root.join("tiny")).unwrap();
+    let adapter = adapter::load(&outcome.out).unwrap();
+    let name = "model.layers.1.mlp.experts.2.up_proj.weight";
+    assert_ne!(
+        values(&Weights::from([("".into(), merged[name].clone())])),
+        values(&Weights::from([("".into(), base[name].clone())]))
+    );
+    near("merged", &merged, &adapter.lora.merge(base.into_iter().chain(adapter.weights).collect()).unwrap(), 1e-7);
+}
+
+#[test]
+fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let merging = |name| Settings { ring: Some(2), lora_merge: Some(true), ..settings(root, name) };
+    let (whole, _) = run(merging("whole"));
+    let (cut, _) = run(merging("cut"));
+    std::fs::remove_dir_all(cut.out.join("checkpoints/step-000006")).unwrap();
+    let args = TrainArgs {
+        dry_run: false,
+        config: None,
+        settings: Settings { resume: Some(cut.out.clone()), ..Settings::default() },
+    };
+    let again =
+        train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut Memory::default()).unwrap();
+    let (whole_adapter, adapter) = (adapter::load(&whole.out).unwrap(), adapter::load(&again.out).unwrap());
+    assert_eq!(values(&adapter.weights), values(&whole_adapter.weights));
+
+    let (_, merged) = folder::load(&whole.out).unwrap();
+    let (_, base) = folder::load(&root.join("tiny")).unwrap();
+    let expected = adapter.lora.merge(base.into_iter().chain(adapter.weights).collect()).unwrap();
+    near("merged", &merged, &expected, 1e-7);
+}
+
+#[test]
+fn training_goes_on_from_an_adapter_with_its_model() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let (first, memory) = run(settings(root, "first"));
+    let again =
+        Settings { model: Some(first.out), lora_rank: None, sequence_length: Some(96), ..settings(root, "second") };
+    let (_, second) = run(again);
+    let (start, end) = (second.steps[0].loss, memory.steps[5].loss);
+    assert!(start < end + 0.1, "it starts at {start}, where the adapter ended at {end}");
+}

@@ -1,0 +1,28 @@
+//! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../meshes/mod.rs"]
+mod meshes;
+
+mod activations;
+mod chat;
+mod documents;
+mod epochs;
+mod export;
+mod known_failures;
+mod leak;
+mod learning;
+mod lora;
+mod lora_dropout;
+mod lora_gguf;
+mod mesh_gradients;
+mod mesh_independence;
+mod metrics;
+mod new_model;
+mod refusals;
+mod resume;
+mod sparse_settings;
+mod ten_steps;
+mod token_cache;
+mod tokenizer_files;

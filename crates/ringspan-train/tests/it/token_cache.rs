@@ -1,0 +1,88 @@
+//! Text becomes tokens once; a file of tokens that is not whole is made again.
+
+use crate::common::{run, text, tiny_model};
+use ringspan_train::{
+    Settings, Tokenizer,
+    data::{Content, Corpus, Encoder, HeldOut, Skipped, Text, Texts, cache},
+};
+use std::{fs, path::Path};
+
+fn settings(root: &Path, name: &str, kept: Option<&Path>) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join(name)),
+        token_cache: kept.map(Path::to_path_buf),
+        sample_tokens: Some(0),
+        sequence_length: Some(64),
+        ring: Some(1),
+        steps: Some(2),
+        ..Settings::default()
+    }
+}
+
+/// The only file in a folder.
+fn only(folder: &Path) -> std::path::PathBuf {
+    let files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(files.len(), 1, "{files:?}");
+    files[0].clone()
+}
+
+#[test]
+fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    tiny_model(root);
+    text(root);
+    let kept = root.join("kept");
+    let (outcome, first) = run(settings(root, "beside", None));
+    let (_, second) = run(settings(root, "elsewhere", Some(&kept)));
+    assert_eq!(first.losses(), second.losses());
+    let (beside, file) = (only(&outcome.out.join("tokens")), only(&kept));
+    assert_eq!(beside.file_name(), file.file_name(), "the key is that of the text and the tokenizer");
+    assert_eq!(fs::read(&beside).unwrap(), fs::read(&file).unwrap());
+    assert!(!root.join("elsewhere/tokens").exists());
+
+    // That the tokens come from the file shows where it holds those of another text.
+    let other = Text { name: "x".into(), content: Content::Text("quite another text ".repeat(40)) };
+    let texts = Texts { documents: vec![other], skipped: Skipped::default(), suspects: Vec::new() };
+    let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
+    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &Encoder::new(&tokenizer, None), root).unwrap();
+    let name = file.file_stem().unwrap().to_str().unwrap();
+    let key = u64::from_str_radix(name.strip_prefix("tokens-").unwrap(), 16).unwrap();
+    cache::save(&kept, key, &corpus).unwrap();
+    let (_, third) = run(settings(root, "third", Some(&kept)));
+    assert_ne!(third.losses(), first.losses());
+}
+
+#[test]
+fn a_damaged_file_is_made_again_and_another_text_or_tokenizer_has_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let model = tiny_model(root);
+    let data = text(root);
+    let kept = root.join("kept");
+    let (_, first) = run(settings(root, "first", Some(&kept)));
+    let file = only(&kept);
+    let good = fs::read(&file).unwrap();
+    let mut bad = good.clone();
+    *bad.last_mut().unwrap() ^= 1;
+    for (index, damaged) in [&bad[..], &good[..good.len() - 3], &[]].into_iter().enumerate() {
+        fs::write(&file, damaged).unwrap();
+        let (_, again) = run(settings(root, &format!("again {index}"), Some(&kept)));
+        assert_eq!(again.losses(), first.losses());
+        assert!(again.plan.data.contains("is made again"), "{}", again.plan.data);
+        assert_eq!(fs::read(&file).unwrap(), good);
+    }
+
+    let lines = fs::read_to_string(&data).unwrap();
+    fs::write(&data, lines.replace("word 1 of", "word I of")).unwrap();
+    run(settings(root, "other text", Some(&kept)));
+    assert_eq!(fs::read_dir(&kept).unwrap().count(), 2);
+    fs::write(&data, lines).unwrap();
+    let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
+    fs::write(model.join("tokenizer.json"), tokenizer.replace("\"trim_offsets\": true", "\"trim_offsets\": false"))
+        .unwrap();
+    run(settings(root, "other tokenizer", Some(&kept)));
+    assert_eq!(fs::read_dir(&kept).unwrap().count(), 3);
+}

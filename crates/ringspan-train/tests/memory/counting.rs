@@ -1,0 +1,67 @@
+//! What a training allocates. Counts for the whole process, so one test runs at a time.
+
+use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The system's allocator, counted.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static MOST: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: everything is handed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        MOST.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Held by a test while it runs.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The bytes of a training.
+#[derive(Default)]
+pub(crate) struct Peak {
+    pub(crate) plan: Plan,
+    /// In use before it.
+    pub(crate) before: usize,
+    /// Most in use during the steps after the first.
+    pub(crate) most: usize,
+}
+
+impl Observer for Peak {
+    fn planned(&mut self, plan: &Plan) {
+        self.plan = plan.clone();
+    }
+    fn stepped(&mut self, metrics: &StepMetrics) {
+        if metrics.step == 1 {
+            MOST.store(NOW.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.most = MOST.load(Ordering::Relaxed);
+    }
+}
+
+/// Trains, and removes what was written.
+pub(crate) fn peak(settings: Settings) -> Peak {
+    let mut peak = Peak { before: NOW.load(Ordering::Relaxed), ..Peak::default() };
+    let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();
+    std::fs::remove_dir_all(outcome.out).unwrap();
+    peak
+}

@@ -1,0 +1,9 @@
+//! What a training allocates, by an allocator that counts. The long forms run with `--ignored`.
+
+#[path = "../common/mod.rs"]
+mod common;
+mod counting;
+
+mod plan;
+mod scaling;
+mod sharing;

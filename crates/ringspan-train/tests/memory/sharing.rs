@@ -1,0 +1,136 @@
+//! What a training keeps in memory: parameters, gradients and optimiser state once for all ranks that share them.
+
+use crate::common::{self, text};
+use crate::counting;
+use ringspan_models::{Config, Decoder, folder};
+use ringspan_train::{Settings, Tokenizer};
+use std::path::Path;
+
+/// Layers of 0.4 million parameters, so that tokens weigh little.
+fn model(root: &Path, layers: usize) -> (usize, usize) {
+    let path = root.join(format!("layers-{layers}"));
+    let mut json = common::tiny_config();
+    for (key, value) in [("hidden_size", 128), ("intermediate_size", 512), ("num_hidden_layers", layers)] {
+        json[key] = value.into();
+    }
+    (json["num_attention_heads"], json["num_key_value_heads"], json["head_dim"]) = (8.into(), 8.into(), 32.into());
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
+    let tokenizer = Tokenizer::byte_level(Path::new("byte-level")).unwrap();
+    std::fs::write(path.join("tokenizer.json"), tokenizer.to_json().unwrap()).unwrap();
+    let sizes: Vec<usize> = decoder
+        .units()
+        .map(|unit| decoder.unit_shapes(unit).iter().map(|(_, shape)| shape.iter().product::<usize>()).sum())
+        .collect();
+    (sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
+}
+
+/// Bytes of all ranks, and those of them that are there for the sake of tokens, by the plan.
+fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
+    let settings = Settings {
+        model: Some(root.join(format!("layers-{layers}"))),
+        data: Some(root.join("text.jsonl")),
+        out: Some(root.join("out")),
+        sample_tokens: Some(0),
+        sequence_length: change.sequence_length.or(Some(32)),
+        batch_size: Some(4),
+        steps: change.steps.or(Some(4)),
+        save_every: Some(0),
+        ..change
+    };
+    let peak = counting::peak(settings);
+    let of_tokens = |part: &&(&str, u64)| {
+        ["kept of the layers", "a layer's activations and their gradients", "blocks of other ranks"].contains(&part.0)
+    };
+    let tokens: u64 = peak.plan.memory.iter().filter(of_tokens).map(|(_, bytes)| bytes).sum();
+    (peak.most - peak.before, tokens as usize * peak.plan.tokens_per_rank.len())
+}
+
+/// Ranks, `dp_shard`, `ring`.
+type Mesh = (usize, usize, usize);
+
+#[test]
+fn ranks_share_parameters_gradients_and_optimiser_state() {
+    ranks_share(&[(1, 1, 1), (4, 2, 2)]);
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn ranks_of_more_meshes_share_parameters_gradients_and_optimiser_state() {
+    ranks_share(&[(4, 1, 4), (8, 4, 2)]);
+}
+
+fn ranks_share(meshes: &[Mesh]) {
+    let _alone = counting::alone();
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let sizes = [4, 12].map(|layers| (layers, model(root, layers)));
+    let mesh = |dp_shard, ring| Settings { dp_shard: Some(dp_shard), ring: Some(ring), ..Settings::default() };
+    let mut wrong = Vec::new();
+    for &(ranks, dp_shard, ring) in meshes {
+        // The peaks of ranks need not meet in each step.
+        let settings = Settings { steps: Some(6), sequence_length: Some(8), ..mesh(dp_shard, ring) };
+        let [(few, tokens), (many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
+        let (few, many, tokens) = (few as f64, many as f64, tokens as f64);
+        let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
+        // What a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
+        let each = (many - few) / (more - fewer) as f64;
+        assert!((15.8..16.5).contains(&each), "{ranks} ranks: {each:.2} bytes a parameter");
+        // What does not grow with the layers, nor with tokens: whole layers.
+        let whole = (few - tokens - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
+        // Two of weights and two of gradients on each rank, of one of which the sums are in the 16 bytes already. Nothing is
+        // under way on a rank alone; it has tokenizer and text instead, a third of a layer.
+        let most = if ranks == 1 { 3.3 } else { 4.0 };
+        let line = format!("{ranks} ranks: {whole:.2} layers a rank, of at most {most}");
+        println!("{line}; {each:.2} bytes a parameter");
+        if whole >= most {
+            wrong.push(line);
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn activations_in_bf16_take_half_the_memory() {
+    of_activations_in_bf16("keep-attention", (1, 1));
+}
+
+#[test]
+#[ignore = "takes a minute"]
+fn activations_in_bf16_take_half_the_memory_where_all_are_kept() {
+    of_activations_in_bf16("nothing", (1, 1));
+    of_activations_in_bf16("nothing", (2, 2));
+}
+
+fn of_activations_in_bf16(recompute: &str, (ring, ulysses): (usize, usize)) {
+    let _alone = counting::alone();
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    text(root);
+    let (few, many) = (4, 8);
+    for layers in [few, many] {
+        model(root, layers);
+    }
+    let (length, rows) = (512, 4);
+    // Hidden size, heads and head width, inner width of the model.
+    let (hidden, heads, dim, wide) = (128, 8, 32, 512);
+    let kept = match recompute {
+        "keep-attention" => hidden + heads * dim,
+        _ => 2 * hidden + 4 * heads * dim + 2 * wide,
+    };
+    let of_layers = |activations: &str| {
+        let settings = Settings {
+            recompute: Some(recompute.into()),
+            activations: Some(activations.into()),
+            sequence_length: Some(length),
+            ring: Some(ring),
+            ulysses: Some(ulysses),
+            ..Settings::default()
+        };
+        let [few, many] = [few, many].map(|layers| peak(root, layers, settings.clone()).0 as f64);
+        many - few
+    };
+    let saved = (of_layers("f32") - of_layers("bf16")) / (2 * (many - few) * rows * length * kept) as f64;
+    assert!((0.9..1.1).contains(&saved), "recompute {recompute}, ring {ring}, ulysses {ulysses}: {saved:.2}");
+}

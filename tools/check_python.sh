@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs the Python scripts of this folder that compute with Ringspan, each in its smallest form, with a program and a bench
+# that were built for tests: that they work, and that what they compare agrees. Their speeds mean nothing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+. tools/python_env.sh
+# The program that the tests run: without them, crates of others would have other features, and be built again.
+cargo test --workspace --no-run --quiet
+ringspan=$target/debug/ringspan
+"$python" tools/check_attend.py "$ringspan" --calls 60 --seed 1
+"$python" tools/bench_peers.py --binary "$ringspan" --cases tiny --masks causal,full --dtype f32,bf16 --threads 1 --rings 2 \
+  --peers torch,jax,alone --rounds 1 --repeat 1
+"$python" tools/bench_training.py --profile test --tiny --lengths 64 --threads 2 --ranks 2 --rounds 1
