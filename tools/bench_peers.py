@@ -2,6 +2,7 @@
 
     cargo build --release && pip install -r tools/requirements-bench.txt
     python tools/bench_peers.py --cases a,b --threads 1,2 --dtype f32
+    python tools/bench_peers.py --cases a,f --threads 1,2 --dtype f32 --isa avx2 --peers torch
 
 and on an NVIDIA GPU, with `cargo build --release --features cuda` and a PyTorch that has CUDA:
 
@@ -38,6 +39,7 @@ CASES = {
     "a": (4096, 16, 16, 64),
     "b": (8192, 16, 4, 128),
     "c": (16384, 8, 2, 128),
+    "f": (4096, 16, 4, 128),
     "g": (16384, 16, 16, 128),
     "long": (65536, 16, 16, 128),
     "tiny": (256, 4, 2, 32),
@@ -54,10 +56,17 @@ class Run:
     ring: int
     threads: int
     device: str
+    isa: str
 
     def name(self) -> str:
         s, h, g, d = CASES[self.case]
-        return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} {self.device} ring {self.ring} x {self.threads}"
+        device = self.device if self.isa == "auto" else self.isa
+        return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} {device} ring {self.ring} x {self.threads}"
+
+    def environment(self) -> dict:
+        """The environment in which PyTorch uses the same instructions."""
+        avx2 = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
+        return dict(os.environ, **(avx2 if self.isa == "avx2" else {}))
 
     def cores(self) -> int:
         return self.ring * self.threads
@@ -83,7 +92,7 @@ class Ringspan:
         self.bind = run.bind()
         self.command = [binary, "attend", source, "--out", self.out, "--report", self.report, "--mask", run.mask]
         self.command += ["--backward", "--ring", run.ring, "--repeat", repeat]
-        self.command += ["--device", "cuda"] if run.device == "cuda" else ["--threads", run.threads]
+        self.command += ["--device", "cuda"] if run.device == "cuda" else ["--threads", run.threads, "--isa", run.isa]
         self.command = [str(part) for part in self.command]
 
     def round(self) -> dict:
@@ -111,9 +120,11 @@ class Alone(Ringspan):
 class Worker:
     """A peer in its process (see peers/worker.py)."""
 
-    def __init__(self, script: str, job: dict, bind):
+    def __init__(self, script: str, job: dict, bind, environment: dict | None = None):
         command = [sys.executable, str(HERE / "peers" / script)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=bind)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=bind, env=environment
+        )
         self.about = self.ask(job)
 
     def ask(self, message) -> dict:
@@ -161,7 +172,7 @@ def measure(run: Run, arguments: argparse.Namespace, missing: dict) -> list[dict
                 if peer == "alone":
                     worker = Alone(run, arguments.binary, source, folder, arguments.repeat)
                 else:
-                    worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run.bind())
+                    worker = Worker({"torch": "torch_sdpa.py", "jax": "jax_ring.py"}[peer], job, run.bind(), run.environment())
                 if reason := worker.about.get("missing"):
                     missing[peer] = reason
                     print(f"{peer} is skipped: {reason}", file=sys.stderr)
@@ -233,6 +244,7 @@ def main() -> None:
     parser.add_argument("--dtype", type=words, default=["f32", "bf16"], help="f32, bf16")
     parser.add_argument("--threads", type=numbers, default=[1, 2], help="threads of one rank, beside PyTorch")
     parser.add_argument("--rings", type=numbers, default=[2], help="ranks of one thread each, beside JAX and one rank")
+    parser.add_argument("--isa", choices=["auto", "avx2"], default="auto", help="instructions of Ringspan and PyTorch on a CPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", type=words, help="torch, jax, alone (torch and jax on a CPU, torch on a GPU)")
     parser.add_argument("--rounds", type=int, default=3)
@@ -240,6 +252,8 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write all times here")
     arguments = parser.parse_args()
     arguments.peers = arguments.peers or (["torch", "jax"] if arguments.device == "cpu" else ["torch"])
+    if arguments.isa != "auto" and (arguments.device == "cuda" or "jax" in arguments.peers):
+        parser.error("--isa is for Ringspan and PyTorch on a CPU: add --peers torch, alone or both")
     if arguments.device == "cuda" and "jax" in arguments.peers:
         parser.error("the ring in JAX runs on CPUs; possible with --device cuda are torch, alone")
     for given, known in ((arguments.cases, CASES), (arguments.dtype, TOLERANCE), (arguments.peers, ["torch", "jax", "alone"])):
@@ -265,7 +279,7 @@ def main() -> None:
         for mask in arguments.masks:
             for dtype in arguments.dtype:
                 for ring, threads in dict.fromkeys(meshes):
-                    for result in measure(Run(case, mask, dtype, ring, threads, arguments.device), arguments, missing):
+                    for result in measure(Run(case, mask, dtype, ring, threads, arguments.device, arguments.isa), arguments, missing):
                         show(result)
                         results.append(result)
     if arguments.json:

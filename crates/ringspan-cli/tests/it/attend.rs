@@ -31,6 +31,13 @@ fn full_attention_on_every_mesh() {
 }
 
 #[test]
+fn every_instruction_set_of_this_processor_gives_the_same_attention() {
+    let isas = ringspan::kernel::Isa::available();
+    let flags: Vec<String> = isas.iter().map(|isa| format!("--mask causal --ring 2 --isa {isa}")).collect();
+    check(&SIZES, &SIZES.tensors(), &flags, |_, i, j| j <= i);
+}
+
+#[test]
 fn causal_attention_on_every_mesh_and_layout() {
     let mut flags = on_meshes("--mask causal");
     for layout in ["contiguous", "zigzag", "striped:1", "striped:20", "per-document-zigzag"] {

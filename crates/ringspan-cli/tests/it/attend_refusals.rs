@@ -37,6 +37,19 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
+fn instructions_that_are_unknown_or_not_there_are_named_with_those_that_are() {
+    // The parser of flags refuses with status 2, a processor with 1.
+    let bench = Bench::new(&SIZES.tensors());
+    let output = bench.attend("--isa sse9");
+    assert_eq!(output.status.code(), Some(2));
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(message.contains("sse9") && message.contains("portable, avx2 and avx512, and auto"), "{message}");
+    if !ringspan::kernel::Isa::available().contains(&ringspan::kernel::Isa::Avx512) {
+        refused(&SIZES.tensors(), "--isa avx512", &["no avx512", "portable"]);
+    }
+}
+
+#[test]
 fn missing_tensors_are_named_with_what_is_there() {
     refused(&with(&SIZES, &[("k", None)]), "", &["in.safetensors", "`k`", "[B, Sk, G, D]", "d_out, q, v"]);
     refused(&with(&SIZES, &[("d_out", None)]), "--backward", &["`d_out`", "--backward"]);

@@ -30,6 +30,7 @@ fn counts_equal_the_formulas() {
     assert_eq!(report["run"]["ring"], 4);
     assert_eq!(report["run"]["repeat"], 3);
     assert_eq!(report["run"]["layout"], "contiguous");
+    assert_eq!(report["run"]["isa"], ringspan::kernel::Isa::best().to_string());
 }
 
 #[test]
