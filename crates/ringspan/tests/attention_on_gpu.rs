@@ -255,9 +255,10 @@ fn a_step_of_decoding_copies_no_tensor() {
                 let tokens = Tokens { queries: &query, keys: layout.runs(rank), frames: (1, 150) };
                 let count = || comm.barrier().and_then(|()| Ok((gpu.copied(), comm.barrier()?).0));
                 let before = count()?;
-                let (out, lse) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;
+                let (out, statistics) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;
                 let after = count()?;
-                Ok::<_, Error>((kernel.to_host(out)?, kernel.to_host(lse)?, (after.0 - before.0, after.1 - before.1)))
+                let lse = statistics.to_host(kernel)?.lse();
+                Ok::<_, Error>((kernel.to_host(out)?, lse, (after.0 - before.0, after.1 - before.1)))
             };
             let answers = threads::run(ranks, threads::Options::default(), run).expect("decodes");
             for (out, lse, (up, down)) in answers {

@@ -9,7 +9,7 @@ use super::micro::accumulate;
 use super::pack::copy;
 use super::plan::Meeting;
 use super::terms::Terms;
-use super::vector::Simd;
+use super::vector::{Simd, exp};
 use super::{HeadMap, Partial, Tile, View, isa, workers};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -85,7 +85,7 @@ impl Decode<'_> {
             if let Some(terms) = self.terms {
                 terms.of_query(simd, head, &meeting, seen);
             }
-            // The vectors run over the end; exp2 makes exact zeros of what lies there.
+            // The vectors run over the end; exp makes exact zeros of what lies there.
             rest.fill(f32::NEG_INFINITY);
             let max = seen.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
             let finite = simd.splat(max.max(f32::MIN));
@@ -93,7 +93,7 @@ impl Decode<'_> {
             for scores in scores.chunks_exact_mut(S::LANES) {
                 // SAFETY: the chunk has LANES numbers.
                 unsafe {
-                    let x = simd.exp2(simd.sub(simd.load(scores.as_ptr()), finite));
+                    let x = exp(simd, simd.sub(simd.load(scores.as_ptr()), finite));
                     sum = simd.add(sum, x);
                     simd.store(scores.as_mut_ptr(), x);
                 }
@@ -183,7 +183,7 @@ impl Decode<'_> {
             let max = partial.max[head].max(state[0]);
             // A number to measure -inf against, so that no NaN arises.
             let finite = max.max(f32::MIN);
-            let (old, new) = ((partial.max[head] - finite).exp2(), (state[0] - finite).exp2());
+            let (old, new) = ((partial.max[head] - finite).exp(), (state[0] - finite).exp());
             partial.max[head] = max;
             partial.sum[head] = partial.sum[head] * old + state[1] * new;
             let out = &mut partial.out[head * self.v.dim..][..self.v.dim];

@@ -10,7 +10,7 @@ use super::micro::{multiply, multiply_seen};
 use super::pack::{self, Keys};
 use super::plan::{self, Part, Plan};
 use super::terms::{self, Terms};
-use super::vector::Simd;
+use super::vector::{Simd, exp};
 use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
 use std::ops::Range;
@@ -261,7 +261,7 @@ impl Forward<'_> {
         for v in 0..N {
             max[v] = simd.max(state.max[v], if S::PAIR > 1 { simd.mul(max[v], factor) } else { max[v] });
             finite[v] = simd.max(max[v], simd.splat(f32::MIN));
-            alpha[v] = simd.exp2(simd.sub(state.max[v], finite[v]));
+            alpha[v] = exp(simd, simd.sub(state.max[v], finite[v]));
         }
         let mut sum = [simd.splat(0.0); N];
         for row in (0..keys.len()).step_by(S::PAIR) {
@@ -270,14 +270,14 @@ impl Forward<'_> {
                 unsafe {
                     let at = p.as_mut_ptr().add(row * lanes + v * S::LANES);
                     if S::PAIR == 1 {
-                        let x = simd.exp2(simd.sub(simd.load(at), finite[v]));
+                        let x = exp(simd, simd.sub(simd.load(at), finite[v]));
                         sum[v] = simd.add(sum[v], x);
                         simd.store(at, x);
                         continue;
                     }
-                    let below = simd.sub(simd.splat(0.0), finite[v]);
-                    let x = simd.exp2(simd.fma(simd.load(at), factor, below));
-                    let y = simd.exp2(simd.fma(simd.load(at.add(lanes)), factor, below));
+                    // Rounded before the maximum, one of these, is taken away: no weight exceeds 1.
+                    let x = exp(simd, simd.sub(simd.mul(simd.load(at), factor), finite[v]));
+                    let y = exp(simd, simd.sub(simd.mul(simd.load(at.add(lanes)), factor), finite[v]));
                     sum[v] = simd.add(sum[v], simd.add(x, y));
                     if frame.is_some() {
                         simd.store(at, x);

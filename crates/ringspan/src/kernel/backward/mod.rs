@@ -1,4 +1,4 @@
-//! The backward pass: five products per block of keys and block of queries, scores recomputed from the log-sum-exp.
+//! The backward pass: five products per block of keys and block of queries, weights recomputed from the softmax's maximum and sum.
 //!
 //! S^T and dP^T have queries in the lanes; dV += P^T dO, dK += dS^T Q and dQ += dS K have the head width in the lanes.
 //! P^T and dS^T are then only broadcast, so nothing is transposed in the loop. Source: Dao, 2023 (arXiv:2307.08691),
@@ -33,7 +33,9 @@ pub(super) struct Backward<'a> {
     pub(super) v: View<'a>,
     pub(super) d_out: View<'a>,
     /// `[H, Tq]`
-    pub(super) lse: &'a [f32],
+    pub(super) max: &'a [f32],
+    /// `[H, Tq]`
+    pub(super) sum: &'a [f32],
     /// `[H, Tq]`
     pub(super) delta: &'a [f32],
     pub(super) heads: &'a HeadMap,
@@ -141,7 +143,7 @@ impl Backward<'_> {
         }
     }
 
-    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane lse * log2(e) and delta. Whether some of it is no number.
+    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane the statistics. Whether some of it is no number.
     #[inline(always)]
     fn pack_queries<S: Simd>(&self, simd: S, sizes: Sizes, head: usize, block: usize, to: &mut QueryBlock) -> bool {
         let (rows, lanes) = (self.plan.rows(block), sizes.lanes);
@@ -158,11 +160,12 @@ impl Backward<'_> {
         let mut numbers = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
         for lane in 0..lanes {
             // A query that sees nothing is measured against +inf: all its probabilities are exactly 0.
-            let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.lse[at] != f32::NEG_INFINITY);
-            to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.lse[at] * std::f32::consts::LOG2_E);
-            to.statistics[lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
-            // A log-sum-exp that is +inf in earnest is found by the keys or the query that made it so.
-            numbers &= !to.statistics[lane].is_nan() && to.statistics[lanes + lane].is_finite();
+            let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.sum[at] != 0.0);
+            to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.max[at]);
+            to.statistics[lanes + lane] = at.map_or(0.0, |at| 1.0 / self.sum[at]);
+            to.statistics[2 * lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
+            // A maximum can have passed over a NaN; the sum has it.
+            numbers &= !to.statistics[lanes + lane].is_nan() && to.statistics[2 * lanes + lane].is_finite();
         }
         !numbers
     }

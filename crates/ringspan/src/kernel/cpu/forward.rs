@@ -13,28 +13,30 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 impl Cpu {
+    /// [`forward`](Self::forward), for queries without a backward pass.
+    pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
+        let Inputs { q, k, v, heads, score, bias } = *inputs;
+        if q.tokens > 1 {
+            return self.forward(inputs, tiles, partial);
+        }
+        // Packing would cost more than the whole product.
+        self.hook.begin();
+        let terms = Terms::new(score, bias);
+        let seen = |tile: &Tile| {
+            let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
+            tile.k.start + keys.start..tile.k.start + keys.end
+        };
+        let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
+        let job = Decode { q, k, v, heads, factor: terms::factor(score), terms: terms.as_ref() };
+        let (code, progress) = (Code::new(self.isa, false), |worker| self.progress(worker));
+        job.run(code, self.threads, &self.pool, &progress, &visible, partial);
+    }
+
     /// Adds the keys of `tiles` to the softmax state of the queries.
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         let (factor, terms) = (terms::factor(score), Terms::new(score, bias));
-        if q.tokens == 1 {
-            // Packing would cost more than the whole product.
-            let seen = |tile: &Tile| {
-                let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
-                tile.k.start + keys.start..tile.k.start + keys.end
-            };
-            let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
-            let job = Decode { q, k, v, heads, factor, terms: terms.as_ref() };
-            return job.run(
-                Code::new(self.isa, false),
-                self.threads,
-                &self.pool,
-                &|worker| self.progress(worker),
-                &visible,
-                partial,
-            );
-        }
         let code = self.code(inputs);
         let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {

@@ -49,13 +49,6 @@ impl Cpu {
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
     pub(super) fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { q, k, v, heads, bias, .. } = *inputs;
-        if q.tokens == 1 {
-            let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
-            let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
-            let states = lines(k.heads * chunks * group * (2 + v.dim));
-            let workers = self.threads.min(k.heads * chunks);
-            return bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)));
-        }
         let code = self.code(inputs);
         let (Some(first), Some(last)) = (tiles.iter().map(|t| t.k.start).min(), tiles.iter().map(|t| t.k.end).max())
         else {
@@ -64,6 +57,19 @@ impl Cpu {
         let keys = Keys::size(last.saturating_sub(first / code.rows() * code.rows()), &k, &v, code).0;
         let tasks = heads.heads() * q.tokens.div_ceil(code.lanes());
         bytes(keys + self.threads.min(tasks) * super::forward::scratch(q.dim, v.dim, code, bias.is_some()))
+    }
+
+    /// Most bytes of buffers that a [`decode`](Self::decode) call of these shapes holds besides its arguments.
+    pub(super) fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
+        let Inputs { q, k, v, heads, .. } = *inputs;
+        if q.tokens > 1 {
+            return self.forward_workspace(inputs, tiles);
+        }
+        let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
+        let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
+        let states = lines(k.heads * chunks * group * (2 + v.dim));
+        let workers = self.threads.min(k.heads * chunks);
+        bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)))
     }
 
     /// Most bytes of buffers that a [`backward`](Self::backward) call of these shapes holds besides its arguments.

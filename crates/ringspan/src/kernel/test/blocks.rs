@@ -113,8 +113,15 @@ fn a_call_holds_no_more_than_it_says() {
                     let (forward, both) = (kernel(), kernel());
                     forward.forward(&inputs, tiles, &mut Partial::new(queries, 4, 40)).expect("no failure");
                     problem.computed(&both, &values);
-                    let said = forward.forward_workspace(&inputs, tiles);
+                    let mut said = forward.forward_workspace(&inputs, tiles);
                     assert!(0 < forward.held() && forward.held() <= said, "{queries}: {} of {said}", forward.held());
+                    if queries == 1 {
+                        let decode = kernel();
+                        decode.decode(&inputs, tiles, &mut Partial::new(1, 4, 40)).expect("no failure");
+                        let of_decode = decode.decode_workspace(&inputs, tiles);
+                        assert!(0 < decode.held() && decode.held() <= of_decode, "{} of {of_decode}", decode.held());
+                        said += of_decode;
+                    }
                     let said = said + both.backward_workspace(&inputs, tiles);
                     assert!(
                         forward.held() < both.held() && both.held() <= said,
@@ -212,7 +219,9 @@ fn one_query_over_a_cache_has_the_same_bits_with_any_threads() {
                 .map(|threads| problem.computed(&Kernel::with_isa(threads, isa).expect("available"), &values))
                 .collect();
             for answer in &answers {
-                assert!(answers[0].out == answer.out && answers[0].lse == answer.lse, "{isa:?}");
+                let results =
+                    |answer: &Answer| [&answer.out, &answer.lse, &answer.decoded, &answer.decoded_lse].map(Vec::clone);
+                assert_eq!(results(&answers[0]), results(answer), "{isa:?}");
                 wanted.compare(answer, 5e-6, &format!("{isa:?}"));
             }
         }
