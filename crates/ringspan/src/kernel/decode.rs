@@ -8,7 +8,7 @@ use super::isa::Code;
 use super::micro::accumulate;
 use super::pack::copy;
 use super::plan::Meeting;
-use super::terms::Terms;
+use super::terms::{Scaling, Terms};
 use super::vector::{Simd, exp};
 use super::{HeadMap, Partial, Tile, View, isa, workers};
 use std::ops::Range;
@@ -29,8 +29,7 @@ pub(super) struct Decode<'a> {
     pub(super) k: View<'a>,
     pub(super) v: View<'a>,
     pub(super) heads: &'a HeadMap,
-    /// [`terms::factor`](super::terms::factor)
-    pub(super) factor: f32,
+    pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
 }
 
@@ -67,7 +66,7 @@ impl Decode<'_> {
         let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, few) = rest.split_at_mut(heads.len() * v_wide);
-        copy(simd, queries, wide, self.factor, |i| Some(self.q.at(0, heads.start + i)));
+        copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(0, heads.start + i)));
         for from in rows.clone().step_by(ROWS) {
             let few = &mut few[..ROWS * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
@@ -82,6 +81,9 @@ impl Decode<'_> {
         let state = states.chunks_exact_mut(self.state());
         for ((scores, state), head) in scores.chunks_exact_mut(CHUNK).zip(state).zip(heads.clone()) {
             let (seen, rest) = scores.split_at_mut(rows.len());
+            if self.scaling.products != 1.0 {
+                seen.iter_mut().for_each(|s| *s *= self.scaling.products);
+            }
             if let Some(terms) = self.terms {
                 terms.of_query(simd, head, &meeting, seen);
             }

@@ -16,7 +16,7 @@ use super::buffer::Target;
 use super::isa::Code;
 use super::pack::{copy, is_finite, operand_columns, panels};
 use super::plan::Plan;
-use super::terms::Terms;
+use super::terms::{Scaling, Terms};
 use super::vector::Simd;
 use super::{HeadMap, KEY_BLOCK, View};
 use buffers::{KeyBlock, QueryBlock};
@@ -42,8 +42,7 @@ pub(super) struct Backward<'a> {
     pub(super) plan: &'a Plan<'a>,
     pub(super) code: Code,
     pub(super) scale: f32,
-    /// [`terms::factor`]
-    pub(super) factor: f32,
+    pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
     /// `[Tq, H or 1, Sk]`; rows of a head, or of all heads, are one worker's.
     pub(super) d_bias: Target,
@@ -152,7 +151,7 @@ impl Backward<'_> {
             (lane < rows.len() && self.plan.sees_anything(row)).then_some(row)
         };
         let (q_row, d_row) = (|lane| Some(self.q.at(row(lane)?, head)), |lane| Some(self.d_out.at(row(lane)?, head)));
-        operand_columns(simd, to.q_t, self.q.dim, lanes, self.factor, q_row);
+        operand_columns(simd, to.q_t, self.q.dim, lanes, self.scaling.queries, q_row);
         operand_columns(simd, to.d_out_t, self.v.dim, lanes, 1.0, d_row);
         copy(simd, &mut to.q[..lanes / S::PAIR * sizes.wide], sizes.wide, self.scale, q_row);
         copy(simd, &mut to.d_out[..lanes / S::PAIR * sizes.v_wide], sizes.v_wide, 1.0, d_row);

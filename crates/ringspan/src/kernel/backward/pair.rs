@@ -47,8 +47,7 @@ impl Backward<'_> {
             self.plan.bounds(block, part, base + keys.start, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
         let (low, high) = &bounds;
-        // Where queries are in bf16 they are not scaled.
-        let factor = simd.splat(self.factor);
+        let factor = simd.splat(self.scaling.products);
         let zero = [[simd.splat(0.0); N]; R];
         // Of the border only the vectors that see something; where all pairs are passed over, all are computed.
         let whole = 0..keys.len();
@@ -86,7 +85,7 @@ impl Backward<'_> {
                     let max = simd.load(queries.statistics.as_ptr().add(v * S::LANES));
                     let inverse_sum = simd.load(queries.statistics.as_ptr().add(lanes + v * S::LANES));
                     for (i, s) in s.iter().enumerate() {
-                        let s = if S::PAIR == 1 { s[v] } else { simd.mul(s[v], factor) };
+                        let s = simd.mul(s[v], factor);
                         let weight = simd.mul(exp(simd, simd.sub(s, max)), inverse_sum);
                         simd.store(p.add(i * lanes + v * S::LANES), weight);
                     }
@@ -117,9 +116,8 @@ impl Backward<'_> {
                     let inverse_sum = simd.load(queries.statistics.as_ptr().add(lanes + lane));
                     let delta = simd.load(queries.statistics.as_ptr().add(2 * lanes + lane));
                     for (i, ([s], [dp])) in s.into_iter().zip(dp).enumerate() {
-                        let s = if S::PAIR == 1 { s } else { simd.mul(s, factor) };
                         let hidden = simd.splat(f32::NEG_INFINITY);
-                        let s = simd.within(s, simd.splat((row + i) as f32), low, high, hidden);
+                        let s = simd.within(simd.mul(s, factor), simd.splat((row + i) as f32), low, high, hidden);
                         let p = simd.mul(exp(simd, simd.sub(s, max)), inverse_sum);
                         let to = (key + i) * lanes + lane;
                         simd.store(at.p.as_mut_ptr().add(to), p);
@@ -203,7 +201,18 @@ impl Backward<'_> {
         let mut sums = TermSums { table: at.table, max, inverse_sum, delta };
         let (p, ds) = (&mut at.p[keys.start * lanes..], &mut at.ds[keys.start * lanes..]);
         // SAFETY: all are [keys][lanes], the statistics of all lanes.
-        unsafe { terms.gradients::<S, N>(simd, &frame, p.as_mut_ptr(), ds.as_mut_ptr(), at.bias, bounds, &mut sums) };
+        unsafe {
+            terms.gradients::<S, N>(
+                simd,
+                self.scaling.products,
+                &frame,
+                p.as_mut_ptr(),
+                ds.as_mut_ptr(),
+                at.bias,
+                bounds,
+                &mut sums,
+            )
+        };
         let Some(bias) = &self.bias else { return };
         for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, frame.row(lane)?))) {
             let row = row * bias.heads + head.min(bias.heads - 1);

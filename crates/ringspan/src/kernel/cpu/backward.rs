@@ -2,7 +2,7 @@
 
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
-use super::super::terms::{self, Terms};
+use super::super::terms::Terms;
 use super::super::{Data, Inputs, Saved, Sums, Tile, isa, workers};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
@@ -66,7 +66,7 @@ impl Cpu {
             plan: &plan,
             code,
             scale: score.scale,
-            factor: terms::factor(score),
+            scaling: self.scaling(inputs, terms.is_some()),
             terms: terms.as_ref(),
             bias,
             dq: Target::new(dq),

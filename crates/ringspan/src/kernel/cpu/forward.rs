@@ -6,7 +6,7 @@ use super::super::forward::{self, Forward};
 use super::super::isa::Code;
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
-use super::super::terms::{self, Terms};
+use super::super::terms::{Scaling, Terms};
 use super::super::{HeadMap, Inputs, Partial, Tile, isa, workers};
 use super::{Cpu, plan};
 use std::ops::Range;
@@ -27,7 +27,7 @@ impl Cpu {
             tile.k.start + keys.start..tile.k.start + keys.end
         };
         let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
-        let job = Decode { q, k, v, heads, factor: terms::factor(score), terms: terms.as_ref() };
+        let job = Decode { q, k, v, heads, scaling: Scaling::new(score, terms.is_some(), &q), terms: terms.as_ref() };
         let (code, progress) = (Code::new(self.isa, false), |worker| self.progress(worker));
         job.run(code, self.threads, &self.pool, &progress, &visible, partial);
     }
@@ -36,7 +36,7 @@ impl Cpu {
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let (factor, terms) = (terms::factor(score), Terms::new(score, bias));
+        let terms = Terms::new(score, bias);
         let code = self.code(inputs);
         let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
@@ -50,7 +50,7 @@ impl Cpu {
             plan: &plan,
             keys: &keys,
             v_dim: v.dim,
-            factor,
+            scaling: self.scaling(inputs, terms.is_some()),
             terms: terms.as_ref(),
             out: Target::new(&mut partial.out),
             max: Target::new(&mut partial.max),

@@ -11,7 +11,7 @@ use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::Keys;
 use super::plan::Plan;
-use super::terms::Terms;
+use super::terms::{Scaling, Terms};
 use super::{Data, Inputs, Isa, Tile};
 use hook::Hook;
 
@@ -44,6 +44,12 @@ impl Cpu {
     fn code(&self, inputs: &Inputs) -> Code {
         let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| matches!(view.data, Data::Bf16(_)));
         Code::new(self.isa, halves && inputs.score.scale > 0.0)
+    }
+
+    /// Where products are scaled, in the code that computes them.
+    fn scaling(&self, inputs: &Inputs, terms: bool) -> Scaling {
+        let scaling = Scaling::new(inputs.score, terms, &inputs.q);
+        if self.code(inputs).pair() > 1 { scaling.of_pairs() } else { scaling }
     }
 
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
