@@ -95,8 +95,7 @@ pub fn attention_keeping(
     let first = before.is_none();
     let (out, statistics) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.statistics));
     let (group_of_op, schedule) = (group.clone(), schedule.clone());
-    let op =
-        Attention { group: group_of_op, schedule, score, out: Mutex::new(out), statistics: statistics.clone() };
+    let op = Attention { group: group_of_op, schedule, score, out: Mutex::new(out), statistics: statistics.clone() };
     let readable = |tensor| loan::readable(group.kernel(), tensor);
     let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
     if first {
@@ -199,7 +198,8 @@ impl CustomOp3 for Attention {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         // The gradient may be a broadcast view.
         let d_out = d_out.contiguous()?;
-        let Some(Statistics { max, sum }) = self.statistics.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+        let Some(Statistics { max, sum }) = self.statistics.lock().unwrap_or_else(PoisonError::into_inner).take()
+        else {
             bail!("the backward pass of an attention whose statistics are gone: it was differentiated before");
         };
         let kernel = self.group.kernel();

@@ -106,3 +106,20 @@ fn ranks_with_tensors_of_other_types_do_not_take_one_for_the_other() {
         }
     }
 }
+
+#[test]
+fn a_number_beyond_the_wire_s_type_stops_all_ranks() {
+    let problem = Problem::new(1, LEN, 4, 4, 16, Mask::full());
+    for grid in [(3, 1), (1, 3)] {
+        let on = On { wire: Wire::F16, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
+        let mut inputs = problem.inputs(3);
+        let last = inputs.k.len() - 1;
+        // What rounds to the greatest number travels, and so does what is infinite anyway.
+        (inputs.k[last], inputs.v[last]) = (-65519.0, f32::INFINITY);
+        problem.on_mesh(&inputs, on).expect("it fits");
+        inputs.k[last] = -70000.0;
+        let error = problem.on_mesh(&inputs, on).expect_err("it does not").to_string();
+        assert!(["-70000.0", "f16", "65504.0"].iter().all(|word| error.contains(word)), "{error}");
+        problem.on_mesh(&inputs, On { wire: Wire::Bf16, ..on }).expect("bf16 has room");
+    }
+}

@@ -141,7 +141,9 @@ impl Score {
         }
         if let Some(cap) = self.softcap {
             if !(cap > 0.0 && cap <= most) {
-                return Err(Error::Score(format!("a softcap must be a number above 0 and up to {most:?}, not {cap:?}")));
+                return Err(Error::Score(format!(
+                    "a softcap must be a number above 0 and up to {most:?}, not {cap:?}"
+                )));
             }
             // What products are multiplied with, before tanh.
             let share = scale / cap;
@@ -161,7 +163,11 @@ impl Score {
             }
             Some(Relative::Buckets(buckets)) => {
                 per_head("the table of relative buckets", buckets.table.len(), buckets.count)?;
-                each(&format!("a term of relative buckets is a number up to {most:?}, or -inf"), &buckets.table, is_logit)?;
+                each(
+                    &format!("a term of relative buckets is a number up to {most:?}, or -inf"),
+                    &buckets.table,
+                    is_logit,
+                )?;
                 let exact = buckets.exact();
                 if exact == 0 || buckets.max_distance <= exact {
                     return Err(Error::Score(format!(
