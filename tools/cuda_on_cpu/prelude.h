@@ -76,6 +76,8 @@ template <class To, class From> To same_bits(From from) {
 inline float __int_as_float(int bits) { return same_bits<float>(bits); }
 inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
 inline int __float_as_int(float x) { return same_bits<int>(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
 inline double __longlong_as_double(long long bits) { return same_bits<double>(bits); }
 inline long long __double_as_longlong(double x) { return same_bits<long long>(x); }

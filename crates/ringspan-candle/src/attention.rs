@@ -8,7 +8,7 @@ use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, 
 #[cfg(feature = "cuda")]
 use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
-use ringspan::kernel::Floats;
+use ringspan::kernel::{Floats, Statistics};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -34,20 +34,20 @@ pub fn attention(
     attention_keeping(group, schedule, q, k, v, score, &mut Memory::default())
 }
 
-/// What attention computed: output `[T, H, Dv]` and log-sum-exp `[H, T]`, where it was computed.
+/// What attention computed: output `[T, H, Dv]` and the softmax's maxima and sums `[H, T]`, where it was computed.
 #[derive(Debug, Clone)]
 pub struct Kept {
     out: kept::Kept,
-    lse: Statistics,
+    statistics: OnTheWay,
 }
 
-/// Log-sum-exps on their way from the forward pass to the backward; none before the one, and behind the other.
-type Statistics = Arc<Mutex<Option<Tensor>>>;
+/// Statistics on their way from the forward pass to the backward; none before the one, and behind the other.
+type OnTheWay = Arc<Mutex<Option<Statistics<Tensor>>>>;
 
 /// Where attention looks for what it computed before, and leaves what it computes.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// How outputs are stored; log-sum-exps, one number a head, are never rounded.
+    /// How outputs are stored; statistics, two numbers a head, are never rounded.
     storage: Stored,
     kept: Option<Kept>,
 }
@@ -59,13 +59,13 @@ impl Memory {
         Self { storage, kept: None }
     }
 
-    /// The same output, which waits on the CPU as [`kept::Kept::away`] says. Log-sum-exps, one number a head, stay.
+    /// The same output, which waits on the CPU as [`kept::Kept::away`] says. Statistics, two numbers a head, stay.
     ///
     /// # Errors
     /// As there.
     pub fn away(&mut self, offload: &Offload) -> Result<()> {
-        if let Some(Kept { out, lse }) = self.kept.take() {
-            self.kept = Some(Kept { out: out.away(offload)?, lse });
+        if let Some(Kept { out, statistics }) = self.kept.take() {
+            self.kept = Some(Kept { out: out.away(offload)?, statistics });
         }
         Ok(())
     }
@@ -93,25 +93,25 @@ pub fn attention_keeping(
 ) -> Result<Tensor> {
     let before = memory.kept.take();
     let first = before.is_none();
-    let (out, lse) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.lse));
-    let op =
-        Attention { group: group.clone(), schedule: schedule.clone(), score, out: Mutex::new(out), lse: lse.clone() };
+    let (out, statistics) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.statistics));
+    let (group_of_op, schedule) = (group.clone(), schedule.clone());
+    let op = Attention { group: group_of_op, schedule, score, out: Mutex::new(out), statistics: statistics.clone() };
     let readable = |tensor| loan::readable(group.kernel(), tensor);
     let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
     if first {
-        memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, lse });
+        memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, statistics });
     }
     out.to_device(q.device())
 }
 
-/// One call. Candle gives an operation one output, so the log-sum-exp waits here for the backward pass.
+/// One call. Candle gives an operation one output, so the statistics wait here for the backward pass.
 struct Attention {
     group: Arc<Group>,
     schedule: Arc<Schedule>,
     score: Score,
     /// Computed before.
     out: Mutex<Option<kept::Kept>>,
-    lse: Statistics,
+    statistics: OnTheWay,
 }
 
 impl Attention {
@@ -121,14 +121,15 @@ impl Attention {
         known.map(|kept| kept.of(shape)).transpose()
     }
 
-    /// The output where the kernel has it; the log-sum-exp is left on `device`.
+    /// The output where the kernel has it; the statistics are left on `device`.
     fn forward(&self, [q, k, v]: [&Loan; 3], device: &Device) -> Result<Floats> {
         let (q, k, v) = (q.view()?, k.view()?, v.view()?);
         let inputs = Inputs::new(q, k, v, &self.score);
-        let Forward { out, lse, .. } =
+        let Forward { out, statistics: Statistics { max, sum }, .. } =
             on_device::forward(&self.group, &self.schedule, &inputs).map_err(candle_core::Error::wrap)?;
-        let lse = loan::tensor(self.group.kernel(), lse, (q.heads, q.tokens), device)?;
-        *self.lse.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse);
+        let tensor = |values| loan::tensor(self.group.kernel(), values, (q.heads, q.tokens), device);
+        let statistics = Statistics { max: tensor(max)?, sum: tensor(sum)? };
+        *self.statistics.lock().unwrap_or_else(PoisonError::into_inner) = Some(statistics);
         Ok(out)
     }
 }
@@ -197,16 +198,19 @@ impl CustomOp3 for Attention {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         // The gradient may be a broadcast view.
         let d_out = d_out.contiguous()?;
-        let Some(lse) = self.lse.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            bail!("the backward pass of an attention whose log-sum-exp is gone: it was differentiated before");
+        let Some(Statistics { max, sum }) = self.statistics.lock().unwrap_or_else(PoisonError::into_inner).take()
+        else {
+            bail!("the backward pass of an attention whose statistics are gone: it was differentiated before");
         };
         let kernel = self.group.kernel();
-        let guards = [q, k, v, out, &d_out, &lse].map(Tensor::storage_and_layout);
+        let guards = [q, k, v, out, &d_out, &max, &sum].map(Tensor::storage_and_layout);
         let loans = guards.each_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout));
-        let [q_loan, k_loan, v_loan, out, d_out, lse] = loans;
-        let (q_loan, k_loan, v_loan, out, d_out, lse) = (q_loan?, k_loan?, v_loan?, out?, d_out?, lse?);
+        let [q_loan, k_loan, v_loan, out, d_out, max, sum] = loans;
+        let (q_loan, k_loan, v_loan) = (q_loan?, k_loan?, v_loan?);
+        let (out, d_out, max, sum) = (out?, d_out?, max?, sum?);
         let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
-        let saved = Forward { out: out.data()?, lse: lse.data()?, peak_bytes: 0 };
+        let statistics = Statistics { max: max.data()?, sum: sum.data()? };
+        let saved = Forward { out: out.data()?, statistics, peak_bytes: 0 };
         let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
             .map_err(candle_core::Error::wrap)?;
         let tensor = |values, like: &Tensor| {

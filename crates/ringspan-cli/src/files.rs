@@ -107,6 +107,17 @@ impl<const N: usize> Given<'_, N> {
         self.float_rows(&[0], self.shape.iter().product())
     }
 
+    /// The finite element of a float tensor for which `size` is greatest; 0 if there is none.
+    pub(crate) fn greatest(&self, size: impl Fn(f32) -> f32) -> f32 {
+        let greater = |most: f32, x: f32| if x.is_finite() && size(x) > size(most) { x } else { most };
+        let (pairs, fours) = (self.data.chunks_exact(2), self.data.chunks_exact(4));
+        match self.dtype {
+            Dtype::BF16 => pairs.map(|b| bytemuck::pod_read_unaligned::<half::bf16>(b).to_f32()).fold(0.0, greater),
+            Dtype::F16 => pairs.map(|b| bytemuck::pod_read_unaligned::<half::f16>(b).to_f32()).fold(0.0, greater),
+            _ => fours.map(bytemuck::pod_read_unaligned::<f32>).fold(0.0, greater),
+        }
+    }
+
     /// Rows of `width` elements each of a float tensor, in its type.
     pub(crate) fn stored_rows(&self, rows: &[usize], width: usize) -> Stored {
         fn read<T: bytemuck::AnyBitPattern>(data: &[u8], rows: &[usize], width: usize) -> Vec<T> {

@@ -12,8 +12,8 @@
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::{bf16, f16};
 use ringspan::kernel::{
-    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score, Sums,
-    Tile, View,
+    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score,
+    Statistics, Sums, Tile, View,
 };
 use ringspan::mask::Band;
 use std::hint::black_box;
@@ -104,25 +104,25 @@ impl Case {
         self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial).expect("a CPU does not fail"));
     }
 
-    /// Log-sum-exp and delta, which the backward pass starts from.
-    fn saved(&self, kernel: &Kernel) -> (Vec<f32>, Vec<f32>) {
+    /// Statistics and delta, which the backward pass starts from.
+    fn saved(&self, kernel: &Kernel) -> (Statistics, Vec<f32>) {
         let mut partial = Partial::new(self.s, self.h, self.d);
         self.forward(kernel, &mut partial);
-        let (out, lse) = partial.finish(self.s, self.h, self.d, None);
+        let (out, statistics) = partial.finish(self.s, self.h, self.d, None);
         (
-            lse,
+            statistics,
             kernel
                 .delta(View::new(&out, self.s, self.h, self.d).expect("its size"), self.d_out())
                 .expect("a CPU does not fail"),
         )
     }
 
-    fn backward(&self, kernel: &Kernel, (lse, delta): &(Vec<f32>, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
+    fn backward(&self, kernel: &Kernel, (statistics, delta): &(Statistics, Vec<f32>), sums: &mut [Vec<f32>; 3]) {
         let [dq, dk, dv] = sums;
         let mut d_table = vec![0.0; score(self.h, self.d).table_len()];
         let (dq, dk, dv, d_table) = (dq.into(), dk.into(), dv.into(), (&mut d_table).into());
         let mut sums = Sums { dq, dk, dv, d_table, d_bias: FloatsMut::Host(&mut []) };
-        let saved = Saved { lse: Data::F32(lse), delta: Data::F32(delta), d_out: self.d_out() };
+        let saved = Saved { statistics: statistics.data(), delta: Data::F32(delta), d_out: self.d_out() };
         self.with(|inputs| kernel.backward(inputs, &self.tiles(), &saved, &mut sums).expect("a CPU does not fail"));
     }
 

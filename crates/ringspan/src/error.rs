@@ -88,6 +88,16 @@ pub enum Error {
         /// Those of this processor, the fastest first.
         available: String,
     },
+    /// A number is too large for the type in which it would travel between ranks.
+    #[error("a tensor holds {value}, which cannot travel as {wire}: that ends at {limit}")]
+    WireRange {
+        /// The number.
+        value: String,
+        /// The type.
+        wire: &'static str,
+        /// Its greatest number.
+        limit: String,
+    },
     /// A device other than the CPU is not there, or failed.
     #[error("{device}: {operation}: {message}")]
     Device {

@@ -192,10 +192,10 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
 fn allowed(shape: Shape, tokens: f64) -> [f64; 2] {
     let (h, g, d) = (shape.heads as f64, shape.kv_heads as f64, shape.dim as f64);
     let block = 2.0 * g * d;
-    // Q, K, V, the output with maximum and sum, which become the log-sum-exp; two blocks.
+    // Q, K, V, the output with maximum and sum; two blocks.
     let forward = h * d + block + h * (d + 2.0) + 2.0 * block;
-    // Q, K, V, O, dO, log-sum-exp and delta; dQ, dK and dV; two blocks of keys and values, and two of their gradients.
-    let backward = 3.0 * h * d + block + 2.0 * h + h * d + block + 4.0 * block;
+    // Q, K, V, O, dO, maximum, sum and delta; dQ, dK and dV; two blocks of keys and values, and two of their gradients.
+    let backward = 3.0 * h * d + block + 3.0 * h + h * d + block + 4.0 * block;
     [forward, backward].map(|elements| elements * 4.0 * tokens)
 }
 

@@ -161,8 +161,8 @@ fn scores_of_all_kinds() {
     let Some((gpu, _alone)) = gpu() else { return };
     for grid in [(2, 1), (2, 2)] {
         let on = On::new(LayoutKind::Zigzag, Strategy::Ring, grid);
-        // Of sinks: log-sum-exp and row sums of all queries and heads.
-        check(gpu, |dim| causal(4, 2, dim).with_softcap().with_sinks(), on, [0, 2 * 4 * 4 * 100]);
+        // Of sinks: maximum, sum and row sums of all queries and heads.
+        check(gpu, |dim| causal(4, 2, dim).with_softcap().with_sinks(), on, [0, 3 * 4 * 4 * 100]);
         check(gpu, |dim| causal(4, 2, dim).with_alibi().with_dropout(), on, [0, 0]);
         // Of buckets: their gradients [H, 12], of the heads of each rank.
         let tables = 4 * 4 * 12 * grid.0 as u64;
@@ -255,9 +255,10 @@ fn a_step_of_decoding_copies_no_tensor() {
                 let tokens = Tokens { queries: &query, keys: layout.runs(rank), frames: (1, 150) };
                 let count = || comm.barrier().and_then(|()| Ok((gpu.copied(), comm.barrier()?).0));
                 let before = count()?;
-                let (out, lse) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;
+                let (out, statistics) = on_device::decode(&group, &problem.mask, &tokens, &local, merge)?;
                 let after = count()?;
-                Ok::<_, Error>((kernel.to_host(out)?, kernel.to_host(lse)?, (after.0 - before.0, after.1 - before.1)))
+                let lse = statistics.to_host(kernel)?.lse();
+                Ok::<_, Error>((kernel.to_host(out)?, lse, (after.0 - before.0, after.1 - before.1)))
             };
             let answers = threads::run(ranks, threads::Options::default(), run).expect("decodes");
             for (out, lse, (up, down)) in answers {

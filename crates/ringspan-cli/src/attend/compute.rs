@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
-use ringspan::kernel::{Data, Held, Kernel, View};
+use ringspan::kernel::{Data, Held, Kernel, Statistics, View};
 use ringspan::schedule::HeadShare;
 use ringspan::{Group, Schedule};
 use std::sync::Arc;
@@ -150,7 +150,7 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
         };
         // One clock stands for all: the lead's.
         let (seconds_forward, seconds_backward) = (first.seconds_forward.clone(), first.seconds_backward.clone());
-        let forward = Forward { out: Vec::new(), lse: Vec::new(), peak_bytes: 0 };
+        let forward = Forward { out: Vec::new(), statistics: Statistics::default(), peak_bytes: 0 };
         let gradients = first.gradients.as_ref().map(|_| Gradients::default());
         let mut part = Part { forward, gradients, seconds_forward, seconds_backward, report };
         for (of, all) in TENSORS.iter().zip(&tensors) {
@@ -167,9 +167,10 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
 type Place = fn(&mut Part) -> Option<&mut Vec<f32>>;
 
 /// Every tensor of a part.
-const TENSORS: [Place; 8] = [
+const TENSORS: [Place; 9] = [
     |part| Some(&mut part.forward.out),
-    |part| Some(&mut part.forward.lse),
+    |part| Some(&mut part.forward.statistics.max),
+    |part| Some(&mut part.forward.statistics.sum),
     |part| part.gradients.as_mut().map(|of| &mut of.dq),
     |part| part.gradients.as_mut().map(|of| &mut of.dk),
     |part| part.gradients.as_mut().map(|of| &mut of.dv),

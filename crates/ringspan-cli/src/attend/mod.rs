@@ -46,7 +46,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let mask = parameters::mask(args, &tensors, data.query_documents.len())?;
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
     let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads(), args.isa.fixed())?;
-    let plan = plan::Plan::new(args, &data, &mask, &terms, devices.threads())?;
+    let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
     let (ranks, blocks) = devices.connect(ranks)?;
     blocks.iter().for_each(say::note);
     let work = Work {

@@ -142,5 +142,11 @@ fn bias<'a>(file: &Tensors<'a>, sizes: &Sizes) -> Result<Option<Given<'a, 4>>> {
         "{path}: `bias` has shape {:?}, expected [{batch} or 1, {heads} or 1, {queries}, {keys}] [B or 1, H or 1, Sq, Sk]",
         given.shape
     );
+    let greatest = given.greatest(|x| x);
+    ensure!(
+        greatest <= Score::LARGEST_TERM,
+        "{path}: `bias` holds {greatest:?}; a term may be up to {:?}, so that scores with it stay finite",
+        Score::LARGEST_TERM
+    );
     Ok(Some(given))
 }

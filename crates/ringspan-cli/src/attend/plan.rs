@@ -9,6 +9,7 @@ use ringspan::mesh::Grid;
 use ringspan::schedule::{Choice, HeadShare, Link, Machine, Pass, Sizes};
 use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
 use safetensors::Dtype;
+use std::path::Path;
 
 /// What was decided.
 pub(super) struct Plan {
@@ -22,6 +23,7 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(
         args: &AttendArgs,
+        path: &Path,
         input: &Input<'_>,
         mask: &Mask,
         terms: &Terms<'_>,
@@ -49,6 +51,7 @@ impl Plan {
             Ok(schedule.with_head_chunks(args.head_chunks.map_or(1, |chunks| chunks as usize)))
         };
         let wire = wire(args, input);
+        check_range(path, args, input)?;
         let machine = [args.link_bandwidth, args.link_latency, args.rank_speed];
         match args.strategy {
             StrategyChoice::Fixed(strategy) => {
@@ -78,6 +81,25 @@ impl Plan {
             }
         }
     }
+}
+
+/// Whether the type that was asked for has room for all that may travel in it. All ranks look at all tokens, and also where none
+/// travels, so one answer holds for every mesh.
+fn check_range(path: &Path, args: &AttendArgs, Input { q, k, v, .. }: &Input<'_>) -> Result<()> {
+    let (name, limit) = match args.dtype {
+        Some(WireName::Bf16) => ("bf16", half::bf16::MAX.to_f32()),
+        Some(WireName::F16) => ("f16", half::f16::MAX.to_f32()),
+        Some(WireName::F32) | None => return Ok(()),
+    };
+    for (tensor, given) in [("q", q), ("k", k), ("v", v)] {
+        let greatest = given.greatest(f32::abs);
+        ensure!(
+            greatest.abs() <= limit,
+            "{}: `{tensor}` holds {greatest:?}, but with --dtype {name} it would travel in {name}, which ends at {limit:?}",
+            path.display()
+        );
+    }
+    Ok(())
 }
 
 /// The type asked for, or the one in which everything can travel without loss.

@@ -17,7 +17,7 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
     let mut lse = vec![f32::NEG_INFINITY; batch * heads * queries];
     for (rank, part) in parts.iter().enumerate() {
         query.unshard(rank, &part.forward.out, heads * v_dim, &mut out)?;
-        scatter_lse(&part.forward.lse, query, rank, queries, heads, &mut lse);
+        scatter_lse(&part.forward.lse(), query, rank, queries, heads, &mut lse);
     }
     let mut tensors = vec![
         Out::new("out", input.q.dtype, vec![batch, queries, heads, v_dim], out),

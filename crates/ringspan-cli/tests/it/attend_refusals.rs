@@ -213,3 +213,38 @@ fn a_full_disk_is_an_error_and_leaves_the_old_result() {
     assert_eq!(std::fs::read(bench.path("out.safetensors")).expect("still there"), b"good");
     assert_eq!(bench.files(), ["in.safetensors", "out.safetensors"]);
 }
+
+/// The same message on every mesh, whichever rank has the large number, and where nothing travels.
+#[test]
+fn numbers_beyond_the_wire_s_type_are_refused_on_every_mesh() {
+    for (name, shape) in [("q", SIZES.q()), ("k", SIZES.k()), ("v", SIZES.v())] {
+        let mut values = random(shape.iter().product(), 1);
+        // Of the last token, and another of the first; what is infinite already stays so.
+        let last = values.len() - 1;
+        (values[last], values[0], values[1]) = (-70000.0, 66000.0, f32::INFINITY);
+        let tensors = with(&SIZES, &[(name, Some(Tensor::f32(&shape, &values)))]);
+        for mesh in ["", "--ring 2", "--ring 3 --strategy pass-q", "--ulysses 2", "--ring 2 --ulysses 2"] {
+            let flags = format!("--dtype f16 {mesh}");
+            refused(&tensors, &flags, &["in.safetensors", &format!("`{name}`"), "-70000.0", "f16", "65504.0"]);
+        }
+        values[last] = 65504.0;
+        values[0] = -65504.0;
+        let bench = Bench::new(&with(&SIZES, &[(name, Some(Tensor::f32(&shape, &values)))]));
+        bench.results("--dtype f16 --ring 2");
+    }
+}
+
+#[test]
+fn parameters_that_would_overflow_are_refused_with_their_limit() {
+    refused(&SIZES.tensors(), "--scale 1e38", &["1e38", "1e30"]);
+    refused(&SIZES.tensors(), "--softcap 2.4e38", &["2.4e38", "1e38"]);
+    let heads = Tensor::f32(&[4], &[0.0, 3e38, -3e38, 1.0]);
+    refused(&with(&SIZES, &[("sinks", Some(heads))]), "", &["sink", "3e38", "1e38"]);
+    let mut bias = vec![f32::MIN; 36];
+    let tensors = |bias: &[f32]| with(&SIZES, &[("bias", Some(Tensor::f32(&[1, 1, 6, 6], bias)))]);
+    Bench::new(&tensors(&bias)).results("");
+    bias[7] = 3e38;
+    for mesh in ["", "--ring 2"] {
+        refused(&tensors(&bias), mesh, &["in.safetensors", "`bias`", "3e38", "1e38"]);
+    }
+}

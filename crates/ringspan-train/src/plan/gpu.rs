@@ -47,7 +47,7 @@ impl Shape {
         let activations =
             |bytes: u64| ("a layer's activations and their gradients", bytes + self.of_layer(tokens, rows));
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
-        let stays = if self.offloads { self.log_sums(tokens) } else { kept };
+        let stays = if self.offloads { self.statistics(tokens) } else { kept };
         let kept_of =
             |layers: u64, staying: u64| ("kept of the layers", stays * layers + (kept - stays) * layers.min(staying));
         let mut moments = vec![
@@ -125,17 +125,17 @@ impl Shape {
         ])
     }
 
-    /// Bytes of a layer's log-sum-exps, which wait on the GPU whatever leaves it.
-    fn log_sums(&self, tokens: u64) -> u64 {
+    /// Bytes of a layer's maxima and sums of softmaxes, which wait on the GPU whatever leaves it.
+    fn statistics(&self, tokens: u64) -> u64 {
         match self.recompute {
             Recompute::Full => 0,
-            Recompute::KeepAttention | Recompute::Nothing => WIDE * tokens * self.head_counts().0,
+            Recompute::KeepAttention | Recompute::Nothing => 2 * WIDE * tokens * self.head_counts().0,
         }
     }
 
     /// Bytes that a layer lets wait on the CPU.
     pub(super) fn away(&self, tokens: u64) -> u64 {
-        self.kept(tokens, tokens.div_ceil(self.tp)) - self.log_sums(tokens)
+        self.kept(tokens, tokens.div_ceil(self.tp)) - self.statistics(tokens)
     }
 
     /// Bytes of a layer that is computed again, until it is differentiated: of the graph without what the feed-forward part has
@@ -151,7 +151,7 @@ impl Shape {
             Recompute::Nothing => tokens * (attended + 2 * keys + self.hidden + 2 * self.feed_forward),
             _ => 0,
         };
-        self.width() * (stream + projected + held) + WIDE * tokens * (heads + self.dim) + self.of_adapters(tokens)
+        self.width() * (stream + projected + held) + WIDE * tokens * (2 * heads + self.dim) + self.of_adapters(tokens)
     }
 
     /// Bytes of the graph that adapters add: of each output its part, in f32, and the sum; and of what is dropped of an input

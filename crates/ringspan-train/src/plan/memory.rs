@@ -109,22 +109,22 @@ impl Shape {
             let sparse = self.experts.map_or(0, |experts| experts.layers);
             (of_dense * (self.layers - sparse) + of_sparse * sparse) / self.layers.max(1)
         };
-        let (log_sums, numbers) = match self.recompute {
+        let (statistics, numbers) = match self.recompute {
             Recompute::Full => (0, rows * self.hidden),
-            Recompute::KeepAttention => (heads, rows * self.hidden + tokens * attended),
+            Recompute::KeepAttention => (2 * heads, rows * self.hidden + tokens * attended),
             Recompute::Nothing => {
                 let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden;
                 let kept = self.experts.filter(|_| self.keeps_experts());
                 let of_experts = kept.map_or(0, |experts| experts.products(rows));
                 let fed = mean(2 * tokens * self.feed_forward, of_experts);
-                (heads, rows * self.hidden + tokens * of_token + fed)
+                (2 * heads, rows * self.hidden + tokens * of_token + fed)
             }
         };
         let routers = match (self.experts, self.recompute, self.storage) {
             (Some(experts), Recompute::Nothing, _) | (Some(experts), _, Storage::Bf16) => mean(0, experts.router(rows)),
             _ => 0,
         };
-        4 * (tokens * log_sums + routers) + self.kept_width() * numbers
+        4 * (tokens * statistics + routers) + self.kept_width() * numbers
     }
 
     /// Bytes of a layer that is computed again and differentiated.

@@ -6,7 +6,7 @@ use super::ulysses::Part;
 use super::wire::floats;
 use super::{Forward, Group, Inputs, check_shape, f32_bytes, stored_bytes};
 use crate::error::{Error, Result};
-use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, SumPlace, View};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Statistics, SumPlace, View};
 use crate::schedule::{Block, Pass, Rows, Schedule};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -78,7 +78,7 @@ pub fn on_device(
     d_out: View,
 ) -> Result<Gradients<Floats>> {
     inputs.check("attention backward", group, schedule)?;
-    let (kernel, Forward { out, lse, .. }) = (group.kernel(), *forward);
+    let (kernel, Forward { out, statistics, .. }) = (group.kernel(), *forward);
     let (rows, v_dim) = (inputs.q.tokens * inputs.q.heads, inputs.v.dim);
     let elements = |what, actual: usize, dim: usize| {
         let expected = rows * dim;
@@ -87,25 +87,31 @@ pub fn on_device(
         if actual == expected { Ok(()) } else { Err(Error::Shape { operation, what, expected, actual, shape }) }
     };
     elements("out", out.len(), v_dim)?;
-    elements("lse", lse.len(), 1)?;
+    elements("the softmax's maxima", statistics.max.len(), 1)?;
+    elements("the softmax's sums", statistics.sum.len(), 1)?;
     let shape = [inputs.q.tokens, inputs.q.heads, v_dim];
     check_shape("attention backward", group.rank(), "d_out", &d_out, shape)?;
 
     let (tokens, heads) = (inputs.q.tokens, inputs.q.heads);
     let (held, d_out, out) =
         (inputs.hold(kernel)?, kernel.hold(d_out)?, kernel.hold(stored(out, tokens, heads, v_dim)?)?);
-    let lse = kernel.hold(stored(lse, 1, 1, rows)?)?;
-    let (inputs, d_out, lse) = (&held.inputs(), d_out.view(), lse.view().data);
+    let [max, sum] =
+        [kernel.hold(stored(statistics.max, 1, 1, rows)?)?, kernel.hold(stored(statistics.sum, 1, 1, rows)?)?];
+    let statistics = Statistics { max: max.view().data, sum: sum.view().data };
+    let (inputs, d_out) = (&held.inputs(), d_out.view());
     let Inputs { q, k, v, score, bias } = *inputs;
     let delta = kernel.delta_there(out.view(), d_out)?;
     let d_sinks = match &score.sinks {
         // A few numbers a query, which the CPU sums in f64.
-        Some(sinks) => of_sinks(sinks, &kernel.read_floats(lse)?, &kernel.read_floats(delta.data())?),
+        Some(sinks) => {
+            let read = |data| kernel.read_floats(data);
+            of_sinks(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta.data())?])
+        }
         None => Vec::new(),
     };
-    let saved = Saved { lse, delta: delta.data(), d_out };
+    let saved = Saved { statistics, delta: delta.data(), d_out };
     let mut meter = Meter::default();
-    meter.hold([q, k, v, d_out].iter().chain(&bias).map(stored_bytes).sum::<u64>() + f32_bytes(rows * (v.dim + 2)));
+    meter.hold([q, k, v, d_out].iter().chain(&bias).map(stored_bytes).sum::<u64>() + f32_bytes(rows * (v.dim + 3)));
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
@@ -156,15 +162,14 @@ pub fn on_device(
 }
 
 /// What a rank's queries contribute to the gradient of the sinks: a sink is a key whose value is 0, so dS = -P delta.
-fn of_sinks(sinks: &[f32], lse: &[f32], delta: &[f32]) -> Vec<f32> {
-    let tokens = lse.len() / sinks.len().max(1);
+fn of_sinks(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
+    let tokens = delta.len() / sinks.len().max(1);
     let of_head = |(head, &sink): (usize, &f32)| {
-        let rows = head * tokens..(head + 1) * tokens;
-        let share = |(lse, delta): (&f32, &f32)| {
-            let p = if sink == f32::NEG_INFINITY { 0.0 } else { (f64::from(sink) - f64::from(*lse)).exp() };
-            -p * f64::from(*delta)
+        let share = |row: usize| match sink {
+            f32::NEG_INFINITY => 0.0,
+            _ => (f64::from(sink) - f64::from(max[row])).exp() / f64::from(sum[row]) * f64::from(delta[row]),
         };
-        lse[rows.clone()].iter().zip(&delta[rows]).map(share).sum::<f64>() as f32
+        -(head * tokens..(head + 1) * tokens).map(share).sum::<f64>() as f32
     };
     sinks.iter().enumerate().map(of_head).collect()
 }

@@ -5,7 +5,7 @@ use super::wire::{Wire, floats};
 use super::{Group, f32_bytes};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::kernel::{Data, Floats, Inputs, Kernel, Piece, Saved, Stored, View};
+use crate::kernel::{Data, Floats, Inputs, Kernel, Piece, Saved, Statistics, Stored, View};
 use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -57,11 +57,11 @@ impl<'a> Blocks<'a> {
                 Some(bias) => self.kernel.pack(Stored::F32, &[piece(q), piece(bias)])?,
                 None => self.kernel.pack(self.wire.stored(), &[piece(q)])?,
             },
-            (Block::Saved(_), Some(Saved { lse, delta, d_out })) => {
+            (Block::Saved(_), Some(Saved { statistics: Statistics { max, sum }, delta, d_out })) => {
                 let all = |data: Data<'a>| -> Result<Piece> {
                     Ok(Piece { view: stored(data, 1, 1, data.len())?, heads: 0..1, rows: ONE })
                 };
-                self.kernel.pack(Stored::F32, &[piece(&d_out), all(lse)?, all(delta)?])?
+                self.kernel.pack(Stored::F32, &[piece(&d_out), all(max)?, all(sum)?, all(delta)?])?
             }
             _ => return Err(missing(*block)),
         };
@@ -116,12 +116,13 @@ impl<'a> Blocks<'a> {
         let Inputs { q, v, .. } = self.own;
         match (self.foreign(Block::Saved(compute.queries))?, self.saved) {
             (Some((rows, message)), _) => {
-                let values = floats(message, rows * q.heads * (v.dim + 2), "attention backward")?;
-                let (d_out, lse) = (rows * q.heads * v.dim, rows * q.heads * (v.dim + 1));
+                let each = rows * q.heads;
+                let values = floats(message, each * (v.dim + 3), "attention backward")?;
+                let statistic = |number: usize| values.slice(each * (v.dim + number)..each * (v.dim + number + 1));
                 Ok(Saved {
-                    lse: values.slice(d_out..lse),
-                    delta: values.slice(lse..values.len()),
-                    d_out: stored(values.slice(0..d_out), rows, q.heads, v.dim)?,
+                    statistics: Statistics { max: statistic(0), sum: statistic(1) },
+                    delta: statistic(2),
+                    d_out: stored(values.slice(0..each * v.dim), rows, q.heads, v.dim)?,
                 })
             }
             (None, Some(saved)) => Ok(saved),

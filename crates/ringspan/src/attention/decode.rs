@@ -8,7 +8,7 @@ use super::wire::{Wire, floats};
 use super::{Group, Inputs};
 use crate::documents::Run;
 use crate::error::{Error, Result};
-use crate::kernel::{self, Floats, HeadMap, Place, State, Tile};
+use crate::kernel::{self, Floats, HeadMap, Place, State, Statistics, Tile};
 use crate::mask::Mask;
 use std::sync::Arc;
 
@@ -110,11 +110,11 @@ pub fn decode(
     inputs: &Inputs,
     merge: Merge,
 ) -> Result<(Vec<f32>, Vec<f32>)> {
-    let (out, lse) = on_device(group, mask, tokens, inputs, merge)?;
-    Ok((group.kernel().to_host(out)?, group.kernel().to_host(lse)?))
+    let (out, statistics) = on_device(group, mask, tokens, inputs, merge)?;
+    Ok((group.kernel().to_host(out)?, statistics.to_host(group.kernel())?.lse()))
 }
 
-/// [`decode()`] whose results are left where the group's kernel computes.
+/// [`decode()`] whose results are left where the group's kernel computes; [`Statistics::lse`] makes a log-sum-exp of the second.
 ///
 /// # Errors
 /// As of [`decode()`].
@@ -124,7 +124,7 @@ pub fn on_device(
     tokens: &Tokens,
     inputs: &Inputs,
     merge: Merge,
-) -> Result<(Floats, Floats)> {
+) -> Result<(Floats, Statistics<Floats>)> {
     tokens.check()?;
     let count = |runs: &[Run]| runs.iter().map(|run| run.len).sum();
     inputs.check_shapes("attention decode", group.rank(), count(tokens.queries), count(tokens.keys))?;
@@ -148,7 +148,7 @@ pub fn on_device(
         }
     }
     if !tiles.is_empty() {
-        kernel.attend(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut state)?;
+        kernel.decode_into(&kernel::Inputs { q, k, v, heads, score, bias }, &tiles, &mut state)?;
     }
     let state = match merge {
         _ if group.size() == 1 => state,

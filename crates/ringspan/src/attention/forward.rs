@@ -1,4 +1,4 @@
-//! The forward pass: output and log-sum-exp of this rank's queries.
+//! The forward pass: output and softmax statistics of this rank's queries.
 
 use super::block::{Blocks, payload, receive, send, wire_of, zeros};
 use super::meter::Meter;
@@ -6,7 +6,7 @@ use super::ulysses::Part;
 use super::wire::floats;
 use super::{Group, Inputs, f32_bytes, stored_bytes};
 use crate::error::Result;
-use crate::kernel::{self, Data, Floats, HeadMap, Kernel};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Statistics};
 use crate::schedule::{Block, Pass, Schedule};
 use std::sync::Arc;
 
@@ -15,24 +15,29 @@ use std::sync::Arc;
 pub struct Forward<F = Vec<f32>> {
     /// Attention output `[T, H, Dv]`; 0 where a query sees nothing.
     pub out: F,
-    /// Natural log of the sum of exponentials of the scores `[H, T]`; where a query sees nothing, its sink or -inf.
-    pub lse: F,
+    /// What the weights are formed from again, `[H, T]` each.
+    pub statistics: Statistics<F>,
     /// Most bytes this rank held at once: its tensors, blocks of others, messages until they have left, the kernel's
     /// buffers. Not in it: lists and tables of the plan, and what the transport keeps for those who have not asked yet.
     pub peak_bytes: u64,
 }
 
 impl Forward {
+    /// Natural log of the sum of exponentials of the scores `[H, T]`; where a query sees nothing, its sink or -inf.
+    pub fn lse(&self) -> Vec<f32> {
+        self.statistics.lse()
+    }
+
     /// The same numbers where they lie, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
-        Forward { out: Data::F32(&self.out), lse: Data::F32(&self.lse), peak_bytes: self.peak_bytes }
+        Forward { out: Data::F32(&self.out), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
     }
 }
 
 impl Forward<Floats> {
     /// The same numbers where they lie, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
-        Forward { out: self.out.data(), lse: self.lse.data(), peak_bytes: self.peak_bytes }
+        Forward { out: self.out.data(), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
     }
 
     /// The same in the memory of the CPU.
@@ -40,8 +45,8 @@ impl Forward<Floats> {
     /// # Errors
     /// Failures of the kernel's device.
     pub fn to_host(self, kernel: &Kernel) -> Result<Forward> {
-        let Self { out, lse, peak_bytes } = self;
-        Ok(Forward { out: kernel.to_host(out)?, lse: kernel.to_host(lse)?, peak_bytes })
+        let Self { out, statistics, peak_bytes } = self;
+        Ok(Forward { out: kernel.to_host(out)?, statistics: statistics.to_host(kernel)?, peak_bytes })
     }
 }
 
@@ -71,47 +76,48 @@ pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<
     if group.ulysses().size() == 1 {
         let heads = &HeadMap::grouped(q.heads, k.heads)?;
         let inputs = kernel::Inputs { q, k, v, heads, score, bias };
-        let (out, lse) = over_ring(group, schedule, &inputs, &mut meter)?;
-        return Ok(Forward { out, lse, peak_bytes: meter.peak() });
+        let (out, statistics) = over_ring(group, schedule, &inputs, &mut meter)?;
+        return Ok(Forward { out, statistics, peak_bytes: meter.peak() });
     }
 
     let parts = Part::all(group, schedule, inputs)?;
     let mut out = zeros(kernel, q.tokens * q.heads * v.dim, &mut meter)?;
-    let mut lse = zeros(kernel, q.tokens * q.heads, &mut meter)?;
+    let [mut max, mut sum] =
+        [zeros(kernel, q.tokens * q.heads, &mut meter)?, zeros(kernel, q.tokens * q.heads, &mut meter)?];
     let mut results = Vec::new();
     let mut under_way = parts.first().map(|part| part.send(inputs, None, &mut meter)).transpose()?;
     for (number, part) in parts.iter().enumerate() {
         let Some(sent) = under_way.take() else { break };
         let arrived = part.receive(sent, score, &mut meter)?;
         under_way = parts.get(number + 1).map(|next| next.send(inputs, None, &mut meter)).transpose()?;
-        let (out, lse) = over_ring(group, schedule, &arrived.inputs(inputs)?, &mut meter)?;
+        let (out, Statistics { max, sum }) = over_ring(group, schedule, &arrived.inputs(inputs)?, &mut meter)?;
         arrived.release(&mut meter);
-        // What the ring holds for them: out, and lse with the sums it was made of.
-        let held = f32_bytes(out.len() + 2 * lse.len());
-        let lse = kernel.transpose(lse.data(), part.own_heads().len(), part.queries.all_tokens())?;
-        let returned = [(out, v.dim), (lse, 1)].into_iter().zip(0..);
+        let held = f32_bytes(out.len() + max.len() + sum.len());
+        let by_token = |x: Floats| kernel.transpose(x.data(), part.own_heads().len(), part.queries.all_tokens());
+        let returned = [(out, v.dim), (by_token(max)?, 1), (by_token(sum)?, 1)].into_iter().zip(0..);
         let returned = returned.map(|((all, dim), number)| part.return_queries(all, dim, number, &mut meter));
         results.push(returned.collect::<Result<Vec<_>>>()?);
         meter.release(held);
     }
     for (part, results) in parts.iter().zip(results) {
-        // 0 + (-inf) is -inf, so the sum that places the heads leaves the lse of empty rows as it is.
-        for (all, local) in results.into_iter().zip([&mut out, &mut lse]) {
+        // 0 + (-inf) is -inf, so the sum that places the heads leaves the maxima of empty rows as they are.
+        for (all, local) in results.into_iter().zip([&mut out, &mut max, &mut sum]) {
             part.queries.tokens(all, q.heads, local, &mut meter)?;
         }
     }
-    meter.touch(f32_bytes(lse.len()));
-    let lse = kernel.transpose(lse.data(), q.tokens, q.heads)?;
-    Ok(Forward { out, lse, peak_bytes: meter.peak() })
+    meter.touch(f32_bytes(max.len()));
+    let by_head = |x: Floats| kernel.transpose(x.data(), q.tokens, q.heads);
+    let statistics = Statistics { max: by_head(max)?, sum: by_head(sum)? };
+    Ok(Forward { out, statistics, peak_bytes: meter.peak() })
 }
 
-/// Runs the forward plan of this ring rank: output `[Tg, heads, Dv]` and log-sum-exp `[heads, Tg]`.
+/// Runs the forward plan of this ring rank: output `[Tg, heads, Dv]` and statistics `[heads, Tg]`.
 fn over_ring(
     group: &Group,
     schedule: &Schedule,
     inputs: &kernel::Inputs,
     meter: &mut Meter,
-) -> Result<(Floats, Floats)> {
+) -> Result<(Floats, Statistics<Floats>)> {
     let (kernel, rank) = (group.kernel(), group.ring().rank());
     let (heads, v_dim) = (inputs.q.heads, inputs.v.dim);
     let state_bytes = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));

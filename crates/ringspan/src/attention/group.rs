@@ -47,7 +47,8 @@ impl Group {
     /// all three have the same type, and as f32 if not.
     ///
     /// All ranks need the same wire, and without one tensors of the same types, ranks without tokens too: a message in
-    /// another type than the receiver's is an error there, or is waited for in vain.
+    /// another type than the receiver's is an error there, or is waited for in vain. On a CPU a number that the wire has no room
+    /// for is an error on all ranks when it is sent; a GPU sends infinity.
     pub fn with_wire(self, wire: Wire) -> Self {
         Self { wire: Some(wire), ..self }
     }

@@ -50,7 +50,8 @@ pub struct Inputs<'a> {
     /// A term for each query of this rank, head, and key of the query's batch row: `[T, H, Sk]`, or `[T, 1, Sk]` for all
     /// heads.
     ///
-    /// A term below -2.36e38, such as the least f32, hides its pair as -inf does: a query with no other key has output 0.
+    /// A large negative term, such as the least f32, hides its pair from a query that sees other keys; -inf hides it always.
+    /// Among pairs with the same large term weights follow what is left of their scores, as in any softmax in f32.
     pub bias: Option<View<'a>>,
 }
 

@@ -7,7 +7,7 @@ use super::wire::{Wire, floats};
 use super::{Group, Inputs, f32_bytes};
 use crate::comm::Buffer;
 use crate::error::Result;
-use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Score, View};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Score, Statistics, View};
 use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ pub(super) struct Sent {
     k: Moving,
     v: Moving,
     bias: Option<Moving>,
-    saved: Option<[Moving; 3]>,
+    saved: Option<[Moving; 4]>,
 }
 
 /// The inputs of a part: its heads of all the group's tokens.
@@ -42,8 +42,8 @@ pub(super) struct Arrived {
     v: Buffer,
     wire: Wire,
     bias: Option<Buffer>,
-    /// d_out `[Tg, heads, Dv]`, lse and delta `[heads, Tg]`.
-    saved: Option<(Buffer, Floats, Floats)>,
+    /// d_out `[Tg, heads, Dv]`, statistics and delta `[heads, Tg]`.
+    saved: Option<(Buffer, Statistics<Floats>, Floats)>,
     map: HeadMap,
     score: Score,
     tokens: (usize, usize),
@@ -76,7 +76,7 @@ impl<'a> Part<'a> {
         let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
         let saved = match saved {
             None => None,
-            Some(Saved { lse, delta, d_out }) => {
+            Some(Saved { statistics: Statistics { max, sum }, delta, d_out }) => {
                 // Statistics are kept by head; they travel by token like everything else.
                 let (tokens, heads) = (d_out.tokens, d_out.heads);
                 let mut statistic = |values: Data, tag| {
@@ -85,9 +85,9 @@ impl<'a> Part<'a> {
                     let by_token = stored(by_token.data(), tokens, heads, 1)?;
                     self.queries.to_heads(&by_token, q_heads, Wire::F32, tag, meter)
                 };
-                let statistics = [statistic(*lse, self.tag + 5)?, statistic(*delta, self.tag + 6)?];
-                let [lse, delta] = statistics;
-                Some([self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4, meter)?, lse, delta])
+                let (max, sum) = (statistic(*max, self.tag + 5)?, statistic(*sum, self.tag + 6)?);
+                let delta = statistic(*delta, self.tag + 7)?;
+                Some([self.queries.to_heads(d_out, q_heads, Wire::F32, self.tag + 4, meter)?, max, sum, delta])
             }
         };
         let bias = inputs
@@ -111,7 +111,7 @@ impl<'a> Part<'a> {
     pub(super) fn receive(&self, sent: Sent, score: &Score, meter: &mut Meter) -> Result<Arrived> {
         let saved = match sent.saved {
             None => None,
-            Some([d_out, lse, delta]) => {
+            Some([d_out, max, sum, delta]) => {
                 let d_out = self.queries.heads(d_out, meter)?;
                 let (tokens, heads) = (self.queries.all_tokens(), self.share.query.len());
                 let mut by_head = |values: Moving| {
@@ -119,7 +119,8 @@ impl<'a> Part<'a> {
                     meter.touch(values.bytes());
                     self.kernel().transpose(floats(&values, tokens * heads, "the exchange of heads")?, tokens, heads)
                 };
-                Some((d_out, by_head(lse)?, by_head(delta)?))
+                let statistics = Statistics { max: by_head(max)?, sum: by_head(sum)? };
+                Some((d_out, statistics, by_head(delta)?))
             }
         };
         Ok(Arrived {
@@ -164,7 +165,8 @@ impl Arrived {
     /// Gives back what [`receive`](Part::receive) held.
     pub(super) fn release(self, meter: &mut Meter) {
         let tensors = [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).map(Buffer::bytes).sum::<u64>();
-        let saved = |(d_out, lse, delta): &(Buffer, Floats, Floats)| d_out.bytes() + f32_bytes(lse.len() + delta.len());
+        // The maximum, the sum and delta.
+        let saved = |(d_out, _, delta): &(Buffer, _, Floats)| d_out.bytes() + f32_bytes(3 * delta.len());
         meter.release(tensors + self.saved.as_ref().map_or(0, saved));
     }
 
@@ -193,11 +195,11 @@ impl Arrived {
     pub(super) fn saved(&self, v_dim: usize) -> Result<Option<Saved<'_>>> {
         match &self.saved {
             None => Ok(None),
-            Some((d_out, lse, delta)) => {
+            Some((d_out, statistics, delta)) => {
                 let (tokens, heads) = (self.tokens.0, self.map.heads());
                 let d_out = floats(d_out, tokens * heads * v_dim, "the exchange of heads")?;
                 let d_out = stored(d_out, tokens, heads, v_dim)?;
-                Ok(Some(Saved { lse: lse.data(), delta: delta.data(), d_out }))
+                Ok(Some(Saved { statistics: statistics.data(), delta: delta.data(), d_out }))
             }
         }
     }

@@ -8,8 +8,8 @@ use super::isa::Code;
 use super::micro::accumulate;
 use super::pack::copy;
 use super::plan::Meeting;
-use super::terms::Terms;
-use super::vector::Simd;
+use super::terms::{Scaling, Terms};
+use super::vector::{Simd, exp};
 use super::workers::Workers;
 use super::{HeadMap, Partial, Tile, View, isa};
 use std::ops::Range;
@@ -30,8 +30,7 @@ pub(super) struct Decode<'a> {
     pub(super) k: View<'a>,
     pub(super) v: View<'a>,
     pub(super) heads: &'a HeadMap,
-    /// [`terms::factor`](super::terms::factor)
-    pub(super) factor: f32,
+    pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
 }
 
@@ -68,7 +67,7 @@ impl Decode<'_> {
         let (scores, rest) = scratch.split_at_mut(heads.len() * CHUNK);
         let (queries, rest) = rest.split_at_mut(heads.len() * wide);
         let (sums, few) = rest.split_at_mut(heads.len() * v_wide);
-        copy(simd, queries, wide, self.factor, |i| Some(self.q.at(0, heads.start + i)));
+        copy(simd, queries, wide, self.scaling.queries, |i| Some(self.q.at(0, heads.start + i)));
         for from in rows.clone().step_by(ROWS) {
             let few = &mut few[..ROWS * wide];
             copy(simd, few, wide, 1.0, |i| (from + i < rows.end).then(|| self.k.at(from + i, kv)));
@@ -83,10 +82,13 @@ impl Decode<'_> {
         let state = states.chunks_exact_mut(self.state());
         for ((scores, state), head) in scores.chunks_exact_mut(CHUNK).zip(state).zip(heads.clone()) {
             let (seen, rest) = scores.split_at_mut(rows.len());
+            if self.scaling.products != 1.0 {
+                seen.iter_mut().for_each(|s| *s *= self.scaling.products);
+            }
             if let Some(terms) = self.terms {
                 terms.of_query(simd, head, &meeting, seen);
             }
-            // The vectors run over the end; exp2 makes exact zeros of what lies there.
+            // The vectors run over the end; exp makes exact zeros of what lies there.
             rest.fill(f32::NEG_INFINITY);
             let max = seen.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
             let finite = simd.splat(max.max(f32::MIN));
@@ -94,7 +96,7 @@ impl Decode<'_> {
             for scores in scores.chunks_exact_mut(S::LANES) {
                 // SAFETY: the chunk has LANES numbers.
                 unsafe {
-                    let x = simd.exp2(simd.sub(simd.load(scores.as_ptr()), finite));
+                    let x = exp(simd, simd.sub(simd.load(scores.as_ptr()), finite));
                     sum = simd.add(sum, x);
                     simd.store(scores.as_mut_ptr(), x);
                 }
@@ -184,7 +186,7 @@ impl Decode<'_> {
             let max = partial.max[head].max(state[0]);
             // A number to measure -inf against, so that no NaN arises.
             let finite = max.max(f32::MIN);
-            let (old, new) = ((partial.max[head] - finite).exp2(), (state[0] - finite).exp2());
+            let (old, new) = ((partial.max[head] - finite).exp(), (state[0] - finite).exp());
             partial.max[head] = max;
             partial.sum[head] = partial.sum[head] * old + state[1] * new;
             let out = &mut partial.out[head * self.v.dim..][..self.v.dim];

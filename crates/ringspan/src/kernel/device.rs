@@ -6,7 +6,7 @@ use super::cuda::{Cuda, Gpu};
 #[cfg(feature = "cuda")]
 use super::staged;
 use super::workers::Workers;
-use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Sums, Tile, View};
+use super::{Data, Floats, Inputs, Isa, Partial, Relative, Saved, Statistics, Sums, Tile, View};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
@@ -122,6 +122,28 @@ impl Kernel {
     /// # Panics
     /// If shapes, tiles and `partial` do not fit each other.
     pub fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
+        self.add_tiles(inputs, tiles, partial, Cpu::forward)
+    }
+
+    /// [`forward`](Self::forward) of queries that will have no backward pass: a CPU takes a single query a faster way, which
+    /// rounds its scores otherwise than [`backward`](Self::backward) does.
+    ///
+    /// # Errors
+    /// As of [`forward`](Self::forward).
+    ///
+    /// # Panics
+    /// As [`forward`](Self::forward).
+    pub fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
+        self.add_tiles(inputs, tiles, partial, Cpu::decode)
+    }
+
+    fn add_tiles(
+        &self,
+        inputs: &Inputs,
+        tiles: &[Tile],
+        partial: &mut Partial,
+        on_cpu: fn(&Cpu, &Inputs, &[Tile], &mut Partial),
+    ) -> Result<()> {
         check(inputs, tiles);
         let Inputs { q, v, .. } = *inputs;
         let rows = q.tokens * q.heads;
@@ -139,7 +161,7 @@ impl Kernel {
         match &self.0 {
             Device::Cpu(cpu) => {
                 self.check_place(inputs.views())?;
-                cpu.forward(inputs, tiles, partial);
+                on_cpu(cpu, inputs, tiles, partial);
                 Ok(())
             }
             #[cfg(feature = "cuda")]
@@ -190,10 +212,11 @@ impl Kernel {
     pub fn backward(&self, inputs: &Inputs, tiles: &[Tile], saved: &Saved, sums: &mut Sums) -> Result<()> {
         check(inputs, tiles);
         let Inputs { q, k, v, score, bias, .. } = *inputs;
-        let Saved { lse, delta, d_out } = *saved;
+        let Saved { statistics: Statistics { max, sum }, delta, d_out } = *saved;
         let rows = q.tokens * q.heads;
         assert_eq!((d_out.tokens, d_out.heads, d_out.dim), (q.tokens, q.heads, v.dim), "the shape of d_out");
-        assert_eq!([lse.len(), delta.len(), sums.dq.len()], [rows, rows, rows * q.dim], "the sizes of lse, delta, dq");
+        assert_eq!([max.len(), sum.len(), delta.len()], [rows; 3], "the sizes of max, sum and delta");
+        assert_eq!(sums.dq.len(), rows * q.dim, "the size of dq");
         let keys = k.tokens * k.heads;
         assert_eq!([sums.dk.len(), sums.dv.len()], [keys * k.dim, keys * v.dim], "the sizes of dk and dv");
         let biases = bias.map_or(0, |bias| bias.tokens * bias.heads * bias.dim);
@@ -206,7 +229,7 @@ impl Kernel {
             Device::Cpu(cpu) => {
                 self.check_place(inputs.views())?;
                 self.check_place([&d_out])?;
-                cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.misplaced(lse))
+                cpu.backward(inputs, tiles, saved, sums).ok_or_else(|| self.misplaced(delta))
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(cuda) => staged::backward(cuda, inputs, tiles, saved, sums),
@@ -274,6 +297,15 @@ impl Kernel {
     pub fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.forward_workspace(inputs, tiles),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => 0,
+        }
+    }
+
+    /// As [`forward_workspace`](Self::forward_workspace), of [`decode`](Self::decode).
+    pub fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
+        match &self.0 {
+            Device::Cpu(cpu) => cpu.decode_workspace(inputs, tiles),
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => 0,
         }

@@ -9,8 +9,8 @@ use super::isa::Code;
 use super::micro::{multiply, multiply_seen};
 use super::pack::{self, Keys};
 use super::plan::{self, Part, Plan};
-use super::terms::{self, Terms};
-use super::vector::Simd;
+use super::terms::{self, Scaling, Terms};
+use super::vector::{Simd, exp};
 use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
 use std::ops::Range;
@@ -22,8 +22,7 @@ pub(super) struct Forward<'a> {
     pub(super) plan: &'a Plan<'a>,
     pub(super) keys: &'a Keys,
     pub(super) v_dim: usize,
-    /// [`terms::factor`]
-    pub(super) factor: f32,
+    pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
     /// `[Tq, H, Dv]`
     pub(super) out: Target,
@@ -90,7 +89,7 @@ impl Forward<'_> {
         let (q, rest) = scratch.split_at_mut(lines(lanes * dim.div_ceil(S::PAIR)));
         let (out, rest) = rest.split_at_mut(lines(lanes * v_dim.next_multiple_of(R)));
         let (p, bias) = rest.split_at_mut(lines(lanes * KEY_BLOCK));
-        pack::operand_columns(simd, q, dim, lanes, self.factor, |lane| {
+        pack::operand_columns(simd, q, dim, lanes, self.scaling.queries, |lane| {
             (lane < rows.len()).then(|| self.q.at(rows.start + lane, head))
         });
 
@@ -188,8 +187,6 @@ impl Forward<'_> {
         // SAFETY: the head has been packed, by the contract.
         let panels = unsafe { self.keys.keys(kv, keys.start) };
         let depth = self.q.dim.div_ceil(S::PAIR);
-        // Scores are products, or in bf16, where queries are not scaled, products times this.
-        let factor = simd.splat(if S::PAIR > 1 && self.terms.is_none() { self.factor } else { 1.0 });
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
         let whole = 0..keys.len();
         let spans: [Range<usize>; N] = match border && self.terms.is_none() {
@@ -251,17 +248,25 @@ impl Forward<'_> {
             // SAFETY: p and bias are [KEY_BLOCK][lanes].
             unsafe {
                 let bounds = border.then_some(&bounds);
-                terms.scores::<S, N>(simd, &frame, p.as_mut_ptr(), bias, bounds, &mut max);
+                terms.scores::<S, N>(simd, self.scaling.products, &frame, p.as_mut_ptr(), bias, bounds, &mut max);
             }
             (terms, frame)
         });
 
+        // What terms have made of products are scores.
+        let factor = simd.splat(if frame.is_none() { self.scaling.products } else { 1.0 });
+        if S::PAIR == 1 && frame.is_none() && self.scaling.products != 1.0 {
+            for at in (0..keys.len() * N).map(|vector| vector * S::LANES) {
+                // SAFETY: p has KEY_BLOCK rows of lanes.
+                unsafe { simd.store(p.as_mut_ptr().add(at), simd.mul(simd.load(p.as_ptr().add(at)), factor)) };
+            }
+        }
         // A lane that has seen nothing keeps -inf; it is measured against a finite number, so that no NaN arises.
         let (mut finite, mut alpha) = (max, max);
         for v in 0..N {
-            max[v] = simd.max(state.max[v], if S::PAIR > 1 { simd.mul(max[v], factor) } else { max[v] });
+            max[v] = simd.max(state.max[v], simd.mul(max[v], factor));
             finite[v] = simd.max(max[v], simd.splat(f32::MIN));
-            alpha[v] = simd.exp2(simd.sub(state.max[v], finite[v]));
+            alpha[v] = exp(simd, simd.sub(state.max[v], finite[v]));
         }
         let mut sum = [simd.splat(0.0); N];
         for row in (0..keys.len()).step_by(S::PAIR) {
@@ -270,14 +275,14 @@ impl Forward<'_> {
                 unsafe {
                     let at = p.as_mut_ptr().add(row * lanes + v * S::LANES);
                     if S::PAIR == 1 {
-                        let x = simd.exp2(simd.sub(simd.load(at), finite[v]));
+                        let x = exp(simd, simd.sub(simd.load(at), finite[v]));
                         sum[v] = simd.add(sum[v], x);
                         simd.store(at, x);
                         continue;
                     }
-                    let below = simd.sub(simd.splat(0.0), finite[v]);
-                    let x = simd.exp2(simd.fma(simd.load(at), factor, below));
-                    let y = simd.exp2(simd.fma(simd.load(at.add(lanes)), factor, below));
+                    // Rounded before the maximum, one of these, is taken away: no weight exceeds 1.
+                    let x = exp(simd, simd.sub(simd.mul(simd.load(at), factor), finite[v]));
+                    let y = exp(simd, simd.sub(simd.mul(simd.load(at.add(lanes)), factor), finite[v]));
                     sum[v] = simd.add(sum[v], simd.add(x, y));
                     if frame.is_some() {
                         simd.store(at, x);

@@ -6,7 +6,7 @@ use super::device::Device;
 use super::view::Stored;
 use super::{Data, Kernel, View};
 use crate::comm::{Buffer, Communicator};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 #[cfg(feature = "cuda")]
@@ -38,7 +38,7 @@ impl Kernel {
                 let mut packed = with_capacity(to, pieces.iter().map(Piece::len).sum());
                 for Piece { view, heads, rows } in pieces {
                     for row in rows.iter().flat_map(Clone::clone) {
-                        heads.clone().for_each(|head| push(&mut packed, to, view.at(row, head)));
+                        heads.clone().try_for_each(|head| push(&mut packed, to, view.at(row, head)))?;
                     }
                 }
                 Ok(packed)
@@ -155,17 +155,36 @@ fn with_capacity(stored: Stored, len: usize) -> Buffer {
     }
 }
 
-/// Appends a row, rounded to the message's type if it is stored in another.
-fn push(packed: &mut Buffer, to: Stored, row: Data) {
+/// Appends a row, rounded to the message's type if it is stored in another; what that has no room for is an error.
+fn push(packed: &mut Buffer, to: Stored, row: Data) -> Result<()> {
     match (packed, to, row) {
         (Buffer::F32(packed), _, Data::F32(row)) => packed.extend_from_slice(row),
         (Buffer::F32(packed), _, row) => packed.extend_from_slice(&row.to_f32()),
         (Buffer::U16(packed), Stored::Bf16, Data::Bf16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
         (Buffer::U16(packed), Stored::F16, Data::F16(row)) => packed.extend_from_slice(row.reinterpret_cast()),
         (Buffer::U16(packed), Stored::F16, row) => {
-            packed.extend(row.to_f32().iter().map(|x| f16::from_f32(*x).to_bits()));
+            for x in &*row.to_f32() {
+                let short = f16::from_f32(*x);
+                check_range(*x, short.is_finite(), "f16", f16::MAX.to_f32())?;
+                packed.push(short.to_bits());
+            }
         }
-        (Buffer::U16(packed), _, row) => packed.extend(row.to_f32().iter().map(|x| bf16::from_f32(*x).to_bits())),
+        (Buffer::U16(packed), _, row) => {
+            for x in &*row.to_f32() {
+                let short = bf16::from_f32(*x);
+                check_range(*x, short.is_finite(), "bf16", bf16::MAX.to_f32())?;
+                packed.push(short.to_bits());
+            }
+        }
         (Buffer::U64(_) | Buffer::U8(_) | Buffer::Device(_), ..) => (),
     }
+    Ok(())
+}
+
+/// An error if a number stays finite in a longer type only.
+fn check_range(x: f32, fits: bool, wire: &'static str, limit: f32) -> Result<()> {
+    if fits || !x.is_finite() {
+        return Ok(());
+    }
+    Err(Error::WireRange { value: format!("{x:?}"), wire, limit: format!("{limit:?}") })
 }

@@ -25,6 +25,7 @@ mod score;
 #[cfg(feature = "cuda")]
 mod staged;
 mod state;
+mod statistics;
 mod sums;
 mod terms;
 mod vector;
@@ -45,6 +46,7 @@ pub use held::Held;
 pub use isa::Isa;
 pub use partial::Partial;
 pub use score::{Buckets, Dropout, Relative, Score};
+pub use statistics::Statistics;
 pub use view::{Data, View};
 
 pub(crate) use message::{Piece, read};
@@ -115,11 +117,11 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// What the backward pass of a kernel reads besides its inputs; statistics in f32.
+/// What the backward pass of a kernel reads besides its inputs; statistics and delta in f32.
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
-    /// Natural log-sum-exp of each query over all its keys, not only these, and its sink: `[H, Tq]`.
-    pub lse: Data<'a>,
+    /// Of each query over all its keys, not only these.
+    pub statistics: Statistics<Data<'a>>,
     /// [`Kernel::delta`] of the final output: `[H, Tq]`.
     pub delta: Data<'a>,
     /// Gradient of the output `[Tq, H, Dv]`.

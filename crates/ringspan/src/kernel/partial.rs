@@ -1,14 +1,16 @@
 //! The running state of a softmax over key blocks that arrive one after another.
 
+use super::Statistics;
+
 /// The state of an online softmax over the key blocks seen so far (Milakov and Gimelshein, 2018, arXiv:1805.02867),
 /// all in f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Partial {
     /// Weighted values so far, not yet divided by `sum`: `[Tq, H, Dv]`.
     pub out: Vec<f32>,
-    /// Greatest `log2(e) * scale * q.k` so far, or -inf: `[H, Tq]`.
+    /// Greatest score so far, or -inf: `[H, Tq]`.
     pub max: Vec<f32>,
-    /// Sum of `2^(score - max)` so far: `[H, Tq]`.
+    /// Sum of `exp(score - max)` so far: `[H, Tq]`.
     pub sum: Vec<f32>,
 }
 
@@ -52,7 +54,7 @@ impl Partial {
                 let greatest = self.max[at].max(max[at]);
                 // A number to measure -inf against, so that no NaN arises.
                 let finite = greatest.max(f32::MIN);
-                let (old, new) = ((self.max[at] - finite).exp2(), (max[at] - finite).exp2());
+                let (old, new) = ((self.max[at] - finite).exp(), (max[at] - finite).exp());
                 self.max[at] = greatest;
                 self.sum[at] = self.sum[at] * old + sum[at] * new;
                 let row = (token * heads + head) * v_dim..(token * heads + head + 1) * v_dim;
@@ -63,14 +65,19 @@ impl Partial {
         }
     }
 
-    /// Output `[Tq, H, Dv]` and natural log-sum-exp `[H, Tq]`; a query that saw nothing has 0 and -inf.
+    /// Output `[Tq, H, Dv]` and what the backward pass needs of the softmax; a query that saw nothing has an output of 0.
     ///
     /// `sinks` `[H]` are further logits of each head; with them a query that saw nothing has its sink for log-sum-exp.
-    pub fn finish(mut self, tokens: usize, heads: usize, v_dim: usize, sinks: Option<&[f32]>) -> (Vec<f32>, Vec<f32>) {
+    pub fn finish(
+        mut self,
+        tokens: usize,
+        heads: usize,
+        v_dim: usize,
+        sinks: Option<&[f32]>,
+    ) -> (Vec<f32>, Statistics) {
         for (head, sink) in sinks.into_iter().flatten().enumerate() {
-            self.add_sink(head * tokens..(head + 1) * tokens, heads, v_dim, sink * std::f32::consts::LOG2_E);
+            self.add_sink(head * tokens..(head + 1) * tokens, heads, v_dim, *sink);
         }
-        let mut lse = self.max;
         if v_dim > 0 {
             for (row, out) in self.out.chunks_exact_mut(v_dim).enumerate() {
                 let (token, head) = (row / heads, row % heads);
@@ -81,10 +88,7 @@ impl Partial {
                 }
             }
         }
-        for (lse, sum) in lse.iter_mut().zip(&self.sum) {
-            *lse = (f64::from(*lse) * std::f64::consts::LN_2 + f64::from(*sum).ln()) as f32;
-        }
-        (self.out, lse)
+        (self.out, Statistics { max: self.max, sum: self.sum })
     }
 
     /// Adds a score without a value to the rows of one head.
@@ -94,8 +98,8 @@ impl Partial {
             let max = self.max[at].max(score);
             // A number to measure -inf against, so that no NaN arises.
             let finite = max.max(f32::MIN);
-            let old = (self.max[at] - finite).exp2();
-            self.sum[at] = self.sum[at] * old + (score - finite).exp2();
+            let old = (self.max[at] - finite).exp();
+            self.sum[at] = self.sum[at] * old + (score - finite).exp();
             self.max[at] = max;
             self.out[(token * heads + head) * v_dim..][..v_dim].iter_mut().for_each(|x| *x *= old);
         }
@@ -109,11 +113,12 @@ mod tests {
     #[test]
     fn finishing_divides_and_leaves_empty_rows_at_zero() {
         let mut partial = Partial::new(2, 2, 3);
-        // Token 1, head 0: two keys of weight 1 at score log2(e) * ln(4) = 2.
-        (partial.max[1], partial.sum[1]) = (2.0, 2.0);
+        // Token 1, head 0: two keys of weight 1 at score ln(4).
+        (partial.max[1], partial.sum[1]) = (4f32.ln(), 2.0);
         partial.out[6..9].copy_from_slice(&[2.0, 4.0, 6.0]);
-        let (out, lse) = partial.finish(2, 2, 3, None);
+        let (out, statistics) = partial.finish(2, 2, 3, None);
         assert_eq!(out, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]);
+        let lse = statistics.lse();
         assert!((lse[1] - 8f32.ln()).abs() < 1e-6);
         assert_eq!([lse[0], lse[2], lse[3]], [f32::NEG_INFINITY; 3]);
     }
@@ -126,9 +131,11 @@ mod tests {
             Partial { out: out.to_vec(), max: max.to_vec(), sum: seen.to_vec() }
         };
         let mut partial = state([1.0, f32::NEG_INFINITY], [3.0, 0.0]);
-        partial.merge(2, 1, 1, &state([2.0, 5.0], [6.0, 7.0]).into_message());
-        assert_eq!((partial.max.as_slice(), partial.sum.as_slice()), (&[2.0, 5.0][..], &[1.5, 1.0][..]));
-        assert_eq!(partial.out, [7.5, 7.0]);
+        partial.merge(2, 1, 1, &state([1.0 + 2f32.ln(), 5.0], [6.0, 7.0]).into_message());
+        assert_eq!(partial.max, [1.0 + 2f32.ln(), 5.0]);
+        for (got, wanted) in partial.sum.iter().chain(&partial.out).zip([1.5, 1.0, 7.5, 7.0]) {
+            assert!((got - wanted).abs() < 1e-6, "{got} for {wanted}");
+        }
         let before = partial.clone();
         partial.merge(2, 1, 1, &Partial::new(2, 1, 1).into_message());
         assert_eq!(partial, before);
@@ -138,8 +145,9 @@ mod tests {
     fn a_sink_takes_its_share_of_the_weight() {
         let mut partial = Partial::new(2, 2, 1);
         // Token 0 of head 1: one key of value 8 at score ln(3); the sink at 0 takes a quarter.
-        (partial.max[2], partial.sum[2], partial.out[1]) = (3f32.log2(), 1.0, 8.0);
-        let (out, lse) = partial.finish(2, 2, 1, Some(&[1.0, 0.0]));
+        (partial.max[2], partial.sum[2], partial.out[1]) = (3f32.ln(), 1.0, 8.0);
+        let (out, statistics) = partial.finish(2, 2, 1, Some(&[1.0, 0.0]));
+        let lse = statistics.lse();
         for (got, wanted) in out.iter().zip([0.0, 6.0, 0.0, 0.0]).chain(lse.iter().zip([1.0, 1.0, 4f32.ln(), 0.0])) {
             assert!((got - wanted).abs() < 1e-6, "{got} for {wanted}");
         }

@@ -63,6 +63,13 @@ pub struct Dropout {
 }
 
 impl Score {
+    /// Greatest scale, up or down: queries up to 3e8 stay finite when they are scaled.
+    pub const LARGEST_SCALE: f32 = 1e30;
+    /// Greatest softcap, sink, term of relative buckets and of a bias: three of them, added to each other, stay finite.
+    pub const LARGEST_TERM: f32 = 1e38;
+    /// Greatest slope of ALiBi, up or down: with any distance that can be counted, its terms stay below the greatest.
+    pub const LARGEST_SLOPE: f32 = 1e18;
+
     /// Plain scaled dot products.
     pub const fn new(scale: f32) -> Self {
         Self { scale, softcap: None, relative: None, sinks: None, dropout: None }
@@ -121,24 +128,46 @@ impl Score {
         };
         let each = |what: &str, values: &[f32], holds: fn(f32) -> bool| match values.iter().find(|x| !holds(**x)) {
             None => Ok(()),
-            Some(bad) => Err(Error::Score(format!("{what}, not {bad}"))),
+            Some(bad) => Err(Error::Score(format!("{what}, not {bad:?}"))),
         };
-        let is_logit = |x: f32| x < f32::INFINITY;
-        if !self.scale.is_finite() {
-            return Err(Error::Score(format!("the scale {} is not finite", self.scale)));
+        let is_logit = |x: f32| x <= Self::LARGEST_TERM;
+        let (most, scale) = (Self::LARGEST_TERM, self.scale);
+        if !scale.is_finite() {
+            return Err(Error::Score(format!("the scale {scale} is not finite")));
         }
-        if let Some(cap) = self.softcap.filter(|cap| !(*cap > 0.0 && cap.is_finite())) {
-            return Err(Error::Score(format!("a softcap must be a finite number above 0, not {cap}")));
+        if scale.abs() > Self::LARGEST_SCALE {
+            let most = Self::LARGEST_SCALE;
+            return Err(Error::Score(format!("the scale {scale:?} lies outside -{most:?}..{most:?}")));
+        }
+        if let Some(cap) = self.softcap {
+            if !(cap > 0.0 && cap <= most) {
+                return Err(Error::Score(format!(
+                    "a softcap must be a number above 0 and up to {most:?}, not {cap:?}"
+                )));
+            }
+            // What products are multiplied with, before tanh.
+            let share = scale / cap;
+            if scale != 0.0 && !(f32::MIN_POSITIVE..=Self::LARGEST_SCALE).contains(&share.abs()) {
+                return Err(Error::Score(format!(
+                    "the scale {scale:?} is {share:?} of the softcap {cap:?}; a share lies in {:?}..{:?}",
+                    f32::MIN_POSITIVE,
+                    Self::LARGEST_SCALE
+                )));
+            }
         }
         match &self.relative {
             Some(Relative::Alibi { slopes }) => {
                 per_head("alibi_slopes", slopes.len(), 1)?;
-                // An infinite slope is no number at distance 0.
-                each("an ALiBi slope is a finite number", slopes, f32::is_finite)?;
+                let is_slope = |x: f32| x.abs() <= Self::LARGEST_SLOPE;
+                each(&format!("an ALiBi slope is a number up to {:?}", Self::LARGEST_SLOPE), slopes, is_slope)?;
             }
             Some(Relative::Buckets(buckets)) => {
                 per_head("the table of relative buckets", buckets.table.len(), buckets.count)?;
-                each("a term of relative buckets is a number or -inf", &buckets.table, is_logit)?;
+                each(
+                    &format!("a term of relative buckets is a number up to {most:?}, or -inf"),
+                    &buckets.table,
+                    is_logit,
+                )?;
                 let exact = buckets.exact();
                 if exact == 0 || buckets.max_distance <= exact {
                     return Err(Error::Score(format!(
@@ -152,7 +181,7 @@ impl Score {
         }
         if let Some(sinks) = &self.sinks {
             per_head("sinks", sinks.len(), 1)?;
-            each("a sink is a number, or -inf for none", sinks, is_logit)?;
+            each(&format!("a sink is a number up to {most:?}, or -inf for none"), sinks, is_logit)?;
         }
         match self.dropout {
             Some(Dropout { rate, .. }) if !(0.0..1.0).contains(&rate) => {
@@ -342,6 +371,23 @@ mod tests {
         assert!(none.check(4).is_ok());
         for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
             assert!(refused(Score { softcap: Some(cap), ..score.clone() }).contains("softcap"));
+        }
+        for (limit, score) in [
+            ("1e38", Score { softcap: Some(2.4e38), ..score.clone() }),
+            ("1e30", Score { scale: 1e38, ..score.clone() }),
+            ("1e30", Score { scale: -1e38, ..score.clone() }),
+            ("1e30", Score { softcap: Some(1e-31), ..score.clone() }),
+            ("1.1754944e-38", Score { scale: 0.1, softcap: Some(9e37), ..score.clone() }),
+            ("1e38", Score { sinks: Some(vec![0.0, 3e38, 0.0, 0.0]), ..score.clone() }),
+            ("1e18", Score { relative: Some(Relative::Alibi { slopes: vec![-1e19; 4] }), ..score.clone() }),
+        ] {
+            let message = refused(score);
+            assert!(message.contains(limit), "{message}");
+        }
+        for hidden in [f32::MIN, f32::NEG_INFINITY] {
+            let table = Buckets { table: vec![hidden; 32], ..buckets(8, 128, false) };
+            let relative = Some(Relative::Buckets(table));
+            assert!(Score { relative, sinks: Some(vec![hidden; 4]), ..score.clone() }.check(4).is_ok());
         }
         let all = Some(Dropout { rate: 1.0, seed: 0, first_head: 0 });
         assert!(refused(Score { dropout: all, ..score }).contains("dropout"));

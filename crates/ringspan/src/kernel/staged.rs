@@ -1,7 +1,7 @@
 //! Calls of a GPU's kernel with tensors of the CPU: copied there, and results back.
 
 use super::cuda::{Cuda, GpuArray};
-use super::{Data, FloatsMut, Inputs, Partial, Saved, Sums, Tile, View};
+use super::{Data, FloatsMut, Inputs, Partial, Saved, Statistics, Sums, Tile, View};
 use crate::error::Result;
 
 /// A tensor where it is, or its copy.
@@ -83,8 +83,10 @@ pub(super) fn backward(cuda: &Cuda, inputs: &Inputs, tiles: &[Tile], saved: &Sav
         }
     };
     let inputs = StagedInputs::new(cuda, inputs)?;
-    let (lse, delta, d_out) = (flat(saved.lse)?, flat(saved.delta)?, Staged::new(cuda, saved.d_out)?);
-    let saved = Saved { lse: Data::Gpu(lse.data()), delta: Data::Gpu(delta.data()), d_out: d_out.view() };
+    let (max, sum) = (flat(saved.statistics.max)?, flat(saved.statistics.sum)?);
+    let (delta, d_out) = (flat(saved.delta)?, Staged::new(cuda, saved.d_out)?);
+    let statistics = Statistics { max: Data::Gpu(max.data()), sum: Data::Gpu(sum.data()) };
+    let saved = Saved { statistics, delta: Data::Gpu(delta.data()), d_out: d_out.view() };
     let mut copies = given.iter().map(|sum| flat(sum.data())).collect::<Result<Vec<_>>>()?;
     if let [dq, dk, dv, d_table, d_bias] = &mut copies[..] {
         let [dq, dk, dv, d_table, d_bias] = [dq, dk, dv, d_table, d_bias].map(|sum| FloatsMut::Gpu(sum.all_mut()));

@@ -3,7 +3,7 @@
 #[cfg(feature = "cuda")]
 use super::cuda::GpuArray;
 use super::device::Device;
-use super::{Data, Floats, Inputs, Kernel, Partial, Tile};
+use super::{Data, Floats, Inputs, Kernel, Partial, Statistics, Tile};
 use crate::comm::Buffer;
 use crate::error::Result;
 #[cfg(feature = "cuda")]
@@ -60,8 +60,23 @@ impl Kernel {
 
     /// [`Kernel::forward`] of tensors that lie where this kernel computes.
     pub(crate) fn attend(&self, inputs: &Inputs, tiles: &[Tile], state: &mut State) -> Result<()> {
+        self.add_keys(inputs, tiles, state, Self::forward)
+    }
+
+    /// [`Kernel::decode`] of tensors that lie where this kernel computes.
+    pub(crate) fn decode_into(&self, inputs: &Inputs, tiles: &[Tile], state: &mut State) -> Result<()> {
+        self.add_keys(inputs, tiles, state, Self::decode)
+    }
+
+    fn add_keys(
+        &self,
+        inputs: &Inputs,
+        tiles: &[Tile],
+        state: &mut State,
+        on_host: impl Fn(&Self, &Inputs, &[Tile], &mut Partial) -> Result<()>,
+    ) -> Result<()> {
         match &mut state.place {
-            Place::Host(partial) => self.forward(inputs, tiles, partial),
+            Place::Host(partial) => on_host(self, inputs, tiles, partial),
             #[cfg(feature = "cuda")]
             Place::Gpu(array) => {
                 let (tokens, heads, v_dim) = state.sizes;
@@ -90,18 +105,18 @@ impl Kernel {
         }
     }
 
-    /// Output `[Tq, H, Dv]` and natural log-sum-exp `[H, Tq]`, as [`Partial::finish`] has them.
-    pub(crate) fn finish(&self, state: State, sinks: Option<&[f32]>) -> Result<(Floats, Floats)> {
+    /// Output `[Tq, H, Dv]` and statistics, as [`Partial::finish`] has them.
+    pub(crate) fn finish(&self, state: State, sinks: Option<&[f32]>) -> Result<(Floats, Statistics<Floats>)> {
         let (tokens, heads, v_dim) = state.sizes;
         match state.place {
             Place::Host(partial) => {
-                let (out, lse) = partial.finish(tokens, heads, v_dim, sinks);
-                Ok((Floats::Host(out), Floats::Host(lse)))
+                let (out, Statistics { max, sum }) = partial.finish(tokens, heads, v_dim, sinks);
+                Ok((Floats::Host(out), Statistics { max: Floats::Host(max), sum: Floats::Host(sum) }))
             }
             #[cfg(feature = "cuda")]
             Place::Gpu(array) => {
-                let (out, lse) = self.on_gpu()?.finish(array, (tokens, heads, v_dim), sinks)?;
-                Ok((Floats::Gpu(out), Floats::Gpu(lse)))
+                let (out, Statistics { max, sum }) = self.on_gpu()?.finish(array, (tokens, heads, v_dim), sinks)?;
+                Ok((Floats::Gpu(out), Statistics { max: Floats::Gpu(max), sum: Floats::Gpu(sum) }))
             }
         }
     }

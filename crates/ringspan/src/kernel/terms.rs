@@ -6,17 +6,14 @@
 use super::pack::columns;
 use super::plan::Meeting;
 use super::score::{column, keeps};
-use super::vector::{Simd, tanh};
-use super::{Buckets, Dropout, KEY_BLOCK, Relative, Score, View};
-use std::f32::consts::LOG2_E;
+use super::vector::{Simd, exp, tanh};
+use super::{Buckets, Data, Dropout, KEY_BLOCK, Relative, Score, View};
 
 /// Most queries of a block.
 pub(super) const LANES: usize = 64;
 
 /// The terms of a call.
 pub(super) struct Terms<'a> {
-    /// On products that are not yet scaled.
-    factor: f32,
     softcap: Option<f32>,
     relative: Option<Distances<'a>>,
     bias: Option<View<'a>>,
@@ -34,7 +31,7 @@ pub(super) struct Frame {
     meeting: Meeting,
     /// Keys of the block.
     keys: usize,
-    /// Relative term by `lane + keys - 1 - key`, times log2(e): along the lanes it lies side by side.
+    /// Relative term by `lane + keys - 1 - key`: along the lanes it lies side by side.
     diagonal: [f32; LANES + KEY_BLOCK],
     /// Dropout's words of the lanes and of the keys.
     rows: [[u32; LANES]; 2],
@@ -48,14 +45,38 @@ pub(super) type Bounds = ([f32; LANES], [f32; LANES]);
 pub(super) struct TermSums<'a> {
     /// Of the head's buckets `[count]`, in f64: the last bucket can hold nearly all pairs.
     pub(super) table: &'a mut [f64],
-    /// Log-sum-exp (times log2(e)) and delta of the lanes.
-    pub(super) lse: &'a [f32],
+    /// Of the lanes: greatest score, one by the sum of the softmax, and delta.
+    pub(super) max: &'a [f32],
+    pub(super) inverse_sum: &'a [f32],
     pub(super) delta: &'a [f32],
 }
 
-/// Factor on a product, before what [`Terms`] do: `softcap * tanh` takes a share of the cap, all else scores in base 2.
-pub(super) fn factor(score: &Score) -> f32 {
-    score.softcap.map_or(score.scale * LOG2_E, |cap| score.scale / cap)
+/// Where products of queries and keys are scaled.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Scaling {
+    /// Factor on queries, before the product.
+    pub(super) queries: f32,
+    /// Factor on products.
+    pub(super) products: f32,
+}
+
+impl Scaling {
+    /// Of a call with or without [`Terms`]: `softcap * tanh` takes a share of the cap, all else a score.
+    ///
+    /// Scaled queries cost nothing, but each of their numbers is rounded. That is lost in the rounding of products of f32, and
+    /// is none at all where the scale is a power of 2; products of shorter types are nearly exact, and scaled themselves.
+    pub(super) fn new(score: &Score, terms: bool, q: &View) -> Self {
+        let factor = score.softcap.map_or(score.scale, |cap| score.scale / cap);
+        let power_of_2 = factor.is_normal() && factor.to_bits().trailing_zeros() >= f32::MANTISSA_DIGITS - 1;
+        // A product that is hidden is -inf, and a negative factor would turn it round.
+        let early = !terms && (power_of_2 || matches!(q.data, Data::F32(_)) || factor <= 0.0);
+        if early { Self { queries: factor, products: 1.0 } } else { Self { queries: 1.0, products: factor } }
+    }
+
+    /// For products of bf16, whose queries are packed as they are.
+    pub(super) fn of_pairs(self) -> Self {
+        Self { queries: 1.0, products: self.queries * self.products }
+    }
 }
 
 impl<'a> Terms<'a> {
@@ -64,9 +85,8 @@ impl<'a> Terms<'a> {
         let Score { softcap, dropout, .. } = *score;
         let dropout = dropout.filter(|dropout| dropout.rate > 0.0);
         let relative = score.relative.as_ref().map(Distances::new);
-        let factor = factor(score);
         let any = softcap.is_some() || relative.is_some() || bias.is_some() || dropout.is_some();
-        any.then_some(Self { factor, softcap, relative, bias, dropout })
+        any.then_some(Self { softcap, relative, bias, dropout })
     }
 
     /// Elements of a buffer for the bias of a pair of blocks.
@@ -96,7 +116,7 @@ impl<'a> Terms<'a> {
             Frame { meeting, keys, diagonal: [0.0; LANES + KEY_BLOCK], rows: [[0; LANES]; 2], columns: [0; KEY_BLOCK] };
         if let Some(relative) = &self.relative {
             for (at, term) in frame.diagonal.iter_mut().enumerate().take(lanes + keys - 1) {
-                *term = relative.term(head, frame.meeting.distance(at as i64 - (keys as i64 - 1))) * LOG2_E;
+                *term = relative.term(head, frame.meeting.distance(at as i64 - (keys as i64 - 1)));
             }
         }
         if let Some(dropout) = self.dropout {
@@ -116,11 +136,11 @@ impl<'a> Terms<'a> {
             if frame.meeting.step() == 1 {
                 let first = frame.meeting.key(held.start);
                 let row = |lane: usize| Some(row(lane)?.slice(first..first + held.len()));
-                columns(simd, &mut bias[held.start * lanes..], held.len(), lanes, LOG2_E, row);
+                columns(simd, &mut bias[held.start * lanes..], held.len(), lanes, 1.0, row);
             } else {
                 for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, row(lane)?))) {
                     for key in held.clone() {
-                        bias[key * lanes + lane] = row.get(frame.meeting.key(key)) * LOG2_E;
+                        bias[key * lanes + lane] = row.get(frame.meeting.key(key));
                     }
                 }
             }
@@ -128,15 +148,17 @@ impl<'a> Terms<'a> {
         frame
     }
 
-    /// Products `s` `[keys][lanes]`, scaled by [`factor`] (where PAIR is 1), become scores in base 2, -inf where the mask hides them, and
+    /// Products `s` `[keys][lanes]`, times `factor`, become scores, -inf where the mask hides them, and
     /// `max` their maxima over the keys.
     ///
     /// # Safety
     /// `s` must be `[keys][lanes]`, and `bias` what `frame` filled.
+    #[allow(clippy::too_many_arguments)] // A loop body, cut out to be shared.
     #[inline(always)]
     pub(super) unsafe fn scores<S: Simd, const N: usize>(
         &self,
         simd: S,
+        factor: f32,
         frame: &Frame,
         s: *mut f32,
         bias: &[f32],
@@ -148,7 +170,7 @@ impl<'a> Terms<'a> {
                 // SAFETY: the vector lies in row `key` of s and of the bias.
                 unsafe {
                     let at = s.add((key * N + v) * S::LANES);
-                    let (x, _) = self.score::<S, N>(simd, frame, simd.load(at), bias, bounds, key, v);
+                    let (x, _) = self.score::<S, N>(simd, factor, frame, simd.load(at), bias, bounds, key, v);
                     *max = simd.max(*max, x);
                     simd.store(at, x);
                 }
@@ -156,7 +178,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// A vector of products as scores, and the slope of the softcap there.
+    /// A vector of products, times `factor`, as scores, and the slope of the softcap there.
     ///
     /// # Safety
     /// As [`scores`](Self::scores).
@@ -165,6 +187,7 @@ impl<'a> Terms<'a> {
     unsafe fn score<S: Simd, const N: usize>(
         &self,
         simd: S,
+        factor: f32,
         frame: &Frame,
         x: S::V,
         bias: &[f32],
@@ -173,14 +196,11 @@ impl<'a> Terms<'a> {
         v: usize,
     ) -> (S::V, S::V) {
         let (mut x, mut slope) = (x, simd.splat(1.0));
-        if S::PAIR > 1 {
-            // Queries in bf16 are packed as they are: to scale them would round them.
-            x = simd.mul(x, simd.splat(self.factor));
-        }
+        x = simd.mul(x, simd.splat(factor));
         if let Some(cap) = self.softcap {
             let t = tanh(simd, x);
             slope = simd.sub(slope, simd.mul(t, t));
-            x = simd.mul(t, simd.splat(cap * LOG2_E));
+            x = simd.mul(t, simd.splat(cap));
         }
         // SAFETY: the diagonal has an element for each lane and key, and a vector to spare; the bias is [keys][lanes].
         unsafe {
@@ -211,17 +231,18 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Products `p` and products `ds` of the gradient of the output and the values, both `[keys][lanes]`, become the
+    /// Products `p`, times `factor`, and products `ds` of the gradient of the output and the values, both `[keys][lanes]`, become the
     /// weights of the values and the gradients of the scaled products. The gradients of the terms go to `sums` and
     /// `d_bias`, which holds the bias before.
     ///
     /// # Safety
-    /// `p` and `ds` must be `[keys][lanes]`, `bias` what `frame` filled; `sums.lse` and `sums.delta` have `lanes`.
+    /// `p` and `ds` must be `[keys][lanes]`, `bias` what `frame` filled; the statistics in `sums` have `lanes`.
     #[allow(clippy::too_many_arguments)] // Two blocks, and what changes them.
     #[inline(always)]
     pub(super) unsafe fn gradients<S: Simd, const N: usize>(
         &self,
         simd: S,
+        factor: f32,
         frame: &Frame,
         p: *mut f32,
         ds: *mut f32,
@@ -241,13 +262,15 @@ impl<'a> Terms<'a> {
                 // SAFETY: the vector lies in row `key` of p, ds and the bias, and at `lane` of lane vectors; the diagonal
                 // has an element for each lane and key.
                 unsafe {
-                    let (s, slope) = self.score::<S, N>(simd, frame, simd.load(p.add(at)), bias, bounds, key, v);
+                    let (s, slope) =
+                        self.score::<S, N>(simd, factor, frame, simd.load(p.add(at)), bias, bounds, key, v);
                     let kept = simd.load(kept.as_ptr().add(lane));
-                    let weight = simd.exp2(simd.sub(s, simd.load(sums.lse.as_ptr().add(lane))));
+                    let power = exp(simd, simd.sub(s, simd.load(sums.max.as_ptr().add(lane))));
+                    let weight = simd.mul(power, simd.load(sums.inverse_sum.as_ptr().add(lane)));
                     let dp = simd.sub(simd.mul(kept, simd.load(ds.add(at))), simd.load(sums.delta.as_ptr().add(lane)));
                     let mut gradient = simd.mul(weight, dp);
                     if let Some((low, high)) = bounds {
-                        // A query that saw a NaN has it in its log-sum-exp, and so before keys it does not see.
+                        // A query that saw a NaN has it in its sum, and so before keys it does not see.
                         let (low, high) = (simd.load(low.as_ptr().add(lane)), simd.load(high.as_ptr().add(lane)));
                         gradient = simd.within(gradient, simd.splat(key as f32), low, high, simd.splat(0.0));
                     }
@@ -279,7 +302,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Products of one query as scores in base 2: `s[i]` is of key row `first + i` of the tile.
+    /// Scaled products of one query as scores: `s[i]` is of key row `first + i` of the tile.
     #[inline(always)]
     pub(super) fn of_query<S: Simd>(&self, simd: S, head: usize, meeting: &Meeting, s: &mut [f32]) {
         if let Some(cap) = self.softcap {
@@ -289,17 +312,17 @@ impl<'a> Terms<'a> {
             }
             let rest = s.len() / S::LANES * S::LANES;
             s[rest..].iter_mut().for_each(|s| *s = s.tanh());
-            s.iter_mut().for_each(|s| *s *= cap * LOG2_E);
+            s.iter_mut().for_each(|s| *s *= cap);
         }
         if let Some(relative) = &self.relative {
             for (key, s) in s.iter_mut().enumerate() {
-                *s += relative.term(head, meeting.distance(-(key as i64))) * LOG2_E;
+                *s += relative.term(head, meeting.distance(-(key as i64)));
             }
         }
         if let Some(view) = &self.bias {
             let row = view.at(0, head.min(view.heads - 1));
             for (key, s) in s.iter_mut().enumerate() {
-                *s += row.get(meeting.key(key)) * LOG2_E;
+                *s += row.get(meeting.key(key));
             }
         }
     }

@@ -13,7 +13,7 @@ pub enum Block {
     KeyGradients(usize),
     /// Queries, in the wire type; with the rows of a bias, both in f32.
     Queries(usize),
-    /// Gradients of the output, log-sum-exps and deltas of queries, as one message, in f32.
+    /// Gradients of the output, maxima and sums of softmaxes, and deltas of queries, as one message, in f32.
     Saved(usize),
     /// What a rank's keys give to queries: a softmax state, in f32.
     Partial(usize),

@@ -47,7 +47,9 @@ impl Sizes {
             Block::Keys(_) => kv_heads * (dim + v_dim) * wire,
             Block::KeyGradients(_) => kv_heads * (dim + v_dim) * 4,
             Block::Queries(_) => heads * dim * if bias_heads > 0 { 4 } else { wire } + bias * 4,
-            Block::Saved(_) | Block::Partial(_) => heads * (v_dim + 2) * 4,
+            // Outputs, maxima and sums; or gradients of outputs, both again, and deltas.
+            Block::Partial(_) => heads * (v_dim + 2) * 4,
+            Block::Saved(_) => heads * (v_dim + 3) * 4,
             Block::QueryGradients(_) => (heads * dim + bias) * 4,
         };
         bytes as u64
@@ -115,10 +117,10 @@ impl Schedule {
                 let there = queries.0 * share.query.len() * dim + keys.0 * share.kv.len() * (dim + v_dim);
                 let bias_there = queries.0 * bias(share.query.len()) * 4;
                 bytes += match pass {
-                    Pass::Forward => there * wire + bias_there + queries.1 * heads * (v_dim + 1) * 4,
-                    // With them go the gradients of outputs, log-sum-exps and deltas; dq, dk and dv come back.
+                    Pass::Forward => there * wire + bias_there + queries.1 * heads * (v_dim + 2) * 4,
+                    // With them go the gradients of outputs, maxima, sums and deltas; dq, dk and dv come back.
                     Pass::Backward => {
-                        let saved = queries.0 * share.query.len() * (v_dim + 2);
+                        let saved = queries.0 * share.query.len() * (v_dim + 3);
                         let back = queries.1 * (heads * dim + bias(heads)) + keys.1 * kv_heads * (dim + v_dim);
                         there * wire + bias_there + (saved + back) * 4
                     }

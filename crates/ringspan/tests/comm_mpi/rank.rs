@@ -140,7 +140,7 @@ fn attention(comm: &Comm) -> Result<String, Error> {
         let inputs = Inputs::new(view(0), view(1), view(2), &score);
         let saved = forward(&group, &schedule, &inputs)?;
         let gradients = backward(&group, &schedule, &inputs, &saved, view(3))?;
-        for value in [&saved.out, &saved.lse, &gradients.dq, &gradients.dk, &gradients.dv].into_iter().flatten() {
+        for value in [&saved.out, &saved.lse(), &gradients.dq, &gradients.dk, &gradients.dv].into_iter().flatten() {
             hash = hash.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(u64::from(value.to_bits()));
         }
     }

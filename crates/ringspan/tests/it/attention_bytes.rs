@@ -39,13 +39,13 @@ fn an_all_gather_sends_the_own_block_to_each_other_rank() {
 }
 
 #[test]
-fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_lse_back() {
+fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_statistics_back() {
     let problem = Problem::new(1, LEN, 4, 4, 16, Mask::causal());
     let got =
         problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (1, 4))).expect("runs");
-    // T = S/4 tokens, 3 of 4 heads go out in q, k, v; 3/4 of the tokens of the own head go back in out and lse.
+    // T = S/4 tokens, 3 of 4 heads go out in q, k, v; 3/4 of the tokens of the own head go back in out, maximum and sum.
     let tokens = (LEN / 4) as u64;
-    assert_eq!(got.bytes_forward, vec![tokens * 3 * 3 * 16 * 4 + 3 * tokens * (16 + 1) * 4; 4]);
+    assert_eq!(got.bytes_forward, vec![tokens * 3 * 3 * 16 * 4 + 3 * tokens * (16 + 2) * 4; 4]);
 }
 
 #[test]
@@ -78,8 +78,8 @@ fn tensors_travel_as_they_are_stored() {
             let got = problem.on_mesh(&inputs, on).expect("runs");
             assert!(wanted.difference(&got, 8e-3).is_none(), "{on:?}");
             let width = if stored == Wire::F32 { 4 } else { 2 };
-            // Out and log-sum-exp of Ulysses come back in f32.
-            let back = if grid.1 > 1 { 3 * (LEN as u64 / 4) * (16 + 1) * 4 } else { 0 };
+            // Out, maximum and sum of Ulysses come back in f32.
+            let back = if grid.1 > 1 { 3 * (LEN as u64 / 4) * (16 + 2) * 4 } else { 0 };
             assert_eq!(got.bytes_forward, vec![elements * width + back; 4], "{on:?}");
         }
     }
@@ -102,5 +102,22 @@ fn ranks_with_tensors_of_other_types_do_not_take_one_for_the_other() {
             };
             assert!(threads::run(2, threads::Options::default(), call).is_err(), "{a} and {b} on {grid:?}");
         }
+    }
+}
+
+#[test]
+fn a_number_beyond_the_wire_s_type_stops_all_ranks() {
+    let problem = Problem::new(1, LEN, 4, 4, 16, Mask::full());
+    for grid in [(3, 1), (1, 3)] {
+        let on = On { wire: Wire::F16, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
+        let mut inputs = problem.inputs(3);
+        let last = inputs.k.len() - 1;
+        // What rounds to the greatest number travels, and so does what is infinite anyway.
+        (inputs.k[last], inputs.v[last]) = (-65519.0, f32::INFINITY);
+        problem.on_mesh(&inputs, on).expect("it fits");
+        inputs.k[last] = -70000.0;
+        let error = problem.on_mesh(&inputs, on).expect_err("it does not").to_string();
+        assert!(["-70000.0", "f16", "65504.0"].iter().all(|word| error.contains(word)), "{error}");
+        problem.on_mesh(&inputs, On { wire: Wire::Bf16, ..on }).expect("bf16 has room");
     }
 }

@@ -2,7 +2,7 @@
 
 use ringspan::attention::{Forward, Inputs, Merge, Tokens, backward, decode, forward};
 use ringspan::comm::threads;
-use ringspan::kernel::{Data, View};
+use ringspan::kernel::{Data, Statistics, View};
 use ringspan::{Documents, Error, Group, Layout, LayoutKind, Mask, Run, Schedule, Score, Strategy};
 
 const T: usize = 6;
@@ -51,7 +51,11 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
             ("v", Inputs::new(good, good, bad, &score)),
             ("the bias", Inputs::new(good, good, good, &score).with_bias(bad)),
         ] {
-            let saved = Forward { out: vec![0.0; data.len()], lse: vec![0.0; T * HEADS], peak_bytes: 0 };
+            let saved = Forward {
+                out: vec![0.0; data.len()],
+                statistics: Statistics { max: vec![0.0; T * HEADS], sum: vec![1.0; T * HEADS] },
+                peak_bytes: 0,
+            };
             let runs = [Run { document: 0, start: 0, len: T, step: 1 }];
             let tokens = Tokens { queries: &runs, keys: &runs, frames: (T, T) };
             let errors = [

@@ -10,6 +10,7 @@ mod attention_decode;
 mod attention_meshes;
 mod attention_pairwise;
 mod attention_shapes;
+mod large_scores;
 mod layout_properties;
 mod matrix_2d;
 mod matrix_p2p_a2a;

@@ -160,11 +160,11 @@ impl Problem {
                 sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
             }
             // lse is [H, T] on a rank and [B, H, S] in the answer.
-            let tokens = query.tokens(rank);
+            let (tokens, lse) = (query.tokens(rank), forward.lse());
             for (token, row) in query.rows(rank).into_iter().enumerate() {
                 let (b, s) = (row / self.queries, row % self.queries);
                 for head in 0..heads {
-                    answer.lse[(b * heads + head) * self.queries + s] = forward.lse[head * tokens + token];
+                    answer.lse[(b * heads + head) * self.queries + s] = lse[head * tokens + token];
                 }
             }
             answer.bytes_forward.push(bytes_forward);

@@ -51,7 +51,7 @@ impl Sizes {
             q: lines(lanes / pair * wide),
             d_out: lines(lanes / pair * v_wide),
             dq: lines(lanes * wide),
-            statistics: lines(2 * lanes),
+            statistics: lines(3 * lanes),
             k_panels: lines(KEY_BLOCK * depth),
             v_panels: lines(KEY_BLOCK * v_depth),
             k: lines(KEY_BLOCK / pair * wide),
@@ -97,7 +97,7 @@ pub(super) struct QueryBlock<'s> {
     pub(super) d_out: &'s mut [f32],
     /// `[lanes][wide]`
     pub(super) dq: &'s mut [f32],
-    /// Log-sum-exp times log2(e) `[lanes]`, delta `[lanes]`.
+    /// Greatest score `[lanes]`, one by the sum of the softmax `[lanes]`, delta `[lanes]`.
     pub(super) statistics: &'s mut [f32],
 }
 

@@ -1,4 +1,4 @@
-//! The backward pass: five products per block of keys and block of queries, scores recomputed from the log-sum-exp.
+//! The backward pass: five products per block of keys and block of queries, weights recomputed from the softmax's maximum and sum.
 //!
 //! S^T and dP^T have queries in the lanes; dV += P^T dO, dK += dS^T Q and dQ += dS K have the head width in the lanes.
 //! P^T and dS^T are then only broadcast, so nothing is transposed in the loop. Source: Dao, 2023 (arXiv:2307.08691),
@@ -16,7 +16,7 @@ use super::buffer::Target;
 use super::isa::Code;
 use super::pack::{copy, is_finite, operand_columns, panels};
 use super::plan::Plan;
-use super::terms::Terms;
+use super::terms::{Scaling, Terms};
 use super::vector::Simd;
 use super::{HeadMap, KEY_BLOCK, View};
 use buffers::{KeyBlock, QueryBlock};
@@ -33,15 +33,16 @@ pub(super) struct Backward<'a> {
     pub(super) v: View<'a>,
     pub(super) d_out: View<'a>,
     /// `[H, Tq]`
-    pub(super) lse: &'a [f32],
+    pub(super) max: &'a [f32],
+    /// `[H, Tq]`
+    pub(super) sum: &'a [f32],
     /// `[H, Tq]`
     pub(super) delta: &'a [f32],
     pub(super) heads: &'a HeadMap,
     pub(super) plan: &'a Plan<'a>,
     pub(super) code: Code,
     pub(super) scale: f32,
-    /// [`terms::factor`]
-    pub(super) factor: f32,
+    pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
     /// `[Tq, H or 1, Sk]`; rows of a head, or of all heads, are one worker's.
     pub(super) d_bias: Target,
@@ -143,7 +144,7 @@ impl Backward<'_> {
         }
     }
 
-    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane lse * log2(e) and delta. Whether some of it is no number.
+    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane the statistics. Whether some of it is no number.
     #[inline(always)]
     fn pack_queries<S: Simd>(&self, simd: S, sizes: Sizes, head: usize, block: usize, to: &mut QueryBlock) -> bool {
         let (rows, lanes) = (self.plan.rows(block), sizes.lanes);
@@ -152,7 +153,7 @@ impl Backward<'_> {
             (lane < rows.len() && self.plan.sees_anything(row)).then_some(row)
         };
         let (q_row, d_row) = (|lane| Some(self.q.at(row(lane)?, head)), |lane| Some(self.d_out.at(row(lane)?, head)));
-        operand_columns(simd, to.q_t, self.q.dim, lanes, self.factor, q_row);
+        operand_columns(simd, to.q_t, self.q.dim, lanes, self.scaling.queries, q_row);
         operand_columns(simd, to.d_out_t, self.v.dim, lanes, 1.0, d_row);
         copy(simd, &mut to.q[..lanes / S::PAIR * sizes.wide], sizes.wide, self.scale, q_row);
         copy(simd, &mut to.d_out[..lanes / S::PAIR * sizes.v_wide], sizes.v_wide, 1.0, d_row);
@@ -160,11 +161,12 @@ impl Backward<'_> {
         let mut numbers = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
         for lane in 0..lanes {
             // A query that sees nothing is measured against +inf: all its probabilities are exactly 0.
-            let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.lse[at] != f32::NEG_INFINITY);
-            to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.lse[at] * std::f32::consts::LOG2_E);
-            to.statistics[lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
-            // A log-sum-exp that is +inf in earnest is found by the keys or the query that made it so.
-            numbers &= !to.statistics[lane].is_nan() && to.statistics[lanes + lane].is_finite();
+            let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.sum[at] != 0.0);
+            to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.max[at]);
+            to.statistics[lanes + lane] = at.map_or(0.0, |at| 1.0 / self.sum[at]);
+            to.statistics[2 * lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
+            // A maximum can have passed over a NaN; the sum has it.
+            numbers &= !to.statistics[lanes + lane].is_nan() && to.statistics[2 * lanes + lane].is_finite();
         }
         !numbers
     }

@@ -5,7 +5,7 @@ use super::super::buffer::LINE;
 use super::super::micro::{accumulate, multiply};
 use super::super::plan::{self, Part};
 use super::super::terms::{self, Bounds, TermSums, Terms};
-use super::super::vector::{Simd, prefetch_far};
+use super::super::vector::{Simd, exp, prefetch_far};
 use super::super::view::Data;
 use super::buffers::{KeyBlock, QueryBlock, Sizes};
 use super::{Backward, ROWS};
@@ -52,8 +52,7 @@ impl Backward<'_> {
             self.plan.bounds(block, part, base + keys.start, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
         let (low, high) = &bounds;
-        // Where queries are in bf16 they are not scaled.
-        let factor = simd.splat(self.factor);
+        let factor = simd.splat(self.scaling.products);
         let zero = [[simd.splat(0.0); N]; R];
         // Of the border only the vectors that see something; where all pairs are passed over, all are computed.
         let whole = 0..keys.len();
@@ -69,7 +68,7 @@ impl Backward<'_> {
         for row in (keys.start + common.start..keys.start + common.end).step_by(R) {
             next.next().into_iter().for_each(prefetch_far);
             // SAFETY: panels are [D or Dv][R], Q^T and dO^T [D or Dv][lanes], p and ds [KEY_BLOCK][lanes], statistics
-            // [2][lanes]; low and high have 64 lanes.
+            // [3][lanes]; low and high have 64 lanes.
             unsafe {
                 let (p, ds) = (at.p.as_mut_ptr().add(row * lanes), at.ds.as_mut_ptr().add(row * lanes));
                 let panel = at.k_panels.as_ptr().add(row * sizes.depth);
@@ -92,17 +91,18 @@ impl Backward<'_> {
                     }
                 }
                 for v in 0..N {
-                    let lse = simd.load(queries.statistics.as_ptr().add(v * S::LANES));
-                    let below = simd.sub(simd.splat(0.0), lse);
+                    let max = simd.load(queries.statistics.as_ptr().add(v * S::LANES));
+                    let inverse_sum = simd.load(queries.statistics.as_ptr().add(lanes + v * S::LANES));
                     for (i, s) in s.iter().enumerate() {
-                        let s = if S::PAIR == 1 { simd.sub(s[v], lse) } else { simd.fma(s[v], factor, below) };
-                        simd.store(p.add(i * lanes + v * S::LANES), simd.exp2(s));
+                        let s = simd.mul(s[v], factor);
+                        let weight = simd.mul(exp(simd, simd.sub(s, max)), inverse_sum);
+                        simd.store(p.add(i * lanes + v * S::LANES), weight);
                     }
                 }
                 next.next().into_iter().for_each(prefetch_far);
                 let dp = multiply::<S, R, N>(simd, sizes.v_depth, panel, 1, R, d_out_t, lanes, zero);
                 for v in 0..N {
-                    let delta = simd.load(queries.statistics.as_ptr().add(lanes + v * S::LANES));
+                    let delta = simd.load(queries.statistics.as_ptr().add(2 * lanes + v * S::LANES));
                     for (i, dp) in dp.iter().enumerate() {
                         let p = simd.load(p.add(i * lanes + v * S::LANES));
                         simd.store(ds.add(i * lanes + v * S::LANES), simd.mul(p, simd.sub(dp[v], delta)));
@@ -122,13 +122,14 @@ impl Backward<'_> {
                     let s = multiply::<S, R, 1>(simd, sizes.depth, k, 1, R, q_t, lanes, zero);
                     let dp = multiply::<S, R, 1>(simd, sizes.v_depth, v, 1, R, d_out_t, lanes, zero);
                     let (low, high) = (simd.load(low.as_ptr().add(lane)), simd.load(high.as_ptr().add(lane)));
-                    let lse = simd.load(queries.statistics.as_ptr().add(lane));
-                    let delta = simd.load(queries.statistics.as_ptr().add(lanes + lane));
+                    let max = simd.load(queries.statistics.as_ptr().add(lane));
+                    let inverse_sum = simd.load(queries.statistics.as_ptr().add(lanes + lane));
+                    let delta = simd.load(queries.statistics.as_ptr().add(2 * lanes + lane));
                     for (i, ([s], [dp])) in s.into_iter().zip(dp).enumerate() {
-                        let s = if S::PAIR == 1 { s } else { simd.mul(s, factor) };
                         let hidden = simd.splat(f32::NEG_INFINITY);
-                        let s = simd.within(s, simd.splat((row + i) as f32), low, high, hidden);
-                        let (p, to) = (simd.exp2(simd.sub(s, lse)), (key + i) * lanes + lane);
+                        let s = simd.within(simd.mul(s, factor), simd.splat((row + i) as f32), low, high, hidden);
+                        let p = simd.mul(exp(simd, simd.sub(s, max)), inverse_sum);
+                        let to = (key + i) * lanes + lane;
                         simd.store(at.p.as_mut_ptr().add(to), p);
                         simd.store(at.ds.as_mut_ptr().add(to), simd.mul(p, simd.sub(dp, delta)));
                     }
@@ -205,11 +206,23 @@ impl Backward<'_> {
         let (lanes, keys, head) = (N * S::LANES, pair.keys.clone(), pair.head);
         let meeting = self.plan.meeting(pair.block, pair.part, pair.base + keys.start);
         let frame = terms.frame(simd, meeting, head, keys.len(), lanes, at.bias);
-        let (lse, delta) = queries.statistics.split_at(lanes);
-        let mut sums = TermSums { table: at.table, lse, delta };
+        let (max, rest) = queries.statistics.split_at(lanes);
+        let (inverse_sum, delta) = rest.split_at(lanes);
+        let mut sums = TermSums { table: at.table, max, inverse_sum, delta };
         let (p, ds) = (&mut at.p[keys.start * lanes..], &mut at.ds[keys.start * lanes..]);
         // SAFETY: all are [keys][lanes], the statistics of all lanes.
-        unsafe { terms.gradients::<S, N>(simd, &frame, p.as_mut_ptr(), ds.as_mut_ptr(), at.bias, bounds, &mut sums) };
+        unsafe {
+            terms.gradients::<S, N>(
+                simd,
+                self.scaling.products,
+                &frame,
+                p.as_mut_ptr(),
+                ds.as_mut_ptr(),
+                at.bias,
+                bounds,
+                &mut sums,
+            )
+        };
         let Some(bias) = &self.bias else { return };
         for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, frame.row(lane)?))) {
             let row = row * bias.heads + head.min(bias.heads - 1);

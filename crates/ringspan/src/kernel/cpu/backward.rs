@@ -2,7 +2,7 @@
 
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
-use super::super::terms::{self, Terms};
+use super::super::terms::Terms;
 use super::super::{Data, Inputs, Saved, Sums, Tile, isa};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
@@ -19,7 +19,8 @@ impl Cpu {
     ) -> Option<()> {
         self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let (Data::F32(lse), Data::F32(delta), d_out) = (saved.lse, saved.delta, saved.d_out) else { return None };
+        let Saved { statistics, delta: Data::F32(delta), d_out } = *saved else { return None };
+        let (Data::F32(max), Data::F32(sum)) = (statistics.max, statistics.sum) else { return None };
         let (dq, dk, dv) = (sums.dq.host()?, sums.dk.host()?, sums.dv.host()?);
         let (d_table, d_bias) = (sums.d_table.host()?, sums.d_bias.host()?);
         let code = self.code_for(inputs);
@@ -58,13 +59,14 @@ impl Cpu {
             k,
             v,
             d_out,
-            lse,
+            max,
+            sum,
             delta,
             heads,
             plan: &plan,
             code,
             scale: score.scale,
-            factor: terms::factor(score),
+            scaling: self.scaling(inputs, terms.is_some()),
             terms: terms.as_ref(),
             bias,
             dq: Target::new(dq),

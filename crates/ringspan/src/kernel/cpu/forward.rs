@@ -5,7 +5,7 @@ use super::super::decode::Decode;
 use super::super::forward::{self, Forward};
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
-use super::super::terms::{self, Terms};
+use super::super::terms::{Scaling, Terms};
 use super::super::workers::Countdown;
 use super::super::{HeadMap, Inputs, Partial, Tile, isa};
 use super::{Cpu, plan};
@@ -13,21 +13,30 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 impl Cpu {
+    /// [`forward`](Self::forward), for queries without a backward pass.
+    pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
+        let Inputs { q, k, v, heads, score, bias } = *inputs;
+        if q.tokens > 1 {
+            return self.forward(inputs, tiles, partial);
+        }
+        // Packing would cost more than the whole product.
+        self.hook.begin();
+        let terms = Terms::new(score, bias);
+        let seen = |tile: &Tile| {
+            let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
+            tile.k.start + keys.start..tile.k.start + keys.end
+        };
+        let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
+        let job = Decode { q, k, v, heads, scaling: Scaling::new(score, terms.is_some(), &q), terms: terms.as_ref() };
+        let (code, progress) = (self.code, |worker| self.progress(worker));
+        job.run(code, &self.workers, &self.pool, &progress, &visible, partial);
+    }
+
     /// Adds the keys of `tiles` to the softmax state of the queries.
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let (factor, terms) = (terms::factor(score), Terms::new(score, bias));
-        if q.tokens == 1 {
-            // Packing would cost more than the whole product.
-            let seen = |tile: &Tile| {
-                let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
-                tile.k.start + keys.start..tile.k.start + keys.end
-            };
-            let visible: Vec<(Range<usize>, &Tile)> = tiles.iter().map(|tile| (seen(tile), tile)).collect();
-            let job = Decode { q, k, v, heads, factor, terms: terms.as_ref() };
-            return job.run(self.code, &self.workers, &self.pool, &|worker| self.progress(worker), &visible, partial);
-        }
+        let terms = Terms::new(score, bias);
         let code = self.code_for(inputs);
         let plan = plan(inputs, tiles, terms.as_ref(), code);
         if plan.keys.is_empty() || q.heads == 0 {
@@ -41,7 +50,7 @@ impl Cpu {
             plan: &plan,
             keys: &keys,
             v_dim: v.dim,
-            factor,
+            scaling: self.scaling(inputs, terms.is_some()),
             terms: terms.as_ref(),
             out: Target::new(&mut partial.out),
             max: Target::new(&mut partial.max),

@@ -11,7 +11,7 @@ use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::Keys;
 use super::plan::Plan;
-use super::terms::Terms;
+use super::terms::{Scaling, Terms};
 use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
 use hook::Hook;
@@ -48,16 +48,15 @@ impl Cpu {
         self.code.with_pairs(halves && inputs.score.scale > 0.0)
     }
 
+    /// Where products are scaled, in the code that computes them.
+    fn scaling(&self, inputs: &Inputs, terms: bool) -> Scaling {
+        let scaling = Scaling::new(inputs.score, terms, &inputs.q);
+        if self.code_for(inputs).pair() > 1 { scaling.of_pairs() } else { scaling }
+    }
+
     /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
     pub(super) fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { q, k, v, heads, bias, .. } = *inputs;
-        if q.tokens == 1 {
-            let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
-            let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
-            let states = lines(k.heads * chunks * group * (2 + v.dim));
-            let workers = self.workers.count().min(k.heads * chunks);
-            return bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)));
-        }
         let code = self.code_for(inputs);
         let (Some(first), Some(last)) = (tiles.iter().map(|t| t.k.start).min(), tiles.iter().map(|t| t.k.end).max())
         else {
@@ -66,6 +65,19 @@ impl Cpu {
         let keys = Keys::size(last.saturating_sub(first / code.rows() * code.rows()), &k, &v, code).0;
         let tasks = heads.heads() * q.tokens.div_ceil(code.lanes());
         bytes(keys + self.workers.count().min(tasks) * super::forward::scratch(q.dim, v.dim, code, bias.is_some()))
+    }
+
+    /// Most bytes of buffers that a [`decode`](Self::decode) call of these shapes holds besides its arguments.
+    pub(super) fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
+        let Inputs { q, k, v, heads, .. } = *inputs;
+        if q.tokens > 1 {
+            return self.forward_workspace(inputs, tiles);
+        }
+        let chunks: usize = tiles.iter().map(|tile| tile.k.len().div_ceil(decode::CHUNK)).sum();
+        let group = (0..k.heads).map(|kv| heads.queries_of(kv).len()).max().unwrap_or(0);
+        let states = lines(k.heads * chunks * group * (2 + v.dim));
+        let workers = self.workers.count().min(k.heads * chunks);
+        bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)))
     }
 
     /// Most bytes of buffers that a [`backward`](Self::backward) call of these shapes holds besides its arguments.

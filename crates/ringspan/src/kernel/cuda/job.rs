@@ -68,7 +68,6 @@ pub(super) struct Job {
     pub(super) out: u64,
     pub(super) max: u64,
     pub(super) sum: u64,
-    pub(super) lse: u64,
     pub(super) delta: u64,
     pub(super) dq: u64,
     pub(super) dk: u64,

@@ -3,7 +3,7 @@
 use super::super::message::Piece;
 use super::super::sums::Place;
 use super::super::view::Stored;
-use super::super::{Data, View};
+use super::super::{Data, Statistics, View};
 use super::job::Move;
 use super::memory::{GpuArray, GpuData, GpuMut};
 use super::options::Options;
@@ -202,13 +202,13 @@ impl Cuda {
         self.launch_move((Stored::F32, Stored::F32), "merge", &job, tokens * heads * LANES)
     }
 
-    /// Output and log-sum-exp.
+    /// Output and statistics.
     pub(in crate::kernel) fn finish(
         &self,
         mut state: GpuArray,
         (tokens, heads, v_dim): (usize, usize, usize),
         sinks: Option<&[f32]>,
-    ) -> Result<(GpuArray, GpuArray)> {
+    ) -> Result<(GpuArray, Statistics<GpuArray>)> {
         let (rows, sinks) = (tokens * heads, sinks.map(|sinks| self.upload_all(sinks)).transpose()?);
         let job = Move {
             to: state.all_mut().write(&self.stream)?,
@@ -219,7 +219,8 @@ impl Cuda {
             ..Move::default()
         };
         self.launch_move((Stored::F32, Stored::F32), "finish", &job, rows * LANES)?;
-        Ok((state.part(0..rows * v_dim), state.part(rows * v_dim..rows * (v_dim + 1))))
+        let statistic = |number: usize| state.part(rows * (v_dim + number)..rows * (v_dim + number + 1));
+        Ok((state.part(0..rows * v_dim), Statistics { max: statistic(0), sum: statistic(1) }))
     }
 
     /// A tensor's first element. On the GPU nothing stops a row that leaves its tensor, so none may.

@@ -208,9 +208,9 @@ impl Options {
             Pass::Forward => keys + keys.max(values) + pairs,
             Pass::Backward => 2 * keys + 2 * values + if self.buckets { 4 * pairs } else { 2 * pairs },
             Pass::TensorForward => (rows * key + chunk * (key + value)) / 2,
-            Pass::TensorBackward => (rows + chunk) * (key + value) / 2 + 2 * chunk,
+            Pass::TensorBackward => (rows + chunk) * (key + value) / 2 + 3 * chunk,
             Pass::WarpgroupForward => (rows * width + 2 * chunk * (width + v_whole)) / 2,
-            Pass::WarpgroupBackward => (rows * (width + v_width) + 2 * chunk * (whole + v_whole)) / 2 + 4 * chunk,
+            Pass::WarpgroupBackward => (rows * (width + v_width) + 2 * chunk * (whole + v_whole)) / 2 + 6 * chunk,
             Pass::Delta | Pass::Memory => 0,
         };
         4 * floats

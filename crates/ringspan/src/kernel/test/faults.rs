@@ -72,6 +72,11 @@ fn check(problem: &Problem, fault: Fault, what: &str) {
             let lse = |at: usize| fault.reaches_query(problem, at % problem.queries, at / problem.queries).0;
             compare(&clean.out, &wanted.out, &got.out, |at| query(at / problem.v_dim).0, bound, &what("out"));
             compare(&clean.lse, &wanted.lse, &got.lse, lse, bound, &what("lse"));
+            if problem.queries == 1 {
+                let reached = |at: usize| query(at / problem.v_dim).0;
+                compare(&clean.decoded, &wanted.decoded, &got.decoded, reached, bound, &what("decoded"));
+                compare(&clean.decoded_lse, &wanted.decoded_lse, &got.decoded_lse, lse, bound, &what("decoded lse"));
+            }
             compare(&clean.dq, &wanted.dq, &got.dq, |at| query(at / problem.dim).1, bound, &what("dq"));
             let keys: Vec<bool> = (0..problem.keys * kv_heads).map(key).collect();
             compare(&clean.dk, &wanted.dk, &got.dk, |at| keys[at / problem.dim], bound, &what("dk"));

@@ -71,6 +71,9 @@ impl Stored<'_> {
 struct Answer {
     out: Vec<f32>,
     lse: Vec<f32>,
+    /// Both of a single query without a backward pass; empty of several.
+    decoded: Vec<f32>,
+    decoded_lse: Vec<f32>,
     dq: Vec<f32>,
     dk: Vec<f32>,
     dv: Vec<f32>,
@@ -229,9 +232,13 @@ impl Problem {
         }
         let lse: Vec<f64> =
             lse.chunks_exact(queries.max(1)).flat_map(|x| gather(x, 1, self.first.0, self.queries)).collect();
+        let (out, lse) = (round(gather(&out, heads * self.v_dim, self.first.0, self.queries)), round(lse));
+        let single = self.queries == 1;
         Answer {
-            out: round(gather(&out, heads * self.v_dim, self.first.0, self.queries)),
-            lse: round(lse),
+            decoded: if single { out.clone() } else { Vec::new() },
+            decoded_lse: if single { lse.clone() } else { Vec::new() },
+            out,
+            lse,
             dq: round(gather(&gradients.dq, heads * self.dim, self.first.0, self.queries)),
             dk: fold(&gradients.dk, self.dim),
             dv: fold(&gradients.dv, self.v_dim),
@@ -256,11 +263,18 @@ impl Problem {
             let v = View::stored(v, rows.len(), self.kv_heads, self.v_dim).expect("its size");
             Inputs { q, k, v, heads: &map, score: &self.score, bias }
         };
-        let mut partial = Partial::new(self.queries, heads, self.v_dim);
-        for (rows, tiles) in &self.blocks {
-            kernel.forward(&inputs(rows), &self.tiles(rows, tiles), &mut partial).expect("no failure");
-        }
-        let (out, lse) = partial.finish(self.queries, heads, self.v_dim, self.score.sinks.as_deref());
+        let attend = |by: fn(&Kernel, &Inputs, &[Tile], &mut Partial) -> crate::Result<()>| {
+            let mut partial = Partial::new(self.queries, heads, self.v_dim);
+            for (rows, tiles) in &self.blocks {
+                by(kernel, &inputs(rows), &self.tiles(rows, tiles), &mut partial).expect("no failure");
+            }
+            partial.finish(self.queries, heads, self.v_dim, self.score.sinks.as_deref())
+        };
+        let (out, statistics) = attend(Kernel::forward);
+        let (decoded, decoded_lse) = match self.queries {
+            1 => (attend(Kernel::decode).0, attend(Kernel::decode).1.lse()),
+            _ => Default::default(),
+        };
         let out_view = View::new(&out, self.queries, heads, self.v_dim).expect("its size");
         let delta = kernel.delta(out_view, d_out).expect("no failure");
         let (mut dq, mut dk) = (vec![0.0; values.q.len()], vec![0.0; values.k.len()]);
@@ -274,10 +288,10 @@ impl Problem {
                 d_table: (&mut d_table).into(),
                 d_bias: (&mut d_bias).into(),
             };
-            let saved = Saved { lse: Data::F32(&lse), delta: Data::F32(&delta), d_out };
+            let saved = Saved { statistics: statistics.data(), delta: Data::F32(&delta), d_out };
             kernel.backward(&inputs(rows), &self.tiles(rows, tiles), &saved, &mut sums).expect("no failure");
         }
-        Answer { out, lse, dq, dk, dv, d_table, d_bias }
+        Answer { out, lse: statistics.lse(), decoded, decoded_lse, dq, dk, dv, d_table, d_bias }
     }
 
     /// Whether products are rounded.
@@ -338,10 +352,12 @@ fn gpus(first: usize) -> Vec<Kernel> {
 }
 
 impl Answer {
-    fn tensors(&self) -> [(&'static str, &[f32]); 7] {
+    fn tensors(&self) -> [(&'static str, &[f32]); 9] {
         [
             ("out", &self.out),
             ("lse", &self.lse),
+            ("decoded", &self.decoded),
+            ("decoded lse", &self.decoded_lse),
             ("dq", &self.dq),
             ("dk", &self.dk),
             ("dv", &self.dv),
@@ -355,7 +371,9 @@ impl Answer {
             let (mut difference, mut norm) = (0.0, 0.0);
             assert_eq!(wanted.len(), got.len(), "{what}: {name}");
             for (wanted, got) in wanted.iter().zip(got) {
-                if wanted.is_infinite() || *wanted == 0.0 && matches!(name, "out" | "lse" | "dv") {
+                if wanted.is_infinite()
+                    || *wanted == 0.0 && matches!(name, "out" | "lse" | "decoded" | "decoded lse" | "dv")
+                {
                     assert_eq!(wanted, got, "{what}: {name}");
                     continue;
                 }

@@ -128,8 +128,8 @@ fn states_merge_and_finish_as_on_the_cpu() {
                 let held = kernel.hold(View::new(&values, 1, 1, values.len()).expect("its size")).expect("held");
                 kernel.merge(&mut merged, held.view().data).expect("merged");
             }
-            let (out, lse) = kernel.finish(merged, sinks.as_deref()).expect("finished");
-            (kernel.to_host(out).expect("copied"), kernel.to_host(lse).expect("copied"))
+            let (out, statistics) = kernel.finish(merged, sinks.as_deref()).expect("finished");
+            (kernel.to_host(out).expect("copied"), statistics.to_host(kernel).expect("copied").lse())
         };
         let ((out, lse), (wanted_out, wanted_lse)) = (results(&gpu), results(&cpu()));
         for (got, wanted) in out.iter().zip(&wanted_out).chain(lse.iter().zip(&wanted_lse)) {

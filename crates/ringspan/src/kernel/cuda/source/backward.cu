@@ -87,8 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
                     const bool seen = seen_from <= key && key < seen_to;
                     if (seen) {
                         const i64 state = (i64)head * job.queries + token;
-                        const Pair got =
-                            pair(job, tile, head, i, j, products[p], dp[p], job.lse[state], job.delta[state]);
+                        const Pair got = pair(job, tile, head, i, j, products[p], dp[p], saved(job, state));
                         all.ds[row][key] = got.ds;
 #if BIAS
                         const i64 bias_row = (i64)token * job.bias_heads + (job.bias_heads == 1 ? 0 : head);
@@ -201,8 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
                     if (seen_from <= query && query < seen_to) {
                         const int i = base + query - tile.q;
                         const i64 state = (i64)head * job.queries + base + query;
-                        const Pair got =
-                            pair(job, tile, head, i, j, products[p], dp[p], job.lse[state], job.delta[state]);
+                        const Pair got = pair(job, tile, head, i, j, products[p], dp[p], saved(job, state));
                         all.weights[row][query] = got.weight;
                         all.ds[row][query] = got.ds;
                     }

@@ -42,9 +42,9 @@ struct Job {
     const float *terms;
     // Least distance of each bucket of one direction.
     const i64 *first;
-    // The softmax state, as it goes on.
+    // The softmax state, as it goes on; backward its last maxima and sums.
     float *out, *max, *sum;
-    const float *lse, *delta;
+    const float *delta;
     // Gradients are added to; d_bias [queries, bias_heads, bias_keys].
     float *dq, *dk, *dv, *d_bias;
     // Sums of the buckets of each block of queries [blocks, H, buckets]; to that of all blocks is added [H, buckets].
@@ -89,17 +89,18 @@ __device__ inline int bucket(const Job &job, i64 distance) {
 }
 #endif
 
-// The score of query i and key j of a tile in natural units, and its slope over the scaled product.
+// The score of query i and key j of a tile, and its slope over the scaled product. All passes must get the same bits: what a
+// compiler might fuse in one of them and not in another is written as it is to be rounded.
 __device__ inline float score(const Job &job, const Tile &tile, int head, int i, int j, float product, float &slope) {
-    float s = job.scale * product;
+    float s = __fmul_rn(job.scale, product);
     slope = 1.0f;
 #if SOFTCAP
     const float share = tanhf(s / job.softcap);
-    s = job.softcap * share;
+    s = __fmul_rn(job.softcap, share);
     slope = 1.0f - share * share;
 #endif
 #if ALIBI
-    s -= job.terms[head] * fabsf((float)distance(tile, i, j));
+    s = __fmaf_rn(-job.terms[head], fabsf((float)distance(tile, i, j)), s);
 #endif
 #if BUCKETS
     s += job.terms[head * job.buckets + bucket(job, distance(tile, i, j))];
@@ -141,13 +142,26 @@ struct Pair {
     float weight, term, ds;
 };
 
+// What the backward pass knows of a query.
+struct Saved {
+    // Greatest score; 1 by the sum of the softmax, or 0 of a query that saw nothing but scores of -inf.
+    float max, inverse_sum, delta;
+};
+
+// Of element `at` of [H, Tq].
+__device__ inline Saved saved(const Job &job, i64 at) {
+    return {job.max[at], job.sum[at] != 0.0f ? 1.0f / job.sum[at] : 0.0f, job.delta[at]};
+}
+
 __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
-                            float lse, float delta) {
+                            const Saved &query) {
     Pair result = {0.0f, 0.0f, 0.0f};
-    // Such a query saw nothing but scores of -inf.
-    if (lse != NEGATIVE_INFINITY) {
+    const float delta = query.delta;
+    if (query.inverse_sum != 0.0f) {
         float slope;
-        const float weight = expf(score(job, tile, head, i, j, product, slope) - lse);
+        const float below = score(job, tile, head, i, j, product, slope) - query.max;
+        // Above 0 only if another unit of the GPU multiplied than in the forward pass; a NaN stays.
+        const float weight = expf(below > 0.0f ? 0.0f : below) * query.inverse_sum;
         const float kept_part = kept(job, tile, head, i, j);
         result.weight = weight * kept_part;
         result.term = weight * (dp * kept_part - delta);

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                 if (seen_from <= key && key < seen_to) {
                     float slope;
                     const int j = base + key - tile.k;
-                    scores[row][key] = score(job, tile, head, i, j, products[p], slope) * LOG2_E;
+                    scores[row][key] = score(job, tile, head, i, j, products[p], slope);
                 }
             }
             __syncthreads();
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             }
             // A number to measure -inf against, so that no NaN arises.
             const float shift = greatest == NEGATIVE_INFINITY ? 0.0f : greatest;
-            const float shrink = exp2f(before - shift);
+            const float shrink = exp2f((before - shift) * LOG2_E);
             sum *= shrink;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             }
             __syncthreads();
             for (int key = seen_from; key < seen_to; key++) {
-                float weight = exp2f(scores[row][key] - shift);
+                float weight = exp2f((scores[row][key] - shift) * LOG2_E);
                 sum += weight;
                 weight *= kept(job, tile, head, i, base + key - tile.k);
 #pragma unroll

@@ -88,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
         to = state(job.to, job, row);
         from = state(job.from, job, row);
         greatest = fmaxf(*to.max, *from.max);
-        before = exp2f(*to.max - finite(greatest));
-        more = exp2f(*from.max - finite(greatest));
+        before = expf(*to.max - finite(greatest));
+        more = expf(*from.max - finite(greatest));
         sum = *to.sum * before + *from.sum * more;
     }
     __syncthreads(); // All have read what one writes.
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(const Job job) {
     }
 }
 
-// The state `to` becomes output and log-sum-exp, in the place of the maximum.
+// The state `to` becomes output, maximum and sum, sinks included.
 extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
     const i64 row = thread() / LANES, lane = threadIdx.x % LANES;
     const bool held = row < job.heads * job.tokens;
@@ -115,10 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
         greatest = *to.max;
         sum = *to.sum;
         if (job.sinks) {
-            const float sink = job.sinks[row / job.tokens] * LOG2_E;
+            const float sink = job.sinks[row / job.tokens];
             greatest = fmaxf(greatest, sink);
-            before = exp2f(*to.max - finite(greatest));
-            sum = sum * before + exp2f(sink - finite(greatest));
+            before = expf(*to.max - finite(greatest));
+            sum = sum * before + expf(sink - finite(greatest));
         }
     }
     __syncthreads(); // All have read what one writes.
@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const Job job) {
             to.out[column] = to.out[column] * before * factor;
         }
         if (lane == 0) {
-            *to.max = (float)((double)greatest * 0.69314718055994530942 + log((double)sum));
+            *to.max = greatest;
+            *to.sum = sum;
         }
     }
 }

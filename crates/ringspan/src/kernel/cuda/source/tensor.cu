@@ -342,19 +342,18 @@ __device__ inline void store_state(const Job &job, int head, int first, const fl
 }
 
 // What the backward pass knows of the thread's two queries of a head.
-__device__ inline void load_saved(const Job &job, int head, int first, float (&lse)[2], float (&delta)[2]) {
+__device__ inline void load_saved(const Job &job, int head, int first, Saved (&queries)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
         const i64 state = (i64)head * job.queries + token;
-        lse[half] = token < job.queries ? job.lse[state] : NEGATIVE_INFINITY;
-        delta[half] = token < job.queries ? job.delta[state] : 0.0f;
+        queries[half] = token < job.queries ? saved(job, state) : Saved{0.0f, 0.0f, 0.0f};
     }
 }
 
 // Of the thread's queries and keys from row `base` on: unscaled products become their gradients; dp are those of weights.
 __device__ inline void differentiate_queries(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
-                                             const float (&lse)[2], const float (&delta)[2], float (&products)[TILES][4],
+                                             const Saved (&queries)[2], float (&products)[TILES][4],
                                              const float (&dp)[TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -367,7 +366,7 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
                 float ds = 0.0f;
                 if (seen(half, key)) {
                     const int j = base + key - tile.k;
-                    ds = pair(job, tile, head, i, j, products[n][at], dp[n][at], lse[half], delta[half]).ds;
+                    ds = pair(job, tile, head, i, j, products[n][at], dp[n][at], queries[half]).ds;
                 }
                 products[n][at] = ds;
             }
@@ -377,7 +376,7 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
 
 // Of the thread's keys and queries from row `base` on: unscaled products become weights, and gradients of weights become theirs.
 __device__ inline void differentiate_keys(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
-                                          const float *lse, const float *delta, float (&products)[TILES][4],
+                                          const Saved *queries, float (&products)[TILES][4],
                                           float (&dp)[TILES][4]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -390,7 +389,7 @@ __device__ inline void differentiate_keys(const Job &job, const Tile &tile, cons
                 Pair got = {0.0f, 0.0f, 0.0f};
                 if (seen(half, query)) {
                     const int i = base + query - tile.q;
-                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], lse[query], delta[query]);
+                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], queries[query]);
                 }
                 products[n][at] = got.weight;
                 dp[n][at] = got.ds;

@@ -16,8 +16,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     clear_rest<V_DIM, V_STRIDE>(v, CHUNK);
     start_rows<Q_TYPE, DIM, STRIDE, ROWS>(q, job.q, first, rows, head);
     start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, ROWS>(d_out, job.d_out, first, rows, head);
-    float lse[2], delta[2], sums[WIDTH / 8][4];
-    load_saved(job, head, first, lse, delta);
+    Saved queries[2];
+    float sums[WIDTH / 8][4];
+    load_saved(job, head, first, queries);
     clear(sums);
     for (Chunk chunk(job, block); chunk.is_there(job, block); chunk.advance(job, block)) {
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         products<WIDTH, STRIDE>(scores, q, k);
         products<V_WIDTH, V_STRIDE>(dp, d_out, v);
         const Seen seen = Seen::by_queries(job, tile, first, base, count);
-        differentiate_queries(job, tile, seen, head, first, base, lse, delta, scores, dp);
+        differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
         add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, spoilt);
     }
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     extern __shared__ float shared[];
     u16 *const k = (u16 *)shared, *const v = k + ROWS * STRIDE;
     u16 *const q = v + ROWS * V_STRIDE, *const d_out = q + CHUNK * STRIDE;
-    float *const lse = (float *)(d_out + CHUNK * V_STRIDE), *const delta = lse + CHUNK;
+    Saved *const queries = (Saved *)(d_out + CHUNK * V_STRIDE);
     const int block = blockIdx.x, kv_head = blockIdx.y;
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
@@ -68,9 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, CHUNK>(d_out, job.d_out, base, count, head);
             group_copies();
             if (threadIdx.x < count) {
-                const i64 state = (i64)head * job.queries + base + threadIdx.x;
-                lse[threadIdx.x] = job.lse[state];
-                delta[threadIdx.x] = job.delta[state];
+                queries[threadIdx.x] = saved(job, (i64)head * job.queries + base + threadIdx.x);
             }
             wait_copies<0>();
             const bool whole = sees_all(tile, base, count, first, rows);
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             products<WIDTH, STRIDE>(weights, k, q);
             products<V_WIDTH, V_STRIDE>(ds, v, d_out);
             const Seen seen = Seen::by_keys(job, tile, first, base, count);
-            differentiate_keys(job, tile, seen, head, first, base, lse, delta, weights, ds);
+            differentiate_keys(job, tile, seen, head, first, base, queries, weights, ds);
             add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, spoilt);
             add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, spoilt);
         }

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                     const int key = n * 8 + THREAD_COLUMN + e;
                     if (seen(half, key)) {
                         float slope, &s = scores[n][2 * half + e];
-                        s = score(job, tile, head, i, base + key - tile.k, s, slope) * LOG2_E;
+                        s = score(job, tile, head, i, base + key - tile.k, s, slope);
                         most = fmaxf(most, s);
                     }
                 }
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             most = of_four(most, true);
             // A number to measure -inf against, so that no NaN arises.
             const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
-            const float shrink = exp2f(greatest[half] - shift);
+            const float shrink = exp2f((greatest[half] - shift) * LOG2_E);
             greatest[half] = most;
             sum[half] *= shrink;
 #pragma unroll
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
                     const int key = n * 8 + THREAD_COLUMN + e;
                     float weight = 0.0f;
                     if (seen(half, key)) {
-                        weight = exp2f(scores[n][2 * half + e] - shift);
+                        weight = exp2f((scores[n][2 * half + e] - shift) * LOG2_E);
                         sum[half] += weight;
                         weight *= kept(job, tile, head, i, base + key - tile.k);
                     }

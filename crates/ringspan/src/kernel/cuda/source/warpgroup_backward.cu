@@ -9,15 +9,14 @@
 // What a block holds, and twice what it goes over: one is read, one arrives.
 struct Held {
     u16 *own, *v_own, *others, *v_others;
-    float *lse, *delta;
+    Saved *queries;
 
     __device__ Held(float *shared) {
         own = (u16 *)shared;
         v_own = own + OWN;
         others = v_own + V_OWN;
         v_others = others + 2 * OTHERS;
-        lse = (float *)(v_others + 2 * V_OTHERS);
-        delta = lse + 2 * CHUNK;
+        queries = (Saved *)(v_others + 2 * V_OTHERS);
         clear_cores<DIM, WIDTH, ROWS>(own);
         clear_cores<V_DIM, V_WIDTH, ROWS>(v_own);
         for (int stage = 0; stage < 2; stage++) {
@@ -57,8 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
     Chunk chunk(job, block);
     start(chunk, 0);
     group_copies();
-    float lse[2], delta[2], sums[WHOLE_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
-    load_saved(job, head, first, lse, delta);
+    Saved queries[2];
+    float sums[WHOLE_WIDTH / 8][4], scores[TILES][4], dp[TILES][4];
+    load_saved(job, head, first, queries);
     clear(sums);
     clear(scores);
     clear(dp);
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         group_copies();
         multiply_both(scores, dp, held, stage);
         const Seen seen = Seen::by_queries(job, tile, first, base, count);
-        differentiate_queries(job, tile, seen, head, first, base, lse, delta, scores, dp);
+        differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
         u32 weights[STEPS][4];
         pack(weights, scores);
         if (spoilt) {
@@ -108,8 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         start_cores<D_OUT_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
         if (threadIdx.x < count) {
             const i64 state = (i64)head * job.queries + chunk.base + threadIdx.x;
-            held.lse[stage * CHUNK + threadIdx.x] = job.lse[state];
-            held.delta[stage * CHUNK + threadIdx.x] = job.delta[state];
+            held.queries[stage * CHUNK + threadIdx.x] = saved(job, state);
         }
     };
     start_cores<K_TYPE, DIM, ROWS>(held.own, job.k, first, rows, kv_head);
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job), this_head = head;
         u16 *const q = held.others + stage * OTHERS, *const d_out = held.v_others + stage * V_OTHERS;
-        const float *const lse = held.lse + stage * CHUNK, *const delta = held.delta + stage * CHUNK;
+        const Saved *const queries = held.queries + stage * CHUNK;
         const bool whole = sees_all(tile, base, count, first, rows);
         wait_copies<0>();
         share_copies();
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         group_copies();
         multiply_both(scores, dp, held, stage);
         const Seen seen = Seen::by_keys(job, tile, first, base, count);
-        differentiate_keys(job, tile, seen, this_head, first, base, lse, delta, scores, dp);
+        differentiate_keys(job, tile, seen, this_head, first, base, queries, scores, dp);
         u32 weights[STEPS][4], ds[STEPS][4];
         pack(weights, scores);
         pack(ds, dp);

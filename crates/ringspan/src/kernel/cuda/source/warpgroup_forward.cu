@@ -33,7 +33,7 @@ __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile
                 scores[n][e] = NEGATIVE_INFINITY;
             } else if (!PLAIN) {
                 float slope;
-                scores[n][e] = score(job, tile, head, i, chunk.base + key - tile.k, scores[n][e], slope) * LOG2_E;
+                scores[n][e] = score(job, tile, head, i, chunk.base + key - tile.k, scores[n][e], slope);
             }
         }
     }
@@ -43,7 +43,7 @@ __device__ inline void show(const Job &job, const Chunk &chunk, const Tile &tile
 __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int first, int rows_there,
                               float (&scores)[TILES][4], Rows &rows) {
     const Tile tile = job.tiles[job.parts[chunk.part].tile];
-    const float factor = PLAIN ? job.scale * LOG2_E : 1.0f;
+    const float factor = PLAIN ? job.scale : 1.0f;
     show(job, chunk, tile, head, first, rows_there, scores);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -55,7 +55,7 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
         most = fmaxf(rows.greatest[half], of_four(most, true) * factor);
         // A number to measure -inf against, so that no NaN arises.
         const float shift = most == NEGATIVE_INFINITY ? 0.0f : most;
-        rows.shrink[half] = power_of_2(rows.greatest[half] - shift);
+        rows.shrink[half] = power_of_2((rows.greatest[half] - shift) * LOG2_E);
         rows.greatest[half] = most;
         rows.sum[half] *= rows.shrink[half];
 #pragma unroll
@@ -63,7 +63,8 @@ __device__ inline void soften(const Job &job, const Chunk &chunk, int head, int 
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &s = scores[n][2 * half + e];
-                s = power_of_2(s * factor - shift);
+                // Rounded before the maximum, one of these, is taken away: no weight exceeds 1.
+                s = power_of_2((__fmul_rn(s, factor) - shift) * LOG2_E);
                 rows.sum[half] += s;
                 if (DROPOUT) {
                     const int i = first + THREAD_ROW + 8 * half - tile.q;
