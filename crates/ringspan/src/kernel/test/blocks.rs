@@ -123,11 +123,9 @@ fn a_call_holds_no_more_than_it_says() {
                         said += of_decode;
                     }
                     let said = said + both.backward_workspace(&inputs, tiles);
-                    assert!(
-                        forward.held() <= both.held() && both.held() <= said,
-                        "{queries}: {} of {said}",
-                        both.held()
-                    );
+                    // A larger buffer takes the place of one that is too small, so of one query both may hold less.
+                    let least = if queries == 1 { 1 } else { forward.held() };
+                    assert!((least..=said).contains(&both.held()), "{queries}: {} of {said}", both.held());
                 }
             }
         }
