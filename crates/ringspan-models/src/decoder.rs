@@ -6,7 +6,7 @@ use crate::architecture::Architecture;
 use crate::block::Block;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::lora::Lora;
+use crate::lora::{Lora, Size};
 use crate::parameters::{Parameters, Unit};
 use crate::recompute::Keeper;
 use candle_core::{DType, Tensor, Var};
@@ -15,6 +15,7 @@ use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::{residual, residual_norm};
 use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Parameters by Hugging Face's names: f32, or bf16 on a GPU that computes in it.
 pub type Weights = BTreeMap<String, Tensor>;
@@ -29,6 +30,8 @@ pub struct Decoder {
     config: Config,
     pub(crate) model: Architecture,
     pub(crate) lora: Option<Lora>,
+    /// The layers that have adapters, by their whole names.
+    pub(crate) adapters: Arc<BTreeMap<String, Size>>,
 }
 
 impl Decoder {
@@ -36,7 +39,7 @@ impl Decoder {
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
         let model = config.architecture()?;
-        Ok(Self { config, model, lora: None })
+        Ok(Self { config, model, lora: None, adapters: Arc::default() })
     }
 
     /// Sizes and switches.
