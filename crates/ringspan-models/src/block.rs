@@ -85,7 +85,14 @@ impl Block<'_> {
         let make = || model.ropes[place].rotation(attend.positions(), attend.length());
         let rotation = self.keeper.map_or_else(make, |keeper| keeper.rotation(place, make));
         let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
-        let out = attend.attention(self.index, &q, &k, &v, &model.mask(self.index), &model.score)?;
+        let out = attend.attention(
+            self.index,
+            &q,
+            &k,
+            &v,
+            &model.mask(self.index),
+            &self.decoder.score(self.index, attend)?,
+        )?;
         self.summed("self_attn.o_proj", &out.flatten_from(1)?, model.output_bias, attend)
     }
 
