@@ -114,7 +114,12 @@ impl Lora {
         Ok(Self { ranks, alphas, ..self })
     }
 
-    /// The size of the adapter beside the layer with this whole name, if it has one.
+    /// The layers that are named, as they were asked for.
+    pub fn targets(&self) -> &Names {
+        &self.layers.targets
+    }
+
+    /// The size that an adapter beside the layer with this whole name has.
     ///
     /// # Errors
     /// A pattern that is too hard to compare with.

@@ -40,7 +40,11 @@ impl Base {
         }
     }
 
-    fn load(&self) -> Result<(Config, Weights)> {
+    /// The configuration, and the weights as f32.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt.
+    pub fn load(&self) -> Result<(Config, Weights)> {
         match self {
             Self::Folder(path) => folder::load(path),
             Self::Gguf(path) => gguf::load(path),
