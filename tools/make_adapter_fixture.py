@@ -2,10 +2,11 @@
 
     pip install -r tools/requirements.txt && python tools/make_adapter_fixture.py
 
-Writes crates/ringspan-models/tests/fixtures/llama_lora and the folders of fixtures/adapters: each an adapter as PEFT saves it,
-and reference.safetensors as make_model_fixtures.py describes it, with the gradients of the adapter's matrices.
+Writes llama_lora and the folders of adapters into crates/ringspan-models/tests/fixtures, or into --out: each an adapter as PEFT saves
+it, and reference.safetensors as make_model_fixtures.py describes it, with the gradients of the adapter's matrices.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -66,12 +67,12 @@ def load(base: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(FIXTURES / base, attn_implementation="eager").float()
 
 
-def clean(out: pathlib.Path, base: str) -> None:
+def clean(out: pathlib.Path, folder: str, base: str) -> None:
     """What PEFT has saved, with the model where the fixtures have it."""
     (out / "README.md").unlink(missing_ok=True)
     path = out / "adapter_config.json"
     config = json.loads(path.read_text())
-    config["base_model_name_or_path"] = os.path.relpath(FIXTURES / base, out)
+    config["base_model_name_or_path"] = os.path.relpath(FIXTURES / base, FIXTURES / folder)
     for key in ["target_modules", "exclude_modules"]:
         if isinstance(config[key], list):
             config[key] = sorted(config[key])
@@ -90,21 +91,21 @@ def save_reference(out: pathlib.Path, base: str, adapted: torch.nn.Module) -> No
     save_file(reference, out / "reference.safetensors")
 
 
-def make(folder: str, base: str, asked: dict) -> None:
+def make(root: pathlib.Path, folder: str, base: str, asked: dict) -> None:
     torch.manual_seed(11)
-    out = FIXTURES / folder
+    out = root / folder
     adapted = get_peft_model(load(base), LoraConfig(task_type="CAUSAL_LM", **asked))
     moved(adapted)
     shutil.rmtree(out, ignore_errors=True)
     adapted.save_pretrained(out)
-    clean(out, base)
+    clean(out, folder, base)
     save_reference(out, base, adapted)
 
 
-def make_converted(folder: str, base: str) -> None:
+def make_converted(root: pathlib.Path, folder: str, base: str) -> None:
     """PiSSA changes the model that it is trained beside; PEFT can convert its adapter to one beside the model as it was."""
     torch.manual_seed(11)
-    out = FIXTURES / folder
+    out = root / folder
     asked = LoraConfig(
         r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], init_lora_weights="pissa", task_type="CAUSAL_LM"
     )
@@ -117,7 +118,7 @@ def make_converted(folder: str, base: str) -> None:
         adapted.peft_config["default"].init_lora_weights = "pissa"
         moved(adapted)
         adapted.save_pretrained(out, path_initial_model_for_weight_conversion=first)
-    clean(out, base)
+    clean(out, folder, base)
     # The converted adapter beside the model as it is must be the trained model.
     again = PeftModel.from_pretrained(load(base), out, is_trainable=True)
     tokens = load_file(FIXTURES / base / "reference.safetensors")["tokens"]
@@ -128,9 +129,12 @@ def make_converted(folder: str, base: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=FIXTURES)
+    root = parser.parse_args().out
     for folder, (base, asked) in ADAPTERS.items():
-        make(folder, base, asked)
-    make_converted("adapters/pissa_converted", "llama")
+        make(root, folder, base, asked)
+    make_converted(root, "adapters/pissa_converted", "llama")
 
 
 if __name__ == "__main__":
