@@ -26,13 +26,14 @@ TOOLS = pathlib.Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
+# The folder of `--out`, and the folders in it that a script makes.
 SCRIPTS = {
-    "make_model_fixtures.py": MODELS,
-    "make_adapter_fixture.py": MODELS / "llama_lora",
-    "make_expert_adapter_fixture.py": MODELS / "qwen3_moe_lora",
-    "make_gguf_fixtures.py": MODELS / "gguf",
-    "make_training_fixture.py": TRAIN / "ten_steps",
-    "make_chat_fixture.py": TRAIN / "chat",
+    "make_model_fixtures.py": (MODELS, ["."]),
+    "make_adapter_fixture.py": (MODELS, ["llama_lora", "adapters"]),
+    "make_expert_adapter_fixture.py": (MODELS / "qwen3_moe_lora", ["."]),
+    "make_gguf_fixtures.py": (MODELS / "gguf", ["."]),
+    "make_training_fixture.py": (TRAIN / "ten_steps", ["."]),
+    "make_chat_fixture.py": (TRAIN / "chat", ["."]),
 }
 # Needs packages that are older than those of the others.
 EXPERTS = "make_expert_adapter_fixture.py"
@@ -80,16 +81,19 @@ def difference(made: pathlib.Path, kept: pathlib.Path) -> float:
     return math.inf
 
 
-def files(folder: pathlib.Path) -> set[pathlib.Path]:
-    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+def files(folder: pathlib.Path, root: pathlib.Path | None = None) -> set[pathlib.Path]:
+    """All files of a folder, as paths from `root`, or from the folder itself."""
+    return {path.relative_to(root or folder) for path in folder.rglob("*") if path.is_file()}
 
 
 def compare(name: str, made: pathlib.Path) -> list[str]:
     """What is wrong with the files that a script made."""
-    kept = SCRIPTS[name]
+    kept, folders = SCRIPTS[name]
     # Folders of other scripts lie between those of this one.
-    others = [path for path in SCRIPTS.values() if path != kept and kept in path.parents]
-    expected = {path for path in files(kept) if not any(other in (kept / path).parents for other in others)}
+    others = {root / folder for other, (root, folders) in SCRIPTS.items() if other != name for folder in folders}
+    others = {other for other in others if any(kept / folder in other.parents for folder in folders)}
+    made_here = {path for folder in folders for path in files(kept / folder, kept)}
+    expected = {path for path in made_here if not any(other in (kept / path).parents for other in others)}
     problems = [f"{path} is made, but is not in the tree" for path in sorted(files(made) - expected)]
     problems += [f"{path} is in the tree, but is not made" for path in sorted(expected - files(made))]
     for path in sorted(expected & files(made)):

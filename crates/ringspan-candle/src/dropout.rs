@@ -14,13 +14,22 @@ use std::sync::Arc;
 pub struct Drops {
     seed: u64,
     tokens: Arc<[usize]>,
+    /// The number of the first token of the batch whose rows attention sees.
+    first_of_batch: usize,
 }
 
 impl Drops {
     /// Drops by `seed`, another one each step, where `tokens` are the numbers of the tokens at hand among all those of the
     /// step: a position in a document is not enough, since many documents have it.
     pub fn new(seed: u64, tokens: Vec<usize>) -> Self {
-        Self { seed, tokens: tokens.into() }
+        Self { seed, tokens: tokens.into(), first_of_batch: 0 }
+    }
+
+    /// The same, where the batch in whose flat rows attention counts its queries begins with the token of this number: the
+    /// ranks of a mesh may see some of the rows of a step. All ranks of an attention must say the same.
+    #[must_use]
+    pub fn in_batch_from(self, first_of_batch: usize) -> Self {
+        Self { first_of_batch, ..self }
     }
 
     /// The same for some of the tokens, by their rows here, in this order.
@@ -35,13 +44,21 @@ impl Drops {
     /// The same for other tokens, by their numbers among all those of the step.
     #[must_use]
     pub fn of(&self, tokens: Vec<usize>) -> Self {
-        Self::new(self.seed, tokens)
+        Self { tokens: tokens.into(), ..self.clone() }
     }
 
     /// The numbers of the tokens at hand among all those of the step.
     #[must_use]
     pub fn tokens(&self) -> &[usize] {
         &self.tokens
+    }
+
+    /// What is dropped of attention's weights, a share of `rate` in 0..1, in layer number `layer`, of which `first_head` is the
+    /// first head here.
+    #[must_use]
+    pub fn of_attention(&self, rate: f64, layer: u64, first_head: usize) -> Dropout {
+        let seed = self.seed.wrapping_add(layer);
+        Dropout { rate: rate as f32, seed, first_head, first_query: self.first_of_batch }
     }
 
     /// `x` `[T, in]`, the input of layer number `layer`, of which `first` is the first column here: a share of `rate` in
@@ -54,7 +71,7 @@ impl Drops {
         if rows != self.tokens.len() {
             bail!("{rows} rows are to be dropped from, but {} tokens are at hand", self.tokens.len());
         }
-        let dropout = Dropout { rate: rate as f32, seed: self.seed, first_head: 0 };
+        let dropout = Dropout { rate: rate as f32, seed: self.seed, first_head: 0, first_query: 0 };
         let op = DropInputs { dropout, layer, first, tokens: self.tokens.clone() };
         if gpu::holds(x) {
             // The generator is the CPU's.
@@ -114,7 +131,7 @@ mod tests {
         tokens: &[usize],
         columns: std::ops::Range<usize>,
     ) -> Result<Tensor> {
-        let dropout = Dropout { rate: rate as f32, seed, first_head: 0 };
+        let dropout = Dropout { rate: rate as f32, seed, first_head: 0, first_query: 0 };
         let factor = |token, column| if dropout.keeps(layer, token, column) { 1.0 / (1.0 - rate as f32) } else { 0.0 };
         let all: Vec<f32> =
             tokens.iter().flat_map(|token| columns.clone().map(move |column| factor(*token, column))).collect();

@@ -73,6 +73,18 @@ pub struct Load {
     pub tokens: f64,
 }
 
+impl Load {
+    /// Adds that of other tokens, ranks or layers; to an empty one, of any number of experts.
+    pub fn add(&mut self, other: &Self) {
+        let sums = [(&mut self.chosen, &other.chosen), (&mut self.probability, &other.probability)];
+        for (sum, more) in sums {
+            sum.resize(sum.len().max(more.len()), 0.0);
+            sum.iter_mut().zip(more).for_each(|(sum, x)| *sum += x);
+        }
+        self.tokens += other.tokens;
+    }
+}
+
 /// The experts as a model sees them. Which rank holds which of them is the implementation's business.
 ///
 /// All ranks call these in the same order, also those without tokens.

@@ -1,13 +1,14 @@
 //! Adapter folders as PEFT lays them out: `adapter_config.json` and `adapter_model.safetensors`.
 
-use crate::decoder::Weights;
+mod config;
+
+use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
 use crate::folder;
-use crate::lora::{Lora, ROUTER, TARGETS, is_adapter};
-use crate::origin::Base;
+use crate::lora::{Lora, is_adapter};
+use crate::origin::{Base, download};
 use candle_core::{DType, Device, Tensor};
-use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// The file that makes a folder one of an adapter.
@@ -16,40 +17,15 @@ const TENSORS: &str = "adapter_model.safetensors";
 /// What PEFT puts before the model's names.
 const PREFIX: &str = "base_model.model.";
 
-/// `adapter_config.json`, as far as it is needed.
-#[derive(Debug, Serialize, Deserialize)]
-struct Config {
-    peft_type: String,
-    task_type: Option<String>,
-    base_model_name_or_path: Option<String>,
-    r: usize,
-    lora_alpha: f64,
-    target_modules: Targets,
-    #[serde(default)]
-    bias: Option<String>,
-    #[serde(default)]
-    use_rslora: bool,
-    #[serde(default)]
-    use_dora: bool,
-    #[serde(default)]
-    fan_in_fan_out: bool,
-    #[serde(default)]
-    lora_dropout: f64,
-    #[serde(default)]
-    rank_pattern: BTreeMap<String, usize>,
-    #[serde(default)]
-    alpha_pattern: BTreeMap<String, f64>,
-    #[serde(default)]
-    modules_to_save: Option<Vec<String>>,
-    #[serde(default)]
-    inference_mode: bool,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(untagged)]
-enum Targets {
-    Names(Vec<String>),
-    Word(String),
+/// An adapter as its configuration says.
+#[derive(Debug)]
+pub struct Description {
+    /// The model that it was made for.
+    pub base: Base,
+    /// Its size, and the layers it stands beside.
+    pub lora: Lora,
+    /// Why it cannot be trained on, if it cannot.
+    pub frozen: Option<&'static str>,
 }
 
 /// An adapter as read.
@@ -59,8 +35,13 @@ pub struct Adapter {
     pub base: Base,
     /// Its size, and the layers it stands beside.
     pub lora: Lora,
-    /// Its matrices, by the names they have in a [`Decoder`](crate::Decoder) with this `lora`.
+    /// Its matrices, by the names they have in a [`Decoder`] with this `lora`.
     pub weights: Weights,
+}
+
+/// Whether `folder` is one of an adapter. One that holds a model, too, is a model's: it was merged.
+pub fn is_here(folder: &Path) -> bool {
+    !folder.join(folder::CONFIG).exists() && folder.join(CONFIG).exists()
 }
 
 /// Writes the adapters among `weights` for people who load the model in `base`. The configuration comes last: without it
@@ -70,23 +51,6 @@ pub struct Adapter {
 /// What the file system says, with the file.
 pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.to_owned(), source })?;
-    let config = Config {
-        peft_type: "LORA".into(),
-        task_type: Some("CAUSAL_LM".into()),
-        base_model_name_or_path: Some(base.to_string_lossy().into_owned()),
-        r: lora.rank,
-        lora_alpha: lora.alpha,
-        target_modules: Targets::Names(lora.targets.clone()),
-        bias: Some("none".into()),
-        use_rslora: false,
-        use_dora: false,
-        fan_in_fan_out: false,
-        lora_dropout: lora.dropout,
-        rank_pattern: BTreeMap::new(),
-        alpha_pattern: BTreeMap::new(),
-        modules_to_save: None,
-        inference_mode: true,
-    };
     let path = folder.join(TENSORS);
     let format = |problem: String| Error::Format { path: path.clone(), problem };
     let adapters = weights.iter().filter(|(name, _)| is_adapter(name));
@@ -94,61 +58,73 @@ pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Resul
         adapters.map(|(name, tensor)| Ok((format!("{PREFIX}{name}"), tensor.contiguous()?))).collect::<Result<_>>()?;
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let bytes = safetensors::serialize(named, Some(metadata)).map_err(|error| format(error.to_string()))?;
-    let text = serde_json::to_string_pretty(&config).map_err(|error| format(error.to_string()))?;
     folder::replace(&path, &bytes)?;
-    folder::replace(&folder.join(CONFIG), text.as_bytes())
+    folder::replace(&folder.join(CONFIG), format!("{:#}\n", config::written(lora, base)).as_bytes())
+}
+
+/// Reads what an adapter is, without its matrices.
+///
+/// # Errors
+/// A file that is missing or corrupt, what this crate cannot compute, and a model that is not here.
+pub fn describe(folder: &Path) -> Result<Description> {
+    let path = folder.join(CONFIG);
+    let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
+    let config::Config { base, lora, frozen } = config::Config::parse(&bytes, &path)?;
+    let refuse = |problem: String| Error::Format { path: path.clone(), problem };
+    let base = base.ok_or_else(|| refuse("it does not name its model".into()))?;
+    // Beside the adapter, if it is no path of its own.
+    let found = [PathBuf::from(&base), folder.join(&base)].into_iter().find(|base| base.exists());
+    let found = found.ok_or_else(|| {
+        refuse(format!(
+            "its model '{base}' is no folder or file here; set base_model_name_or_path to where it is{}",
+            download(Path::new(&base))
+        ))
+    })?;
+    Ok(Description { base: Base::at(found), lora, frozen })
 }
 
 /// Reads an adapter.
 ///
 /// # Errors
-/// Files that are missing or corrupt, and what this crate cannot compute: other methods, biases, ranks that differ.
+/// As [`describe`]; tensors that are none of an adapter.
 pub fn load(folder: &Path) -> Result<Adapter> {
-    let path = folder.join(CONFIG);
-    let io = |path: &Path| {
-        let path = path.to_owned();
-        move |source| Error::Io { path, source }
-    };
-    let refuse = |problem: String| Error::Format { path: path.clone(), problem };
-    let bytes = std::fs::read(&path).map_err(io(&path))?;
-    let config: Config = serde_json::from_slice(&bytes).map_err(|error| refuse(error.to_string()))?;
-    let unknown = [
-        ("peft_type", config.peft_type != "LORA"),
-        ("bias", config.bias.as_deref().is_some_and(|bias| bias != "none")),
-        ("use_rslora", config.use_rslora),
-        ("use_dora", config.use_dora),
-        ("fan_in_fan_out", config.fan_in_fan_out),
-        ("rank_pattern", !config.rank_pattern.is_empty()),
-        ("alpha_pattern", !config.alpha_pattern.is_empty()),
-        ("modules_to_save", config.modules_to_save.is_some_and(|modules| !modules.is_empty())),
-    ];
-    if let Some((key, _)) = unknown.iter().find(|(_, unknown)| *unknown) {
-        return Err(refuse(format!("`{key}` is not plain: possible are LORA adapters of one rank, without biases")));
-    }
-    let base = config.base_model_name_or_path.ok_or_else(|| refuse("it does not name its model".into()))?;
-    // Beside the adapter, if it is no path of its own.
-    let base = [PathBuf::from(&base), folder.join(&base)].into_iter().find(|base| base.exists()).ok_or_else(|| {
-        refuse(format!("its model '{base}' is no folder or file here; set base_model_name_or_path to where it is"))
-    })?;
+    let Description { base, lora, .. } = describe(folder)?;
+    Ok(Adapter { base, lora, weights: matrices(folder)? })
+}
 
+/// The matrices of an adapter, which must be all of those beside a model's layers: `decoder` has the adapters.
+///
+/// # Errors
+/// Files that are missing or corrupt; a matrix too many, too few, or of another shape.
+pub(crate) fn matrices_of(folder: &Path, decoder: &Decoder) -> Result<Weights> {
+    let weights = matrices(folder)?;
+    let mut expected = decoder.shapes();
+    expected.retain(|name, _| is_adapter(name));
+    for (name, tensor) in &weights {
+        let actual = tensor.dims().to_vec();
+        match expected.remove(name) {
+            None => return Err(Error::Unknown { name: name.clone(), shape: actual }),
+            Some(expected) if expected != actual => return Err(Error::Shape { name: name.clone(), expected, actual }),
+            Some(_) => {}
+        }
+    }
+    match expected.pop_first() {
+        Some((name, shape)) => Err(Error::Missing { name, shape }),
+        None => Ok(weights),
+    }
+}
+
+fn matrices(folder: &Path) -> Result<Weights> {
     let path = folder.join(TENSORS);
     let damaged = |problem: String| Error::Format { path: path.clone(), problem };
-    let bytes = std::fs::read(&path).map_err(io(&path))?;
+    let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
     let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|e| damaged(e.to_string()))?;
     let mut weights = Weights::new();
     for (name, tensor) in tensors {
         let known = name.strip_prefix(PREFIX).filter(|name| is_adapter(name));
-        let known = known.ok_or_else(|| damaged(format!("tensor {name} belongs to no LoRA adapter")))?;
+        let known =
+            known.ok_or_else(|| damaged(format!("tensor {name} belongs to no LoRA adapter of a linear layer")))?;
         weights.insert(known.to_owned(), tensor.to_dtype(DType::F32)?);
     }
-    let targets = match config.target_modules {
-        Targets::Names(names) => names,
-        // "all-linear", or a pattern: the tensors say it better.
-        Targets::Word(_) => {
-            let beside = |target: &&str| weights.keys().any(|name| name.contains(&format!(".{target}.")));
-            TARGETS.iter().chain([&ROUTER]).filter(|target| beside(target)).map(|target| (*target).to_owned()).collect()
-        }
-    };
-    let lora = Lora::new(config.r, config.lora_alpha, targets)?.with_dropout(config.lora_dropout)?;
-    Ok(Adapter { base: Base::at(base), lora, weights })
+    Ok(weights)
 }

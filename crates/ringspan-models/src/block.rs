@@ -7,7 +7,7 @@ mod sparse;
 use crate::architecture::Sparse;
 use crate::decoder::{Decoder, Weights};
 use crate::error::Result;
-use crate::lora::Lora;
+use crate::lora::matrices;
 use crate::portion::Heads;
 use crate::recompute::Keeper;
 use candle_core::Tensor;
@@ -85,15 +85,21 @@ impl Block<'_> {
         let make = || model.ropes[place].rotation(attend.positions(), attend.length());
         let rotation = self.keeper.map_or_else(make, |keeper| keeper.rotation(place, make));
         let (q, k) = (rope(&q, &rotation)?, rope(&k, &rotation)?);
-        let out = attend.attention(self.index, &q, &k, &v, &model.mask(self.index), &model.score)?;
+        let out = attend.attention(
+            self.index,
+            &q,
+            &k,
+            &v,
+            &model.mask(self.index),
+            &self.decoder.score(self.index, attend)?,
+        )?;
         self.summed("self_attn.o_proj", &out.flatten_from(1)?, model.output_bias, attend)
     }
 
     /// The gated feed-forward part of all tokens.
     fn dense(&self, h: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         let model = &self.decoder.model;
-        let adapted = |lora: &Lora| ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"].iter().any(|n| lora.is_beside(n));
-        if !model.mlp_bias && !self.decoder.lora().is_some_and(adapted) {
+        if !model.mlp_bias && !self.decoder.adapts_any(&self.name("mlp.")) {
             let [gate, up, down] = ["gate", "up", "down"].map(|name| self.get(&format!("mlp.{name}_proj.weight")));
             let (gate, up, down) = (gate?, up?, down?);
             let out = match self.keeper {
@@ -152,9 +158,10 @@ impl Block<'_> {
 
     /// The adapter beside a layer, if it has one. `first` says which is the first column of the layer's input here.
     fn adapter(&self, name: &str, first: impl FnOnce() -> Result<usize>) -> Result<Option<Adapter>> {
-        let Some(lora) = self.decoder.lora().filter(|lora| lora.is_beside(name)) else { return Ok(None) };
-        let [(a, _), (b, _)] = lora.shapes(name, 0, 0);
-        Ok(Some(lora.adapter(&self.name(name), self.get(&a)?, self.get(&b)?, first()?)))
+        let layer = self.name(name);
+        let (Some(lora), Some(size)) = (self.decoder.lora(), self.decoder.adapter(&layer)) else { return Ok(None) };
+        let [a, b] = matrices(name);
+        Ok(Some(lora.adapter(&layer, size, self.get(&a)?, self.get(&b)?, first()?)))
     }
 
     /// Where the input of a layer that is here begins: behind its heads, and its part of the width, a rank has no more.

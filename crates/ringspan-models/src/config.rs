@@ -92,6 +92,8 @@ pub struct Config {
     #[serde(default)]
     pub(crate) mlp_only_layers: Option<Vec<usize>>,
     #[serde(default)]
+    attention_dropout: Option<f64>,
+    #[serde(default)]
     initializer_range: Option<f64>,
     #[serde(default)]
     output_router_logits: Option<bool>,
@@ -180,7 +182,17 @@ impl Config {
         if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
             return refuse(format!("rms_norm_eps is {}; the least is 0", self.rms_norm_eps));
         }
+        let dropout = self.attention_dropout();
+        // As f32, in which it is used.
+        if !(dropout >= 0.0 && (dropout as f32) < 1.0) {
+            return refuse(format!("attention_dropout is {dropout}, but must be at least 0 and, as f32, below 1"));
+        }
         Ok(())
+    }
+
+    /// Share of attention's weights that is dropped in training.
+    pub fn attention_dropout(&self) -> f64 {
+        self.attention_dropout.unwrap_or(0.0)
     }
 
     /// Key-value heads G.

@@ -6,15 +6,18 @@ use crate::architecture::Architecture;
 use crate::block::Block;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::lora::Lora;
+use crate::lora::{Lora, Size, stream};
 use crate::parameters::{Parameters, Unit};
+use crate::portion::Heads;
 use crate::recompute::Keeper;
 use candle_core::{DType, Tensor, Var};
+use ringspan::Score;
 use ringspan_candle::cast::cast;
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::{residual, residual_norm};
 use ringspan_candle::{Attend, TensorParallel};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Parameters by Hugging Face's names: f32, or bf16 on a GPU that computes in it.
 pub type Weights = BTreeMap<String, Tensor>;
@@ -29,6 +32,8 @@ pub struct Decoder {
     config: Config,
     pub(crate) model: Architecture,
     pub(crate) lora: Option<Lora>,
+    /// The layers that have adapters, by their whole names.
+    pub(crate) adapters: Arc<BTreeMap<String, Size>>,
 }
 
 impl Decoder {
@@ -36,7 +41,7 @@ impl Decoder {
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
         let model = config.architecture()?;
-        Ok(Self { config, model, lora: None })
+        Ok(Self { config, model, lora: None, adapters: Arc::default() })
     }
 
     /// Sizes and switches.
@@ -137,9 +142,20 @@ impl Decoder {
             Ok(Var::zeros((0, weight.dim(0)? / dim, dim), weight.dtype(), weight.device())?.into_inner())
         };
         let (q, k, v) = (empty("q_proj")?, empty("k_proj")?, empty("v_proj")?);
-        let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.model.score)?;
+        let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.score(index, attend)?)?;
         let out = out.reshape((0, self.config.hidden_size))?;
         Block { decoder: self, weights, index, keeper: None }.take_part(&out, attend)
+    }
+
+    /// From products to attention's weights in layer `index`. In training some of these may be dropped: by the heads and tokens
+    /// of the whole step, so that all meshes drop the same.
+    pub(crate) fn score(&self, index: usize, attend: &dyn Attend) -> Result<Score> {
+        let score = self.model.score.clone();
+        let rate = self.config.attention_dropout();
+        let Some(drops) = attend.drops().filter(|_| rate > 0.0) else { return Ok(score) };
+        let first_head = Heads::new(&self.config, attend.tensor_parallel().place())?.queries.start;
+        let layer = stream(&format!("model.layers.{index}.self_attn"));
+        Ok(Score { dropout: Some(drops.of_attention(rate, layer, first_head)), ..score })
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.

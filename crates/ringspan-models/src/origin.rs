@@ -1,6 +1,6 @@
 //! A model wherever it is: a Hugging Face folder, an adapter beside one, a GGUF file.
 
-use crate::adapter::{self, Adapter};
+use crate::adapter::{self, Description};
 use crate::config::Config;
 use crate::decoder::{Decoder, Weights};
 use crate::error::{Error, Result};
@@ -40,7 +40,11 @@ impl Base {
         }
     }
 
-    fn load(&self) -> Result<(Config, Weights)> {
+    /// The configuration, and the weights as f32.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt.
+    pub fn load(&self) -> Result<(Config, Weights)> {
         match self {
             Self::Folder(path) => folder::load(path),
             Self::Gguf(path) => gguf::load(path),
@@ -53,8 +57,8 @@ impl Base {
 pub enum Origin {
     /// A model as it is.
     Model(Base),
-    /// A folder with an adapter, which is merged into its model.
-    Adapter(PathBuf, Box<Adapter>),
+    /// A folder with an adapter, beside its model.
+    Adapter(PathBuf, Box<Description>),
 }
 
 impl Origin {
@@ -65,15 +69,17 @@ impl Origin {
     pub fn at(path: &Path) -> Result<Self> {
         let path = path.to_owned();
         if !path.is_file() && !path.is_dir() {
-            return Err(Error::Format { path, problem: "there is no such folder or file".into() });
+            let problem = format!("there is no such folder or file{}", download(&path));
+            return Err(Error::Format { path, problem });
         }
-        match !path.join(folder::CONFIG).exists() && path.join(adapter::CONFIG).exists() {
-            true => adapter::load(&path).map(|adapter| Self::Adapter(path, Box::new(adapter))),
+        match adapter::is_here(&path) {
+            true => adapter::describe(&path).map(|adapter| Self::Adapter(path, Box::new(adapter))),
             false => Ok(Self::Model(Base::at(path))),
         }
     }
 
-    fn base(&self) -> &Base {
+    /// The model itself; that beside which an adapter stands.
+    pub fn base(&self) -> &Base {
         match self {
             Self::Model(base) => base,
             Self::Adapter(_, adapter) => &adapter.base,
@@ -94,21 +100,21 @@ impl Origin {
     /// Files that are missing or corrupt, and tensors that do not fit the model.
     pub fn load(self) -> Result<(Config, Weights)> {
         let (config, mut weights) = self.base().load()?;
-        let Self::Adapter(_, adapter) = self else { return Ok((config, weights)) };
-        let expected = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?.shapes();
-        for (name, tensor) in adapter.weights {
-            match expected.get(&name) {
-                None => return Err(Error::Unknown { name, shape: tensor.dims().to_vec() }),
-                Some(shape) if shape != tensor.dims() => {
-                    return Err(Error::Shape { name, expected: shape.clone(), actual: tensor.dims().to_vec() });
-                }
-                Some(_) => drop(weights.insert(name, tensor)),
-            }
-        }
-        if let Some((name, shape)) = expected.into_iter().find(|(name, _)| !weights.contains_key(name)) {
-            return Err(Error::Missing { name, shape });
-        }
+        let Self::Adapter(_, adapter) = &self else { return Ok((config, weights)) };
+        let decoder = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?;
+        weights.extend(self.adapter(&decoder)?);
         Ok((config, adapter.lora.merge(weights)?))
+    }
+
+    /// The matrices of the adapter that `decoder` has; none of a model as it is.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt; a matrix too many, too few, or of another shape.
+    pub fn adapter(&self, decoder: &Decoder) -> Result<Weights> {
+        match self {
+            Self::Model(_) => Ok(Weights::new()),
+            Self::Adapter(path, _) => adapter::matrices_of(path, decoder),
+        }
     }
 
     /// The folders that may hold files beside the weights, the nearest first.
@@ -152,5 +158,40 @@ impl Origin {
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
         let broken = |error| Error::Format { path, problem: format!("not a tokenizer: {error}") };
         Tokenizer::from_bytes(&bytes).and_then(texts::uncut).map(Some).map_err(broken)
+    }
+}
+
+/// What to do where `path` is not here, but has the form of a name of the Hugging Face Hub; else nothing.
+pub(crate) fn download(path: &Path) -> String {
+    let text = path.to_string_lossy();
+    let Some((owner, name)) = text.split_once('/') else { return String::new() };
+    let plain = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+    };
+    if !plain(owner) || !plain(name) || Path::new(owner).exists() {
+        return String::new();
+    }
+    format!(
+        "; if {text} is a model of the Hugging Face Hub, download it first (`hf download {text} --local-dir {name}`, of the Python \
+         package huggingface_hub), and name that folder"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_the_hub_are_told_from_paths() {
+        let hint = download(Path::new("Qwen/Qwen3-0.6B"));
+        assert!(hint.contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"), "{hint}");
+        for path in
+            ["Qwen3-0.6B", "/models/Qwen", "./Qwen/Qwen3", "../a/b", "a/b/c", "a/", "src/no-such-model", "a/b c"]
+        {
+            assert_eq!(download(Path::new(path)), "", "{path}");
+        }
+        let refused = Origin::at(Path::new("nobody-here/Qwen3-0.6B")).expect_err("not here").to_string();
+        assert!(refused.contains("no such folder") && refused.contains("hf download nobody-here/"), "{refused}");
     }
 }

@@ -3,6 +3,7 @@
 use crate::architecture::Sparse;
 use crate::config::Config;
 use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM};
+use crate::lora::matrices;
 use crate::parameters::Unit;
 use crate::portion::{Along, Cut};
 use std::collections::BTreeMap;
@@ -38,10 +39,8 @@ impl Decoder {
     }
 
     fn layer_cuts(&self, index: usize) -> Vec<(String, Vec<usize>, Cut)> {
-        let Config { hidden_size: hidden, intermediate_size: wide, num_attention_heads, .. } = *self.config();
+        let (hidden, dim) = (self.config().hidden_size, self.config().head_dim());
         let model = &self.model;
-        let dim = self.config().head_dim();
-        let (q, kv) = (num_attention_heads * dim, self.config().num_key_value_heads() * dim);
         let mut parameters = Vec::new();
         let mut add = |name: &str, shape: Vec<usize>, cut: Cut| {
             parameters.push((format!("model.layers.{index}.{name}"), shape, cut));
@@ -52,6 +51,46 @@ impl Decoder {
             add("pre_feedforward_layernorm.weight", vec![hidden], Cut::Whole);
             add("post_feedforward_layernorm.weight", vec![hidden], Cut::Whole);
         }
+        for (name, to, from, bias, cut) in self.linear_layers_of(index) {
+            // What is cut by rows has a bias that is, too; sums of columns get theirs whole, once. What is whole beside a
+            // matrix of an expert is only there where the expert is.
+            let whole = match cut {
+                Cut::Rows(Along::Expert(expert)) | Cut::Columns(Along::Expert(expert)) => Cut::WholeOfExpert(expert),
+                _ => Cut::Whole,
+            };
+            let of_sum = if matches!(cut, Cut::Columns(_)) { whole } else { cut };
+            add(&format!("{name}.weight"), vec![to, from], cut);
+            if bias {
+                add(&format!("{name}.bias"), vec![to], of_sum);
+            }
+            if let Some(size) = self.adapter(&format!("model.layers.{index}.{name}")) {
+                let [a, b] = matrices(&name);
+                let of_input = if matches!(cut, Cut::Columns(_)) { cut } else { whole };
+                add(&a, vec![size.rank, from], of_input);
+                add(&b, vec![to, size.rank], of_sum);
+            }
+        }
+        if model.qk_norm {
+            add("self_attn.q_norm.weight", vec![dim], Cut::Whole);
+            add("self_attn.k_norm.weight", vec![dim], Cut::Whole);
+        }
+        parameters
+    }
+
+    /// The whole names of all linear layers inside layers.
+    pub(crate) fn linear_layers(&self) -> Vec<String> {
+        let of = |index| {
+            self.linear_layers_of(index).into_iter().map(move |(name, ..)| format!("model.layers.{index}.{name}"))
+        };
+        (0..self.config().num_hidden_layers).flat_map(of).collect()
+    }
+
+    /// The linear layers of layer `index`: name inside it, outputs, inputs, whether there is a bias, and how ranks cut it.
+    fn linear_layers_of(&self, index: usize) -> Vec<(String, usize, usize, bool, Cut)> {
+        let Config { hidden_size: hidden, intermediate_size: wide, num_attention_heads, .. } = *self.config();
+        let model = &self.model;
+        let dim = self.config().head_dim();
+        let (q, kv) = (num_attention_heads * dim, self.config().num_key_value_heads() * dim);
         let mut linear = vec![
             ("self_attn.q_proj".to_owned(), q, hidden, model.qkv_bias, Cut::Rows(Along::Queries)),
             ("self_attn.k_proj".to_owned(), kv, hidden, model.qkv_bias, Cut::Rows(Along::KeyValues)),
@@ -71,29 +110,6 @@ impl Decoder {
             }
             None => gated("mlp", wide, model.mlp_bias, Along::Width),
         }
-        for (name, to, from, bias, cut) in linear {
-            // What is cut by rows has a bias that is, too; sums of columns get theirs whole, once. What is whole beside a
-            // matrix of an expert is only there where the expert is.
-            let whole = match cut {
-                Cut::Rows(Along::Expert(expert)) | Cut::Columns(Along::Expert(expert)) => Cut::WholeOfExpert(expert),
-                _ => Cut::Whole,
-            };
-            let of_sum = if matches!(cut, Cut::Columns(_)) { whole } else { cut };
-            add(&format!("{name}.weight"), vec![to, from], cut);
-            if bias {
-                add(&format!("{name}.bias"), vec![to], of_sum);
-            }
-            if let Some(lora) = self.lora().filter(|lora| lora.is_beside(&name)) {
-                let [(a, a_shape), (b, b_shape)] = lora.shapes(&name, to, from);
-                let of_input = if matches!(cut, Cut::Columns(_)) { cut } else { whole };
-                add(&a, a_shape, of_input);
-                add(&b, b_shape, of_sum);
-            }
-        }
-        if model.qk_norm {
-            add("self_attn.q_norm.weight", vec![dim], Cut::Whole);
-            add("self_attn.k_norm.weight", vec![dim], Cut::Whole);
-        }
-        parameters
+        linear
     }
 }

@@ -12,6 +12,10 @@ pub fn owner(position: usize, ranks: usize) -> usize {
     (position / BLOCK) % ranks.max(1)
 }
 
+/// Most generated tokens for which a rank has room from the beginning. Behind them room doubles when it is full: a text may
+/// end long before the most that it may have.
+const ROOM: usize = 4096;
+
 /// The keys and values of the tokens that this rank keeps, layer by layer, where the model computes.
 ///
 /// Shape letters: n tokens held, G key-value heads, D and Dv head widths.
@@ -22,6 +26,8 @@ pub struct Cache {
     runs: Vec<Run>,
     /// Rows that will be needed, so that growth does not copy.
     expected: usize,
+    /// Rows that may be needed: room does not grow past them while they suffice.
+    most: usize,
 }
 
 #[derive(Debug)]
@@ -46,15 +52,15 @@ impl Rows {
         Ok(Self { all: Tensor::zeros(with_rows(like, room), like.dtype(), like.device())?, filled: 0 })
     }
 
-    /// Writes rows behind those that are there. Nobody has them in a graph: what is read is a [`tensor`](Self::tensor) of a
+    /// Writes rows behind those that are there; there will hardly be more than `most`. Nobody has them in a graph: what is read is a [`tensor`](Self::tensor) of a
     /// call that is over.
-    fn append(&mut self, rows: &Tensor) -> Result<()> {
+    fn append(&mut self, rows: &Tensor, most: usize) -> Result<()> {
         let (held, needed) = (self.all.dim(0)?, self.filled + rows.dim(0)?);
         if needed == self.filled {
             return Ok(());
         }
         if needed > held {
-            let all = Self::new(&self.all, needed.max(2 * held))?.all;
+            let all = Self::new(&self.all, needed.max(held.saturating_mul(2).min(most)))?.all;
             if self.filled > 0 {
                 all.slice_set(&self.tensor()?, 0, 0)?;
             }
@@ -88,7 +94,14 @@ fn with_rows(tensor: &Tensor, rows: usize) -> Vec<usize> {
 impl Cache {
     /// An empty cache for a model of `layers` layers, with room for `expected` tokens.
     pub fn new(layers: usize, expected: usize) -> Self {
-        Self { layers: (0..layers).map(|_| None).collect(), runs: Vec::new(), expected }
+        Self { layers: (0..layers).map(|_| None).collect(), runs: Vec::new(), expected, most: usize::MAX }
+    }
+
+    /// The same of a rank, of `ranks`, with room for its `prompt` tokens and its share of up to `generated` others.
+    pub(crate) fn generating(layers: usize, prompt: usize, generated: usize, ranks: usize) -> Self {
+        let share = generated.div_ceil(ranks.max(1)).saturating_add(BLOCK).min(generated);
+        let expected = prompt.saturating_add(share.min(ROOM));
+        Self { most: prompt.saturating_add(share), ..Self::new(layers, expected) }
     }
 
     /// Tokens held.
@@ -117,6 +130,7 @@ impl Cache {
     pub(crate) fn append(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let ((tokens, kv_heads, _), (v_tokens, v_heads, _)) = (k.dims3()?, v.dims3()?);
         let (held, expected, layers) = (self.tokens(), self.expected.max(tokens), self.layers.len());
+        let most = self.most;
         let Some(layer) = self.layers.get_mut(layer) else { bail!("layer {layer} of a cache of {layers} layers") };
         let Layer { keys, values } = match layer {
             Some(layer) => layer,
@@ -133,8 +147,8 @@ impl Cache {
         if keys.filled + tokens != held {
             bail!("a layer would hold {} keys, but {held} tokens are announced", keys.filled + tokens);
         }
-        keys.append(k)?;
-        values.append(v)
+        keys.append(k, most)?;
+        values.append(v, most)
     }
 
     /// The keys `[n, G, D]` and values `[n, G, Dv]` of a layer; `None` before the first.
@@ -183,6 +197,37 @@ mod tests {
         let wide = Tensor::zeros((0, 1, 5), candle_core::DType::F32, &Device::Cpu).expect("tensor");
         let refused = cache.append(0, &wide, &wide).expect_err("other heads").to_string();
         assert!(refused.contains("[0, 1, 5]") && refused.contains("[1, 4]"), "{refused}");
+    }
+
+    /// Nobody has memory for all that a text might become.
+    #[test]
+    fn room_is_for_what_may_come_up_to_a_bound() {
+        let room = |prompt, generated, ranks| Cache::generating(1, prompt, generated, ranks).expected;
+        assert_eq!(room(10, 0, 2), 10);
+        assert_eq!(room(10, 20, 2), 30);
+        assert_eq!(room(10, 1000, 2), 10 + 500 + BLOCK, "blocks are not dealt evenly");
+        for generated in [2_000_000_000, usize::MAX] {
+            assert_eq!(room(10, generated, 3), 10 + ROOM);
+        }
+    }
+
+    #[test]
+    fn room_doubles_but_not_past_what_may_come() -> Result<()> {
+        let (prompt, generated) = (5000, ROOM + 900);
+        let mut cache = Cache::generating(1, prompt, generated, 1);
+        let rooms = |cache: &Cache| cache.layers[0].as_ref().map(|layer| layer.keys.all.dim(0)).transpose();
+        for (start, len, room) in [
+            (0, prompt, prompt + ROOM),
+            (prompt, ROOM, prompt + ROOM),
+            (prompt + ROOM, 1, prompt + generated),
+            (prompt + ROOM + 1, 899, prompt + generated),
+        ] {
+            let rows = Tensor::zeros((len, 1, 2), candle_core::DType::F32, &Device::Cpu)?;
+            cache.grow(&[run(start, len)]);
+            cache.append(0, &rows, &rows)?;
+            assert_eq!(rooms(&cache)?, Some(room), "behind {start} + {len} tokens");
+        }
+        Ok(())
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Generation: the prompt is read by all ranks at once, then one token follows the other.
 
-use crate::cache::{Cache, owner};
+use crate::cache::Cache;
 use crate::context::{Decode, Prefill};
 use crate::error::{Error, Result};
 use crate::model::{Mesh, Model};
@@ -93,9 +93,10 @@ pub fn generate_on_rank(
     let leads = group.rank() == 0;
     let mut sampler = Sampler::new(options.sampling)?;
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, prompt.len()), group.size())?;
-    let total = prompt.len() + options.max_tokens.saturating_sub(1);
-    let kept = (prompt.len()..total).filter(|position| owner(*position, group.size()) == group.rank()).count();
-    let mut cache = Cache::new(model.layers(), layout.tokens(group.rank()) + kept);
+    // The last token is never read.
+    let read = options.max_tokens.saturating_sub(1);
+    let total = prompt.len().saturating_add(read);
+    let mut cache = Cache::generating(model.layers(), layout.tokens(group.rank()), read, group.size());
 
     let mut tokens: Vec<u32> = Vec::new();
     let mut prefill = Duration::ZERO;

@@ -20,6 +20,8 @@ pub(crate) struct Given {
     pub(crate) config: Config,
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
+    /// The folder of an adapter that is trained on.
+    adapter: Option<Origin>,
 }
 
 /// Where its first parameters come from. They are taken once: nothing can begin a second time from what is left.
@@ -36,10 +38,10 @@ pub(crate) enum First {
 impl Given {
     /// Reads what `--model` or `--model-config` name; of a folder and of a new model no weights yet.
     pub(crate) fn new(config: &TrainConfig) -> Result<(Self, First)> {
-        let (mut json, first) = match (&config.model, &config.model_config) {
+        let (mut json, first, adapter) = match (&config.model, &config.model_config) {
             (Some(path), _) => given(config, path)?,
-            (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New),
-            (None, None) => (default_model::config(config.sequence_length), First::Default),
+            (None, Some(path)) => (folder::config_json(path).map_err(model_error)?, First::New, None),
+            (None, None) => (default_model::config(config.sequence_length), First::Default, None),
         };
         if let Some(scaling) = &config.rope_scaling {
             json = scaling.apply(&json, Some(config.sequence_length)).map_err(model_error)?;
@@ -50,6 +52,9 @@ impl Given {
             keys.insert("output_router_logits".into(), json!(factor > 0.0));
             keys.insert("router_aux_loss_coef".into(), json!(factor));
         }
+        if let (Some(share), Some(keys)) = (config.attention_dropout, trained.as_object_mut()) {
+            keys.insert("attention_dropout".into(), json!(share));
+        }
         let parsed: Config = serde_json::from_value(trained).map_err(|error| match &config.model_config {
             Some(path) => Error::Model(format!("{}: {error}", path.display())),
             None => model_error(error),
@@ -59,7 +64,25 @@ impl Given {
                 "--router-aux-loss has no effect: the model has no experts; leave it out".into(),
             ));
         }
-        Ok((Self { config: parsed, json }, first))
+        if config.settings.router_aux_loss_over.is_some() && parsed.router_aux_loss().is_none_or(|factor| factor == 0.0)
+        {
+            return Err(Error::Settings(
+                "--router-aux-loss-over has no effect: no loss keeps experts even (output_router_logits in config.json, or \
+                 --router-aux-loss); leave it out"
+                    .into(),
+            ));
+        }
+        Ok((Self { config: parsed, json, adapter }, first))
+    }
+
+    /// The model with the adapters that are trained, and what its parameters begin with, for so many ranks of this process.
+    pub(crate) fn begin(&self, first: First, config: &TrainConfig, ranks: usize) -> Result<(Decoder, Start)> {
+        let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
+        let start = first.start(&decoder, config.seed, ranks)?;
+        let Some(lora) = config.lora.clone() else { return Ok((decoder, start)) };
+        let decoder = decoder.with_lora(lora.clone()).map_err(model_error)?;
+        let adapter = self.adapter.as_ref().map(|origin| origin.adapter(&decoder).map_err(model_error)).transpose()?;
+        Ok((decoder, start.with_lora(lora, adapter)))
     }
 
     /// The model's tokenizer; none where tokens are ready and nobody has one.
@@ -125,7 +148,7 @@ impl Given {
 
 impl First {
     /// The parameters of a decoder, for so many ranks of this process.
-    pub(crate) fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
+    fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
         Ok(match self {
             Self::Folder(folder) => Start::folder(folder, seed),
             Self::Whole(weights) => Start::weights(weights, ranks, seed),
@@ -151,21 +174,17 @@ fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     }
 }
 
-/// The model at a path.
-fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First)> {
+/// The model at a path, and the adapter beside it, where that is trained on.
+fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First, Option<Origin>)> {
     let origin = Origin::at(path).map_err(model_error)?;
     let json = origin.config_json().map_err(model_error)?;
-    let weights = match origin {
-        Origin::Model(Base::Folder(path)) => First::Folder(Arc::new(folder::open(&path).map_err(model_error)?)),
-        // Its folder would name one that is no model either.
-        Origin::Adapter(..) if config.lora.is_some() => {
-            return Err(Error::Settings(format!(
-                "--lora-rank trains adapters beside a model, and {} is an adapter: save its model with --lora-merge, or train \
-                 it once without adapters, and give that",
-                path.display()
-            )));
-        }
-        other => First::Whole(other.load().map_err(model_error)?.1),
+    let is_adapter = matches!(origin, Origin::Adapter(..));
+    if is_adapter && config.lora.is_none() {
+        return Ok((json, First::Whole(origin.load().map_err(model_error)?.1), None));
+    }
+    let first = match origin.base() {
+        Base::Folder(folder) => First::Folder(Arc::new(folder::open(folder).map_err(model_error)?)),
+        base @ Base::Gguf(_) => First::Whole(base.load().map_err(model_error)?.1),
     };
-    Ok((json, weights))
+    Ok((json, first, Some(origin).filter(|_| is_adapter)))
 }

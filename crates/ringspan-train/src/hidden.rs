@@ -15,12 +15,23 @@ pub fn hidden(
     tokens: &[u32],
     attend: &dyn Attend,
 ) -> ringspan_models::Result<Tensor> {
+    hidden_before(Unit::Head, decoder, parameters, tokens, attend)
+}
+
+/// The same where the parameters of `next` are needed behind it, which it announces.
+pub(crate) fn hidden_before(
+    next: Unit,
+    decoder: &Decoder,
+    parameters: &dyn Parameters,
+    tokens: &[u32],
+    attend: &dyn Attend,
+) -> ringspan_models::Result<Tensor> {
     let layers = decoder.config().num_hidden_layers;
     let of = |unit| parameters.unit(decoder, unit).map(constant);
     let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend.tensor_parallel())?;
     for index in 0..layers {
         let layer = of(Unit::Layer(index))?;
-        parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { Unit::Head })?;
+        parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { next })?;
         x = decoder.layer(&layer, index, &x, attend)?;
     }
     Ok(x)

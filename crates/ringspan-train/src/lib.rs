@@ -44,7 +44,7 @@ mod trainer;
 mod trial;
 mod watchdog;
 
-pub use config::{Length, Sharding, Source, TrainConfig};
+pub use config::{Length, RouterLossOver, Sharding, Source, TrainConfig};
 pub use error::{Error, Result};
 pub use events::EventFile;
 pub use hidden::hidden;

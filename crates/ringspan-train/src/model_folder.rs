@@ -12,7 +12,7 @@ use crate::{
 };
 use candle_core::{Device, Tensor};
 use ringspan_models::{
-    Decoder, Place, Unit, Weights, adapter,
+    Decoder, Origin, Place, Unit, Weights, adapter,
     folder::{SavedType, Writer},
 };
 use serde_json::Value;
@@ -57,11 +57,17 @@ pub(crate) fn write(
     if let Some(writer) = writer {
         writer.finish().map_err(model_error)?;
     }
-    if let (true, Some(lora), Some(base)) = (writes, decoder.lora(), &config.model) {
-        let base = base.canonicalize().unwrap_or_else(|_| base.clone());
+    if let (true, Some(lora), Some(base)) = (writes, decoder.lora(), base(config)?) {
+        let base = base.canonicalize().unwrap_or(base);
         adapter::save(out, &base, lora, &adapters).map_err(model_error)?;
     }
     Ok(())
+}
+
+/// The model beside which adapters are trained; none where the model itself is.
+pub(crate) fn base(config: &TrainConfig) -> Result<Option<PathBuf>> {
+    let Some(model) = config.model.as_ref().filter(|_| config.lora.is_some()) else { return Ok(None) };
+    Origin::at(model).map(|origin| Some(origin.base().path().to_owned())).map_err(model_error)
 }
 
 /// A model folder that was made of a checkpoint.
@@ -86,12 +92,7 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     config.export_dtype = dtype.or(config.export_dtype);
     let (mut given, first) = Given::new(&config)?;
     let tokenizer = given.tokenizer(&config)?;
-    let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
-    let start = first.start(&decoder, config.seed, 1)?;
-    if let Some(lora) = config.lora.clone() {
-        decoder = decoder.with_lora(lora).map_err(model_error)?;
-    }
-    let start = start.with_lora(decoder.lora());
+    let (decoder, start) = given.begin(first, &config, 1)?;
     let checkpoints = Checkpoints::new(&config.out, config.keep);
     let saved = checkpoints.of_model(step, &identity(decoder.config(), &decoder.shapes()))?;
     same_configuration(&config, &saved, &given.json)?;

@@ -24,8 +24,8 @@ pub struct TrainArgs {
 #[derive(Debug, Clone, Default, PartialEq, clap::Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Settings {
-    /// Model to go on from: a folder with config.json, safetensors, tokenizer.json, or a GGUF file; or an adapter's folder,
-    /// whose model it goes on with [default: a new small byte-level Qwen3]
+    /// Model to go on from: a folder with config.json, safetensors, tokenizer.json, or a GGUF file; or the folder of an adapter,
+    /// as PEFT's, which is trained on beside its model [default: a new small byte-level Qwen3]
     #[arg(long, value_name = "PATH", help_heading = "Model and data")]
     pub model: Option<PathBuf>,
     /// Shape of a new model instead: a config.json as Hugging Face's, or a folder that has one; weights are drawn by
@@ -91,12 +91,15 @@ pub struct Settings {
     #[arg(long, value_name = "ALPHA", help_heading = "LoRA")]
     pub lora_alpha: Option<f64>,
     /// Layers with adapters, with commas between, of experts each with its own [default: q_proj,k_proj,v_proj,o_proj,
-    /// gate_proj,up_proj,down_proj; also possible: gate, the router of experts]
+    /// gate_proj,up_proj,down_proj; also possible: gate, the router of experts; or all-linear, all of these that there are]
     #[arg(long, value_name = "NAMES", help_heading = "LoRA")]
     pub lora_targets: Option<String>,
     /// Share of an adapter's input that is dropped in training, the same on every mesh [default: 0]
     #[arg(long, value_name = "P", help_heading = "LoRA")]
     pub lora_dropout: Option<f64>,
+    /// Train all of the model of the adapter that --model names, with the adapter merged into it, instead of the adapter
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "LoRA")]
+    pub merge_adapter: Option<bool>,
     /// Also save the model with the adapters merged in
     #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "LoRA")]
     pub lora_merge: Option<bool>,
@@ -205,6 +208,15 @@ pub struct Settings {
     /// router_aux_loss_coef where output_router_logits is true]
     #[arg(long, value_name = "F", help_heading = "Optimisation")]
     pub router_aux_loss: Option<f64>,
+    /// Tokens over which the load of experts is counted for that loss, of all ranks: those of the whole step, so that any
+    /// --grad-accumulation learns the same, for which all micro-batches but one pass forward once more; or micro-batch, those of
+    /// each, as Hugging Face does [default: step]
+    #[arg(long, value_name = "NAME", help_heading = "Optimisation")]
+    pub router_aux_loss_over: Option<String>,
+    /// Share of attention's weights that is dropped in training, the same on every mesh; 0 for none [default: as config.json
+    /// says: attention_dropout]
+    #[arg(long, value_name = "P", help_heading = "Optimisation")]
+    pub attention_dropout: Option<f64>,
     /// Seed of the new model and of the order of the documents [default: 0]
     #[arg(long, help_heading = "Optimisation")]
     pub seed: Option<u64>,

@@ -63,17 +63,12 @@ impl Setup {
     /// Reads and checks; writes nothing.
     pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
         let (mut given, first) = Given::new(config)?;
-        let mut decoder = Decoder::new(given.config.clone()).map_err(model_error)?;
-        let start = first.start(&decoder, config.seed, ranks_here(config))?;
-        if let Some(lora) = config.lora.clone() {
-            decoder = decoder.with_lora(lora).map_err(model_error)?;
-        }
-        let start = start.with_lora(decoder.lora());
+        let (decoder, start) = given.begin(first, config, ranks_here(config))?;
         // Before anything is read that takes long.
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
         let tokenizer = given.tokenizer(config)?;
-        let Given { config: model_config, json: config_json } = given;
+        let Given { config: model_config, json: config_json, .. } = given;
         let threads = config.threads * ranks_here(config);
         let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads)?;
         let mut feed = data.feed.clone();

@@ -23,6 +23,8 @@ pub(crate) struct Start {
     /// New adapters are drawn from this.
     seed: u64,
     lora: Option<Lora>,
+    /// The matrices of adapters that are trained on; none of new ones.
+    adapter: Option<Weights>,
 }
 
 #[derive(Clone)]
@@ -39,22 +41,28 @@ enum Model {
 impl Start {
     /// From weights that `ranks` ranks take their pieces of.
     pub(crate) fn weights(weights: Weights, ranks: usize, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::Whole(Arc::new(weights), ranks)), checkpoint: None, seed, lora: None }
+        Self {
+            model: Mutex::new(Model::Whole(Arc::new(weights), ranks)),
+            checkpoint: None,
+            seed,
+            lora: None,
+            adapter: None,
+        }
     }
 
     /// From a folder, of which each rank reads what it needs.
     pub(crate) fn folder(folder: Arc<Folder>, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None }
+        Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None, adapter: None }
     }
 
     /// From a new model, of which each rank draws what it needs.
     pub(crate) fn new_weights(new: NewWeights, seed: u64) -> Self {
-        Self { model: Mutex::new(Model::New(Arc::new(new))), checkpoint: None, seed, lora: None }
+        Self { model: Mutex::new(Model::New(Arc::new(new))), checkpoint: None, seed, lora: None, adapter: None }
     }
 
-    /// With adapters, new ones unless a checkpoint has them.
-    pub(crate) fn with_lora(self, lora: Option<&Lora>) -> Self {
-        Self { lora: lora.cloned(), ..self }
+    /// With adapters: these, or new ones; unless a checkpoint has them.
+    pub(crate) fn with_lora(self, lora: Lora, adapter: Option<Weights>) -> Self {
+        Self { lora: Some(lora), adapter, ..self }
     }
 
     /// With what was trained before, which must be all that `decoder` trains.
@@ -82,7 +90,11 @@ impl Start {
             return checkpoint.tensors.read(name, &piece.region());
         }
         if let Some(lora) = self.lora.as_ref().filter(|_| decoder.trains(name)) {
-            return Ok(piece.pick(0, &lora.init(name, shape, self.seed)));
+            let whole = match self.adapter.as_ref().and_then(|matrices| matrices.get(name)) {
+                Some(matrix) => matrix.flatten_all()?.to_vec1()?,
+                None => lora.init(name, shape, self.seed),
+            };
+            return Ok(piece.pick(0, &whole));
         }
         let missing = || Error::Model(format!("the model has no parameter `{name}` {shape:?}"));
         // Whole rows, of which the piece may want some columns only.
@@ -108,16 +120,17 @@ impl Start {
         for (name, shape) in shapes {
             let last = shape.first().map_or(0, |rows| rows.saturating_sub(1));
             for row in [0, last] {
-                let values = match &model {
-                    Model::Whole(weights, _) => match weights.get(name) {
+                let values = match (&model, self.adapter.as_ref().and_then(|matrices| matrices.get(name))) {
+                    (_, Some(matrix)) => matrix.narrow(0, row, 1)?,
+                    (Model::Whole(weights, _), _) => match weights.get(name) {
                         Some(tensor) => tensor.narrow(0, row, 1)?,
                         None => continue,
                     },
-                    Model::Folder(folder) if folder.shapes().contains_key(name) => {
+                    (Model::Folder(folder), _) if folder.shapes().contains_key(name) => {
                         folder.read(name, row..row + 1).map_err(model_error)?
                     }
-                    Model::New(new) if new.has(name) => new.read(name, row..row + 1).map_err(model_error)?,
-                    Model::Folder(_) | Model::New(_) | Model::Taken => continue,
+                    (Model::New(new), _) if new.has(name) => new.read(name, row..row + 1).map_err(model_error)?,
+                    _ => continue,
                 };
                 let values: Vec<f32> = values.flatten_all()?.to_vec1()?;
                 all.push(fingerprint(values.iter().map(|value| u64::from(value.to_bits()))));

@@ -138,7 +138,9 @@ fn score(heads: usize, dim: usize) -> Score {
     match given("score").as_deref() {
         Some("softcap") => Score { softcap: Some(20.0), ..plain },
         Some("alibi") => Score { relative: Some(Relative::Alibi { slopes: vec![0.01; heads] }), ..plain },
-        Some("dropout") => Score { dropout: Some(Dropout { rate: 0.1, seed: 1, first_head: 0 }), ..plain },
+        Some("dropout") => {
+            Score { dropout: Some(Dropout { rate: 0.1, seed: 1, first_head: 0, first_query: 0 }), ..plain }
+        }
         Some("buckets") => {
             let (count, max_distance) = (32, 128);
             let table = random(heads * count, 6);

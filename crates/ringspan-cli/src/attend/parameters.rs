@@ -100,7 +100,7 @@ fn score(args: &AttendArgs, file: &Tensors<'_>, sizes: &Sizes) -> Result<Score> 
         softcap: args.softcap,
         relative,
         sinks,
-        dropout: args.dropout.map(|rate| Dropout { rate, seed, first_head: 0 }),
+        dropout: args.dropout.map(|rate| Dropout { rate, seed, first_head: 0, first_query: 0 }),
     };
     score.check(heads)?;
     Ok(score)

@@ -72,6 +72,9 @@ fn generate_refuses_what_makes_no_sense() {
     assert!(refusal("--model model --prompt x --top-p 2").contains("top-p 2"));
     assert!(refusal("--model model --prompt x --ulysses 5").contains("ulysses 5"));
     assert!(refusal("--model nowhere --prompt x").contains("nowhere"));
+    assert!(
+        refusal("--model Qwen/Qwen3-0.6B --prompt x").contains("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`")
+    );
     assert!(refusal("--model model --prompt-file nofile").contains("nofile"));
     assert!(refusal("--model model --prompt=").contains("empty"));
     assert_eq!(run(&bench, "generate", "--model model").status.code(), Some(2));

@@ -5,7 +5,6 @@
 use super::Block;
 use crate::architecture::Sparse;
 use crate::error::Result;
-use crate::lora::Lora;
 use candle_core::{D, DType, Tensor};
 use ringspan_candle::cast::cast;
 use ringspan_candle::experts::pressed;
@@ -75,8 +74,7 @@ impl Block<'_> {
     }
 
     fn mix(&self, sparse: Sparse, x: &Tensor, mut routing: Routing, experts: &dyn Experts) -> Result<Tensor> {
-        let adapted = |lora: &Lora| PARTS.iter().any(|part| lora.is_beside(part));
-        routing.drops = routing.drops.filter(|_| self.decoder.lora().is_some_and(adapted));
+        routing.drops = routing.drops.filter(|_| self.decoder.adapts_any(&self.name("mlp.experts.")));
         let expert = |index: usize| -> Result<Expert> {
             let [gate, up, down] = PARTS.map(|part| format!("mlp.experts.{index}.{part}"));
             let weight = |name: &str| self.get(&format!("{name}.weight")).cloned();

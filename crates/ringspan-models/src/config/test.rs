@@ -97,6 +97,18 @@ fn a_file_with_both_names_of_the_rope_type_is_read() {
 }
 
 #[test]
+fn attention_dropout_is_a_share() {
+    let of = |share: Value| config("llama", json!({ "attention_dropout": share }));
+    for (share, rate) in [(json!(null), 0.0), (json!(0), 0.0), (json!(0.25), 0.25)] {
+        assert!(Decoder::new(of(share.clone())).is_ok(), "{share}");
+        assert_eq!(of(share).attention_dropout(), rate);
+    }
+    for share in [-0.1, 1.0, 0.99999999] {
+        refused(of(json!(share)), &["attention_dropout", &share.to_string(), "below 1"]);
+    }
+}
+
+#[test]
 fn windows_are_of_the_layers_that_hugging_face_gives_them() {
     let windowed = |window: usize| Mask::causal().window(Some(window - 1), None);
     let all = |config: &Config| (0..3).map(|layer| config.mask(layer)).collect::<Vec<_>>();

@@ -10,8 +10,12 @@ use serde_json::{Value, json};
 
 /// A model with PEFT's adapter beside it, the weights of both, and what PEFT computes.
 fn peft(model: &str) -> (Decoder, Weights, Batch, Answer) {
+    peft_in(model, &format!("{model}_lora"))
+}
+
+fn peft_in(model: &str, folder: &str) -> (Decoder, Weights, Batch, Answer) {
     let (decoder, mut weights, batch, _) = load(model);
-    let folder = fixture(&format!("{model}_lora"));
+    let folder = fixture(folder);
     let adapter = adapter::load(&folder).expect("the fixture");
     weights.extend(adapter.weights);
     let wanted = candle_core::safetensors::load(folder.join("reference.safetensors"), &Device::Cpu);
@@ -37,8 +41,8 @@ fn logits_loss_and_gradients_are_those_of_peft() {
 #[test]
 fn adapters_of_experts_are_those_of_peft() {
     let (decoder, weights, batch, wanted) = peft("qwen3_moe");
-    let targets = &decoder.lora().expect("adapters").targets;
-    assert!(TARGETS.iter().chain([&ROUTER]).all(|target| targets.iter().any(|t| t == target)), "{targets:?}");
+    let beside = |target: &str| decoder.adapters().any(|(layer, _)| layer.rsplit('.').next() == Some(target));
+    assert!(TARGETS.iter().chain([&ROUTER]).all(|target| beside(target)));
     assert_equal("one device", &on_one_device(&decoder, &weights, &batch).0, &wanted);
     for (ring, tp, ep, moe_tp) in [(2, 1, 2, 1), (2, 1, 1, 2), (2, 2, 2, 2)] {
         let spread = Spread { ring, tp, ep, moe_tp, ..Spread::default() };
@@ -49,6 +53,43 @@ fn adapters_of_experts_are_those_of_peft() {
     let (config, merged) = Origin::at(&fixture("qwen3_moe_lora")).and_then(Origin::load).expect("fits");
     let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
     assert!(relative_l2(&of_merged.logits, &wanted.logits) < 1e-5);
+}
+
+/// Regular expressions with a lookahead, names of several parts, some layers only, ranks and alphas by patterns, scales by the
+/// root of the rank; and PiSSA's adapter as PEFT converts it. On ranks that share layers, too, and merged.
+#[test]
+fn adapters_that_patterns_describe_are_those_of_peft() {
+    for (model, name) in
+        [("llama", "regex"), ("gemma3", "layers"), ("llama", "one_layer"), ("llama", "pissa_converted")]
+    {
+        let folder = format!("adapters/{name}");
+        let (decoder, weights, batch, wanted) = peft_in(model, &folder);
+        assert_equal(name, &on_one_device(&decoder, &weights, &batch).0, &wanted);
+        let spread = Spread { ring: 2, tp: 2, ..Spread::default() };
+        assert_equal(name, &on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread), &wanted);
+        let (config, merged) = Origin::at(&fixture(&folder)).and_then(Origin::load).expect("fits");
+        let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
+        let off = relative_l2(&of_merged.logits, &wanted.logits);
+        assert!(off < 1e-5, "{name}: merged, logits are off by {off:e}");
+
+        let out = tempfile::tempdir().expect("a folder");
+        let lora = decoder.lora().expect("adapters");
+        adapter::save(out.path(), &fixture(model), lora, &weights).expect("room");
+        let read = adapter::load(out.path()).expect("what was saved");
+        assert_eq!(&read.lora, lora, "{name}");
+        assert_eq!(read.weights.len(), 2 * decoder.adapters().count(), "{name}");
+    }
+}
+
+#[test]
+fn all_linear_is_every_linear_layer_but_the_head() {
+    let lora = || Lora::new(2, 1.0, vec!["all-linear".into()]).expect("a word");
+    for (model, layers) in [("llama", 2 * 7), ("qwen3_moe", 3 * 4 + 3 + 2 * (6 * 3 + 1))] {
+        let (decoder, ..) = load(model);
+        let decoder = decoder.with_lora(lora()).expect("fits");
+        assert_eq!(decoder.adapters().count(), layers, "{model}");
+        assert!(decoder.adapters().all(|(layer, size)| layer != "lm_head" && size.rank == 2));
+    }
 }
 
 #[test]
@@ -74,8 +115,9 @@ fn compare_with_merged(model: &str, (decoder, weights, batch): (Decoder, Weights
         let Some(a) = weights.get(&name.replace(".weight", ".lora_A.weight")) else { continue };
         let b = &weights[&name.replace(".weight", ".lora_B.weight")];
         let d_weight = Tensor::from_slice(d_weight, merged[name].dims(), &Device::Cpu).expect("its size");
-        let d_a = (b.t().and_then(|b| b.matmul(&d_weight)).expect("fits") * lora.scale()).expect("f32");
-        let d_b = (a.t().and_then(|a| d_weight.matmul(&a)).expect("fits") * lora.scale()).expect("f32");
+        let size = decoder.adapter(name.strip_suffix(".weight").expect("a matrix")).expect("an adapter");
+        let d_a = (b.t().and_then(|b| b.matmul(&d_weight)).expect("fits") * size.scale).expect("f32");
+        let d_b = (a.t().and_then(|a| d_weight.matmul(&a)).expect("fits") * size.scale).expect("f32");
         for (part, wanted) in [(".lora_A.weight", d_a), (".lora_B.weight", d_b)] {
             let name = name.replace(".weight", part);
             let off = relative_l2(&got.gradients[&name], &flat(&wanted));
@@ -170,20 +212,68 @@ fn adapters_that_cannot_be_are_refused() {
     let given: Value = serde_json::from_str(&text).expect("JSON");
     let base = fixture("llama");
     for (key, value, words) in [
-        ("use_dora", json!(true), "use_dora"),
-        ("bias", json!("all"), "bias"),
-        ("rank_pattern", json!({ "q_proj": 5 }), "rank_pattern"),
-        ("peft_type", json!("IA3"), "peft_type"),
-        ("base_model_name_or_path", json!("nowhere/else"), "nowhere/else"),
-        ("r", json!(5), "lora_A"),
-        ("target_modules", json!(["q_proj"]), "lora_A"),
-        ("target_modules", json!(["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), "k_proj.lora_A"),
+        ("use_dora", json!(true), &["`use_dora` is true", "default, false"][..]),
+        ("bias", json!("all"), &["`bias` is \"all\"", "default, \"none\""]),
+        ("alora_invocation_tokens", json!([5, 6]), &["`alora_invocation_tokens` is [5,6]", "default, null"]),
+        ("layer_replication", json!([[0, 2], [1, 2]]), &["`layer_replication` is [[0,2],[1,2]]", "default, null"]),
+        ("use_qalora", json!(true), &["`use_qalora` is true", "default, false"]),
+        ("target_parameters", json!(["mlp.experts.down_proj"]), &["`target_parameters` is", "default, null"]),
+        ("modules_to_save", json!(["lm_head"]), &["`modules_to_save` is [\"lm_head\"]", "default, null"]),
+        ("trainable_token_indices", json!([1]), &["`trainable_token_indices`", "default, null"]),
+        ("fan_in_fan_out", json!(true), &["`fan_in_fan_out`", "default, false"]),
+        ("lora_bias", json!(true), &["`lora_bias`", "default, false"]),
+        ("kasa_config", json!({ "beta": 1 }), &["`kasa_config`", "default, null"]),
+        ("a_later_key", json!(3), &["`a_later_key` is 3", "unknown"]),
+        ("init_lora_weights", json!("pissa"), &["`init_lora_weights` is \"pissa\"", "path_initial_model", "default"]),
+        ("init_lora_weights", json!("pissa_niter_16"), &["pissa_niter_16", "path_initial_model"]),
+        ("init_lora_weights", json!("olora"), &["\"olora\"", "path_initial_model"]),
+        ("init_lora_weights", json!("corda"), &["\"corda\"", "path_initial_model"]),
+        ("init_lora_weights", json!("loftq"), &["\"loftq\"", "path_initial_model"]),
+        ("init_lora_weights", json!("lora_ga"), &["\"lora_ga\"", "path_initial_model"]),
+        ("init_lora_weights", json!("later"), &["\"later\"", "unknown", "gaussian"]),
+        ("peft_type", json!("IA3"), &["peft_type", "LORA"]),
+        ("rank_pattern", json!({ "q_proj": 5 }), &["q_proj.lora_A"]),
+        ("rank_pattern", json!({ "q_proj": 0 }), &["rank is 0"]),
+        ("rank_pattern", json!({ "(q_proj": 3 }), &["'(q_proj'"]),
+        ("alpha_pattern", json!({ "q_proj": -1 }), &["alpha is -1"]),
+        ("exclude_modules", json!(["q_proj"]), &["q_proj.lora_"]),
+        ("layers_to_transform", json!([0]), &["model.layers.1."]),
+        ("layers_pattern", json!("layers"), &["`layers_pattern`", "`layers_to_transform`"]),
+        ("target_modules", Value::Null, &["`target_modules` is null"]),
+        ("target_modules", json!(["q_proj", "lm_head"]), &["'lm_head'", "q_proj, k_proj"]),
+        ("target_modules", json!(".*_project"), &["no layer", ".*_project"]),
+        ("base_model_name_or_path", json!("nowhere/else"), &["nowhere/else", "hf download nowhere/else"]),
+        ("r", json!(5), &["lora_A"]),
+        ("target_modules", json!(["q_proj"]), &["lora_"]),
+        ("target_modules", json!(["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]), &["k_proj.lora_A"]),
     ] {
         let mut config = given.clone();
         config["base_model_name_or_path"] = base.to_string_lossy().into();
         config[key] = value;
         std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
         let message = Origin::at(out.path()).and_then(Origin::load).expect_err("not plain").to_string();
-        assert!(message.contains(words), "{key}: {message}");
+        assert!(words.iter().all(|word| message.contains(word)), "{key}: {message}");
+    }
+    // What changes nothing, or is the default in other words, is read.
+    for (key, value) in [
+        ("init_lora_weights", json!("gaussian")),
+        ("init_lora_weights", json!("eva")),
+        ("init_lora_weights", json!("orthogonal")),
+        ("init_lora_weights", json!("mica")),
+        ("init_lora_weights", json!(false)),
+        ("corda_config", json!({ "corda_method": "kpm" })),
+        ("modules_to_save", json!([])),
+        ("a_later_key", json!(false)),
+        ("layers_to_transform", json!([])),
+        ("layers_to_transform", json!([0, 1])),
+    ] {
+        let mut config = given.clone();
+        config["base_model_name_or_path"] = base.to_string_lossy().into();
+        config[key] = value.clone();
+        std::fs::write(out.path().join(adapter::CONFIG), config.to_string()).expect("room");
+        let read = Origin::at(out.path()).and_then(Origin::load);
+        assert!(read.is_ok(), "{key} {value}: {:?}", read.err());
+        let frozen = adapter::describe(out.path()).expect("read").frozen;
+        assert_eq!(frozen.is_some(), value == "mica", "{key} {value}");
     }
 }

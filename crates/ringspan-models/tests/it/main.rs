@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod attention_dropout;
 mod expert_parallel;
 mod folder;
 mod gguf;

@@ -78,6 +78,7 @@ struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
     experts: Shared,
+    drops: Option<Drops>,
 }
 
 impl Attend for Dense<'_> {
@@ -104,7 +105,15 @@ impl Attend for Dense<'_> {
             let (q, k, v) = (heads(q, 1)?, heads(k, groups)?, heads(v, groups)?);
             let scores = (q.matmul(&k.transpose(1, 2)?)? * f64::from(score.scale))?.broadcast_add(&bias)?;
             let exponentials = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
-            let weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
+            let mut weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
+            if let Some(dropout) = score.dropout {
+                let factor = |at: usize| {
+                    let (head, query, key) = (at / (len * len), row * len + at / len % len, at % len);
+                    if dropout.keeps(head, query, key) { 1.0 / (1.0 - dropout.rate) } else { 0.0 }
+                };
+                let factors = Tensor::from_iter((0..weights.elem_count()).map(factor), &Device::Cpu)?;
+                weights = (&weights * factors.reshape(weights.shape())?)?;
+            }
             out.push(weights.matmul(&v)?.transpose(0, 1)?);
         }
         Tensor::cat(&out, 0)
@@ -127,16 +136,27 @@ impl Attend for Dense<'_> {
     }
 
     fn drops(&self) -> Option<&Drops> {
-        None
+        self.drops.as_ref()
     }
 }
 
 /// On one device, without ranks; also the units in the order their gradients came.
 pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<Unit>) {
+    on_one_device_dropping(decoder, weights, batch, None)
+}
+
+/// The same in a training that drops by a seed.
+pub(crate) fn on_one_device_dropping(
+    decoder: &Decoder,
+    weights: &Weights,
+    batch: &Batch,
+    seed: Option<u64>,
+) -> (Answer, Vec<Unit>) {
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
     let balanced = balanced(decoder, Arc::new(Local), |_| Ok(()));
     let experts = balanced.clone().map_or(Arc::new(Local) as Shared, |balanced| balanced);
-    let dense = Dense { batch, positions, experts };
+    let drops = seed.map(|seed| Drops::new(seed, (0..batch.tokens.len()).collect()));
+    let dense = Dense { batch, positions, experts, drops };
     let (mut answer, order) =
         local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes");
     answer.loss += balanced.map_or(0.0, |balanced| balanced.loss().expect("a pass is done"));

@@ -160,3 +160,21 @@ fn prompts_and_options_that_make_no_sense_are_refused() {
     let message = result.expect_err("4 heads").to_string();
     assert!(message.contains("ulysses 5") && message.contains('4'), "{message}");
 }
+
+/// Memory is for what a text has, not for what it may have.
+#[test]
+fn a_text_may_have_more_tokens_than_anybody_has_memory_for() {
+    let model = qwen3();
+    let prompt = tokens(9, 2);
+    let expected = recomputed(&model, &prompt, 3);
+    for max_tokens in [2_000_000_000, usize::MAX] {
+        for (ring, ulysses) in [(1, 1), (3, 1)] {
+            let mut seen = 0;
+            let generations = generate(&model, &mesh(ring, ulysses), &prompt, &options(max_tokens), |_| {
+                seen += 1;
+                Ok(if seen < 3 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+            });
+            assert_eq!(generations.expect("generates")[0].tokens, expected, "{max_tokens}");
+        }
+    }
+}

@@ -6,10 +6,88 @@ use crate::{
     optimizer::{Method, OptimizerKind},
     settings::Settings,
 };
-use ringspan_models::{Lora, TARGETS, adapter};
+use ringspan_models::{Lora, Names, TARGETS, adapter};
+use std::fmt::Display;
 use std::path::Path;
 
+/// The adapters that are trained: those in the model's folder, or new ones.
 pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
+    let merged = s.merge_adapter == Some(true);
+    let refuse = |problem: String| Err(Error::Settings(problem));
+    let Some(folder) = s.model.as_deref().filter(|model| adapter::is_here(model)) else {
+        return match merged {
+            true => refuse("--merge-adapter has no effect: --model names no adapter; leave it out".into()),
+            false => new_lora(s),
+        };
+    };
+    if !merged {
+        return going_on(s, folder).map(Some);
+    }
+    let given = [
+        ("lora-rank", s.lora_rank.is_some()),
+        ("lora-alpha", s.lora_alpha.is_some()),
+        ("lora-targets", s.lora_targets.is_some()),
+        ("lora-dropout", s.lora_dropout.is_some()),
+        ("lora-merge", s.lora_merge.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) => refuse(format!(
+            "--{flag} contradicts --merge-adapter, which trains all of a model; for new adapters beside the merged model, train \
+             this one with --steps 1 --lr 0 --lora-merge, and give the model that is saved then"
+        )),
+        None => Ok(None),
+    }
+}
+
+/// The adapter in a folder, which keeps its size and its layers.
+fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
+    let refuse = |problem: String| Err(Error::Settings(problem));
+    let path = folder.display();
+    let described = adapter::describe(folder).map_err(|error| Error::Model(error.to_string()))?;
+    if let Some(why) = described.frozen {
+        return refuse(format!("the adapter in {path} cannot be trained on: {why}"));
+    }
+    let lora = described.lora;
+    let differs = |flag: &str, given: &dyn Display, own: &dyn Display| {
+        refuse(format!(
+            "--{flag} {given} contradicts the adapter in {path}, which is trained on and has {own}; leave --{flag} out, or train \
+             all of its model with --merge-adapter"
+        ))
+    };
+    if let Some(rank) = s.lora_rank.filter(|rank| *rank != lora.rank) {
+        return differs("lora-rank", &rank, &format!("rank {}", lora.rank));
+    }
+    if let Some(alpha) = s.lora_alpha.filter(|alpha| *alpha != lora.alpha) {
+        return differs("lora-alpha", &alpha, &format!("alpha {}", lora.alpha));
+    }
+    if let Some(names) = &s.lora_targets {
+        let mut given = targets(names);
+        given.sort();
+        let same = match lora.targets() {
+            Names::Ends(own) => {
+                let mut own = own.clone();
+                own.sort();
+                own == given
+            }
+            Names::AllLinear => given == ["all-linear"],
+            Names::Matching(_) => false,
+        };
+        if !same {
+            return differs("lora-targets", names, &format!("others: {}", lora.targets()));
+        }
+    }
+    match s.lora_dropout {
+        Some(dropout) => lora.with_dropout(dropout).map_err(|error| Error::Settings(error.to_string())),
+        None => Ok(lora),
+    }
+}
+
+/// Names with commas between.
+fn targets(names: &str) -> Vec<String> {
+    names.split(',').map(|name| name.trim().to_owned()).collect()
+}
+
+fn new_lora(s: &Settings) -> Result<Option<Lora>> {
     let Some(rank) = s.lora_rank else {
         let given = [
             ("lora-alpha", s.lora_alpha.is_some()),
@@ -26,7 +104,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
         return Err(Error::Settings("--lora-rank trains adapters beside a model: name one with --model".into()));
     }
     let targets = match &s.lora_targets {
-        Some(names) => names.split(',').map(|name| name.trim().to_owned()).collect(),
+        Some(names) => targets(names),
         None => TARGETS.map(str::to_owned).to_vec(),
     };
     let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
@@ -77,7 +155,7 @@ pub(super) fn held_out(s: &Settings) -> Result<f64> {
     }
 }
 
-pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
+pub(super) fn method(kind: OptimizerKind, s: &Settings, adapters: bool) -> Result<Method> {
     let wrong = |flag: &str, other: &str| {
         Err(Error::Settings(format!("--{flag} has no effect with --optimizer {kind}: it belongs to {other}")))
     };
@@ -88,7 +166,7 @@ pub(super) fn method(kind: OptimizerKind, s: &Settings) -> Result<Method> {
             }
             let (beta1, beta2) = (s.beta1.unwrap_or(0.9), s.beta2.unwrap_or(0.95));
             // Adapters begin at nothing, and are few: peft's users do not pull them back there.
-            let decay = if s.lora_rank.is_some() { 0.0 } else { 0.1 };
+            let decay = if adapters { 0.0 } else { 0.1 };
             let (eps, weight_decay) = (s.eps.unwrap_or(1e-8), s.weight_decay.unwrap_or(decay));
             below_one("beta1", beta1)?;
             below_one("beta2", beta2)?;

@@ -22,7 +22,7 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 35] = [
+const CHANGEABLE: [&str; 36] = [
     "steps",
     "epochs",
     "lr",
@@ -31,6 +31,7 @@ const CHANGEABLE: [&str; 35] = [
     "schedule",
     "grad-clip",
     "lora-dropout",
+    "attention-dropout",
     "ring",
     "ulysses",
     "dp-replicate",
@@ -91,6 +92,32 @@ impl FromStr for Sharding {
     }
 }
 
+/// Over which tokens the load of experts is counted for the loss that keeps it even.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RouterLossOver {
+    /// Those of a whole step.
+    #[default]
+    Step,
+    /// Those of each micro-batch, whose losses are averaged.
+    MicroBatch,
+}
+
+impl FromStr for RouterLossOver {
+    type Err = ringspan::Error;
+
+    fn from_str(given: &str) -> std::result::Result<Self, Self::Err> {
+        match given {
+            "step" => Ok(Self::Step),
+            "micro-batch" => Ok(Self::MicroBatch),
+            _ => Err(ringspan::Error::Unknown {
+                what: "router-aux-loss-over",
+                given: given.into(),
+                possible: "step, micro-batch",
+            }),
+        }
+    }
+}
+
 /// A training run, complete and free of contradictions.
 #[derive(Debug, Clone)]
 pub struct TrainConfig {
@@ -122,7 +149,8 @@ pub struct TrainConfig {
     pub resume: bool,
     /// How the model's rotary embedding is stretched, if not as its folder says.
     pub rope_scaling: Option<RopeScaling>,
-    /// Adapters that are trained instead of the model.
+    /// Adapters that are trained instead of the model: new ones, or those whose folder is `model`. If there are none, an adapter
+    /// in `model` is merged into its model.
     pub lora: Option<Lora>,
     /// Whether the model is saved, too, with the adapters merged in.
     pub lora_merge: bool,
@@ -188,6 +216,10 @@ pub struct TrainConfig {
     pub grad_accumulation: usize,
     /// Factor of the loss that keeps experts even, if not as the model's configuration says.
     pub router_aux_loss: Option<f64>,
+    /// Over which tokens their load is counted.
+    pub router_loss_over: RouterLossOver,
+    /// Share of attention's weights that is dropped, if not as the model's configuration says.
+    pub attention_dropout: Option<f64>,
     /// Seed of all random draws.
     pub seed: u64,
     /// Steps between checkpoints; none for one at the end.

@@ -1,7 +1,7 @@
 //! Settings to a configuration: defaults filled in, contradictions refused.
 
-use super::checks::{held_out, lora, method, shape, within};
-use super::{Length, Sharding, Source, TrainConfig, cores};
+use super::checks::{below_one, held_out, lora, method, shape, within};
+use super::{Length, RouterLossOver, Sharding, Source, TrainConfig, cores};
 use crate::{
     data::Packing,
     error::{Error, Result},
@@ -74,13 +74,13 @@ impl TrainConfig {
         };
         if rope_scaling.is_some() && lora.is_some() && s.lora_merge != Some(true) {
             return Err(Error::Settings(
-                "--rope-scaling beside --lora-rank needs --lora-merge: the folder of an adapter cannot say how its model \
+                "--rope-scaling beside an adapter needs --lora-merge: the folder of an adapter cannot say how its model \
                  is stretched, so whoever reads it would not stretch it"
                     .into(),
             ));
         }
         let export_dtype = match &s.export_dtype {
-            Some(_) if s.lora_rank.is_some() && s.lora_merge != Some(true) => {
+            Some(_) if lora.is_some() && s.lora_merge != Some(true) => {
                 return no_effect("export-dtype", "on adapters, which are saved in f32, without --lora-merge");
             }
             Some(word) => Some(
@@ -161,7 +161,7 @@ impl TrainConfig {
             (steps, None) => Length::Steps(steps.unwrap_or(220)),
         };
         let kind: OptimizerKind = s.optimizer.as_deref().unwrap_or("adamw").parse()?;
-        let method = method(kind, s)?;
+        let method = method(kind, s, lora.is_some())?;
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
             // What is fast for a model of a hundred wide is too fast for most others.
@@ -178,6 +178,9 @@ impl TrainConfig {
         within("grad-clip", grad_clip, 0.0, f64::MAX)?;
         if let Some(factor) = s.router_aux_loss {
             within("router-aux-loss", factor, 0.0, f64::MAX)?;
+        }
+        if let Some(share) = s.attention_dropout {
+            below_one("attention-dropout", share)?;
         }
 
         match (s.spike_factor, s.spike_steps) {
@@ -246,6 +249,8 @@ impl TrainConfig {
             grad_clip: (grad_clip > 0.0).then_some(grad_clip),
             grad_accumulation,
             router_aux_loss: s.router_aux_loss,
+            router_loss_over: s.router_aux_loss_over.as_deref().map_or(Ok(RouterLossOver::default()), str::parse)?,
+            attention_dropout: s.attention_dropout,
             seed: s.seed.unwrap_or(0),
             save_every: every(s.save_every, 50),
             keep: positive("keep", s.keep.unwrap_or(2))?,

@@ -21,6 +21,8 @@ pub(super) struct Held {
     pub(super) embedding: u64,
     /// What it sends of its shards in a micro-batch.
     pub(super) gathered: u64,
+    /// What it sends of them in a forward pass that ends behind the last layer.
+    pub(super) gathered_by_layers: u64,
     /// What it sends of its gradients in a micro-batch.
     pub(super) cut: u64,
     /// What it sends of its shards of the sums in a step, to the ranks that keep the same.
@@ -61,6 +63,9 @@ impl Held {
                     portions += whole;
                     own.parameters += shard;
                     own.gathered += times * shard * (ranks - 1);
+                    if unit != Unit::Head {
+                        own.gathered_by_layers += shard * (ranks - 1);
+                    }
                     if trained {
                         trained_portions += whole;
                         trained_shards += shard;
@@ -98,6 +103,7 @@ impl Held {
             head: self.head.max(other.head),
             embedding: self.embedding.max(other.embedding),
             gathered: self.gathered.max(other.gathered),
+            gathered_by_layers: self.gathered_by_layers.max(other.gathered_by_layers),
             cut: self.cut.max(other.cut),
             summed: self.summed.max(other.summed),
         }

@@ -8,7 +8,7 @@ mod memory;
 mod shape;
 
 use crate::{
-    config::{Sharding, TrainConfig},
+    config::{RouterLossOver, Sharding, TrainConfig},
     data::Batch,
     error::Result,
     feed::Feed,
@@ -22,7 +22,7 @@ use crate::{
 use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
 use ringspan_candle::{DeviceName, room::Room};
-use ringspan_models::{Beyond, Config, Place};
+use ringspan_models::{Beyond, Config, Place, adapter};
 use shape::Shape;
 use std::fmt;
 
@@ -32,12 +32,12 @@ const DRAWN_RING: usize = 4;
 /// The plan of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
+    /// What is trained, in words: the model, or adapters beside it, and of how many parameters.
+    pub training: String,
     /// The model, in words.
     pub model: String,
     /// Why the model may make little of its sequences, in words; empty if nothing speaks against it.
     pub warning: String,
-    /// What is trained beside the model instead of it, in words; empty if nothing is.
-    pub adapters: String,
     /// The data, in words.
     pub data: String,
     /// How documents end and are packed, in words; empty where nothing is made of text.
@@ -90,6 +90,7 @@ pub struct Plan {
 impl Plan {
     pub(crate) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
         let mut plan = Self {
+            training: training_words(config, setup),
             model: model_words(config, setup),
             data: setup.data.summary.clone(),
             documents: setup.notes.clone(),
@@ -125,19 +126,9 @@ impl Plan {
             plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
         }
         plan.optimizer = optimizer_words(config, &setup.lr);
+        plan.optimizer += &router_loss_words(config, setup).unwrap_or_default();
         plan.optimizer += &schedule_change(config.lr_before.as_ref(), &setup.lr, setup.first_step).unwrap_or_default();
         plan.warning = model.beyond(config.sequence_length).map(|b| beyond_words(config, b)).unwrap_or_default();
-        if let Some(lora) = setup.decoder.lora() {
-            let (rank, alpha, targets) = (lora.rank, lora.alpha, lora.targets.join(", "));
-            let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
-            let trained = setup.shapes.iter().filter(|(name, _)| setup.decoder.trains(name));
-            let trained = trained.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum();
-            plan.adapters = format!(
-                "LoRA of rank {rank}, alpha {alpha}{dropout}, beside {targets}; of the parameters {} are theirs and trained, the \
-                 others stay as they are",
-                grouped(trained)
-            );
-        }
 
         let Some(batch) = setup.fullest_batch(config.grad_accumulation) else { return Ok(plan) };
         let batches = setup.feed.clone().next_step(config.grad_accumulation);
@@ -160,6 +151,10 @@ impl Plan {
             (1, _) => format!("layout {}, heads exchanged (ulysses)", layout_words(config)),
             _ => format!("layout {}, keys and values by {}", layout_words(config), config.strategy),
         };
+        let dropout = setup.decoder.config().attention_dropout();
+        if dropout > 0.0 {
+            plan.attention += &format!("; dropout {dropout} of its weights in training");
+        }
         if cp > 1 && config.ring <= DRAWN_RING {
             let drawn = schedules.iter().map(|LayerSchedule { schedule, layers }| format!("{layers} x {schedule}"));
             plan.schedule = drawn.collect::<Vec<_>>().join("\n");
@@ -182,7 +177,7 @@ impl Plan {
             plan.gpus_unknown = "nobody asked".into();
         }
         plan.kept_per_token = shape.kept(config.tp as u64, 1) / config.tp as u64;
-        plan.traffic = shape.traffic(&layout, &schedules, batches.len())?;
+        plan.traffic = shape.traffic(&layout, &schedules, (batches.len(), counting_passes(config, setup)))?;
         plan.refusal = plan.refusal(config, &shape, &load)?;
         plan.load = load;
         Ok(plan)
@@ -239,6 +234,62 @@ impl Plan {
 
 fn ranks(count: usize) -> String {
     if count == 1 { "1 rank".into() } else { format!("{count} ranks") }
+}
+
+fn training_words(config: &TrainConfig, setup: &Setup) -> String {
+    let count = |trained: bool| -> String {
+        let counted = setup.shapes.iter().filter(|(name, _)| !trained || setup.decoder.trains(name));
+        grouped(counted.map(|(_, shape)| shape.iter().product::<usize>() as u64).sum())
+    };
+    let all = count(false);
+    let of_folder = config.model.as_deref().filter(|path| adapter::is_here(path));
+    match (setup.decoder.lora(), of_folder) {
+        (None, Some(_)) => format!("full fine-tuning of {all} parameters, with an adapter merged into them"),
+        (None, None) if config.model.is_some() => format!("full fine-tuning of {all} parameters"),
+        (None, None) => format!("a new model, all of its {all} parameters"),
+        (Some(lora), of_folder) => {
+            let kind = if of_folder.is_some() { "a LoRA adapter that goes on," } else { "a new LoRA adapter" };
+            let ranks = setup.decoder.adapters().map(|(_, size)| size.rank);
+            let (least, most) = ranks.fold((usize::MAX, 0), |(least, most), rank| (least.min(rank), most.max(rank)));
+            let ranks = if least < most { format!("ranks {least} to {most}") } else { format!("rank {most}") };
+            let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
+            format!(
+                "{kind} of {ranks}, {} of {all} parameters (alpha {}{dropout}, beside {}); the others stay as they are",
+                count(true),
+                lora.alpha,
+                lora.targets()
+            )
+        }
+    }
+}
+
+/// Forward passes of a step for nothing but the load of experts.
+fn counting_passes(config: &TrainConfig, setup: &Setup) -> usize {
+    match (router_loss(setup), config.router_loss_over) {
+        (Some(_), RouterLossOver::Step) => config.grad_accumulation - 1,
+        _ => 0,
+    }
+}
+
+/// Factor of the loss that keeps experts even, where they are.
+fn router_loss(setup: &Setup) -> Option<f64> {
+    setup.decoder.config().router_aux_loss().filter(|factor| *factor > 0.0 && setup.decoder.experts() > 0)
+}
+
+/// How experts are kept even, where they are.
+fn router_loss_words(config: &TrainConfig, setup: &Setup) -> Option<String> {
+    let factor = router_loss(setup)?;
+    Some(match (config.router_loss_over, config.grad_accumulation) {
+        (_, 1) => format!("; experts kept even, by {factor} of the loss of their load"),
+        (RouterLossOver::Step, n) => format!(
+            "; experts kept even, by {factor} of the loss of their load over a step, for which {} of {n} micro-batches pass forward \
+             twice",
+            counting_passes(config, setup)
+        ),
+        (RouterLossOver::MicroBatch, _) => {
+            format!("; experts kept even, by {factor} of the mean loss of their load in a micro-batch")
+        }
+    })
 }
 
 fn model_words(config: &TrainConfig, setup: &Setup) -> String {
@@ -338,12 +389,10 @@ impl fmt::Display for Plan {
             shown.join(", ")
         };
         let total = |list: &[(&str, u64)]| bytes(list.iter().map(|(_, n)| n).sum());
+        writeln!(f, "training   {}", self.training)?;
         writeln!(f, "model      {}", self.model)?;
         if !self.warning.is_empty() {
             writeln!(f, "warning    {}", self.warning)?;
-        }
-        if !self.adapters.is_empty() {
-            writeln!(f, "adapters   {}", self.adapters)?;
         }
         writeln!(f, "data       {}", self.data)?;
         for line in &self.documents {

@@ -10,7 +10,7 @@ use crate::{
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
 use ringspan_candle::{DeviceName, Precision, kept::Storage};
-use ringspan_models::{Config, Heads, ROUTER, Recompute};
+use ringspan_models::{Config, Heads, Recompute, TARGETS};
 
 /// Of the rank that has most of each.
 #[derive(Clone)]
@@ -66,30 +66,40 @@ impl Shape {
         let layers = model.num_hidden_layers as u64;
         let dense = experts.is_none_or(|experts| experts.layers < layers);
         let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
-        let input = |target: &String| match target.as_str() {
+        let input = |target: &str| match target {
             "o_proj" => [heads.queries.len() * model.head_dim(), 0],
             "down_proj" => [0, feed_forward],
             "gate_proj" | "up_proj" => [0, model.hidden_size],
-            ROUTER => [0, 0],
             _ => [model.hidden_size, 0],
         };
-        let output = |target: &String| match target.as_str() {
+        let output = |target: &str| match target {
             "q_proj" => heads.queries.len() * model.head_dim(),
             "k_proj" | "v_proj" => heads.key_values.len() * model.head_dim(),
             "o_proj" => model.hidden_size,
             _ => 0,
         };
-        let adapted: usize = config.lora.iter().flat_map(|lora| &lora.targets).map(output).sum();
-        let drops = config.lora.as_ref().filter(|lora| lora.dropout > 0.0);
-        let [dropped, feed_forward_dropped] = [0, 1]
-            .map(|part| drops.map_or(0, |lora| lora.targets.iter().map(|target| input(target)[part]).sum::<usize>()));
+        // Some layers may have more adapters than others.
+        let decoder = &setup.decoder;
+        let most_of_layers = |numbers: &dyn Fn(&str) -> usize| {
+            let of_layer = |index: usize| -> usize {
+                let linear = |(block, name): (&str, &str)| {
+                    decoder.adapter(&format!("model.layers.{index}.{block}.{name}")).map_or(0, |_| numbers(name))
+                };
+                TARGETS.map(|name| [("self_attn", name), ("mlp", name)]).into_iter().flatten().map(linear).sum()
+            };
+            (0..model.num_hidden_layers).map(of_layer).max().unwrap_or(0)
+        };
+        let adapted = most_of_layers(&output);
+        let drops = decoder.lora().is_some_and(|lora| lora.dropout > 0.0);
+        let [dropped, feed_forward_dropped] =
+            [0, 1].map(|part| if drops { most_of_layers(&|name| input(name)[part]) } else { 0 });
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,
             layers,
             hidden: model.hidden_size as u64,
             heads,
-            has_adapters: config.lora.is_some(),
+            has_adapters: decoder.lora().is_some(),
             adapted: adapted as u64,
             dropped: dropped as u64,
             feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
@@ -132,14 +142,15 @@ impl Shape {
         Ok(HeadShare::all(heads, kv_heads, (self.ring as usize, self.ulysses).into())?)
     }
 
-    /// Of the rank that sends most.
+    /// Of the rank that sends most: of the passes of so many micro-batches, and of `counting` more forward passes, which end
+    /// behind the last layer.
     pub(super) fn traffic(
         &self,
         layout: &Layout,
         schedules: &[LayerSchedule],
-        micro_batches: usize,
+        (micro_batches, counting): (usize, usize),
     ) -> Result<Vec<(&'static str, u64)>> {
-        let times = micro_batches as u64;
+        let (times, counting) = (micro_batches as u64, counting as u64);
         let (mut forward, mut backward) = (0, 0);
         let forward_times = if self.recompute == Recompute::Full { 2 } else { 1 };
         for rank in 0..layout.ranks() {
@@ -150,29 +161,36 @@ impl Shape {
             forward = forward.max(of(Pass::Forward)?);
             backward = backward.max(of(Pass::Backward)?);
         }
-        let Held { gathered, cut, summed, .. } = self.held;
+        let Held { gathered, gathered_by_layers, cut, summed, .. } = self.held;
         let mut traffic = vec![
-            ("attention forward", forward_times * forward * times),
+            ("attention forward", forward * (forward_times * times + counting)),
             ("attention backward", backward * times),
-            ("parameters", 4 * gathered * times),
+            ("parameters", 4 * (gathered * times + gathered_by_layers * counting)),
             ("gradients", 4 * cut * times + 4 * summed),
         ];
         if self.tp > 1 {
-            traffic.push(("rows of shared layers", self.shared_layers(layout) * times));
+            // A forward pass alone is a third of it.
+            traffic.push(("rows of shared layers", self.shared_layers(layout) * (3 * times + counting) / 3));
         }
         if let Some(experts) = self.experts.filter(|experts| experts.ep > 1) {
-            traffic.push(("tokens to experts", self.to_experts(&experts, layout) * times));
+            let way = self.to_experts(&experts, layout);
+            let ways = self.ways_to_experts() * times + 2 * counting;
+            traffic.push(("tokens to experts", way * ways));
         }
         Ok(traffic)
     }
 
-    /// Tokens there and back, forward, again as it is computed again, and backward, where experts are chosen evenly: a token
-    /// goes once to each rank that has experts of it. Where products are kept, nothing comes back the second time.
+    /// Tokens there and back, forward, again as it is computed again, and backward. Where products are kept, nothing comes back
+    /// the second time.
+    fn ways_to_experts(&self) -> u64 {
+        if self.recompute == Recompute::Nothing { 5 } else { 6 }
+    }
+
+    /// One way of all layers' tokens, where experts are chosen evenly: a token goes once to each rank that has experts of it.
     fn to_experts(&self, experts: &Experts, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let there = experts.tokens_there(tokens.div_ceil(self.tp));
-        let ways = if self.recompute == Recompute::Nothing { 5 } else { 6 };
-        experts.layers * ways * 4 * there * self.hidden
+        experts.layers * 4 * there * self.hidden
     }
 
     /// Two layers in one, attention and feed-forward part, each with its rows gathered before and dealt behind: forward,

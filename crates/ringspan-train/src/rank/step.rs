@@ -2,9 +2,10 @@
 
 use super::{Groups, Host, Rank};
 use crate::{
+    config::RouterLossOver,
     data::Batch,
     error::{Error, Result},
-    hidden::hidden,
+    hidden::{hidden, hidden_before},
     metrics::EvaluationMetrics,
     optimizer::{Update, clip_scale, sum_of_squares},
     setup::model_error,
@@ -15,8 +16,8 @@ use ringspan::{
     Layout,
     comm::{Buffer, Communicator, numbers},
 };
-use ringspan_candle::{Drops, context::Context, loss, tensor_parallel};
-use ringspan_models::{Balanced, Keep, Place, gradients};
+use ringspan_candle::{Drops, Experts, Load, context::Context, loss, tensor_parallel};
+use ringspan_models::{Balanced, Keep, Place, Unit, gradients};
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
@@ -49,16 +50,18 @@ impl Rank<'_> {
         let scale = 1.0 / valid.max(1) as f32;
         let mut summed = GradientShards::new(&self.shards);
         let mut nll = 0.0;
-        let mut of_routers = 0.0;
-        let mut before = 0;
-        for batch in batches {
-            let mut local = self.local(batch)?;
-            if let Some(drops) = self.drops(step, before, batch)? {
-                local.context = local.context.with_drops(drops);
-            }
-            before += batch.tokens.len();
+        let mut of_routers = Vec::new();
+        let kept_even = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
+        let over_step = kept_even && batches.len() > 1 && self.config.router_loss_over == RouterLossOver::Step;
+        // Of the micro-batches, the first with what is known before it is computed.
+        let mut loads = if over_step { self.loads(step, batches)? } else { Vec::new() };
+        for index in 0..batches.len() {
+            let mut local = self.dropping(step, batches, index)?;
             self.meter.add(self.setup, &local.context)?;
-            let balanced = self.balanced(batches.len());
+            let share = if over_step { 1.0 } else { 1.0 / batches.len() as f64 };
+            let mut others = Load::default();
+            loads.iter().enumerate().filter(|(other, _)| *other != index).for_each(|(_, load)| others.add(load));
+            let balanced = self.balanced(share).map(|balanced| Arc::new(balanced.beside(others)));
             if let Some(balanced) = &balanced {
                 local.context = local.context.with_experts(balanced.clone());
             }
@@ -77,9 +80,15 @@ impl Rank<'_> {
                 &mut |unit, gradients| Ok(summed.add(unit, gradients).map_err(candle_core::Error::wrap)?),
             )
             .map_err(model_error)?;
-            of_routers += balanced.and_then(|balanced| balanced.loss()).unwrap_or(0.0);
+            of_routers.extend(balanced.as_ref().and_then(|balanced| balanced.loss()));
+            if let (Some(load), Some(balanced)) = (loads.get_mut(index), &balanced) {
+                *load = balanced.load().unwrap_or_default();
+            }
         }
         let gradients = summed.finish()?;
+        // Over a step, each micro-batch knows the loss of all.
+        let counted = if over_step { 1 } else { of_routers.len() };
+        let of_routers: f64 = of_routers.iter().take(counted).sum();
         let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
         Ok(Stepped { loss, gradients })
     }
@@ -103,21 +112,53 @@ impl Rank<'_> {
         Ok(norm)
     }
 
-    /// Experts whose load is kept even over all ranks, where the model asks for it; of one of so many micro-batches.
-    fn balanced(&self, micro_batches: usize) -> Option<Arc<Balanced>> {
-        let coefficient = self.setup.decoder.config().router_aux_loss()? / micro_batches as f64;
+    /// What routers do in each micro-batch of a step, over all ranks; nothing is said of the first, whose own pass comes before
+    /// those of the others, and tells. Empty where nothing keeps experts even.
+    ///
+    /// The gradient of a probability grows with how often the step chooses its expert, which must be known before the first
+    /// pass back; so the others pass forward once more.
+    fn loads(&self, step: u64, batches: &[Batch]) -> Result<Vec<Load>> {
+        let decoder = &self.setup.decoder;
+        let mut loads = Vec::new();
+        for index in 0..batches.len() {
+            let Some(balanced) = self.balanced(0.0).map(Arc::new) else { return Ok(Vec::new()) };
+            if index > 0 {
+                let Part { tokens, context, .. } = self.dropping(step, batches, index)?;
+                let context = context.with_experts(balanced.clone());
+                hidden_before(Unit::Embedding, decoder, &self.shards, &tokens, &context).map_err(model_error)?;
+                balanced.forward_ended(decoder.experts())?;
+            }
+            loads.push(balanced.load().unwrap_or_default());
+        }
+        Ok(loads)
+    }
+
+    /// Experts whose load is kept even over all ranks, where the model asks for it, with a share of its coefficient.
+    fn balanced(&self, share: f64) -> Option<Balanced> {
+        let coefficient = self.setup.decoder.config().router_aux_loss()? * share;
         let world = self.world.clone();
         let sum_over_ranks = move |values: &mut [f64]| {
             values.copy_from_slice(&numbers::all_reduce(&*world, values).map_err(candle_core::Error::wrap)?);
             Ok(())
         };
-        Some(Arc::new(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks)))
+        Some(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks))
     }
 
-    /// What of this rank's tokens of a batch is dropped in a step, where adapters have dropout. The batch's first token has
-    /// the number `before`: numbers are of places in the step's batches, which every mesh fills with the same tokens.
+    /// This rank's tokens of a micro-batch, of which a training drops something.
+    fn dropping(&self, step: u64, batches: &[Batch], index: usize) -> Result<Part> {
+        let before = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
+        let local = self.local(&batches[index])?;
+        Ok(match self.drops(step, before, &batches[index])? {
+            Some(drops) => Part { context: local.context.with_drops(drops), ..local },
+            None => local,
+        })
+    }
+
+    /// What of this rank's tokens of a batch is dropped in a step, where adapters or attention have dropout. The batch's first
+    /// token has the number `before`: numbers are of places in the step's batches, which every mesh fills with the same tokens.
     fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<Drops>> {
-        if self.config.lora.as_ref().is_none_or(|lora| lora.dropout == 0.0) {
+        let decoder = &self.setup.decoder;
+        if decoder.lora().is_none_or(|lora| lora.dropout == 0.0) && decoder.config().attention_dropout() == 0.0 {
             return Ok(None);
         }
         let (index, part) = self.part(batch, self.world.rank())?;
@@ -125,7 +166,7 @@ impl Rank<'_> {
         let numbers: Vec<usize> = (first..first + part.tokens.len()).collect();
         let numbers = self.layout(&part)?.shard(self.groups.cp.rank(), &numbers, 1)?;
         // Steps and seeds do not meet before one of them fills half of the word.
-        Ok(Some(Drops::new(self.config.seed.rotate_left(32) ^ step, numbers)))
+        Ok(Some(Drops::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
     }
 
     fn local(&self, batch: &Batch) -> Result<Part> {

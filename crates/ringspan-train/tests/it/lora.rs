@@ -168,16 +168,101 @@ fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
     near("merged", &merged, &expected, 1e-7);
 }
 
+/// The same adapter beside the same model goes on in a new run, on any mesh, and is saved as one of that model.
 #[test]
-fn training_goes_on_from_an_adapter_with_its_model() {
+fn an_adapter_is_trained_on_by_a_new_run() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     tiny_model(root);
     text(root);
-    let (first, memory) = run(settings(root, "first"));
+    let targets = Some("q_proj,v_proj,o_proj,up_proj,down_proj".to_owned());
+    let (first, _) = run(Settings { lora_alpha: Some(12.0), lora_targets: targets, ..settings(root, "first") });
+    let began = adapter::load(&first.out).unwrap();
+    let on = |name: &str| Settings { model: Some(first.out.clone()), lora_rank: None, ..settings(root, name) };
+
+    // Nothing changes where nothing is learned.
+    let (same, memory) = run(Settings { lr: Some(0.0), steps: Some(1), ..on("same") });
+    let kept = adapter::load(&same.out).unwrap();
+    assert_eq!((&kept.lora, &kept.base, values(&kept.weights)), (&began.lora, &began.base, values(&began.weights)));
+    assert_eq!(same.beside, Some(root.join("tiny").canonicalize().unwrap()));
+    // It begins as the merged model does, whatever trains that.
+    let whole = Settings { merge_adapter: Some(true), lr: Some(0.0), steps: Some(1), ..on("whole") };
+    let (merged, of_merged) = run(whole);
+    assert!((memory.steps[0].loss - of_merged.steps[0].loss).abs() < 1e-5);
+    assert!(folder::load(&merged.out).is_ok(), "a model of its own");
+
+    let (second, expected) = run(on("second"));
+    assert!(expected.steps[5].loss < expected.steps[0].loss, "{:?}", expected.losses());
+    let trained = adapter::load(&second.out).unwrap();
+    assert_eq!((&trained.lora, &trained.base), (&began.lora, &began.base));
+    let mesh = Settings { dp_shard: Some(2), ring: Some(2), tp: Some(2), ..Settings::default() };
+    let (many, memory) = run(mesh.over(&on("mesh")).unwrap());
+    for (a, b) in memory.losses().iter().zip(expected.losses()) {
+        assert!((a - b).abs() <= 1e-5 * b, "{a} is not {b}");
+    }
+    near("mesh", &adapter::load(&many.out).unwrap().weights, &trained.weights, 1e-4);
+
+    // A run that is resumed goes on from its own checkpoint.
+    std::fs::remove_dir_all(second.out.join("checkpoints/step-000006")).unwrap();
+    let resumed = Settings { resume: Some(second.out.clone()), ..Settings::default() };
+    let args = TrainArgs { dry_run: false, config: None, settings: resumed };
     let again =
-        Settings { model: Some(first.out), lora_rank: None, sequence_length: Some(96), ..settings(root, "second") };
-    let (_, second) = run(again);
-    let (start, end) = (second.steps[0].loss, memory.steps[5].loss);
-    assert!(start < end + 0.1, "it starts at {start}, where the adapter ended at {end}");
+        train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut Memory::default()).unwrap();
+    assert_eq!(values(&adapter::load(&again.out).unwrap().weights), values(&trained.weights));
+
+    // What is said of the adapter must be what it is.
+    let refused = |change: Settings, words: &[&str]| {
+        let message = TrainConfig::resolve(change.over(&on("refused")).unwrap()).unwrap_err().to_string();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    };
+    refused(Settings { lora_rank: Some(8), ..Settings::default() }, &["--lora-rank 8", "rank 4", "--merge-adapter"]);
+    refused(Settings { lora_alpha: Some(2.5), ..Settings::default() }, &["--lora-alpha 2.5", "alpha 12"]);
+    let other = Settings { lora_targets: Some("q_proj".into()), ..Settings::default() };
+    refused(other, &["--lora-targets q_proj", "q_proj, v_proj, o_proj, up_proj, down_proj"]);
+    let both = Settings { lora_rank: Some(4), merge_adapter: Some(true), ..Settings::default() };
+    refused(both, &["--lora-rank", "--merge-adapter"]);
+    let no_adapter = Settings { merge_adapter: Some(true), model: Some(root.join("tiny")), ..Settings::default() };
+    refused(no_adapter, &["--merge-adapter has no effect", "no adapter"]);
+    let said = Settings {
+        lora_rank: Some(4),
+        lora_alpha: Some(12.0),
+        lora_targets: Some("down_proj, q_proj,v_proj,o_proj,up_proj".into()),
+        lora_dropout: Some(0.2),
+        ..Settings::default()
+    };
+    let config = TrainConfig::resolve(said.over(&on("said")).unwrap()).unwrap();
+    assert_eq!(config.lora.map(|lora| lora.dropout), Some(0.2));
+    let path = first.out.join(adapter::CONFIG);
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"init_lora_weights\": true", "\"init_lora_weights\": \"mica\"")).unwrap();
+    refused(Settings::default(), &["cannot be trained on", "mica"]);
+}
+
+#[test]
+fn the_plan_says_first_what_is_trained() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    tiny_model(root);
+    text(root);
+    let first_line = |settings: Settings| {
+        let plan = ringspan_train::plan(&TrainConfig::resolve(settings).unwrap()).unwrap().to_string();
+        plan.lines().next().unwrap_or_default().to_owned()
+    };
+    let all = folder::load(&root.join("tiny")).unwrap().1.values().map(|tensor| tensor.elem_count()).sum::<usize>();
+    let all = format!("{},{:03}", all / 1000, all % 1000);
+    let (adapter, _) = run(settings(root, "adapter"));
+    let on = Settings { model: Some(adapter.out), lora_rank: None, ..settings(root, "on") };
+    let merging = Settings { merge_adapter: Some(true), ..on.clone() };
+    let whole = Settings { lora_rank: None, ..settings(root, "whole") };
+    let new = Settings { model: None, lora_rank: None, ..settings(root, "new") };
+    for (settings, words) in [
+        (settings(root, "lora"), &["training   a new LoRA adapter of rank 4, 4,096 of ", "alpha 8", "q_proj"][..]),
+        (on, &["training   a LoRA adapter that goes on, of rank 4, 4,096 of "]),
+        (merging, &["training   full fine-tuning of ", &all, "merged"]),
+        (whole, &["training   full fine-tuning of ", &all]),
+        (new, &["training   a new model, all of its "]),
+    ] {
+        let line = first_line(settings);
+        assert!(words.iter().all(|word| line.contains(word)), "{line}: {words:?}");
+    }
 }

@@ -32,7 +32,7 @@ fn every_mesh_and_every_recomputation_has_the_same_losses() {
     tiny_model(root);
     text(root);
     let (one, expected) = run(settings(root, "one"));
-    assert!(expected.plan.adapters.contains("dropout 0.4"), "{}", expected.plan.adapters);
+    assert!(expected.plan.training.contains("dropout 0.4"), "{}", expected.plan.training);
     assert_eq!(adapter::load(&one.out).unwrap().lora.dropout, 0.4);
     let (_, without) = run(Settings { lora_dropout: None, ..settings(root, "without") });
     // New adapters say nothing, whatever of their input is dropped.

@@ -106,7 +106,8 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     assert_eq!(memory.losses(), expected.losses());
     // Two layers of 32 wide: A and B of rank 4 beside matrices of 32, 16 and 64 rows.
-    assert!(memory.plan.adapters.contains("4,096 are theirs and trained"), "{}", memory.plan.adapters);
+    let training = &memory.plan.training;
+    assert!(training.starts_with("a new LoRA adapter of rank 4, 4,096 of "), "{training}");
     assert_eq!(of_file.beside, Some(root.join("model.gguf")));
     let saved = adapter::load(&of_file.out).unwrap();
     assert_eq!(saved.base, Base::Gguf(root.join("model.gguf").canonicalize().unwrap()));
@@ -150,14 +151,16 @@ fn it_is_resumed_bit_for_bit_and_merged_into_a_folder_with_the_files_tokenizer()
 }
 
 #[test]
-fn adapters_beside_an_adapter_are_refused() {
+fn an_adapter_beside_a_gguf_file_is_trained_on_beside_it() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     models(root);
     text(root);
     let (first, _) = run(Settings { steps: Some(1), ..settings(root, "model.gguf", "first") });
-    let second = Settings { model: Some(first.out), ..settings(root, "", "second") };
-    let refused = train(&TrainConfig::resolve(second).unwrap(), &AtomicBool::new(false), &mut Memory::default());
-    let message = refused.unwrap_err().to_string();
-    assert!(message.contains("is an adapter") && message.contains("--lora-merge"), "{message}");
+    let before = adapter::load(&first.out).unwrap();
+    let second = Settings { model: Some(first.out), lr: Some(0.0), steps: Some(1), ..settings(root, "", "second") };
+    let (second, _) = run(second);
+    let after = adapter::load(&second.out).unwrap();
+    assert_eq!((after.base, after.lora), (before.base, before.lora));
+    assert_eq!(values(&after.weights), values(&before.weights));
 }

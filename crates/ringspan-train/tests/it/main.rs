@@ -6,6 +6,7 @@ mod common;
 mod meshes;
 
 mod activations;
+mod attention_dropout;
 mod chat;
 mod documents;
 mod epochs;

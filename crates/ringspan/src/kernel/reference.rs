@@ -240,7 +240,7 @@ mod tests {
                 softcap: Some(0.8),
                 relative: Some(Relative::Buckets(buckets)),
                 sinks: Some(sinks.clone()),
-                dropout: Some(Dropout { rate: 0.3, seed: 3, first_head: 0 }),
+                dropout: Some(Dropout { rate: 0.3, seed: 3, first_head: 0, first_query: 0 }),
                 ..Score::new(0.7)
             };
             work(Problem { bias: Some(bias), ..problem([q, k, v], &score, &see) });

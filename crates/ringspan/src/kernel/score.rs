@@ -60,6 +60,8 @@ pub struct Dropout {
     pub seed: u64,
     /// Global number of head 0 of a call: a Ulysses share starts later.
     pub first_head: usize,
+    /// Global number of query 0 of the flat batch `[B, Sq]`, where a call has some of the rows of a larger batch.
+    pub first_query: usize,
 }
 
 impl Score {
@@ -252,7 +254,8 @@ impl Dropout {
 
     /// The two words of a query and head.
     pub(super) fn row(&self, head: usize, query: usize) -> [u32; 2] {
-        let word = mix(mix(self.seed ^ mix((self.first_head + head) as u64 + 1)) ^ query as u64);
+        let query = (self.first_query + query) as u64;
+        let word = mix(mix(self.seed ^ mix((self.first_head + head) as u64 + 1)) ^ query);
         [word as u32, (word >> 32) as u32]
     }
 
@@ -311,7 +314,7 @@ mod tests {
 
     #[test]
     fn dropout_drops_the_asked_share_and_no_pattern() {
-        let dropout = Dropout { rate: 0.3, seed: 5, first_head: 0 };
+        let dropout = Dropout { rate: 0.3, seed: 5, first_head: 0, first_query: 0 };
         let (queries, keys) = (200, 500);
         let mut kept = 0;
         let mut pairs = [0; 2];
@@ -330,12 +333,16 @@ mod tests {
             assert!((of(pairs) - 0.58).abs() < 0.01, "{}", of(pairs));
         }
         let of_share = Score { dropout: Some(dropout), ..Score::new(1.0) }.heads(1..3).dropout.expect("still there");
-        assert_eq!(of_share.keeps(0, 7, 9), dropout.keeps(1, 7, 9));
+        let of_rows = Dropout { first_query: 5, ..dropout };
+        for key in 0..64 {
+            assert_eq!(of_share.keeps(0, 7, key), dropout.keeps(1, 7, key));
+            assert_eq!(of_rows.keeps(1, 2, key), dropout.keeps(1, 7, key));
+        }
     }
 
     #[test]
     fn rows_are_dropped_as_their_pairs_are() {
-        let dropout = Dropout { rate: 0.25, seed: 8, first_head: 0 };
+        let dropout = Dropout { rate: 0.25, seed: 8, first_head: 0, first_query: 0 };
         let (queries, keys) = ([70, 3, 1 << 40], 5..12);
         let mut rows: Vec<f32> = (0..21).map(|i| i as f32 - 9.5).collect();
         let before = rows.clone();
@@ -389,7 +396,7 @@ mod tests {
             let relative = Some(Relative::Buckets(table));
             assert!(Score { relative, sinks: Some(vec![hidden; 4]), ..score.clone() }.check(4).is_ok());
         }
-        let all = Some(Dropout { rate: 1.0, seed: 0, first_head: 0 });
+        let all = Some(Dropout { rate: 1.0, seed: 0, first_head: 0, first_query: 0 });
         assert!(refused(Score { dropout: all, ..score }).contains("dropout"));
     }
 }

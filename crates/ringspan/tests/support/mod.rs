@@ -123,7 +123,9 @@ impl Problem {
     }
 
     pub(crate) fn with_dropout(self) -> Self {
-        self.with_score("dropout", |_, score| score.dropout = Some(Dropout { rate: 0.3, seed: 4, first_head: 0 }))
+        self.with_score("dropout", |_, score| {
+            score.dropout = Some(Dropout { rate: 0.3, seed: 4, first_head: 0, first_query: 0 })
+        })
     }
 
     pub(crate) fn with_bias(self, heads: usize) -> Self {

@@ -76,6 +76,7 @@ pub(super) struct Job {
     pub(super) d_table: u64,
     pub(super) d_table_sum: u64,
     pub(super) seed: u64,
+    pub(super) first_query: u64,
     pub(super) queries: i32,
     pub(super) keys: i32,
     pub(super) heads: i32,

@@ -117,7 +117,7 @@ impl Terms {
             ..Job::default()
         };
         if let Some(dropout) = score.dropout {
-            job.seed = dropout.seed;
+            (job.seed, job.first_query) = (dropout.seed, dropout.first_query as u64);
             job.first_head = count(dropout.first_head, "heads")?;
             (job.threshold, job.growth) = (dropout.threshold(), dropout.growth());
         }

@@ -14,7 +14,9 @@ pub(super) const CHANGES: [Change; 9] = [
     ("buckets", |problem| problem.score.relative = Some(buckets(problem, 12, 40, false))),
     ("buckets of both sides", |problem| problem.score.relative = Some(buckets(problem, 16, 50, true))),
     ("sinks", |problem| problem.score.sinks = Some(random(problem.heads(), 8))),
-    ("dropout", |problem| problem.score.dropout = Some(Dropout { rate: 0.25, seed: 9, first_head: 3 })),
+    ("dropout", |problem| {
+        problem.score.dropout = Some(Dropout { rate: 0.25, seed: 9, first_head: 3, first_query: 11 })
+    }),
     ("bias", |problem| problem.bias_heads = problem.heads()),
     ("bias of all heads", |problem| problem.bias_heads = 1),
     ("negative scale", |problem| problem.score.scale *= -1.0),

@@ -22,7 +22,7 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     let all = Score {
         softcap: Some(20.0),
         relative: Some(Relative::Buckets(buckets)),
-        dropout: Some(Dropout { rate: 0.1, seed: 0, first_head: 0 }),
+        dropout: Some(Dropout { rate: 0.1, seed: 0, first_head: 0, first_query: 0 }),
         ..plain.clone()
     };
     let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };

@@ -50,7 +50,7 @@ struct Job {
     // Sums of the buckets of each block of queries [blocks, H, buckets]; to that of all blocks is added [H, buckets].
     double *d_table;
     float *d_table_sum;
-    u64 seed;
+    u64 seed, first_query;
     int queries, keys, heads, kv_heads, bias_heads, bias_keys, buckets, buckets_of_one, blocks, first_head;
     u32 threshold;
     float scale, softcap, growth;
@@ -125,7 +125,7 @@ __device__ inline u64 mix(u64 x) {
 // What dropout makes of the weight of query i and key j: 0, or more than 1. The same as on the CPU.
 __device__ inline float kept(const Job &job, const Tile &tile, int head, int i, int j) {
 #if DROPOUT
-    const u64 query = (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
+    const u64 query = job.first_query + (u64)(tile.query + i * tile.step), key = (u64)(tile.key + j * tile.step);
     const u64 row = mix(mix(job.seed ^ mix((u64)(job.first_head + head) + 1)) ^ query);
     u32 x = ((u32)row ^ (u32)mix(key)) * 0x9E3779B1u;
     x = ((x ^ x >> 15) + (u32)(row >> 32)) * 0x85EBCA77u;
