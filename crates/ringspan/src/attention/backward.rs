@@ -4,7 +4,7 @@ use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
-use super::{Forward, Group, Inputs, check_shape, f32_bytes, stored_bytes};
+use super::{Forward, Group, Inputs, check_shape, f32_bytes, stored_bytes, tiling};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, SumPlace, View};
 use crate::schedule::{Block, Pass, Rows, Schedule};
@@ -199,7 +199,7 @@ fn over_ring(
         // Of queries, then of their bias.
         let mut q_foreign = Floats::default();
         if let Some(compute) = &step.compute {
-            let compute = &schedule.filled(compute);
+            let compute = &schedule.filled(compute, tiling(inputs));
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
             meter.touch(kernel.backward_workspace(&inputs, &compute.tiles));
             let (both, keys) = key_elements(&inputs, inputs.k.tokens);

@@ -4,7 +4,7 @@ use super::block::{Blocks, payload, receive, send, wire_of, zeros};
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
-use super::{Group, Inputs, f32_bytes, stored_bytes};
+use super::{Group, Inputs, f32_bytes, stored_bytes, tiling};
 use crate::error::Result;
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel};
 use crate::schedule::{Block, Pass, Schedule};
@@ -129,7 +129,7 @@ fn over_ring(
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
         let mut foreign = None;
         if let Some(compute) = &step.compute {
-            let compute = &schedule.filled(compute);
+            let compute = &schedule.filled(compute, tiling(inputs));
             let inputs = blocks.inputs(compute)?;
             meter.touch(kernel.forward_workspace(&inputs, &compute.tiles));
             let state = if compute.queries == rank {

@@ -33,8 +33,8 @@ pub mod on_device {
 }
 
 use crate::error::{Error, Result};
-use crate::kernel::{Score, View};
-use crate::schedule::Schedule;
+use crate::kernel::{self, Score, View};
+use crate::schedule::{Schedule, Tiling};
 
 /// The inputs of one attention call on this rank.
 #[derive(Debug, Clone, Copy)]
@@ -130,6 +130,11 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
         });
     }
     Ok(())
+}
+
+/// The tiles that a kernel needs for these inputs: it counts positions for relative terms, a bias and dropout only.
+fn tiling(inputs: &kernel::Inputs) -> Tiling {
+    if inputs.bias.is_some() || inputs.score.counts_positions() { Tiling::Placed } else { Tiling::Joined }
 }
 
 /// Bytes of the elements of a tensor, in the type they are stored in.

@@ -221,6 +221,30 @@ impl Layout {
     }
 }
 
+/// The runs of each rank, with tokens of a document that has gaps next to each other in the order of their positions.
+///
+/// Between two runs all tokens of a document that lies in pieces can be in sight as a whole, if they are neighbours on their
+/// rank; in the order of the sequence, they would be as many tiles as there are pairs of pieces.
+fn gathered(ranks: Vec<Vec<Run>>, documents: &Documents) -> Vec<Vec<Run>> {
+    let has_gaps = |document: usize| documents.get(document).spans.len() > 1;
+    if !(0..documents.len()).any(has_gaps) {
+        return ranks.into_iter().map(|runs| joined(runs.into_iter())).collect();
+    }
+    let gather = |runs: Vec<Run>| {
+        let mut tokens = Vec::new();
+        for run in runs {
+            match run.step > 1 && has_gaps(run.document) {
+                true => tokens.extend(run.positions().map(|start| Run { start, len: 1, step: 1, ..run })),
+                false => tokens.push(run),
+            }
+        }
+        // Stable: runs of a document without gaps stay in their order.
+        tokens.sort_by_key(|run| (run.document, if has_gaps(run.document) { run.start } else { 0 }));
+        joined(tokens.into_iter())
+    };
+    ranks.into_iter().map(gather).collect()
+}
+
 /// Joins runs that follow each other, and drops empty ones.
 fn joined(runs: impl Iterator<Item = Run>) -> Vec<Run> {
     let mut out: Vec<Run> = Vec::new();

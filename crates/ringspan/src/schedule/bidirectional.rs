@@ -16,19 +16,11 @@ fn turn(rank: usize, owner: usize) -> usize {
     }
 }
 
-/// The farthest ranks below and above that the block of `owner` has to reach.
-fn reach(schedule: &Schedule, owner: usize) -> (usize, usize) {
-    let sees = |rank: &usize| schedule.sees(*rank, owner);
-    let above = (owner + 1..schedule.grid().ring).rev().find(sees).unwrap_or(owner);
-    let below = (0..owner).find(sees).unwrap_or(owner);
-    (below, above)
-}
-
 pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
     let size = schedule.grid().ring;
     let mut plan: Plan = (0..2 * size).map(|_| Step::default()).collect();
     for owner in 0..size {
-        let (below, above) = reach(schedule, owner);
+        let (below, above) = schedule.visible.reach(owner);
         let keys = |peer| schedule.whole(Block::Keys(owner), peer);
         let step = turn(rank, owner);
         if (rank > owner && rank <= above) || (rank < owner && rank >= below) {
@@ -47,7 +39,7 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
         }
     }
     if backward {
-        for user in schedule.users(rank, |distance| (rank + distance) % size) {
+        for user in schedule.visible.users(rank) {
             plan[turn(user, rank) + 1].receive.push(schedule.whole(Block::KeyGradients(rank), user));
         }
     }

@@ -8,19 +8,19 @@
 use super::{Block, Plan, Schedule, Step};
 
 pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
-    let size = schedule.grid().ring;
+    let (size, visible) = (schedule.grid().ring, &schedule.visible);
     let mut plan: Plan = (0..size).map(|_| Step::default()).collect();
     for step in 0..size {
         let owner = (rank + size - step) % size;
-        let path = schedule.users(owner, |distance| (owner + distance) % size);
-        let at = path.iter().position(|&user| user == rank);
-        if let Some(at) = at {
-            let peer = if at == 0 { owner } else { path[at - 1] };
+        // Only the owner and those that see the block have it.
+        if step > 0 && !schedule.sees(rank, owner) {
+            continue;
+        }
+        if step > 0 {
+            let peer = visible.user_before(owner, rank).unwrap_or(owner);
             plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), peer));
         }
-        // The owner sends to the first on the path, a rank on the path to the one after it.
-        let next = if rank == owner { path.first() } else { at.and_then(|at| path.get(at + 1)) };
-        if let Some(&peer) = next {
+        if let Some(peer) = visible.user_after(owner, rank) {
             plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
         }
         plan[step].compute = schedule.compute(rank, owner);
@@ -29,31 +29,30 @@ pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
 }
 
 pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
-    let size = schedule.grid().ring;
-    let path = |owner: usize| schedule.users(owner, |distance| (owner + size - distance) % size);
-    // Step 0 fetches; step t + 1 computes block rank + 1 + t; the last is the diagonal.
+    let (size, visible) = (schedule.grid().ring, &schedule.visible);
+    // Step 0 fetches; step t + 1 computes block rank + 1 + t; the last is the diagonal. Blocks go to lower ranks.
     let mut plan: Plan = (0..=size).map(|_| Step::default()).collect();
-    let own_path = path(rank);
-    if let Some(&peer) = own_path.first() {
+    if let Some(peer) = visible.user_before(rank, rank) {
         plan[0].send.push(schedule.whole(Block::Keys(rank), peer));
     }
     for step in 1..size {
         let owner = (rank + step) % size;
-        let path = path(owner);
-        let Some(at) = path.iter().position(|&user| user == rank) else { continue };
-        let from = if at == 0 { owner } else { path[at - 1] };
+        if !schedule.sees(rank, owner) {
+            continue;
+        }
+        let (before, after) = (visible.user_after(owner, rank), visible.user_before(owner, rank));
+        let from = before.unwrap_or(owner);
         plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), from));
-        if let Some(&peer) = path.get(at + 1) {
+        if let Some(peer) = after {
             plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
         }
-        if at > 0 {
+        if before.is_some() {
             plan[step].receive.push(schedule.whole(Block::KeyGradients(owner), from));
         }
         plan[step].compute = schedule.compute(rank, owner);
-        let peer = path.get(at + 1).copied().unwrap_or(owner);
-        plan[step].after.push(schedule.whole(Block::KeyGradients(owner), peer));
+        plan[step].after.push(schedule.whole(Block::KeyGradients(owner), after.unwrap_or(owner)));
     }
-    if let Some(&peer) = own_path.last() {
+    if let Some(peer) = visible.user_after(rank, rank) {
         plan[size].receive.push(schedule.whole(Block::KeyGradients(rank), peer));
     }
     plan[size].compute = schedule.compute(rank, rank);

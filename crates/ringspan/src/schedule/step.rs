@@ -74,17 +74,21 @@ impl Rows {
         &self.0
     }
 
-    /// Where `rows`, which lie in one of the ranges, stand when only these rows are kept.
-    pub(super) fn compact(&self, rows: &Range<usize>) -> Range<usize> {
-        let mut before = 0;
-        for range in self.0.iter() {
-            if range.end > rows.start {
-                let start = before + rows.start - range.start;
-                return start..start + rows.len();
-            }
-            before += range.len();
+    /// For each range the rows before it.
+    fn before(&self) -> Vec<usize> {
+        let count = |before: &mut usize, range: &Range<usize>| Some(std::mem::replace(before, *before + range.len()));
+        self.0.iter().scan(0, count).collect()
+    }
+
+    /// Tells where rows that lie in one of the ranges stand when only these rows are kept.
+    pub(super) fn compact(&self) -> impl Fn(&Range<usize>) -> Range<usize> {
+        let before = self.before();
+        move |rows| {
+            let range = self.0.partition_point(|range| range.end <= rows.start);
+            let start = self.0.get(range).map_or(0, |range| rows.start - range.start);
+            let start = before.get(range).copied().unwrap_or(0) + start;
+            start..start + rows.len()
         }
-        before..before
     }
 }
 
@@ -160,7 +164,7 @@ mod tests {
     fn rows_merge_and_count_in_what_is_kept() {
         let rows = Rows::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
         assert_eq!(rows.ranges(), [2..5, 8..14]);
-        assert_eq!((rows.len(), rows.compact(&(3..5)), rows.compact(&(9..14))), (9, 1..3, 4..9));
+        assert_eq!((rows.len(), rows.compact()(&(3..5)), rows.compact()(&(9..14))), (9, 1..3, 4..9));
         assert!(Rows::all(0).is_empty() && Rows::union(vec![]) == Rows::all(0));
         assert_eq!(Rows::all(3), Rows::union(vec![1..3, 0..2]));
     }
