@@ -6,7 +6,7 @@ use crate::{
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
-    memory::{self, Allocated, InUse},
+    memory::{Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile},
     observer::Observer,
     plan::Plan,
@@ -174,7 +174,7 @@ pub fn train_on(
         beside: config.model.clone().filter(|_| config.lora.is_some() && !config.lora_merge),
         predicted_memory,
         peak_allocated,
-        peak_memory: memory::peak(),
+        peak_memory: ringspan::memory::peak(),
         predicted_gpu_memory,
         peak_gpu_memory,
     })

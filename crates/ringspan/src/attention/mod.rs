@@ -132,10 +132,13 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
     Ok(())
 }
 
-/// The tiles that a kernel needs for these inputs: it counts positions for relative terms, a bias and dropout only.
+/// The tiles that a kernel needs for these inputs.
 fn tiling(inputs: &kernel::Inputs) -> Tiling {
-    if inputs.bias.is_some() || inputs.score.counts_positions() { Tiling::Placed } else { Tiling::Joined }
+    if inputs.counts_positions() { Tiling::Placed } else { Tiling::Joined }
 }
+
+/// Tiles of one call of a kernel, at most: their lists take some megabytes then.
+const MOST_TILES: usize = 1 << 16;
 
 /// Bytes of the elements of a tensor, in the type they are stored in.
 fn stored_bytes(view: &View) -> u64 {

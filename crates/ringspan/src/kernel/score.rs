@@ -101,7 +101,7 @@ impl Score {
     }
 
     /// Whether it asks where in the batch a query and a key lie, not only whether they see each other.
-    pub(crate) fn counts_positions(&self) -> bool {
+    pub(super) fn counts_positions(&self) -> bool {
         self.relative.is_some() || self.dropout.is_some_and(|dropout| dropout.rate > 0.0)
     }
 

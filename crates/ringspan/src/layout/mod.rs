@@ -109,12 +109,12 @@ impl Layout {
         mask.check(queries.len())?;
         let deal = |documents: &Documents| match (kind, documents == queries) {
             (LayoutKind::Balanced(block), true) => balanced::deal(queries, keys, mask, block, ranks),
-            _ => Ok(kind.deal(documents, ranks)),
+            _ => kind.deal(documents, ranks),
         };
         let layout =
-            |documents: &Documents| Ok(Self { kind, ranks: deal(documents)?, documents: Arc::new(documents.clone()) });
-        let query = layout(queries)?;
-        let key = if keys == queries { query.clone() } else { layout(keys)? };
+            |documents: &Documents| Self { kind, ranks: deal(documents), documents: Arc::new(documents.clone()) };
+        let query = layout(queries);
+        let key = if keys == queries { query.clone() } else { layout(keys) };
         Ok((query, key))
     }
 

@@ -35,6 +35,16 @@ pub(crate) enum Seen {
     },
 }
 
+impl Seen {
+    /// Visible pairs, if whole runs have as many tokens as `tokens` says.
+    pub(crate) fn pairs(&self, tokens: impl Fn(&Range<usize>) -> usize) -> u64 {
+        match self {
+            Self::Whole { q, runs } => (q.len() * tokens(runs)) as u64,
+            Self::Piece { piece, .. } => piece.band.pairs(piece.q.len(), piece.k.len()),
+        }
+    }
+}
+
 /// Positions of queries and keys between which one pair of limits holds.
 struct Rectangle {
     q: Range<i64>,

@@ -30,6 +30,7 @@ pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer};
 pub use strategy::Strategy;
 pub use traffic::{Sizes, Traffic};
 
+pub(crate) use step::list_bytes;
 pub(crate) use tiles::Tiling;
 
 use crate::documents::Strand;
@@ -163,7 +164,7 @@ impl Schedule {
     }
 
     /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand of them in a step, so who takes the steps
-    /// one by one has them [`filled`](Self::filled) one by one, and lets them go.
+    /// one by one asks for [batches](Self::in_batches) of them, and lets them go.
     pub(crate) fn outline(&self, pass: Pass, ring_rank: usize) -> Plan {
         let backward = pass == Pass::Backward;
         let mut plan = match (self.strategy, pass) {
@@ -184,6 +185,11 @@ impl Schedule {
     pub fn pairs(&self, rank: usize) -> u64 {
         let computed = self.outline(Pass::Forward, self.grid.place(rank).0);
         computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.pairs_of(compute)).sum()
+    }
+
+    /// Bytes of the plan that a ring rank holds during a pass, besides tiles: a step for each ring rank that it meets.
+    pub fn plan_bytes(&self, pass: Pass, ring_rank: usize) -> u64 {
+        list_bytes(&self.outline(pass, ring_rank))
     }
 
     /// What a ring rank sends to others.

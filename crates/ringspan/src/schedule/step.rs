@@ -139,6 +139,12 @@ pub struct Step {
 }
 
 impl Step {
+    /// Adds a transfer to one of the lists, which stay short: plans of a large ring have millions of them.
+    pub(super) fn add(list: &mut Vec<Transfer>, transfer: Transfer) {
+        list.reserve_exact(1);
+        list.push(transfer);
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.send.is_empty() && self.receive.is_empty() && self.compute.is_none() && self.after.is_empty()
     }
@@ -146,6 +152,12 @@ impl Step {
 
 /// The steps of one ring rank, in order.
 pub type Plan = Vec<Step>;
+
+/// Bytes of the lists of a plan, without those of its tiles.
+pub(crate) fn list_bytes(plan: &Plan) -> u64 {
+    let transfers = |step: &Step| step.send.capacity() + step.receive.capacity() + step.after.capacity();
+    (size_of_val(&plan[..]) + plan.iter().map(transfers).sum::<usize>() * size_of::<Transfer>()) as u64
+}
 
 /// A pass through attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -3,6 +3,7 @@
 use super::stairs::{self, Stair};
 use super::{Compute, Rows, Schedule};
 use crate::documents::{Run, Strand};
+use crate::error::Result;
 use crate::kernel::{Place, Tile};
 use crate::mask::{Band, Seen};
 use std::ops::Range;
@@ -37,48 +38,43 @@ impl Schedule {
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
         self.search(compute.queries, compute.keys, |_, _, strand, seen| {
-            pairs += match seen {
-                Seen::Whole { q, runs } => (q.len() * strand.rows(&runs).len()) as u64,
-                Seen::Piece { piece, .. } => piece.band.pairs(piece.q.len(), piece.k.len()),
-            };
+            pairs += seen.pairs(|runs| strand.rows(runs).len());
         });
         pairs
     }
 
-    /// The tiles between the queries of ring rank `q` and the keys of ring rank `k`.
-    fn tiles(&self, q: usize, k: usize, tiling: Tiling) -> Vec<Tile> {
-        let mut tiles = Vec::new();
+    /// Shows `each` tile between the queries of ring rank `q` and the keys of ring rank `k`.
+    fn tiles(&self, q: usize, k: usize, tiling: Tiling, mut each: impl FnMut(Tile)) {
         // The n-th staircase is made of the n-th whole parts that neighbouring runs of queries see.
-        let (mut open, mut run, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
+        let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
         self.search(q, k, |q_row, q_run, strand, seen| match seen {
             Seen::Piece { run, piece } => {
                 let k_row = strand.rows(&(run..run + 1)).start;
                 let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
                 let (q, k) = (moved(&piece.q, q_row), moved(&piece.k, k_row));
-                tiles.push(Tile { q, k, band: piece.band, place });
+                each(Tile { q, k, band: piece.band, place });
             }
             Seen::Whole { q, runs } if tiling == Tiling::Placed => {
                 for run in runs {
                     let place = self.place(&q_run.part(&q), &strand.runs()[run]);
                     let (q, k) = (moved(&q, q_row), strand.rows(&(run..run + 1)));
-                    tiles.push(Tile { band: Band::whole(q.len(), k.len()), q, k, place });
+                    each(Tile { band: Band::whole(q.len(), k.len()), q, k, place });
                 }
             }
             Seen::Whole { q, runs } => {
-                number = if run == q_row { number + 1 } else { 0 };
-                run = q_row;
+                number = if run_of == q_row { number + 1 } else { 0 };
+                run_of = q_row;
                 if open.len() == number {
                     open.push(Vec::new());
                 }
                 let next = Stair { q: moved(&q, q_row), k: strand.rows(&runs) };
                 if open[number].last().is_some_and(|last| !last.leads_to(&next)) {
-                    close(&mut open[number], &mut tiles);
+                    stairs::tiles(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
                 }
                 open[number].push(next);
             }
         });
-        open.iter_mut().for_each(|stairs| close(stairs, &mut tiles));
-        tiles
+        open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
     }
 
     /// The key rows of ring rank `k` that some query of ring rank `q` sees.
@@ -87,16 +83,46 @@ impl Schedule {
         if let Some(rows) = known().get(&(q, k)) {
             return rows.clone();
         }
-        let rows = Rows::union(self.tiles(q, k, Tiling::Joined).iter().map(seen_keys).collect());
+        let mut seen = Vec::new();
+        self.tiles(q, k, Tiling::Joined, |tile| seen.push(seen_keys(&tile)));
+        let rows = Rows::union(seen);
         known().insert((q, k), rows.clone());
         rows
     }
 
     /// A computation of an [`outline`](Self::outline) with its tiles.
-    pub(crate) fn filled(&self, outline: &Compute, tiling: Tiling) -> Compute {
-        let tiles = self.tiles(outline.queries, outline.keys, tiling);
-        let some = outline.rows.len() < self.key_groups.tokens(outline.keys);
-        Compute { tiles: if some { compact(tiles, &outline.rows) } else { tiles }, ..outline.clone() }
+    pub(super) fn filled(&self, outline: &Compute, tiling: Tiling) -> Compute {
+        let mut tiles = Vec::new();
+        self.tiles(outline.queries, outline.keys, tiling, |tile| tiles.push(tile));
+        Compute { tiles: self.in_block(tiles, outline), ..outline.clone() }
+    }
+
+    /// Shows `each` list of tiles of a computation of an [`outline`](Self::outline), which has about `most` of them at most:
+    /// documents with gaps can have millions that are [placed](Tiling::Placed).
+    ///
+    /// # Errors
+    /// The first of `each`.
+    pub(crate) fn in_batches(
+        &self,
+        outline: &Compute,
+        tiling: Tiling,
+        most: usize,
+        mut each: impl FnMut(&[Tile]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut tiles, mut result) = (Vec::new(), Ok(()));
+        self.tiles(outline.queries, outline.keys, tiling, |tile| {
+            tiles.push(tile);
+            if tiles.len() >= most && result.is_ok() {
+                result = each(&self.in_block(std::mem::take(&mut tiles), outline));
+            }
+        });
+        result?;
+        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, outline)) }
+    }
+
+    /// The tiles, with key rows as the block at hand has them.
+    fn in_block(&self, tiles: Vec<Tile>, Compute { keys, rows, .. }: &Compute) -> Vec<Tile> {
+        if rows.len() < self.key_groups.tokens(*keys) { compact(tiles, rows) } else { tiles }
     }
 
     fn place(&self, q: &Run, k: &Run) -> Place {
@@ -116,13 +142,9 @@ fn moved(range: &Range<usize>, by: usize) -> Range<usize> {
     range.start + by..range.end + by
 }
 
-/// Makes tiles of a staircase, which then is empty.
-fn close(stairs: &mut Vec<Stair>, tiles: &mut Vec<Tile>) {
-    let mut add = |q: Range<usize>, k: Range<usize>| {
-        tiles.push(Tile { band: Band::whole(q.len(), k.len()), q, k, place: Place::START });
-    };
-    stairs::tiles(stairs, &mut add);
-    stairs.clear();
+/// A tile in which all is visible, in no place.
+fn whole(q: Range<usize>, k: Range<usize>) -> Tile {
+    Tile { band: Band::whole(q.len(), k.len()), q, k, place: Place::START }
 }
 
 /// The key rows of a tile that some query of it sees.

@@ -36,7 +36,7 @@ impl Cpu {
             );
         }
         let code = self.code(inputs);
-        let plan = plan(inputs, tiles, terms.as_ref(), code);
+        let plan = plan(inputs, tiles, code);
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }
