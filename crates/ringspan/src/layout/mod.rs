@@ -48,6 +48,18 @@
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
+//! Tokens of a document with gaps, which other documents or padding lie in, are dealt in the order of the sequence as any
+//! others, and are then neighbours on their rank, in the order of their positions:
+//!
+//! ```
+//! use ringspan::{Documents, Layout, LayoutKind};
+//!
+//! let documents = Documents::from_ids(&[1, 2, 1, 1, 0, 2, 2, 1], 8)?;
+//! let layout = Layout::new(LayoutKind::Contiguous, &documents, 1)?;
+//! assert_eq!(layout.rows(0), [0, 2, 3, 7, 1, 5, 6]);
+//! # Ok::<_, ringspan::Error>(())
+//! ```
+//!
 //! What each kind costs and gains is in the chapter on [`schedule`](crate::schedule#balance).
 
 mod balanced;
