@@ -2,32 +2,49 @@
 
 use super::input::Sizes;
 use super::plan::Plan;
-use anyhow::{Result, bail};
+use anyhow::{Result, ensure};
 use ringspan::comm::{ranks::Ranks, threads};
+use ringspan::mesh::Grid;
 use ringspan::schedule::Pass;
+
+/// Bytes that the ranks of a process take together.
+struct Needs {
+    threads: u64,
+    lists: u64,
+    tensors: u64,
+}
 
 /// Refuses ranks that are threads of this process and together take more memory than is free.
 pub(super) fn check(plan: &Plan, sizes: &Sizes, backward: bool, place: &Ranks) -> Result<()> {
     let Some(free) = ringspan::memory::available().filter(|_| place.local().is_none()) else { return Ok(()) };
     let ranks = plan.schedule.query().ranks();
-    let (threads, lists, tensors) = (threads::memory(ranks), lists(plan, backward), tensors(plan, sizes, backward));
-    let needed = threads.saturating_add(lists).saturating_add(tensors);
-    if needed <= free {
-        return Ok(());
+    let needs = Needs {
+        threads: threads::memory(ranks),
+        lists: lists(plan, backward),
+        tensors: tensors(plan, sizes, backward),
+    };
+    needs.fit(free, plan.schedule.grid())
+}
+
+impl Needs {
+    fn fit(&self, free: u64, grid: Grid) -> Result<()> {
+        let Self { threads, lists, tensors } = *self;
+        let needed = threads.saturating_add(lists).saturating_add(tensors);
+        let gigabytes = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
+        ensure!(
+            needed <= free,
+            "--ring {} x --ulysses {}: ranks in one process take about {}, and {} are free: {} for their threads, {} for the \
+             lists of their plans, {} for tensors and blocks; take fewer ranks, or make each of them a process (--features mpi)",
+            grid.ring,
+            grid.ulysses,
+            gigabytes(needed),
+            gigabytes(free),
+            gigabytes(threads),
+            gigabytes(lists),
+            gigabytes(tensors)
+        );
+        Ok(())
     }
-    let gigabytes = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
-    let grid = plan.schedule.grid();
-    bail!(
-        "--ring {} x --ulysses {}: {ranks} ranks in one process take about {}, and {} are free: {} for their threads, {} for the \
-         lists of their plans, {} for tensors and blocks; take fewer ranks, or make each of them a process (--features mpi)",
-        grid.ring,
-        grid.ulysses,
-        gigabytes(needed),
-        gigabytes(free),
-        gigabytes(threads),
-        gigabytes(lists),
-        gigabytes(tensors)
-    )
 }
 
 /// Bytes of the plans of all ranks in the pass with the longer ones; ranks in the middle and at the ends of a ring stand for
@@ -52,4 +69,22 @@ fn tensors(plan: &Plan, sizes: &Sizes, backward: bool) -> u64 {
     let elements =
         |rank: usize| query.tokens(rank) * of_query + key.tokens(rank) * of_key * if ranks > 1 { 3 } else { 1 };
     4 * (0..ranks).map(|rank| elements(rank) as u64).sum::<u64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_its_numbers() {
+        let needs = Needs { threads: 2_000_000_000, lists: 3_000_000_000, tensors: 100_000_000 };
+        let grid = Grid::new(512, 2);
+        assert!(needs.fit(5_100_000_000, grid).is_ok());
+        let message = needs.fit(5_099_999_999, grid).expect_err("a byte too little").to_string();
+        for words in
+            ["--ring 512 x --ulysses 2", "take about 5.1 GB", "2.0 GB for their threads", "3.0 GB for the lists"]
+        {
+            assert!(message.contains(words), "'{words}' is missing: {message}");
+        }
+    }
 }

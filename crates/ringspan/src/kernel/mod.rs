@@ -67,7 +67,7 @@ pub struct Tile {
     pub k: Range<usize>,
     /// Visibility, in indices local to `q` and `k`.
     pub band: Band,
-    /// Where in the batch the tile lies.
+    /// Where in the batch the tile lies; read only where scores depend on it (a relative term, a bias, dropout).
     pub place: Place,
 }
 
