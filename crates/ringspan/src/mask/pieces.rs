@@ -71,20 +71,14 @@ impl Mask {
                 q.step, k.step
             )));
         }
-        self.search(q, std::slice::from_ref(k), (queries, keys), |seen| match seen {
-            Seen::Piece { piece, .. } => pieces.push(piece),
-            Seen::Whole { q, .. } => {
-                let band = Band::whole(q.len(), k.len);
-                pieces.push(Piece { q, k: 0..k.len, band });
-            }
-        });
+        self.search_pieces(q, std::slice::from_ref(k), (queries, keys), |_, piece| pieces.push(piece));
         Ok(pieces)
     }
 
     /// Shows `each` part of what a run of queries sees of runs of keys of the same document, whose positions rise from each
     /// to the next; no pair is in two parts. Finding them takes as long as there are parts, and bisections.
     ///
-    /// Between runs of unequal steps, the tokens of the shorter one are taken one by one.
+    /// Between runs of unequal steps, the tokens of the shorter one are taken one by one, but where all is seen.
     pub(crate) fn search(&self, q: &Run, keys: &[Run], (q_frame, k_frame): (usize, usize), mut each: impl FnMut(Seen)) {
         let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
         if q.len == 0 || first.len == 0 {
@@ -102,6 +96,26 @@ impl Mask {
         for rectangle in self.rectangles(q.document, all, shift) {
             self.search_rectangle(q, keys, &rectangle, shift, &mut each);
         }
+    }
+
+    /// [`search`](Self::search) that shows what is seen of each run by itself: the run's number, and a piece with a band.
+    pub(crate) fn search_pieces(
+        &self,
+        q: &Run,
+        keys: &[Run],
+        frames: (usize, usize),
+        mut each: impl FnMut(usize, Piece),
+    ) {
+        self.search(q, keys, frames, |seen| match seen {
+            Seen::Piece { run, piece } => each(run, piece),
+            Seen::Whole { q: q_part, runs } => {
+                for run in runs {
+                    for (q, k) in alike(q, &q_part, &keys[run], &(0..keys[run].len)) {
+                        each(run, Piece { band: Band::whole(q.len(), k.len()), q, k });
+                    }
+                }
+            }
+        });
     }
 
     /// [`search`](Self::search) inside one rectangle.

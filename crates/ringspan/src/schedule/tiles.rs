@@ -2,10 +2,10 @@
 
 use super::stairs::{self, Stair};
 use super::{Compute, Rows, Schedule};
-use crate::documents::{Run, Strand};
+use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
 use crate::kernel::{Place, Tile};
-use crate::mask::{Band, Seen};
+use crate::mask::{Band, Piece, Seen};
 use std::ops::Range;
 use std::sync::PoisonError;
 
@@ -20,61 +20,73 @@ pub(crate) enum Tiling {
 }
 
 impl Schedule {
-    /// What the queries of ring rank `q` see of the keys of ring rank `k`: the first row of a run of queries, the run, a
-    /// strand of keys, and what the run sees of it.
-    fn search(&self, q: usize, k: usize, mut each: impl FnMut(usize, &Run, &Strand, Seen)) {
-        let mut q_row = 0;
-        for q_run in self.query_groups.runs(q) {
-            let frame = |documents: &crate::Documents| documents.get(q_run.document).extent;
+    /// The runs of queries of ring rank `q`, each with its first row, a strand of keys of ring rank `k` of the same document, and
+    /// the lengths of the document's frames.
+    fn meetings(&self, q: usize, k: usize) -> impl Iterator<Item = (usize, &Run, &Strand, (usize, usize))> {
+        let first_row = |row: &mut usize, run: &'_ Run| std::mem::replace(row, *row + run.len);
+        let mut row = 0;
+        self.query_groups.runs(q).iter().flat_map(move |run| {
+            let q_row = first_row(&mut row, run);
+            let frame = |documents: &Documents| documents.get(run.document).extent;
             let frames = (frame(self.query_groups.documents()), frame(self.key_groups.documents()));
-            for strand in self.key_strands[k].get(&q_run.document).into_iter().flatten() {
-                self.mask.search(q_run, strand.runs(), frames, |seen| each(q_row, q_run, strand, seen));
-            }
-            q_row += q_run.len;
-        }
+            let strands = self.key_strands[k].get(&run.document).into_iter().flatten();
+            strands.map(move |strand| (q_row, run, strand, frames))
+        })
     }
 
     /// Visible pairs of a computation, for one head.
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
-        self.search(compute.queries, compute.keys, |_, _, strand, seen| {
-            pairs += seen.pairs(|runs| strand.rows(runs).len());
-        });
+        for (_, run, strand, frames) in self.meetings(compute.queries, compute.keys) {
+            self.mask.search(run, strand.runs(), frames, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
+        }
         pairs
     }
 
     /// Shows `each` tile between the queries of ring rank `q` and the keys of ring rank `k`.
-    fn tiles(&self, q: usize, k: usize, tiling: Tiling, mut each: impl FnMut(Tile)) {
+    fn tiles(&self, q: usize, k: usize, tiling: Tiling, each: impl FnMut(Tile)) {
+        match tiling {
+            Tiling::Placed => self.placed_tiles(q, k, each),
+            Tiling::Joined => self.joined_tiles(q, k, each),
+        }
+    }
+
+    fn placed_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
+        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+            self.mask.search_pieces(q_run, strand.runs(), frames, |run, piece| {
+                each(self.placed(q_row, q_run, strand, run, &piece));
+            });
+        }
+    }
+
+    fn joined_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
         // The n-th staircase is made of the n-th whole parts that neighbouring runs of queries see.
         let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
-        self.search(q, k, |q_row, q_run, strand, seen| match seen {
-            Seen::Piece { run, piece } => {
-                let k_row = strand.rows(&(run..run + 1)).start;
-                let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
-                let (q, k) = (moved(&piece.q, q_row), moved(&piece.k, k_row));
-                each(Tile { q, k, band: piece.band, place });
-            }
-            Seen::Whole { q, runs } if tiling == Tiling::Placed => {
-                for run in runs {
-                    let place = self.place(&q_run.part(&q), &strand.runs()[run]);
-                    let (q, k) = (moved(&q, q_row), strand.rows(&(run..run + 1)));
-                    each(Tile { band: Band::whole(q.len(), k.len()), q, k, place });
+        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+            self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
+                Seen::Piece { run, piece } => each(self.placed(q_row, q_run, strand, run, &piece)),
+                Seen::Whole { q, runs } => {
+                    number = if run_of == q_row { number + 1 } else { 0 };
+                    run_of = q_row;
+                    if open.len() == number {
+                        open.push(Vec::new());
+                    }
+                    let next = Stair { q: moved(&q, q_row), k: strand.rows(&runs) };
+                    if open[number].last().is_some_and(|last| !last.leads_to(&next)) {
+                        stairs::tiles(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
+                    }
+                    open[number].push(next);
                 }
-            }
-            Seen::Whole { q, runs } => {
-                number = if run_of == q_row { number + 1 } else { 0 };
-                run_of = q_row;
-                if open.len() == number {
-                    open.push(Vec::new());
-                }
-                let next = Stair { q: moved(&q, q_row), k: strand.rows(&runs) };
-                if open[number].last().is_some_and(|last| !last.leads_to(&next)) {
-                    stairs::tiles(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
-                }
-                open[number].push(next);
-            }
-        });
+            });
+        }
         open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
+    }
+
+    /// The tile of a piece of a run of queries, which begins at `q_row`, and of run number `run` of a strand.
+    fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, piece: &Piece) -> Tile {
+        let k_row = strand.rows(&(run..run + 1)).start;
+        let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
+        Tile { q: moved(&piece.q, q_row), k: moved(&piece.k, k_row), band: piece.band, place }
     }
 
     /// The key rows of ring rank `k` that some query of ring rank `q` sees.

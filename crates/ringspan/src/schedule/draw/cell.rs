@@ -1,12 +1,11 @@
 //! What is drawn in the square of queries and keys: visible pairs as polygons.
 
 use super::Point;
-use crate::documents::{Run, Strand};
+use crate::documents::Strand;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
-use crate::mask::{Band, Seen};
+use crate::mask::Band;
 use crate::schedule::{Pass, Schedule};
-use std::ops::Range;
 
 /// More cells than this make neither a readable picture nor a small file.
 const MOST_CELLS: u64 = 20_000;
@@ -155,22 +154,16 @@ impl Schedule {
             {
                 for q in queries.runs(compute.queries) {
                     let (frame_q, frame_k) = (queries.documents().get(q.document), keys.documents().get(q.document));
-                    let mut add = |q_part: &Range<usize>, k: Run, band: Band| {
-                        let q = q.part(q_part);
-                        let stride = if q.len == 1 { k.step } else { q.step };
-                        count += if stride == 1 { 1 } else { band.pairs(q.len, k.len) };
-                        let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
-                        // Beyond the limit, cells are only counted.
-                        if count <= MOST_CELLS {
-                            add_cells((rank, step), origin, (q.len, k.len), stride, band, &mut cells);
-                        }
-                    };
                     for strand in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
-                        let runs = strand.runs();
-                        self.mask().search(q, runs, (frame_q.extent, frame_k.extent), |seen| match seen {
-                            Seen::Piece { run, piece } => add(&piece.q, runs[run].part(&piece.k), piece.band),
-                            Seen::Whole { q, runs: whole } => {
-                                runs[whole].iter().for_each(|k| add(&q, *k, Band::whole(q.len(), k.len)));
+                        let frames = (frame_q.extent, frame_k.extent);
+                        self.mask().search_pieces(q, strand.runs(), frames, |run, piece| {
+                            let (q, k) = (q.part(&piece.q), strand.runs()[run].part(&piece.k));
+                            let stride = if q.len == 1 { k.step } else { q.step };
+                            count += if stride == 1 { 1 } else { piece.band.pairs(q.len, k.len) };
+                            let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
+                            // Beyond the limit, cells are only counted.
+                            if count <= MOST_CELLS {
+                                add_cells((rank, step), origin, (q.len, k.len), stride, piece.band, &mut cells);
                             }
                         });
                     }
