@@ -25,13 +25,15 @@ impl Visibility {
         for rank in 0..ranks {
             for q in query.runs(rank) {
                 let frames = (query.documents().get(q.document).extent, key.documents().get(q.document).extent);
-                for (strand, held_by) in keys.get(&q.document).into_iter().flatten() {
-                    if matches!(held_by[..], [owner] if owners.has(rank, owner)) {
+                for held in keys.get(&q.document).into_iter().flatten() {
+                    if held.ranks.iter().all(|&owner| owners.has(rank, owner)) {
                         continue;
                     }
-                    mask.search(q, strand.runs(), frames, |seen| match seen {
-                        Seen::Whole { runs, .. } => held_by[runs].iter().for_each(|&owner| owners.set(rank, owner)),
-                        Seen::Piece { run, .. } => owners.set(rank, held_by[run]),
+                    mask.search(q, held.strand.runs(), frames, |seen| match seen {
+                        Seen::Whole { runs, .. } => held.owners(runs).for_each(|owner| owners.set(rank, owner)),
+                        Seen::Piece { run, .. } => {
+                            held.owners(run..run + 1).for_each(|owner| owners.set(rank, owner));
+                        }
                     });
                 }
             }
@@ -83,22 +85,54 @@ impl Visibility {
     }
 }
 
-/// The key runs of all ranks by document, as strands, with the rank that holds each run.
-fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<(Strand, Vec<usize>)>> {
+/// Keys of a document, and the ranks that hold them.
+struct Held {
+    strand: Strand,
+    /// Runs that follow each other on one rank: the number of the run behind them, and the rank.
+    stretches: Vec<(usize, usize)>,
+    /// Each rank once.
+    ranks: Vec<usize>,
+}
+
+impl Held {
+    /// Of at least one run.
+    fn new(runs: &[(Run, usize)]) -> Option<Self> {
+        let strand = Strand::of_sorted(runs.iter().map(|(run, _)| *run))?;
+        let mut stretches: Vec<(usize, usize)> = Vec::new();
+        for (number, (_, rank)) in runs.iter().enumerate() {
+            match stretches.last_mut() {
+                Some((end, last)) if last == rank => *end = number + 1,
+                _ => stretches.push((number + 1, *rank)),
+            }
+        }
+        let mut ranks: Vec<usize> = stretches.iter().map(|(_, rank)| *rank).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        Some(Self { strand, stretches, ranks })
+    }
+
+    /// The ranks that hold some of the runs; a rank may be named several times.
+    fn owners(&self, runs: Range<usize>) -> impl Iterator<Item = usize> {
+        let first = self.stretches.partition_point(|(end, _)| *end <= runs.start);
+        // A stretch begins where the one before it ends.
+        let last = self.stretches[first..].partition_point(|(end, _)| *end < runs.end);
+        self.stretches[first..].iter().take(last + 1).map(|(_, rank)| *rank)
+    }
+}
+
+/// The key runs of all ranks by document, as strands.
+fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<Held>> {
     let mut runs: Vec<(Run, usize)> =
         (0..key.ranks()).flat_map(|rank| key.runs(rank).iter().map(move |run| (*run, rank))).collect();
     runs.retain(|(run, _)| run.len > 0);
     runs.sort_by_key(|(run, _)| (run.document, run.start));
-    let mut keys: HashMap<usize, Vec<(Strand, Vec<usize>)>> = HashMap::new();
+    let mut keys: HashMap<usize, Vec<Held>> = HashMap::new();
     for of_document in runs.chunk_by(|a, b| a.0.document == b.0.document) {
         // Runs of stripes lie between each other: each of them is a strand of its own.
         let rises = |pair: &[(Run, usize)]| pair[0].0.last() < pair[1].0.start;
         let apart = if of_document.windows(2).all(rises) { of_document.len() } else { 1 };
-        for together in of_document.chunks(apart) {
-            let strand = Strand::of_sorted(together.iter().map(|(run, _)| *run));
-            let held_by = together.iter().map(|(_, rank)| *rank).collect();
-            keys.entry(of_document[0].0.document).or_default().extend(strand.map(|strand| (strand, held_by)));
-        }
+        let of = keys.entry(of_document[0].0.document).or_default();
+        of.extend(of_document.chunks(apart).filter_map(Held::new));
     }
     keys
 }
