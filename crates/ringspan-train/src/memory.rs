@@ -1,28 +1,7 @@
-//! Memory, where the system tells, and GPUs' drivers.
+//! Memory that a run takes, by its allocator and by GPUs' drivers.
 
 use crate::error::Result;
 use ringspan_candle::Devices;
-
-/// Bytes that are free for use: of the machine, or of the container, if that has less.
-pub(crate) fn available() -> Option<u64> {
-    let of_machine = number("/proc/meminfo", "MemAvailable:")?;
-    Some(of_container().map_or(of_machine, |bytes| bytes.min(of_machine)))
-}
-
-/// What a container's limit leaves, where it has one (cgroup v2).
-fn of_container() -> Option<u64> {
-    let number = |name| std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse::<u64>().ok();
-    let (limit, used): (u64, u64) = (number("memory.max")?, number("memory.current")?);
-    // What files are cached in is given back when it is wanted.
-    let statistics = std::fs::read_to_string("/sys/fs/cgroup/memory.stat").unwrap_or_default();
-    let cached = statistics.lines().find_map(|line| line.strip_prefix("inactive_file ")?.parse::<u64>().ok());
-    Some(limit.saturating_sub(used.saturating_sub(cached.unwrap_or(0))))
-}
-
-/// Most bytes that this process has had in memory so far.
-pub(crate) fn peak() -> Option<u64> {
-    number("/proc/self/status", "VmHWM:")
-}
 
 /// Most bytes that were allocated at once, where the program counts them.
 pub(crate) struct Allocated {
@@ -71,23 +50,5 @@ impl InUse {
         let fullest = self.devices.most_used()?.into_iter().max();
         self.most = self.most.max(fullest.unwrap_or(0));
         Ok(fullest.map(|_| self.most))
-    }
-}
-
-/// A line of a file of the system's, in kibibytes there.
-fn number(path: &str, name: &str) -> Option<u64> {
-    let text = std::fs::read_to_string(path).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kibibytes * 1024)
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn this_process_has_memory_and_leaves_some() {
-        assert!(super::peak().is_some_and(|bytes| bytes > 1 << 20));
-        assert!(super::available().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     config::TrainConfig,
     error::{Error, Result},
     events::EventFile,
-    memory::{self, Allocated, InUse},
+    memory::{Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile},
     model_folder,
     observer::Observer,
@@ -175,7 +175,7 @@ pub fn train_on(
         beside: model_folder::base(config)?.filter(|_| !config.lora_merge),
         predicted_memory,
         peak_allocated,
-        peak_memory: memory::peak(),
+        peak_memory: ringspan::memory::peak(),
         predicted_gpu_memory,
         peak_gpu_memory,
     })

@@ -9,6 +9,7 @@ pub mod error;
 pub mod kernel;
 pub mod layout;
 pub mod mask;
+pub mod memory;
 pub mod mesh;
 pub mod schedule;
 pub mod support;

@@ -328,3 +328,43 @@ fn every_way_to_compute_is_metered() {
         }
     }
 }
+
+/// Two documents whose tokens alternate at random take as much memory as two that lie behind each other, and where scores
+/// count positions, the lists of tiles are metered and do not grow with the square of the tokens.
+#[test]
+fn documents_in_pieces_take_no_more_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let shape = Shape { heads: 2, kv_heads: 1, dim: 64, threads: 1 };
+    let tokens = 2000;
+    let held = |id: fn(usize) -> i32, ranks: usize, biased: bool| {
+        let ids: Vec<i32> = (0..tokens).map(id).collect();
+        let documents = Documents::from_ids(&ids, tokens).expect("a row");
+        let layout = Layout::new(LayoutKind::Zigzag, &documents, ranks).expect("a layout");
+        let schedule =
+            Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (ranks, 1)).expect("a schedule");
+        let runs: usize = (0..ranks).map(|rank| layout.runs(rank).len()).sum();
+        (measure_schedule(shape, &schedule, biased), runs)
+    };
+    let random = |token: usize| 1 + ((token as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 61 & 1) as i32;
+    for ranks in [1, 3] {
+        let ((pieces, runs), (halves, _)) =
+            (held(random, ranks, false), held(|token| 1 + (token >= 1000) as i32, ranks, false));
+        assert!(runs > 300, "{runs} runs are no pieces");
+        let (biased, _) = held(random, ranks, true);
+        for pass in [0, 1] {
+            let sum = |held: &Held| held.metered.iter().sum::<f64>();
+            let (in_pieces, whole) = (sum(&pieces[pass]), sum(&halves[pass]));
+            println!(
+                "{ranks} ranks, pass {pass}: {in_pieces} in pieces, {whole} in halves, {} with a bias",
+                sum(&biased[pass])
+            );
+            assert!(in_pieces <= 1.3 * whole, "{in_pieces} bytes in pieces, {whole} in halves");
+            for held in [&pieces[pass], &biased[pass]] {
+                let waiting = ranks as f64 * (1.0 + pass as f64) * 4.0 * held.tokens * 128.0;
+                let kept = if pass == 1 { ranks as f64 * 2e6 } else { 0.0 };
+                let known = sum(held) + waiting + kept + ranks as f64 * SMALL;
+                assert!(held.allocated <= known, "pass {pass}: {} bytes allocated, {known} known", held.allocated);
+            }
+        }
+    }
+}

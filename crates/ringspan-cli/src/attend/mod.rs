@@ -2,6 +2,7 @@
 
 pub(crate) mod args;
 mod compute;
+mod fit;
 mod input;
 mod parameters;
 mod plan;
@@ -47,6 +48,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let terms = parameters::terms(args, &tensors, &data.sizes)?;
     let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads(), args.isa.fixed())?;
     let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
+    fit::check(&plan, &data.sizes, args.backward, ranks)?;
     let (ranks, blocks) = devices.connect(ranks)?;
     blocks.iter().for_each(say::note);
     let work = Work {

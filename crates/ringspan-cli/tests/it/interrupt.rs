@@ -40,3 +40,30 @@ fn ctrl_c_during_saves_leaves_a_checkpoint_to_go_on_from() {
     assert!(resumed.status.success(), "{said}");
     assert!(said.contains(&format!("step {more}/{more}")), "{said}");
 }
+
+#[test]
+fn a_signal_ends_a_ring_of_many_threads_within_seconds() {
+    let sizes = crate::support::Sizes { b: 1, sq: 1280, sk: 1280, h: 1, g: 1, d: 8, dv: 8 };
+    let bench = crate::support::Bench::new(&sizes.tensors());
+    let mut command = bench.command("attend");
+    command.args([
+        "in.safetensors",
+        "--out",
+        "out.safetensors",
+        "--ring",
+        "256",
+        "--threads",
+        "1",
+        "--repeat",
+        "10000",
+    ]);
+    let mut attending = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary starts");
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(attending.try_wait().expect("a child").is_none(), "it ended by itself");
+    let began = Instant::now();
+    let killed = Command::new("kill").args(["-TERM", &attending.id().to_string()]).status().expect("kill runs");
+    assert!(killed.success());
+    assert_eq!(attending.wait().expect("it ends").code(), Some(130));
+    assert!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    assert_eq!(bench.files(), ["in.safetensors"]);
+}

@@ -13,7 +13,6 @@ use crate::{
     error::Result,
     feed::Feed,
     lr_schedule::LrSchedule,
-    memory as memory_of_machine,
     observer::grouped,
     optimizer::Method,
     setup::Setup,
@@ -220,7 +219,7 @@ impl Plan {
     /// Why the ranks of this machine cannot fit into the memory that is free, where the system tells.
     fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
         let needed = self.rank_bytes() * load.ranks;
-        let Some(free) = memory_of_machine::available().filter(|free| needed > *free) else { return Ok(None) };
+        let Some(free) = ringspan::memory::available().filter(|free| needed > *free) else { return Ok(None) };
         Ok(Some(format!(
             "this needs about {} ({} ranks of up to {}), but only {} of memory is free: {}",
             bytes(needed),

@@ -4,10 +4,10 @@ use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
-use super::{Forward, Group, Inputs, check_shape, f32_bytes, stored_bytes};
+use super::{Forward, Group, Inputs, MOST_TILES, check_shape, f32_bytes, stored_bytes, tiling};
 use crate::error::{Error, Result};
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Statistics, SumPlace, View};
-use crate::schedule::{Block, Pass, Rows, Schedule};
+use crate::schedule::{self, Block, Pass, Rows, Schedule};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -192,6 +192,8 @@ fn over_ring(
     let mut own = zeros(kernel, both, meter)?;
     let mut foreign: HashMap<usize, Floats> = HashMap::new();
     let plan = schedule.outline(Pass::Backward, rank);
+    let lists = schedule::list_bytes(&plan);
+    meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
     let mut blocks = Blocks::new(group, *inputs, Some(*saved), wire, &plan);
     let mut sent = Vec::new();
@@ -204,9 +206,7 @@ fn over_ring(
         // Of queries, then of their bias.
         let mut q_foreign = Floats::default();
         if let Some(compute) = &step.compute {
-            let compute = &schedule.filled(compute);
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
-            meter.touch(kernel.backward_workspace(&inputs, &compute.tiles));
             let (both, keys) = key_elements(&inputs, inputs.k.tokens);
             let sum = match compute.keys == rank {
                 true => &mut own,
@@ -226,7 +226,10 @@ fn over_ring(
                 }
             };
             let mut sums = kernel::Sums { dq, dk, dv, d_table: d_table.all_mut(), d_bias };
-            kernel.backward(&inputs, &compute.tiles, &saved, &mut sums)?;
+            schedule.in_batches(compute, tiling(&inputs), MOST_TILES, |tiles| {
+                meter.touch(size_of_val(tiles) as u64 + kernel.backward_workspace(&inputs, tiles));
+                kernel.backward(&inputs, tiles, &saved, &mut sums)
+            })?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
@@ -265,6 +268,7 @@ fn over_ring(
     for pending in sent {
         pending.wait()?;
     }
+    meter.release(lists);
     meter.hold(f32_bytes(both - keys));
     let (dk, dv) = own.split(keys);
     Ok(Gradients { dq, dk, dv, d_table: kernel.to_host(d_table)?, d_bias, ..Gradients::default() })

@@ -4,10 +4,10 @@ use super::block::{Blocks, payload, receive, send, wire_of, zeros};
 use super::meter::Meter;
 use super::ulysses::Part;
 use super::wire::floats;
-use super::{Group, Inputs, f32_bytes, stored_bytes};
+use super::{Group, Inputs, MOST_TILES, f32_bytes, stored_bytes, tiling};
 use crate::error::Result;
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Statistics};
-use crate::schedule::{Block, Pass, Schedule};
+use crate::schedule::{self, Block, Pass, Schedule};
 use std::sync::Arc;
 
 /// What the forward pass leaves, for the caller and for the backward pass.
@@ -18,7 +18,8 @@ pub struct Forward<F = Vec<f32>> {
     /// What the weights are formed from again, `[H, T]` each.
     pub statistics: Statistics<F>,
     /// Most bytes this rank held at once: its tensors, blocks of others, messages until they have left, the kernel's
-    /// buffers. Not in it: lists and tables of the plan, and what the transport keeps for those who have not asked yet.
+    /// buffers, the lists of its plan and of the tiles at hand. Not in it: the schedule, which ranks of a process share, and
+    /// what the transport keeps for those who have not asked yet.
     pub peak_bytes: u64,
 }
 
@@ -124,6 +125,8 @@ fn over_ring(
     let mut own = kernel.state(inputs.q.tokens, heads, v_dim)?;
     meter.hold(state_bytes(inputs.q.tokens));
     let plan = schedule.outline(Pass::Forward, rank);
+    let lists = schedule::list_bytes(&plan);
+    meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
     let mut blocks = Blocks::new(group, *inputs, None, wire, &plan);
     let mut sent = Vec::new();
@@ -135,16 +138,17 @@ fn over_ring(
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
         let mut foreign = None;
         if let Some(compute) = &step.compute {
-            let compute = &schedule.filled(compute);
             let inputs = blocks.inputs(compute)?;
-            meter.touch(kernel.forward_workspace(&inputs, &compute.tiles));
             let state = if compute.queries == rank {
                 &mut own
             } else {
                 meter.hold(state_bytes(inputs.q.tokens));
                 foreign.insert(kernel.state_to_send(inputs.q.tokens, heads, v_dim)?)
             };
-            kernel.attend(&inputs, &compute.tiles, state)?;
+            schedule.in_batches(compute, tiling(&inputs), MOST_TILES, |tiles| {
+                meter.touch(size_of_val(tiles) as u64 + kernel.forward_workspace(&inputs, tiles));
+                kernel.attend(&inputs, tiles, state)
+            })?;
         }
         blocks.drop_after(number, meter);
         for (transfer, pending) in step.receive.iter().zip(received) {
@@ -168,5 +172,6 @@ fn over_ring(
     for pending in sent {
         pending.wait()?;
     }
+    meter.release(lists);
     kernel.finish(own, inputs.score.sinks.as_deref())
 }

@@ -33,8 +33,8 @@ pub mod on_device {
 }
 
 use crate::error::{Error, Result};
-use crate::kernel::{Score, View};
-use crate::schedule::Schedule;
+use crate::kernel::{self, Score, View};
+use crate::schedule::{Schedule, Tiling};
 
 /// The inputs of one attention call on this rank.
 #[derive(Debug, Clone, Copy)]
@@ -132,6 +132,14 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
     }
     Ok(())
 }
+
+/// The tiles that a kernel needs for these inputs.
+fn tiling(inputs: &kernel::Inputs) -> Tiling {
+    if inputs.counts_positions() { Tiling::Placed } else { Tiling::Joined }
+}
+
+/// Tiles of one call of a kernel, at most: their lists take some megabytes then.
+const MOST_TILES: usize = 1 << 16;
 
 /// Bytes of the elements of a tensor, in the type they are stored in.
 fn stored_bytes(view: &View) -> u64 {

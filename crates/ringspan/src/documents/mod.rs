@@ -1,8 +1,10 @@
 //! Documents: the sequences inside a batch that never see each other; runs: some of their tokens.
 
 mod run;
+mod strand;
 
 pub use run::Run;
+pub(crate) use strand::Strand;
 
 use crate::error::{Error, Result};
 use std::ops::Range;

@@ -21,6 +21,11 @@ impl Run {
         (0..self.len).map(move |i| self.start + i * self.step)
     }
 
+    /// Position of the last token; the run has one.
+    pub(crate) fn last(&self) -> usize {
+        self.start + (self.len - 1) * self.step
+    }
+
     /// Some of its tokens.
     pub(crate) fn part(&self, tokens: &Range<usize>) -> Self {
         Self { start: self.start + tokens.start * self.step, len: tokens.len(), ..*self }

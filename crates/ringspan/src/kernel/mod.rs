@@ -69,7 +69,7 @@ pub struct Tile {
     pub k: Range<usize>,
     /// Visibility, in indices local to `q` and `k`.
     pub band: Band,
-    /// Where in the batch the tile lies.
+    /// Where in the batch the tile lies; read only where scores depend on it (a relative term, a bias, dropout).
     pub place: Place,
 }
 
@@ -111,6 +111,11 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
+    /// Whether scores depend on where in the batch a query and a key lie, so that the places of tiles count.
+    pub(crate) fn counts_positions(&self) -> bool {
+        self.bias.is_some() || self.score.counts_positions()
+    }
+
     /// The tensors.
     fn views(&self) -> impl Iterator<Item = &View<'a>> {
         [&self.q, &self.k, &self.v].into_iter().chain(&self.bias)

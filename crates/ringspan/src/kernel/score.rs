@@ -109,6 +109,11 @@ impl Score {
         }
     }
 
+    /// Whether it asks where in the batch a query and a key lie, not only whether they see each other.
+    pub(super) fn counts_positions(&self) -> bool {
+        self.relative.is_some() || self.dropout.is_some_and(|dropout| dropout.rate > 0.0)
+    }
+
     /// Elements of the table whose gradient the backward pass gives: `[H, count]`, 0 without buckets.
     pub fn table_len(&self) -> usize {
         match &self.relative {

@@ -1,16 +1,17 @@
 //! Dealing by counted work: blocks of queries to the rank that has least to do.
 
 use super::joined;
-use crate::documents::{Documents, Run};
-use crate::error::Result;
+use crate::documents::{Document, Documents, Run, Strand};
 use crate::mask::Mask;
+use std::collections::BTreeMap;
 
 /// Blocks of a rank, roughly: enough for the last ones to even out what the first left.
 const BLOCKS_PER_RANK: usize = 16;
 
-/// A run of queries that stays together.
+/// Queries of a document that stay together: neighbours but for the document's gaps.
 struct Block {
-    run: Run,
+    runs: Vec<Run>,
+    tokens: usize,
     /// Visible pairs.
     cost: u64,
 }
@@ -26,14 +27,15 @@ pub(super) fn deal(
     mask: &Mask,
     block: Option<usize>,
     ranks: usize,
-) -> Result<Vec<Vec<Run>>> {
+) -> Vec<Vec<Run>> {
     let size = block.unwrap_or_else(|| queries.tokens().div_ceil(ranks.saturating_mul(BLOCKS_PER_RANK)).max(1));
-    let mut blocks = blocks(queries, keys, mask, size)?;
-    blocks.sort_by_key(|block| (std::cmp::Reverse(block.cost), block.run.document, block.run.start));
+    let mut blocks = blocks(queries, keys, mask, size);
+    // Stable: blocks of equal cost stay in the order of their tokens.
+    blocks.sort_by_key(|block| std::cmp::Reverse(block.cost));
     let limit = queries.tokens().div_ceil(ranks).next_multiple_of(size);
     let mut shares: Vec<Share> = (0..ranks).map(|_| Share::default()).collect();
     for block in blocks {
-        let fits = |share: &&mut Share| share.tokens + block.run.len <= limit;
+        let fits = |share: &&mut Share| share.tokens + block.tokens <= limit;
         let least = shares.iter_mut().filter(fits).min_by_key(|share| (share.cost, share.tokens));
         // Blocks cut short at the ends of documents can fill the limits unevenly.
         let share = match least {
@@ -41,31 +43,49 @@ pub(super) fn deal(
             None => shares.iter_mut().min_by_key(|share| share.tokens),
         };
         if let Some(share) = share {
-            share.tokens += block.run.len;
-            share.cost += block.cost;
-            share.blocks.push(block);
+            share.tokens += block.tokens;
+            share.put(block);
         }
     }
     exchange(&mut shares);
     let runs = |share: Share| {
-        let mut runs: Vec<Run> = share.blocks.into_iter().map(|block| block.run).collect();
+        let mut runs: Vec<Run> = share.blocks.into_values().flatten().flat_map(|block| block.runs).collect();
         runs.sort_by_key(|run| (run.document, run.start));
         joined(runs.into_iter())
     };
-    Ok(shares.into_iter().map(runs).collect())
+    shares.into_iter().map(runs).collect()
 }
 
 /// What a rank has so far.
 #[derive(Default)]
 struct Share {
-    blocks: Vec<Block>,
+    /// By tokens and cost.
+    blocks: BTreeMap<(usize, u64), Vec<Block>>,
     tokens: usize,
     cost: u64,
 }
 
+impl Share {
+    fn put(&mut self, block: Block) {
+        self.cost += block.cost;
+        self.blocks.entry((block.tokens, block.cost)).or_default().push(block);
+    }
+
+    /// Takes one of the blocks of these tokens and this cost.
+    fn take(&mut self, key: (usize, u64)) -> Option<Block> {
+        let same = self.blocks.get_mut(&key)?;
+        let block = same.pop();
+        if same.is_empty() {
+            self.blocks.remove(&key);
+        }
+        self.cost -= block.as_ref().map_or(0, |block| block.cost);
+        block
+    }
+}
+
 /// Swaps blocks of equal length between the ranks with most and least work for as long as that evens them out.
 fn exchange(shares: &mut [Share]) {
-    let all: usize = shares.iter().map(|share| share.blocks.len()).sum();
+    let all: usize = shares.iter().flat_map(|share| share.blocks.values()).map(Vec::len).sum();
     for _ in 0..4 * all {
         let by_cost = |&rank: &usize| shares[rank].cost;
         let (Some(most), Some(least)) = ((0..shares.len()).max_by_key(by_cost), (0..shares.len()).min_by_key(by_cost))
@@ -73,43 +93,72 @@ fn exchange(shares: &mut [Share]) {
             return;
         };
         let gap = shares[most].cost - shares[least].cost;
-        let gain = |a: &Block, b: &Block| {
-            let moved =
-                a.cost.checked_sub(b.cost).filter(|&moved| moved > 0 && moved < gap && a.run.len == b.run.len)?;
-            Some(moved.min(gap - moved))
-        };
-        let pairs = shares[most].blocks.iter().enumerate().flat_map(|(i, a)| {
-            shares[least].blocks.iter().enumerate().filter_map(move |(j, b)| Some((gain(a, b)?, i, j)))
-        });
-        let Some((_, i, j)) = pairs.max_by_key(|pair| pair.0) else { return };
-        let moved = shares[most].blocks[i].cost - shares[least].blocks[j].cost;
-        let (a, b) = (shares[most].blocks.swap_remove(i), shares[least].blocks.swap_remove(j));
-        shares[most].blocks.push(b);
-        shares[least].blocks.push(a);
-        shares[most].cost -= moved;
-        shares[least].cost += moved;
+        let Some((given, taken)) = best_swap(&shares[most], &shares[least], gap) else { return };
+        let (a, b) = (shares[most].take(given), shares[least].take(taken));
+        a.into_iter().for_each(|block| shares[least].put(block));
+        b.into_iter().for_each(|block| shares[most].put(block));
     }
 }
 
+/// The blocks, by tokens and cost, whose exchange brings two shares of this `gap` nearest to each other, if some does.
+fn best_swap(most: &Share, least: &Share, gap: u64) -> Option<((usize, u64), (usize, u64))> {
+    let swaps = most.blocks.keys().flat_map(|&(tokens, cost)| {
+        // Half of the gap is the most that a swap can gain; around it lie the blocks that gain most.
+        let wanted = (tokens, cost.saturating_sub(gap / 2));
+        let below = least.blocks.range((tokens, 0)..wanted).next_back();
+        let above = least.blocks.range(wanted..(tokens, cost.max(wanted.1))).next();
+        below.into_iter().chain(above).map(move |(&other, _)| ((tokens, cost), other))
+    });
+    let gain = |&(given, taken): &((usize, u64), (usize, u64))| {
+        let moved = given.1 - taken.1;
+        moved.min(gap.saturating_sub(moved))
+    };
+    swaps.filter(|swap| gain(swap) > 0).max_by_key(gain)
+}
+
 /// The documents cut into blocks, with the pairs that each of them sees.
-fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Result<Vec<Block>> {
+fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Vec<Block> {
     let mut blocks = Vec::new();
     for (index, document) in queries.iter().enumerate() {
         let key_document = keys.get(index);
-        for span in &document.spans {
-            for start in span.clone().step_by(size) {
-                let run = Run { document: index, start, len: size.min(span.end - start), step: 1 };
-                let mut cost = 0;
-                for span in &key_document.spans {
-                    let keys = Run { document: index, start: span.start, len: span.len(), step: 1 };
-                    let pieces = mask.pieces(&run, &keys, document.extent, key_document.extent)?;
-                    cost += pieces.iter().map(|piece| piece.band.pairs(piece.q.len(), piece.k.len())).sum::<u64>();
-                }
-                blocks.push(Block { run, cost });
+        let spans = |document: &Document| document.spans.clone().into_iter();
+        let run = move |start: usize, len: usize| Run { document: index, start, len, step: 1 };
+        let Some(strand) = Strand::of_sorted(spans(key_document).map(|span| run(span.start, span.len()))) else {
+            blocks.extend(cut(document, size, run).map(|(runs, tokens)| Block { runs, tokens, cost: 0 }));
+            continue;
+        };
+        let frames = (document.extent, key_document.extent);
+        for (runs, tokens) in cut(document, size, run) {
+            let mut cost = 0;
+            for run in &runs {
+                mask.search(run, strand.runs(), frames, |seen| {
+                    cost += seen.pairs(|runs| strand.rows(runs).len());
+                });
             }
+            blocks.push(Block { runs, tokens, cost });
         }
     }
-    Ok(blocks)
+    blocks
+}
+
+/// A document as blocks of `size` tokens, the last of which may have fewer: runs, and their tokens.
+fn cut(document: &Document, size: usize, run: impl Fn(usize, usize) -> Run) -> impl Iterator<Item = (Vec<Run>, usize)> {
+    let mut spans = document.spans.iter().cloned();
+    let mut rest = 0..0;
+    std::iter::from_fn(move || {
+        let (mut runs, mut tokens) = (Vec::new(), 0);
+        while tokens < size {
+            if rest.is_empty() {
+                let Some(span) = spans.next() else { break };
+                rest = span;
+            }
+            let taken = rest.len().min(size - tokens);
+            runs.push(run(rest.start, taken));
+            rest.start += taken;
+            tokens += taken;
+        }
+        (tokens > 0).then_some((runs, tokens))
+    })
 }
 
 #[cfg(test)]
@@ -117,6 +166,7 @@ mod tests {
     use super::super::{Layout, LayoutKind};
     use super::*;
     use crate::mask::BlockPairs;
+    use std::ops::Range;
 
     /// Visible pairs of the rank with most, over the mean.
     fn imbalance(layout: &Layout, keys: &Documents, mask: &Mask) -> f64 {
@@ -124,11 +174,10 @@ mod tests {
             let mut cost = 0;
             for q in layout.runs(rank) {
                 let (frame_q, document) = (layout.documents().get(q.document).extent, keys.get(q.document));
-                for span in &document.spans {
-                    let k = Run { document: q.document, start: span.start, len: span.len(), step: 1 };
-                    let pieces = mask.pieces(q, &k, frame_q, document.extent).expect("steps of 1");
-                    cost += pieces.iter().map(|p| p.band.pairs(p.q.len(), p.k.len())).sum::<u64>();
-                }
+                let run = |span: &Range<usize>| Run { start: span.start, len: span.len(), step: 1, ..*q };
+                let keys: Vec<Run> = document.spans.iter().map(run).collect();
+                let tokens = |runs: &Range<usize>| keys[runs.clone()].iter().map(|run| run.len).sum();
+                mask.search(q, &keys, (frame_q, document.extent), |seen| cost += seen.pairs(tokens));
             }
             cost
         };
@@ -152,8 +201,13 @@ mod tests {
             Mask::causal().prefix_lm([500]),
             Mask::causal().block_sparse(sparse.expect("not 0")),
         ];
-        let documents =
-            [Documents::batch(1, 2000), Documents::packed(&[900, 30, 400, 1, 669]), Documents::batch(3, 700)];
+        let pieces: Vec<i32> = (0..2000).map(|token: i32| (token * 31 + token * token % 19) % 7 % 3).collect();
+        let documents = [
+            Documents::batch(1, 2000),
+            Documents::packed(&[900, 30, 400, 1, 669]),
+            Documents::batch(3, 700),
+            Documents::from_ids(&pieces, 2000).expect("a row"),
+        ];
         for documents in &documents {
             for mask in &masks {
                 for ranks in [1, 2, 3, 4, 8] {

@@ -1,6 +1,6 @@
 //! The ways to deal tokens to ranks.
 
-use super::joined;
+use super::gathered;
 use crate::documents::{Documents, Run};
 use crate::error::Error;
 use std::ops::Range;
@@ -59,13 +59,19 @@ impl LayoutKind {
             let mut unit: Vec<&Piece> = unit.iter().collect();
             unit.sort_by_key(|piece| documents.get(piece.document).offset + piece.span.start);
             let tokens = unit.iter().map(|piece| piece.span.len()).sum();
+            let before: Vec<usize> = std::iter::once(0)
+                .chain(unit.iter().scan(0, |before, piece| {
+                    *before += piece.span.len();
+                    Some(*before)
+                }))
+                .collect();
             for (rank, runs) in out.iter_mut().enumerate() {
                 for progression in self.share(tokens, rank, ranks) {
-                    cut(&unit, progression, runs);
+                    cut(&unit, &before, progression, runs);
                 }
             }
         }
-        out.into_iter().map(|runs| joined(runs.into_iter())).collect()
+        gathered(out, documents)
     }
 
     /// The token numbers of `rank` among `n` tokens of a row, in local order.
@@ -106,15 +112,13 @@ struct Progression {
     step: usize,
 }
 
-/// Cuts a progression of token numbers at the borders of the pieces, in order.
-fn cut(pieces: &[&Piece], progression: Progression, runs: &mut Vec<Run>) {
+/// Cuts a progression of token numbers at the borders of the pieces, in order; `before` are the tokens before each of them.
+fn cut(pieces: &[&Piece], before: &[usize], progression: Progression, runs: &mut Vec<Run>) {
     let Progression { start, end, step } = progression;
-    let mut base = 0;
-    for piece in pieces {
-        let (from, to) = (base, base + piece.span.len());
-        base = to;
+    let first_piece = before.partition_point(|&before| before <= start).saturating_sub(1);
+    for (piece, &from) in pieces.iter().zip(before).skip(first_piece).take_while(|(_, from)| **from < end) {
         let first = if start >= from { start } else { start + (from - start).div_ceil(step) * step };
-        let last = to.min(end);
+        let last = (from + piece.span.len()).min(end);
         if first >= last {
             continue;
         }

@@ -48,6 +48,18 @@
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
+//! Tokens of a document with gaps, which other documents or padding lie in, are dealt in the order of the sequence as any
+//! others, and are then neighbours on their rank, in the order of their positions:
+//!
+//! ```
+//! use ringspan::{Documents, Layout, LayoutKind};
+//!
+//! let documents = Documents::from_ids(&[1, 2, 1, 1, 0, 2, 2, 1], 8)?;
+//! let layout = Layout::new(LayoutKind::Contiguous, &documents, 1)?;
+//! assert_eq!(layout.rows(0), [0, 2, 3, 7, 1, 5, 6]);
+//! # Ok::<_, ringspan::Error>(())
+//! ```
+//!
 //! What each kind costs and gains is in the chapter on [`schedule`](crate::schedule#balance).
 
 mod balanced;
@@ -109,12 +121,12 @@ impl Layout {
         mask.check(queries.len())?;
         let deal = |documents: &Documents| match (kind, documents == queries) {
             (LayoutKind::Balanced(block), true) => balanced::deal(queries, keys, mask, block, ranks),
-            _ => Ok(kind.deal(documents, ranks)),
+            _ => kind.deal(documents, ranks),
         };
         let layout =
-            |documents: &Documents| Ok(Self { kind, ranks: deal(documents)?, documents: Arc::new(documents.clone()) });
-        let query = layout(queries)?;
-        let key = if keys == queries { query.clone() } else { layout(keys)? };
+            |documents: &Documents| Self { kind, ranks: deal(documents), documents: Arc::new(documents.clone()) };
+        let query = layout(queries);
+        let key = if keys == queries { query.clone() } else { layout(keys) };
         Ok((query, key))
     }
 
@@ -219,6 +231,30 @@ impl Layout {
         }
         Err(Error::Shape { operation, what, expected, actual, shape: format!("{tokens} tokens x {width}") })
     }
+}
+
+/// The runs of each rank, with tokens of a document that has gaps next to each other in the order of their positions.
+///
+/// Between two runs all tokens of a document that lies in pieces can be in sight as a whole, if they are neighbours on their
+/// rank; in the order of the sequence, they would be as many tiles as there are pairs of pieces.
+fn gathered(ranks: Vec<Vec<Run>>, documents: &Documents) -> Vec<Vec<Run>> {
+    let has_gaps = |document: usize| documents.get(document).spans.len() > 1;
+    if !(0..documents.len()).any(has_gaps) {
+        return ranks.into_iter().map(|runs| joined(runs.into_iter())).collect();
+    }
+    let gather = |runs: Vec<Run>| {
+        let mut tokens = Vec::new();
+        for run in runs {
+            match run.step > 1 && has_gaps(run.document) {
+                true => tokens.extend(run.positions().map(|start| Run { start, len: 1, step: 1, ..run })),
+                false => tokens.push(run),
+            }
+        }
+        // Stable: runs of a document without gaps stay in their order.
+        tokens.sort_by_key(|run| (run.document, if has_gaps(run.document) { run.start } else { 0 }));
+        joined(tokens.into_iter())
+    };
+    ranks.into_iter().map(gather).collect()
 }
 
 /// Joins runs that follow each other, and drops empty ones.

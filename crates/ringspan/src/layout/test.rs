@@ -131,3 +131,17 @@ fn stripes_and_blocks_of_nothing_are_refused() {
         }
     }
 }
+
+#[test]
+fn tokens_of_a_document_in_pieces_are_neighbours_in_the_order_of_their_positions() {
+    let ids: Vec<i32> = (0..200).map(|token: i32| (token * token / 3 + token) % 3).collect();
+    let documents = Documents::from_ids(&ids, 200).expect("a row");
+    for kind in ["contiguous", "zigzag", "per-document-zigzag", "striped:1", "striped:5", "balanced", "balanced:1"] {
+        let layout = Layout::new(kind.parse().expect("a layout"), &documents, 3).expect("ranks");
+        for rank in 0..3 {
+            let tokens: Vec<(usize, usize)> =
+                layout.runs(rank).iter().flat_map(|run| run.positions().map(|at| (run.document, at))).collect();
+            assert!(tokens.is_sorted(), "{kind}, rank {rank}: {tokens:?}");
+        }
+    }
+}

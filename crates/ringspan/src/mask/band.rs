@@ -10,6 +10,11 @@ pub struct Band {
 }
 
 impl Band {
+    /// The band of a tile in which every query sees every key.
+    pub(crate) fn whole(queries: usize, keys: usize) -> Self {
+        Self { lo: 1 - keys as i64, hi: queries as i64 - 1 }
+    }
+
     /// Whether query `i` sees key `j`.
     pub fn sees(self, i: usize, j: usize) -> bool {
         let d = i as i64 - j as i64;

@@ -64,6 +64,7 @@ mod test;
 pub use band::Band;
 pub use blocks::BlockPairs;
 pub use pieces::Piece;
+pub(crate) use pieces::Seen;
 
 use crate::error::{Error, Result};
 use std::sync::Arc;

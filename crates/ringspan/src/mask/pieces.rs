@@ -1,4 +1,4 @@
-//! A mask between two runs, as bands over parts of them.
+//! A mask between runs, as bands over parts of them.
 
 use super::{Band, Mask, tokens};
 use crate::documents::Run;
@@ -16,6 +16,35 @@ pub struct Piece {
     pub band: Band,
 }
 
+/// What some queries of a run see of runs of keys.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Seen {
+    /// Queries of the run that see all tokens of several runs, which follow each other.
+    Whole {
+        /// Queries of the run.
+        q: Range<usize>,
+        /// Numbers of the runs.
+        runs: Range<usize>,
+    },
+    /// A piece of the run of queries and of one run of keys.
+    Piece {
+        /// Number of the run.
+        run: usize,
+        /// The piece.
+        piece: Piece,
+    },
+}
+
+impl Seen {
+    /// Visible pairs, if whole runs have as many tokens as `tokens` says.
+    pub(crate) fn pairs(&self, tokens: impl Fn(&Range<usize>) -> usize) -> u64 {
+        match self {
+            Self::Whole { q, runs } => (q.len() * tokens(runs)) as u64,
+            Self::Piece { piece, .. } => piece.band.pairs(piece.q.len(), piece.k.len()),
+        }
+    }
+}
+
 /// Positions of queries and keys between which one pair of limits holds.
 struct Rectangle {
     q: Range<i64>,
@@ -31,67 +60,113 @@ impl Mask {
     /// # Errors
     /// Runs of more than one token with unequal steps: their mask is no band. A mask that contradicts itself.
     pub fn pieces(&self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Vec<Piece>> {
+        self.check_window()?;
         let mut pieces = Vec::new();
-        self.visit_pieces(q, k, (queries, keys), |piece| pieces.push(piece))?;
+        if q.document != k.document {
+            return Ok(pieces);
+        }
+        if q.len > 1 && k.len > 1 && q.step != k.step {
+            return Err(Error::Layout(format!(
+                "runs with steps {} (queries) and {} (keys) have no band; use the same layout for both",
+                q.step, k.step
+            )));
+        }
+        self.search_pieces(q, std::slice::from_ref(k), (queries, keys), |_, piece| pieces.push(piece));
         Ok(pieces)
     }
 
-    /// Shows `each` of the [`pieces`](Self::pieces): layouts of short runs have millions of pairs of runs.
-    pub(crate) fn visit_pieces(
-        &self,
-        q: &Run,
-        k: &Run,
-        (queries, keys): (usize, usize),
-        mut each: impl FnMut(Piece),
-    ) -> Result<()> {
-        self.check_window()?;
-        if q.document != k.document || q.len == 0 || k.len == 0 {
-            return Ok(());
+    /// Shows `each` part of what a run of queries sees of runs of keys of the same document, whose positions rise from each
+    /// to the next; no pair is in two parts. Finding them takes as long as there are parts, and bisections.
+    ///
+    /// Between runs of unequal steps, the tokens of the shorter one are taken one by one, but where all is seen.
+    pub(crate) fn search(&self, q: &Run, keys: &[Run], (q_frame, k_frame): (usize, usize), mut each: impl FnMut(Seen)) {
+        let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
+        if q.len == 0 || first.len == 0 {
+            return;
         }
-        // A run of one token has any step.
-        let step = match (q.len, k.len) {
-            (_, 1) => q.step,
-            (1, _) => k.step,
-            _ if q.step == k.step => q.step,
-            _ => {
-                return Err(Error::Layout(format!(
-                    "runs with steps {} (queries) and {} (keys) have no band; use the same layout for both",
-                    q.step, k.step
-                )));
-            }
-        };
-        let shift = self.shift(queries, keys);
-        let mut add = |q_part: Range<usize>, k_part: Range<usize>, right: Option<usize>| {
-            // Position distance = first + step * (i - j), to lie in -right ..= left.
-            let position = |run: &Run, part: &Range<usize>| run.start as i64 + (part.start * step) as i64;
-            let first = position(q, &q_part) + shift - position(k, &k_part);
-            let step = step as i64;
-            let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-tokens(right) - first, step));
-            let hi = self.left.map_or(i64::MAX / 4, |left| (tokens(left) - first).div_euclid(step));
-            if let Some(band) = (Band { lo, hi }).clamp(q_part.len(), k_part.len()) {
-                each(Piece { q: q_part, k: k_part, band });
-            }
+        let shift = self.shift(q_frame, k_frame);
+        let all = Rectangle {
+            q: q.start as i64..q.last() as i64 + 1,
+            k: first.start as i64..last.last() as i64 + 1,
+            right: self.right,
         };
         if self.chunk.is_none() && self.blocks.is_none() && self.prefix.is_none() {
-            add(0..q.len, 0..k.len, self.right);
-            return Ok(());
+            return self.search_rectangle(q, keys, &all, shift, &mut each);
         }
-        for Rectangle { q: q_positions, k: k_positions, right } in self.rectangles(q, k, shift) {
-            let (q_part, k_part) = (within(q, step, q_positions), within(k, step, k_positions));
-            if !q_part.is_empty() && !k_part.is_empty() {
-                add(q_part, k_part, right);
+        for rectangle in self.rectangles(q.document, all, shift) {
+            self.search_rectangle(q, keys, &rectangle, shift, &mut each);
+        }
+    }
+
+    /// [`search`](Self::search) that shows what is seen of each run by itself: the run's number, and a piece with a band.
+    pub(crate) fn search_pieces(
+        &self,
+        q: &Run,
+        keys: &[Run],
+        frames: (usize, usize),
+        mut each: impl FnMut(usize, Piece),
+    ) {
+        self.search(q, keys, frames, |seen| match seen {
+            Seen::Piece { run, piece } => each(run, piece),
+            Seen::Whole { q: q_part, runs } => {
+                for run in runs {
+                    for (q, k) in alike(q, &q_part, &keys[run], &(0..keys[run].len)) {
+                        each(run, Piece { band: Band::whole(q.len(), k.len()), q, k });
+                    }
+                }
+            }
+        });
+    }
+
+    /// [`search`](Self::search) inside one rectangle.
+    fn search_rectangle(&self, q: &Run, keys: &[Run], rectangle: &Rectangle, shift: i64, each: &mut impl FnMut(Seen)) {
+        let q_part = within(q, &rectangle.q);
+        if q_part.is_empty() || rectangle.k.is_empty() {
+            return;
+        }
+        let queries = q.part(&q_part);
+        let (first, last) = (queries.start as i64 + shift, queries.last() as i64 + shift);
+        // The positions that some of the queries may see, and those that all see.
+        let (mut any, mut all) = (rectangle.k.clone(), rectangle.k.clone());
+        if let Some(left) = self.left.map(tokens) {
+            (any.start, all.start) = (any.start.max(first - left), all.start.max(last - left));
+        }
+        if let Some(right) = rectangle.right.map(tokens) {
+            (any.end, all.end) = (any.end.min(last + right + 1), all.end.min(first + right + 1));
+        }
+        let from = keys.partition_point(|k| (k.last() as i64) < any.start);
+        let to = from + keys[from..].partition_point(|k| (k.start as i64) < any.end);
+        let whole_from = from + keys[from..to].partition_point(|k| (k.start as i64) < all.start);
+        let whole_to = whole_from + keys[whole_from..to].partition_point(|k| (k.last() as i64) < all.end);
+        if whole_from < whole_to {
+            each(Seen::Whole { q: q_part.clone(), runs: whole_from..whole_to });
+        }
+        for run in (from..whole_from).chain(whole_to..to) {
+            let k_part = within(&keys[run], &rectangle.k);
+            for (q_part, k_part) in alike(q, &q_part, &keys[run], &k_part) {
+                let band = self.band(&q.part(&q_part), &keys[run].part(&k_part), rectangle.right, shift);
+                if let Some(band) = band {
+                    each(Seen::Piece { run, piece: Piece { q: q_part, k: k_part, band } });
+                }
             }
         }
-        Ok(())
+    }
+
+    /// What two runs of equal steps see of each other inside the limits; one of a single token has any step.
+    fn band(&self, q: &Run, k: &Run, right: Option<usize>, shift: i64) -> Option<Band> {
+        let step = if q.len > 1 { q.step } else { k.step } as i64;
+        // Position distance = first + step * (i - j), to lie in -right ..= left.
+        let first = q.start as i64 + shift - k.start as i64;
+        let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-tokens(right) - first, step));
+        let hi = self.left.map_or(i64::MAX / 4, |left| (tokens(left) - first).div_euclid(step));
+        Band { lo, hi }.clamp(q.len, k.len)
     }
 
     /// Rectangles of positions (queries in their own frame) that together hold all that chunks, blocks and the prefix
-    /// leave visible.
-    fn rectangles(&self, q: &Run, k: &Run, shift: i64) -> Vec<Rectangle> {
-        let q_all = q.start as i64..(q.start + (q.len - 1) * q.step + 1) as i64;
-        let k_all = k.start as i64..(k.start + (k.len - 1) * k.step + 1) as i64;
-        let mut rectangles = vec![Rectangle { q: q_all.clone(), k: k_all, right: self.right }];
-        let prefix = tokens(self.prefix_of(q.document));
+    /// leave visible of `all`.
+    fn rectangles(&self, document: usize, all: Rectangle, shift: i64) -> Vec<Rectangle> {
+        let mut rectangles = vec![all];
+        let prefix = tokens(self.prefix_of(document));
         if prefix > 0 && self.right.is_some() {
             let split = |r: Rectangle| {
                 let open = Rectangle { q: r.q.clone(), k: cut(&r.k, &(0..prefix)), right: None };
@@ -132,9 +207,26 @@ fn cut(a: &Range<i64>, b: &Range<i64>) -> Range<i64> {
     a.start.max(b.start)..a.end.min(b.end)
 }
 
-/// The tokens of a run, taken to have this step, whose positions lie in `positions`.
-fn within(run: &Run, step: usize, positions: Range<i64>) -> Range<usize> {
-    let index = |position: i64| div_ceil(position - run.start as i64, step as i64).clamp(0, run.len as i64) as usize;
+/// Parts of two runs as parts with a band between them: one pair, or the tokens of the shorter one by one.
+fn alike<'a>(
+    q: &Run,
+    q_part: &'a Range<usize>,
+    k: &Run,
+    k_part: &'a Range<usize>,
+) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + 'a {
+    let unlike = q.step != k.step && q_part.len() > 1 && k_part.len() > 1;
+    let (by_q, by_k) = (unlike && q_part.len() <= k_part.len(), unlike && q_part.len() > k_part.len());
+    let cut = |part: &'a Range<usize>, apart: bool| {
+        let size = if apart { 1 } else { part.len().max(1) };
+        part.clone().step_by(size).map(move |start| start..start + size)
+    };
+    cut(q_part, by_q).flat_map(move |q| cut(k_part, by_k).map(move |k| (q.clone(), k)))
+}
+
+/// The tokens of a run whose positions lie in `positions`.
+fn within(run: &Run, positions: &Range<i64>) -> Range<usize> {
+    let index =
+        |position: i64| div_ceil(position - run.start as i64, run.step as i64).clamp(0, run.len as i64) as usize;
     if positions.is_empty() { 0..0 } else { index(positions.start)..index(positions.end) }
 }
 

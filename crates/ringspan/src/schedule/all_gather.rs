@@ -14,7 +14,7 @@ pub(super) enum Extent {
 
 pub(super) fn forward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
     let mut plan = vec![gather(schedule, rank, extent)];
-    for owner in seen_by(schedule, rank) {
+    for owner in schedule.visible.owners(rank) {
         plan.push(Step { compute: compute(schedule, rank, owner, extent), ..Step::default() });
     }
     plan
@@ -22,7 +22,7 @@ pub(super) fn forward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan 
 
 pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan {
     let mut plan = vec![gather(schedule, rank, extent)];
-    for owner in seen_by(schedule, rank) {
+    for owner in schedule.visible.owners(rank) {
         let rows = rows(schedule, rank, owner, extent);
         plan.push(Step {
             compute: compute(schedule, rank, owner, extent),
@@ -34,20 +34,21 @@ pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan
         let rows = rows(schedule, user, rank, extent);
         Transfer { block: Block::KeyGradients(rank), peer: user, rows }
     };
-    let receive = users(schedule, rank).into_iter().map(gradients).collect();
+    let receive = schedule.visible.users(rank).map(gradients).collect();
     plan.push(Step { receive, ..Step::default() });
     plan
 }
 
-/// Sends this rank's keys, receives all it needs, and computes the diagonal meanwhile.
+/// Sends this rank's keys, receives all it needs, and computes the diagonal meanwhile. Each rank starts with its neighbour, so
+/// that no owner is asked by all at once.
 fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
     let keys = |user, owner, peer| {
         let rows = rows(schedule, user, owner, extent);
         Transfer { block: Block::Keys(owner), peer, rows }
     };
     Step {
-        send: users(schedule, rank).into_iter().map(|user| keys(user, rank, user)).collect(),
-        receive: seen_by(schedule, rank).into_iter().map(|owner| keys(rank, owner, owner)).collect(),
+        send: schedule.visible.users(rank).map(|user| keys(user, rank, user)).collect(),
+        receive: schedule.visible.owners(rank).map(|owner| keys(rank, owner, owner)).collect(),
         compute: schedule.compute(rank, rank),
         after: Vec::new(),
     }
@@ -55,22 +56,11 @@ fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
 
 fn rows(schedule: &Schedule, user: usize, owner: usize, extent: Extent) -> Rows {
     match extent {
-        Extent::Whole => Rows::all(schedule.key_groups().tokens(owner)),
+        Extent::Whole => schedule.key_rows[owner].clone(),
         Extent::Needed => schedule.needed(user, owner),
     }
 }
 
 fn compute(schedule: &Schedule, rank: usize, owner: usize, extent: Extent) -> Option<Compute> {
     Some(Compute { rows: rows(schedule, rank, owner, extent), ..schedule.compute(rank, owner)? })
-}
-
-/// The other ranks whose keys `rank` sees; each starts with its neighbour, so that no owner is asked by all at once.
-fn seen_by(schedule: &Schedule, rank: usize) -> Vec<usize> {
-    let size = schedule.grid().ring;
-    (1..size).map(|distance| (rank + size - distance) % size).filter(|&owner| schedule.sees(rank, owner)).collect()
-}
-
-fn users(schedule: &Schedule, owner: usize) -> Vec<usize> {
-    let size = schedule.grid().ring;
-    schedule.users(owner, |distance| (owner + distance) % size)
 }

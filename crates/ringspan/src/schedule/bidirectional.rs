@@ -16,39 +16,31 @@ fn turn(rank: usize, owner: usize) -> usize {
     }
 }
 
-/// The farthest ranks below and above that the block of `owner` has to reach.
-fn reach(schedule: &Schedule, owner: usize) -> (usize, usize) {
-    let sees = |rank: &usize| schedule.sees(*rank, owner);
-    let above = (owner + 1..schedule.grid().ring).rev().find(sees).unwrap_or(owner);
-    let below = (0..owner).find(sees).unwrap_or(owner);
-    (below, above)
-}
-
 pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
     let size = schedule.grid().ring;
     let mut plan: Plan = (0..2 * size).map(|_| Step::default()).collect();
     for owner in 0..size {
-        let (below, above) = reach(schedule, owner);
+        let (below, above) = schedule.visible.reach(owner);
         let keys = |peer| schedule.whole(Block::Keys(owner), peer);
         let step = turn(rank, owner);
         if (rank > owner && rank <= above) || (rank < owner && rank >= below) {
             let from = if rank > owner { rank - 1 } else { rank + 1 };
-            plan[step - 1].receive.push(keys(from));
+            Step::add(&mut plan[step - 1].receive, keys(from));
         }
         if rank >= owner && rank < above {
-            plan[step].send.push(keys(rank + 1));
+            Step::add(&mut plan[step].send, keys(rank + 1));
         }
         if rank <= owner && rank > below {
-            plan[step].send.push(keys(rank - 1));
+            Step::add(&mut plan[step].send, keys(rank - 1));
         }
         plan[step].compute = schedule.compute(rank, owner);
         if backward && owner != rank && plan[step].compute.is_some() {
-            plan[step].after.push(schedule.whole(Block::KeyGradients(owner), owner));
+            Step::add(&mut plan[step].after, schedule.whole(Block::KeyGradients(owner), owner));
         }
     }
     if backward {
-        for user in schedule.users(rank, |distance| (rank + distance) % size) {
-            plan[turn(user, rank) + 1].receive.push(schedule.whole(Block::KeyGradients(rank), user));
+        for user in schedule.visible.users(rank) {
+            Step::add(&mut plan[turn(user, rank) + 1].receive, schedule.whole(Block::KeyGradients(rank), user));
         }
     }
     plan

@@ -22,7 +22,7 @@ impl Display for Schedule {
                     f.write_str(" |")?;
                     match &step.compute {
                         Some(compute) => {
-                            let share = 100.0 * self.filled(compute).pairs() as f64 / total as f64;
+                            let share = 100.0 * self.pairs_of(compute) as f64 / total as f64;
                             match self.strategy {
                                 Strategy::PassQ => write!(f, " q{} {share:>3.0}%", compute.queries)?,
                                 _ => write!(f, " @{} {share:>3.0}%", compute.keys)?,

@@ -132,7 +132,7 @@ impl Player {
         let mut acts = Vec::new();
         for step in plan {
             acts.extend(step.send.into_iter().map(Act::Send));
-            acts.extend(step.compute.map(|compute| Act::Compute(schedule.filled(&compute).pairs() as f64 * pair)));
+            acts.extend(step.compute.map(|compute| Act::Compute(schedule.pairs_of(&compute) as f64 * pair)));
             acts.extend(step.receive.into_iter().map(Act::Receive));
             acts.extend(step.after.into_iter().map(Act::Send));
         }

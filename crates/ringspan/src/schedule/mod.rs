@@ -13,10 +13,12 @@ mod estimate;
 mod heads;
 mod pass_q;
 mod ring;
+mod stairs;
 mod step;
 mod strategy;
 mod tiles;
 mod traffic;
+mod visibility;
 
 #[cfg(test)]
 mod test;
@@ -28,7 +30,10 @@ pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer};
 pub use strategy::Strategy;
 pub use traffic::{Sizes, Traffic};
 
-use crate::documents::Run;
+pub(crate) use step::list_bytes;
+pub(crate) use tiles::Tiling;
+
+use crate::documents::Strand;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mask::Mask;
@@ -36,6 +41,7 @@ use crate::mesh::Grid;
 use all_gather::Extent;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use visibility::Visibility;
 
 /// A strategy for one attention, made concrete for a layout and a mask.
 #[derive(Debug, Clone)]
@@ -49,10 +55,13 @@ pub struct Schedule {
     key: Layout,
     query_groups: Layout,
     key_groups: Layout,
-    /// Key runs of each ring rank by document, with their first row.
-    key_runs: Vec<HashMap<usize, Vec<(usize, Run)>>>,
-    /// `visible[q][k]`: whether ring rank q sees any key of ring rank k.
-    visible: Vec<Vec<bool>>,
+    /// Key runs of each ring rank, by document.
+    key_strands: Vec<HashMap<usize, Vec<Strand>>>,
+    /// All rows of each ring rank.
+    query_rows: Vec<Rows>,
+    key_rows: Vec<Rows>,
+    /// Which ring ranks see keys of which others.
+    visible: Visibility,
     /// Key rows that a ring rank needs of another, once they were asked for.
     needed: Arc<Mutex<HashMap<(usize, usize), Rows>>>,
 }
@@ -61,7 +70,7 @@ impl Schedule {
     /// Plans attention of queries in layout `query` over keys in layout `key` on the ranks of `grid`.
     ///
     /// # Errors
-    /// Layouts of another number of ranks or documents, with runs that do not pair up, or that the mask does not fit.
+    /// Layouts of another number of ranks or documents, or that the mask does not fit.
     pub fn new(strategy: Strategy, query: &Layout, key: &Layout, mask: &Mask, grid: impl Into<Grid>) -> Result<Self> {
         let (ranks, grid) = (query.ranks(), grid.into());
         if grid.size() != Some(ranks) || key.ranks() != ranks {
@@ -81,27 +90,22 @@ impl Schedule {
         mask.check(query.documents().len())?;
         let members = grid.members();
         let (query_groups, key_groups) = (query.grouped(&members), key.grouped(&members));
-        let key_runs = (0..grid.ring).map(|rank| tiles::by_document(key_groups.runs(rank))).collect();
-        let mut schedule = Self {
+        let rows = |layout: &Layout| (0..grid.ring).map(|rank| Rows::all(layout.tokens(rank))).collect();
+        Ok(Self {
             strategy,
             mask: mask.clone(),
             grid,
             head_chunks: 1,
             query: query.clone(),
             key: key.clone(),
+            key_strands: (0..grid.ring).map(|rank| Strand::by_document(key_groups.runs(rank))).collect(),
+            query_rows: rows(&query_groups),
+            key_rows: rows(&key_groups),
+            visible: Visibility::new(&query_groups, &key_groups, mask),
             query_groups,
             key_groups,
-            key_runs,
-            visible: Vec::new(),
             needed: Arc::default(),
-        };
-        // Runs of different steps may or may not pair up; every pair is looked at, so that later calls cannot fail.
-        let limit = if schedule.has_one_step() { 1 } else { usize::MAX };
-        for q in 0..grid.ring {
-            let row = (0..grid.ring).map(|k| schedule.find_tiles(q, k, limit).map(|tiles| !tiles.is_empty()));
-            schedule.visible.push(row.collect::<Result<_>>()?);
-        }
-        Ok(schedule)
+        })
     }
 
     /// Computes the heads of a Ulysses rank in up to `chunks` parts, so that the exchange of one part runs while another
@@ -154,13 +158,13 @@ impl Schedule {
     pub fn plan(&self, pass: Pass, ring_rank: usize) -> Plan {
         let mut plan = self.outline(pass, ring_rank);
         for compute in plan.iter_mut().filter_map(|step| step.compute.as_mut()) {
-            *compute = self.filled(compute);
+            *compute = self.filled(compute, Tiling::Placed);
         }
         plan
     }
 
     /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand of them in a step, so who takes the steps
-    /// one by one has them [`filled`](Self::filled) one by one, and lets them go.
+    /// one by one asks for [batches](Self::in_batches) of them, and lets them go.
     pub(crate) fn outline(&self, pass: Pass, ring_rank: usize) -> Plan {
         let backward = pass == Pass::Backward;
         let mut plan = match (self.strategy, pass) {
@@ -180,7 +184,12 @@ impl Schedule {
     /// Visible pairs that `rank` of the P ranks computes forward, for one head.
     pub fn pairs(&self, rank: usize) -> u64 {
         let computed = self.outline(Pass::Forward, self.grid.place(rank).0);
-        computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.filled(compute).pairs()).sum()
+        computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.pairs_of(compute)).sum()
+    }
+
+    /// Bytes of the plan that a ring rank holds during a pass, besides tiles: a step for each ring rank that it meets.
+    pub fn plan_bytes(&self, pass: Pass, ring_rank: usize) -> u64 {
+        list_bytes(&self.outline(pass, ring_rank))
     }
 
     /// What a ring rank sends to others.
@@ -190,36 +199,21 @@ impl Schedule {
 
     /// Whether ring rank `q` sees any key of ring rank `k`.
     fn sees(&self, q: usize, k: usize) -> bool {
-        self.visible[q][k]
-    }
-
-    /// The ring ranks other than `owner` that see its keys, nearest first in the direction `walk` leads.
-    fn users(&self, owner: usize, walk: impl Fn(usize) -> usize) -> Vec<usize> {
-        (1..self.grid.ring).map(walk).filter(|&rank| self.sees(rank, owner)).collect()
+        self.visible.sees(q, k)
     }
 
     /// A transfer of all rows of a block.
     fn whole(&self, block: Block, peer: usize) -> Transfer {
-        let layout = match block {
-            Block::Keys(_) | Block::KeyGradients(_) => &self.key_groups,
-            _ => &self.query_groups,
+        let rows = match block {
+            Block::Keys(_) | Block::KeyGradients(_) => &self.key_rows,
+            _ => &self.query_rows,
         };
-        Transfer { block, peer, rows: Rows::all(layout.tokens(block.owner())) }
+        Transfer { block, peer, rows: rows[block.owner()].clone() }
     }
 
     /// The queries of one ring rank against the keys of another, if they see any; without tiles.
     fn compute(&self, queries: usize, keys: usize) -> Option<Compute> {
-        let rows = Rows::all(self.key_groups.tokens(keys));
+        let rows = self.key_rows[keys].clone();
         self.sees(queries, keys).then_some(Compute { queries, keys, tiles: Vec::new(), rows })
-    }
-
-    /// Whether all runs of several tokens have the same step: then every two of them pair up.
-    fn has_one_step(&self) -> bool {
-        let runs =
-            |layout: &Layout| (0..self.grid.ring).flat_map(|rank| layout.runs(rank).to_vec()).collect::<Vec<_>>();
-        let (queries, keys) = (runs(&self.query_groups), runs(&self.key_groups));
-        let mut steps = queries.iter().chain(&keys).filter(|run| run.len > 1).map(|run| run.step);
-        let first = steps.next();
-        steps.all(|step| Some(step) == first)
     }
 }

@@ -8,10 +8,7 @@
 use super::{Block, Pass, Plan, Schedule, Step};
 
 pub(super) fn plan(schedule: &Schedule, rank: usize, pass: Pass) -> Plan {
-    let size = schedule.grid().ring;
-    let path = |owner: usize| -> Vec<usize> {
-        (1..size).map(|distance| (owner + distance) % size).filter(|&host| schedule.sees(owner, host)).collect()
-    };
+    let (size, visible) = (schedule.grid().ring, &schedule.visible);
     let travels = |owner: usize| match pass {
         Pass::Forward => vec![Block::Queries(owner)],
         Pass::Backward => vec![Block::Queries(owner), Block::Saved(owner)],
@@ -23,22 +20,22 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, pass: Pass) -> Plan {
     let mut plan: Plan = (0..=size).map(|_| Step::default()).collect();
     for step in 0..size {
         let owner = (rank + size - step) % size;
-        let path = path(owner);
-        let at = path.iter().position(|&host| host == rank);
-        if let Some(at) = at {
-            let peer = if at == 0 { owner } else { path[at - 1] };
-            plan[step - 1].receive.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
-            plan[step].after.push(schedule.whole(result(owner), owner));
+        if step > 0 && !schedule.sees(owner, rank) {
+            continue;
         }
-        let next = if rank == owner { path.first() } else { at.and_then(|at| path.get(at + 1)) };
-        if let Some(&peer) = next {
+        if step > 0 {
+            let peer = visible.owner_before(owner, rank).unwrap_or(owner);
+            plan[step - 1].receive.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
+            Step::add(&mut plan[step].after, schedule.whole(result(owner), owner));
+        }
+        if let Some(peer) = visible.owner_after(owner, rank) {
             plan[step].send.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
         }
         plan[step].compute = schedule.compute(owner, rank);
     }
-    for host in path(rank) {
+    for host in visible.owners(rank) {
         let visited = (host + size - rank) % size;
-        plan[visited + 1].receive.push(schedule.whole(result(rank), host));
+        Step::add(&mut plan[visited + 1].receive, schedule.whole(result(rank), host));
     }
     plan
 }

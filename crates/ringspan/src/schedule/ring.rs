@@ -8,20 +8,20 @@
 use super::{Block, Plan, Schedule, Step};
 
 pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
-    let size = schedule.grid().ring;
+    let (size, visible) = (schedule.grid().ring, &schedule.visible);
     let mut plan: Plan = (0..size).map(|_| Step::default()).collect();
     for step in 0..size {
         let owner = (rank + size - step) % size;
-        let path = schedule.users(owner, |distance| (owner + distance) % size);
-        let at = path.iter().position(|&user| user == rank);
-        if let Some(at) = at {
-            let peer = if at == 0 { owner } else { path[at - 1] };
-            plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), peer));
+        // Only the owner and those that see the block have it.
+        if step > 0 && !schedule.sees(rank, owner) {
+            continue;
         }
-        // The owner sends to the first on the path, a rank on the path to the one after it.
-        let next = if rank == owner { path.first() } else { at.and_then(|at| path.get(at + 1)) };
-        if let Some(&peer) = next {
-            plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
+        if step > 0 {
+            let peer = visible.user_before(owner, rank).unwrap_or(owner);
+            Step::add(&mut plan[step - 1].receive, schedule.whole(Block::Keys(owner), peer));
+        }
+        if let Some(peer) = visible.user_after(owner, rank) {
+            Step::add(&mut plan[step].send, schedule.whole(Block::Keys(owner), peer));
         }
         plan[step].compute = schedule.compute(rank, owner);
     }
@@ -29,32 +29,31 @@ pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
 }
 
 pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
-    let size = schedule.grid().ring;
-    let path = |owner: usize| schedule.users(owner, |distance| (owner + size - distance) % size);
-    // Step 0 fetches; step t + 1 computes block rank + 1 + t; the last is the diagonal.
+    let (size, visible) = (schedule.grid().ring, &schedule.visible);
+    // Step 0 fetches; step t + 1 computes block rank + 1 + t; the last is the diagonal. Blocks go to lower ranks.
     let mut plan: Plan = (0..=size).map(|_| Step::default()).collect();
-    let own_path = path(rank);
-    if let Some(&peer) = own_path.first() {
-        plan[0].send.push(schedule.whole(Block::Keys(rank), peer));
+    if let Some(peer) = visible.user_before(rank, rank) {
+        Step::add(&mut plan[0].send, schedule.whole(Block::Keys(rank), peer));
     }
     for step in 1..size {
         let owner = (rank + step) % size;
-        let path = path(owner);
-        let Some(at) = path.iter().position(|&user| user == rank) else { continue };
-        let from = if at == 0 { owner } else { path[at - 1] };
-        plan[step - 1].receive.push(schedule.whole(Block::Keys(owner), from));
-        if let Some(&peer) = path.get(at + 1) {
-            plan[step].send.push(schedule.whole(Block::Keys(owner), peer));
+        if !schedule.sees(rank, owner) {
+            continue;
         }
-        if at > 0 {
-            plan[step].receive.push(schedule.whole(Block::KeyGradients(owner), from));
+        let (before, after) = (visible.user_after(owner, rank), visible.user_before(owner, rank));
+        let from = before.unwrap_or(owner);
+        Step::add(&mut plan[step - 1].receive, schedule.whole(Block::Keys(owner), from));
+        if let Some(peer) = after {
+            Step::add(&mut plan[step].send, schedule.whole(Block::Keys(owner), peer));
+        }
+        if before.is_some() {
+            Step::add(&mut plan[step].receive, schedule.whole(Block::KeyGradients(owner), from));
         }
         plan[step].compute = schedule.compute(rank, owner);
-        let peer = path.get(at + 1).copied().unwrap_or(owner);
-        plan[step].after.push(schedule.whole(Block::KeyGradients(owner), peer));
+        Step::add(&mut plan[step].after, schedule.whole(Block::KeyGradients(owner), after.unwrap_or(owner)));
     }
-    if let Some(&peer) = own_path.last() {
-        plan[size].receive.push(schedule.whole(Block::KeyGradients(rank), peer));
+    if let Some(peer) = visible.user_after(rank, rank) {
+        Step::add(&mut plan[size].receive, schedule.whole(Block::KeyGradients(rank), peer));
     }
     plan[size].compute = schedule.compute(rank, rank);
     plan

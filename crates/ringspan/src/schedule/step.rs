@@ -74,17 +74,21 @@ impl Rows {
         &self.0
     }
 
-    /// Where `rows`, which lie in one of the ranges, stand when only these rows are kept.
-    pub(super) fn compact(&self, rows: &Range<usize>) -> Range<usize> {
-        let mut before = 0;
-        for range in self.0.iter() {
-            if range.end > rows.start {
-                let start = before + rows.start - range.start;
-                return start..start + rows.len();
-            }
-            before += range.len();
+    /// For each range the rows before it.
+    fn before(&self) -> Vec<usize> {
+        let count = |before: &mut usize, range: &Range<usize>| Some(std::mem::replace(before, *before + range.len()));
+        self.0.iter().scan(0, count).collect()
+    }
+
+    /// Tells where rows that lie in one of the ranges stand when only these rows are kept.
+    pub(super) fn compact(&self) -> impl Fn(&Range<usize>) -> Range<usize> {
+        let before = self.before();
+        move |rows| {
+            let range = self.0.partition_point(|range| range.end <= rows.start);
+            let start = self.0.get(range).map_or(0, |range| rows.start - range.start);
+            let start = before.get(range).copied().unwrap_or(0) + start;
+            start..start + rows.len()
         }
-        before..before
     }
 }
 
@@ -135,6 +139,12 @@ pub struct Step {
 }
 
 impl Step {
+    /// Adds a transfer to one of the lists, which stay short: plans of a large ring have millions of them.
+    pub(super) fn add(list: &mut Vec<Transfer>, transfer: Transfer) {
+        list.reserve_exact(1);
+        list.push(transfer);
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.send.is_empty() && self.receive.is_empty() && self.compute.is_none() && self.after.is_empty()
     }
@@ -142,6 +152,12 @@ impl Step {
 
 /// The steps of one ring rank, in order.
 pub type Plan = Vec<Step>;
+
+/// Bytes of the lists of a plan, without those of its tiles.
+pub(crate) fn list_bytes(plan: &Plan) -> u64 {
+    let transfers = |step: &Step| step.send.capacity() + step.receive.capacity() + step.after.capacity();
+    (size_of_val(&plan[..]) + plan.iter().map(transfers).sum::<usize>() * size_of::<Transfer>()) as u64
+}
 
 /// A pass through attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -160,7 +176,7 @@ mod tests {
     fn rows_merge_and_count_in_what_is_kept() {
         let rows = Rows::union(vec![8..12, 2..4, 4..5, 7..7, 10..14]);
         assert_eq!(rows.ranges(), [2..5, 8..14]);
-        assert_eq!((rows.len(), rows.compact(&(3..5)), rows.compact(&(9..14))), (9, 1..3, 4..9));
+        assert_eq!((rows.len(), rows.compact()(&(3..5)), rows.compact()(&(9..14))), (9, 1..3, 4..9));
         assert!(Rows::all(0).is_empty() && Rows::union(vec![]) == Rows::all(0));
         assert_eq!(Rows::all(3), Rows::union(vec![1..3, 0..2]));
     }

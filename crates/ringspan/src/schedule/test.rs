@@ -56,6 +56,11 @@ pub(super) fn documents() -> impl Generator<Value = (Documents, Documents)> {
             let documents = Documents::from_ids(&ids, 20).expect("full rows");
             (documents.clone(), documents)
         }),
+        // Queries of a document with gaps before keys without.
+        proptest::collection::vec(0i32..2, 30).prop_filter_map("a token", |ids| {
+            let queries = Documents::from_ids(&ids, 30).expect("a row");
+            (queries.len() == 1).then(|| (queries, Documents::packed(&[37])))
+        }),
     ]
 }
 
@@ -80,7 +85,12 @@ proptest! {
             for compute in plans.iter().flatten().filter_map(|step| step.compute.as_ref()) {
                 check_tiles(&schedule, compute, &mut seen)?;
             }
-            prop_assert_eq!(seen, visible_pairs(&q_docs, &k_docs, &mask));
+            prop_assert_eq!(&seen, &visible_pairs(&q_docs, &k_docs, &mask));
+            let mut joined = HashSet::new();
+            for compute in plans.iter().flatten().filter_map(|step| step.compute.as_ref()) {
+                check_joined_tiles(&schedule, compute, &mut joined)?;
+            }
+            prop_assert_eq!(seen, joined);
             check_transfers(&schedule, &plans, pass)?;
         }
     }
@@ -117,6 +127,35 @@ fn check_tiles(
             prop_assert_eq!(distance, schedule.mask().distance(i, j, queries, keys));
         }
     }
+    Ok(())
+}
+
+/// Adds the pairs of a computation as tiles without places; each must be new, and their number be what is counted without
+/// tiles. Batches hold the same tiles.
+fn check_joined_tiles(
+    schedule: &Schedule,
+    compute: &Compute,
+    seen: &mut HashSet<(usize, usize)>,
+) -> std::result::Result<(), TestCaseError> {
+    let (queries, keys) = (schedule.query_groups().rows(compute.queries), schedule.key_groups().rows(compute.keys));
+    let keys: Vec<usize> = compute.rows.ranges().iter().flat_map(Clone::clone).map(|row| keys[row]).collect();
+    let joined = schedule.filled(compute, Tiling::Joined);
+    let before = seen.len();
+    for Tile { q, k, band, .. } in &joined.tiles {
+        for (i, j) in q.clone().flat_map(|i| k.clone().map(move |j| (i, j))) {
+            if band.sees(i - q.start, j - k.start) {
+                prop_assert!(seen.insert((queries[i], keys[j])), "pair computed twice");
+            }
+        }
+    }
+    prop_assert_eq!(schedule.pairs_of(compute), (seen.len() - before) as u64);
+    let mut batches = Vec::new();
+    let in_batches = schedule.in_batches(compute, Tiling::Placed, 3, |tiles| {
+        batches.extend(tiles.to_vec());
+        Ok(())
+    });
+    prop_assert!(in_batches.is_ok());
+    prop_assert_eq!(&batches, &compute.tiles);
     Ok(())
 }
 
@@ -312,4 +351,85 @@ fn few_queries_travel_rather_than_many_keys() {
     let schedule = Schedule::new(Strategy::PassQ, &query, &key, &Mask::causal_bottom_right(), (4, 1)).expect("fits");
     let traffic = schedule.traffic(Pass::Forward, 2);
     assert_eq!((traffic.keys, traffic.queries, traffic.partials), (0, 6, 6));
+}
+
+/// Tokens of two documents that alternate at random, with a tenth of padding.
+fn in_pieces(tokens: usize) -> Documents {
+    let id = |token: usize| match (token * 7919 + token * token % 1013) % 20 {
+        0 | 1 => 0,
+        n => 1 + (n % 2) as i32,
+    };
+    Documents::from_ids(&(0..tokens).map(id).collect::<Vec<_>>(), tokens).expect("a row")
+}
+
+#[test]
+fn tiles_of_documents_in_pieces_are_few() {
+    let documents = in_pieces(4000);
+    let masks = [
+        Mask::causal(),
+        Mask::full(),
+        Mask::causal().window(Some(300), None),
+        Mask::full().window(Some(50), Some(700)),
+        Mask::causal().prefix_lm([900]),
+        Mask::causal().chunked(1500).expect("not 0"),
+    ];
+    let kinds = ["contiguous", "zigzag", "per-document-zigzag", "striped:1", "striped:3", "balanced", "balanced:1"];
+    for (kind, mask) in kinds.into_iter().flat_map(|kind| masks.iter().map(move |mask| (kind, mask))) {
+        for grid in [Grid::new(1, 1), Grid::new(4, 1), Grid::new(2, 2)] {
+            let kind: LayoutKind = kind.parse().expect("a layout");
+            let ranks = grid.size().expect("few");
+            let (layout, _) = Layout::pair(kind, &documents, &documents, mask, ranks).expect("deals");
+            let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, grid).expect("fits");
+            let runs = |rank: usize| schedule.query_groups().runs(rank).len();
+            for compute in
+                (0..grid.ring).flat_map(|rank| schedule.outline(Pass::Forward, rank)).filter_map(|s| s.compute)
+            {
+                let (tiles, runs) =
+                    (schedule.filled(&compute, Tiling::Joined).tiles.len(), runs(compute.queries) + runs(compute.keys));
+                assert!(tiles <= 4 * runs, "{kind}, {mask}, {grid}: {tiles} tiles of {runs} runs");
+            }
+        }
+    }
+}
+
+#[test]
+fn single_tokens_dealt_by_work_make_few_tiles_under_a_window() {
+    let (documents, mask) = (Documents::batch(1, 4000), Mask::causal().window(Some(64), Some(0)));
+    let kind = LayoutKind::Balanced(Some(1));
+    let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, 4).expect("deals");
+    let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &mask, (4, 1)).expect("fits");
+    for compute in (0..4).flat_map(|rank| schedule.outline(Pass::Forward, rank)).filter_map(|step| step.compute) {
+        let tiles = schedule.filled(&compute, Tiling::Joined).tiles.len();
+        let runs = layout.runs(compute.queries).len() + layout.runs(compute.keys).len();
+        assert!(tiles <= 4 * runs, "{tiles} tiles of {runs} runs");
+    }
+}
+
+/// Each step asks for the next rank that sees a block: where it listed all of them, these plans took minutes.
+#[test]
+fn plans_of_thousands_of_ranks_take_no_list_of_ranks_at_each_step() {
+    const RANKS: usize = 1500;
+    let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, 2 * RANKS), RANKS).expect("ranks");
+    for (strategy, pass) in
+        [Strategy::Ring, Strategy::PassQ].into_iter().flat_map(|s| [(s, Pass::Forward), (s, Pass::Backward)])
+    {
+        let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), (RANKS, 1)).expect("fits");
+        let sent = |rank| schedule.outline(pass, rank).iter().map(|step| step.send.len()).sum::<usize>();
+        let each = RANKS - 1;
+        let blocks = if strategy == Strategy::PassQ && pass == Pass::Backward { 2 * each } else { each };
+        assert!((0..RANKS).all(|rank| sent(rank) == blocks), "{strategy}");
+    }
+}
+
+#[test]
+fn layouts_whose_runs_have_other_steps_meet() {
+    let (queries, keys) = (Documents::batch(1, 50), Documents::batch(1, 61));
+    let layout = |kind: &str, documents| Layout::new(kind.parse().expect("a layout"), documents, 3).expect("ranks");
+    let mask = Mask::causal_bottom_right().window(Some(20), None);
+    for (q_kind, k_kind) in [("zigzag", "striped:1"), ("striped:2", "contiguous"), ("striped:1", "striped:4")] {
+        let (query, key) = (layout(q_kind, &queries), layout(k_kind, &keys));
+        let schedule = Schedule::new(Strategy::Ring, &query, &key, &mask, (3, 1)).expect("fits");
+        let pairs: u64 = (0..3).map(|rank| schedule.pairs(rank)).sum();
+        assert_eq!(pairs, visible_pairs(&queries, &keys, &mask).len() as u64, "{q_kind} before {k_kind}");
+    }
 }

@@ -1,37 +1,92 @@
 //! What the queries of a ring rank see of the keys of another.
 
+use super::stairs::{self, Stair};
 use super::{Compute, Rows, Schedule};
-use crate::documents::Run;
+use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
 use crate::kernel::{Place, Tile};
-use std::collections::HashMap;
+use crate::mask::{Band, Piece, Seen};
+use std::ops::Range;
 use std::sync::PoisonError;
 
+/// How what is visible becomes tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tiling {
+    /// A tile for each pair of runs: its place tells where in the batch all of its tokens lie.
+    Placed,
+    /// As few tiles as can be found, whose places mean nothing: for scores that do not ask where tokens lie. Where documents
+    /// have gaps, there are thousands of times as many pairs of runs.
+    Joined,
+}
+
 impl Schedule {
-    /// The tiles between the queries of ring rank `q` and the keys of ring rank `k`; a search ends once it has `limit`.
-    pub(super) fn find_tiles(&self, q: usize, k: usize, limit: usize) -> Result<Vec<Tile>> {
-        let mut tiles = Vec::new();
-        let mut q_row = 0;
-        for q_run in self.query_groups.runs(q) {
-            let extent_q = self.query_groups.documents().get(q_run.document).extent;
-            let extent_k = self.key_groups.documents().get(q_run.document).extent;
-            for (k_row, k_run) in self.key_runs[k].get(&q_run.document).into_iter().flatten() {
-                self.mask.visit_pieces(q_run, k_run, (extent_q, extent_k), |piece| {
-                    let (q_part, k_part) = (q_run.part(&piece.q), k_run.part(&piece.k));
-                    tiles.push(Tile {
-                        q: q_row + piece.q.start..q_row + piece.q.end,
-                        k: k_row + piece.k.start..k_row + piece.k.end,
-                        band: piece.band,
-                        place: self.place(&q_part, &k_part),
-                    });
-                })?;
-                if tiles.len() >= limit {
-                    return Ok(tiles);
-                }
-            }
-            q_row += q_run.len;
+    /// The runs of queries of ring rank `q`, each with its first row, a strand of keys of ring rank `k` of the same document, and
+    /// the lengths of the document's frames.
+    fn meetings(&self, q: usize, k: usize) -> impl Iterator<Item = (usize, &Run, &Strand, (usize, usize))> {
+        let first_row = |row: &mut usize, run: &'_ Run| std::mem::replace(row, *row + run.len);
+        let mut row = 0;
+        self.query_groups.runs(q).iter().flat_map(move |run| {
+            let q_row = first_row(&mut row, run);
+            let frame = |documents: &Documents| documents.get(run.document).extent;
+            let frames = (frame(self.query_groups.documents()), frame(self.key_groups.documents()));
+            let strands = self.key_strands[k].get(&run.document).into_iter().flatten();
+            strands.map(move |strand| (q_row, run, strand, frames))
+        })
+    }
+
+    /// Visible pairs of a computation, for one head.
+    pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
+        let mut pairs = 0;
+        for (_, run, strand, frames) in self.meetings(compute.queries, compute.keys) {
+            self.mask.search(run, strand.runs(), frames, |seen| pairs += seen.pairs(|runs| strand.rows(runs).len()));
         }
-        Ok(tiles)
+        pairs
+    }
+
+    /// Shows `each` tile between the queries of ring rank `q` and the keys of ring rank `k`.
+    fn tiles(&self, q: usize, k: usize, tiling: Tiling, each: impl FnMut(Tile)) {
+        match tiling {
+            Tiling::Placed => self.placed_tiles(q, k, each),
+            Tiling::Joined => self.joined_tiles(q, k, each),
+        }
+    }
+
+    fn placed_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
+        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+            self.mask.search_pieces(q_run, strand.runs(), frames, |run, piece| {
+                each(self.placed(q_row, q_run, strand, run, &piece));
+            });
+        }
+    }
+
+    fn joined_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
+        // The n-th staircase is made of the n-th whole parts that neighbouring runs of queries see.
+        let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
+        for (q_row, q_run, strand, frames) in self.meetings(q, k) {
+            self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
+                Seen::Piece { run, piece } => each(self.placed(q_row, q_run, strand, run, &piece)),
+                Seen::Whole { q, runs } => {
+                    number = if run_of == q_row { number + 1 } else { 0 };
+                    run_of = q_row;
+                    if open.len() == number {
+                        open.push(Vec::new());
+                    }
+                    let next = Stair { q: moved(&q, q_row), k: strand.rows(&runs) };
+                    if open[number].last().is_some_and(|last| !last.leads_to(&next)) {
+                        stairs::tiles(&std::mem::take(&mut open[number]), &mut |q, k| each(whole(q, k)));
+                    }
+                    open[number].push(next);
+                }
+            });
+        }
+        open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
+    }
+
+    /// The tile of a piece of a run of queries, which begins at `q_row`, and of run number `run` of a strand.
+    fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, piece: &Piece) -> Tile {
+        let k_row = strand.rows(&(run..run + 1)).start;
+        let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
+        Tile { q: moved(&piece.q, q_row), k: moved(&piece.k, k_row), band: piece.band, place }
     }
 
     /// The key rows of ring rank `k` that some query of ring rank `q` sees.
@@ -40,18 +95,46 @@ impl Schedule {
         if let Some(rows) = known().get(&(q, k)) {
             return rows.clone();
         }
-        let tiles = self.find_tiles(q, k, usize::MAX).unwrap_or_default();
-        let rows = Rows::union(tiles.iter().map(seen_keys).collect());
+        let mut seen = Vec::new();
+        self.tiles(q, k, Tiling::Joined, |tile| seen.push(seen_keys(&tile)));
+        let rows = Rows::union(seen);
         known().insert((q, k), rows.clone());
         rows
     }
 
     /// A computation of an [`outline`](Self::outline) with its tiles.
-    pub(crate) fn filled(&self, outline: &Compute) -> Compute {
-        // `new` has made sure that this finds no error.
-        let tiles = self.find_tiles(outline.queries, outline.keys, usize::MAX).unwrap_or_default();
-        let some = outline.rows.len() < self.key_groups.tokens(outline.keys);
-        Compute { tiles: if some { compact(tiles, &outline.rows) } else { tiles }, ..outline.clone() }
+    pub(super) fn filled(&self, outline: &Compute, tiling: Tiling) -> Compute {
+        let mut tiles = Vec::new();
+        self.tiles(outline.queries, outline.keys, tiling, |tile| tiles.push(tile));
+        Compute { tiles: self.in_block(tiles, outline), ..outline.clone() }
+    }
+
+    /// Shows `each` list of tiles of a computation of an [`outline`](Self::outline), which has about `most` of them at most:
+    /// documents with gaps can have millions that are [placed](Tiling::Placed).
+    ///
+    /// # Errors
+    /// The first of `each`.
+    pub(crate) fn in_batches(
+        &self,
+        outline: &Compute,
+        tiling: Tiling,
+        most: usize,
+        mut each: impl FnMut(&[Tile]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut tiles, mut result) = (Vec::new(), Ok(()));
+        self.tiles(outline.queries, outline.keys, tiling, |tile| {
+            tiles.push(tile);
+            if tiles.len() >= most && result.is_ok() {
+                result = each(&self.in_block(std::mem::take(&mut tiles), outline));
+            }
+        });
+        result?;
+        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, outline)) }
+    }
+
+    /// The tiles, with key rows as the block at hand has them.
+    fn in_block(&self, tiles: Vec<Tile>, Compute { keys, rows, .. }: &Compute) -> Vec<Tile> {
+        if rows.len() < self.key_groups.tokens(*keys) { compact(tiles, rows) } else { tiles }
     }
 
     fn place(&self, q: &Run, k: &Run) -> Place {
@@ -66,8 +149,18 @@ impl Schedule {
     }
 }
 
+/// A range counted from a later row.
+fn moved(range: &Range<usize>, by: usize) -> Range<usize> {
+    range.start + by..range.end + by
+}
+
+/// A tile in which all is visible, in no place.
+fn whole(q: Range<usize>, k: Range<usize>) -> Tile {
+    Tile { band: Band::whole(q.len(), k.len()), q, k, place: Place::START }
+}
+
 /// The key rows of a tile that some query of it sees.
-fn seen_keys(tile: &Tile) -> std::ops::Range<usize> {
+fn seen_keys(tile: &Tile) -> Range<usize> {
     let (queries, keys) = (tile.q.len(), tile.k.len());
     // The visible keys move on with the query, so the first and the last query that see any bound them.
     let first = tile.band.keys(tile.band.lo.max(0) as usize, keys).start;
@@ -77,28 +170,18 @@ fn seen_keys(tile: &Tile) -> std::ops::Range<usize> {
 
 /// The tiles in rows of a block that holds `rows` only, which are at least what they see.
 fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
+    let compact = rows.compact();
     let inside = |tile: Tile| {
         let seen = seen_keys(&tile);
         let cut = (seen.start - tile.k.start) as i64;
         // With keys counted from a later one, i - j grows by what was cut off.
-        let band = crate::mask::Band { lo: tile.band.lo + cut, hi: tile.band.hi + cut };
+        let band = Band { lo: tile.band.lo + cut, hi: tile.band.hi + cut };
         let place = Place {
             key: tile.place.key + cut as usize * tile.place.step,
             distance: tile.place.distance - cut * tile.place.step as i64,
             ..tile.place
         };
-        Tile { k: rows.compact(&seen), band, place, ..tile }
+        Tile { k: compact(&seen), band, place, ..tile }
     };
     tiles.into_iter().map(inside).collect()
-}
-
-/// Runs by document, each with its first row.
-pub(super) fn by_document(runs: &[Run]) -> HashMap<usize, Vec<(usize, Run)>> {
-    let mut map: HashMap<usize, Vec<(usize, Run)>> = HashMap::new();
-    let mut row = 0;
-    for run in runs {
-        map.entry(run.document).or_default().push((row, *run));
-        row += run.len;
-    }
-    map
 }

@@ -1,7 +1,7 @@
 //! Ranks as threads: collectives are right, failures reach all with the name of who failed, and nothing hangs.
 
 use ringspan::Error;
-use ringspan::comm::threads::{Link, Options, run};
+use ringspan::comm::threads::{Link, Options, memory, run};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -241,4 +241,21 @@ fn a_link_that_is_too_slow_ends_at_the_deadline_or_is_refused() {
     for bandwidth in [0.0, -1.0, f64::NAN] {
         assert!(gathered(bandwidth).expect_err("no link").to_string().contains("carries nothing"));
     }
+}
+
+#[test]
+fn more_ranks_than_there_is_memory_for_are_refused_before_any_starts() {
+    let ranks = 1 << 22;
+    let started = std::sync::atomic::AtomicUsize::new(0);
+    let result = run(ranks, Options::default(), |_| {
+        started.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        Ok::<_, Error>(())
+    });
+    let message = result.expect_err("no machine has so much memory").to_string();
+    let needed = format!("{:.1} GB", memory(ranks) as f64 / 1e9);
+    assert!(
+        message.contains("4194304 ranks") && message.contains(&needed) && message.contains("would fit"),
+        "{message}"
+    );
+    assert_eq!(started.into_inner(), 0);
 }

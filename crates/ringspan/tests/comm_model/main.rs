@@ -14,6 +14,9 @@ mod comm;
 #[path = "../../src/error.rs"]
 mod error;
 mod failures;
+#[allow(dead_code, unreachable_pub)]
+#[path = "../../src/memory.rs"]
+mod memory;
 mod messages;
 mod sync;
 

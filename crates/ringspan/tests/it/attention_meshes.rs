@@ -140,6 +140,34 @@ fn documents_with_padding_between_and_behind_them() {
     on_all_meshes(&Problem::with_documents(tail, 1, 4, 1, 16, Mask::causal()), 2);
 }
 
+/// Two documents that alternate at random, with padding between their tokens.
+#[test]
+fn documents_in_pieces() {
+    let id = |token: i32| match (token * 37 + token * token % 23) % 19 {
+        0 | 1 => 0,
+        n => 1 + n % 2,
+    };
+    let documents = Documents::from_ids(&(0..2 * 170).map(id).collect::<Vec<_>>(), 170).expect("two rows");
+    let problem = |mask| Problem::with_documents(documents.clone(), 2, 4, 2, 16, mask);
+    let masks = [
+        Mask::causal(),
+        Mask::full(),
+        Mask::causal().window(Some(30), None),
+        Mask::full().window(Some(12), Some(50)),
+        Mask::causal().chunked(40).expect("not 0"),
+        Mask::causal().prefix_lm([33]),
+    ];
+    for (turn, mask) in masks.into_iter().enumerate() {
+        on_all_meshes(&problem(mask), turn);
+    }
+    let window = Mask::causal().window(Some(60), None);
+    let terms =
+        [problem(Mask::causal()).with_softcap(), problem(window).with_alibi(), problem(Mask::full()).with_buckets()];
+    for (turn, problem) in terms.iter().enumerate() {
+        on_all_meshes(problem, turn);
+    }
+}
+
 #[test]
 fn cross_attention_and_queries_behind_a_cache() {
     for (turn, (queries, keys)) in [(5, 77), (77, 5), (30, 31), (1, 64), (0, 9), (9, 0)].into_iter().enumerate() {

@@ -14,6 +14,10 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// In larger worlds a rank looks for a deadlock only now and then: the ranks of a ring wait for each other in long rows, and
+/// to walk along all of them at each wait takes longer than the work.
+const LOOKS_AT_ONCE: usize = 64;
+
 /// The shared state, behind one lock; ranks exchange few, large messages.
 pub(super) struct World {
     shared: Mutex<Shared>,
@@ -52,6 +56,10 @@ impl World {
         let start = Instant::now();
         let mut shared = self.lock();
         let home = shared.note_thread(rank);
+        // Whoever waits in a circle finds it, so it does not matter who looks, nor when.
+        let ranks = self.changed.len();
+        let between_looks = Duration::from_millis(if ranks > LOOKS_AT_ONCE { ranks as u64 } else { 0 });
+        let mut next_look = between_looks;
         loop {
             shared.check(rank, operation)?;
             let missing = shared.missing(&want);
@@ -67,7 +75,11 @@ impl World {
             }
             if home {
                 shared.enter(rank, State::Waits { operation: operation.clone(), want: want.clone() });
-                if let Some(circle) = shared.circle(rank) {
+                let looks = start.elapsed() >= next_look;
+                if looks {
+                    next_look = start.elapsed() + between_looks;
+                }
+                if let Some(circle) = looks.then(|| shared.circle(rank)).flatten() {
                     let failure = Failure::Deadlock { problem: shared.deadlock(&circle) };
                     let error = failure.seen_by(rank, operation);
                     shared.fail(rank, failure);
@@ -90,7 +102,10 @@ impl World {
                 self.wake_all();
                 return Err(error);
             }
-            let left = self.deadline - waited;
+            let mut left = self.deadline - waited;
+            if next_look > waited {
+                left = left.min(next_look - waited);
+            }
             let pause = late.map_or(left, |(_, due)| left.min(due.saturating_duration_since(Instant::now())));
             let woken = self.changed[rank].wait_timeout(shared, pause);
             shared = woken.unwrap_or_else(|poisoned| poisoned.into_inner()).0;

@@ -26,7 +26,7 @@ impl Cpu {
         let code = self.code_for(inputs);
         let lanes = code.lanes();
         let terms = Terms::new(score, bias);
-        let plan = plan(inputs, tiles, terms.as_ref(), code);
+        let plan = plan(inputs, tiles, code);
         if plan.keys.is_empty() || q.heads == 0 {
             return Some(());
         }

@@ -38,7 +38,7 @@ impl Cpu {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         let terms = Terms::new(score, bias);
         let code = self.code_for(inputs);
-        let plan = plan(inputs, tiles, terms.as_ref(), code);
+        let plan = plan(inputs, tiles, code);
         if plan.keys.is_empty() || q.heads == 0 {
             return;
         }

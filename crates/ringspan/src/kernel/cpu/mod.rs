@@ -11,7 +11,7 @@ use super::decode::{self, Decode};
 use super::isa::Code;
 use super::pack::Keys;
 use super::plan::Plan;
-use super::terms::{Scaling, Terms};
+use super::terms::Scaling;
 use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
 use hook::Hook;
@@ -64,7 +64,9 @@ impl Cpu {
         };
         let keys = Keys::size(last.saturating_sub(first / code.rows() * code.rows()), &k, &v, code).0;
         let tasks = heads.heads() * q.tokens.div_ceil(code.lanes());
-        bytes(keys + self.workers.count().min(tasks) * super::forward::scratch(q.dim, v.dim, code, bias.is_some()))
+        let scratch = super::forward::scratch(q.dim, v.dim, code, bias.is_some());
+        let lists = Plan::bytes(tiles, code.lanes(), q.tokens, k.tokens);
+        bytes(keys + self.workers.count().min(tasks) * scratch) + lists
     }
 
     /// Most bytes of buffers that a [`decode`](Self::decode) call of these shapes holds besides its arguments.
@@ -95,6 +97,7 @@ impl Cpu {
         let shared = if by_block { workers * k.heads } else { 2 * workers.saturating_sub(1) };
         let scratch = sizes.scratch(blocks.min(SEGMENT / code.lanes()));
         bytes(workers * scratch + shared * (lines(k.tokens * k.dim) + lines(k.tokens * v.dim)))
+            + Plan::bytes(tiles, code.lanes(), q.tokens, k.tokens)
     }
 }
 
@@ -106,9 +109,9 @@ impl Cpu {
     }
 }
 
-/// What the blocks of a call compute. Terms depend on where tiles lie, so only without them tiles may be joined.
-fn plan<'a>(inputs: &Inputs, tiles: &'a [Tile], terms: Option<&Terms>, code: Code) -> Plan<'a> {
-    let make = if terms.is_some() { Plan::new } else { Plan::joined };
+/// What the blocks of a call compute. Tiles may be joined where terms do not depend on where they lie.
+fn plan<'a>(inputs: &Inputs, tiles: &'a [Tile], code: Code) -> Plan<'a> {
+    let make = if inputs.counts_positions() { Plan::new } else { Plan::joined };
     make(tiles, code.lanes(), inputs.q.tokens, inputs.k.tokens)
 }
 

@@ -106,7 +106,7 @@ impl<'a> Plan<'a> {
     fn of(tiles: Cow<'a, [Tile]>, lanes: usize, queries: usize, keys: usize) -> Self {
         let mut parts: Vec<Vec<Part>> = Vec::new();
         parts.resize_with(queries.div_ceil(lanes), Vec::new);
-        let (mut seen_keys, mut seen_queries) = (vec![false; keys], vec![false; queries]);
+        let (mut seen_keys, mut seen_queries) = (Cover::new(keys), Cover::new(queries));
         let (mut first, mut last) = (keys, 0);
         for (index, tile) in tiles.iter().enumerate() {
             let Some(band) = tile.band.clamp(tile.q.len(), tile.k.len()) else { continue };
@@ -120,8 +120,8 @@ impl<'a> Plan<'a> {
             let (head, tail) = (band.keys(from, tile.k.len()), band.keys(to - 1, tile.k.len()));
             let seen = tile.k.start + head.start..tile.k.start + tail.end;
             (first, last) = (first.min(seen.start), last.max(seen.end));
-            seen_keys[seen].fill(true);
-            seen_queries[rows.clone()].fill(true);
+            seen_keys.add(&seen);
+            seen_queries.add(&rows);
             for (block, parts) in parts.iter_mut().enumerate().take(rows.end.div_ceil(lanes)).skip(rows.start / lanes) {
                 let block = block * lanes..((block + 1) * lanes).min(queries);
                 let (i0, i1) = (rows.start.max(block.start) - tile.q.start, rows.end.min(block.end) - tile.q.start);
@@ -134,7 +134,19 @@ impl<'a> Plan<'a> {
                 parts.push(Part { tile: index, any, all, joined: None });
             }
         }
+        let (seen_keys, seen_queries) = (seen_keys.rows(), seen_queries.rows());
         Self { tiles, lanes, queries, parts, keys: first.min(last)..last, seen_keys, seen_queries }
+    }
+
+    /// Most bytes of the lists that a plan of these tiles is made of.
+    pub(super) fn bytes(tiles: &[Tile], lanes: usize, queries: usize, keys: usize) -> u64 {
+        let blocks_of = |tile: &Tile| tile.q.end.div_ceil(lanes).saturating_sub(tile.q.start / lanes);
+        let (blocks, parts) = (queries.div_ceil(lanes), tiles.iter().map(blocks_of).sum::<usize>());
+        // A list that grows has room for at most twice as much, and at first for four; a block's parts are at best one, with a
+        // range for each query.
+        let of_block = size_of::<Vec<Part>>() + 4 * size_of::<Part>() + lanes * size_of::<Range<usize>>();
+        let lists = 2 * (parts * size_of::<Part>() + size_of_val(tiles)) + blocks * of_block;
+        (lists + (queries + keys) * (size_of::<i32>() + 1)) as u64
     }
 
     /// Blocks of queries.
@@ -246,6 +258,33 @@ impl<'a> Plan<'a> {
             // Widths of blocks are small, so these numbers are exact.
             [*low, *high] = [keys.start, keys.end].map(|key| (key.clamp(base, base + width) - base) as f32);
         }
+    }
+}
+
+/// Rows that lie in some of many ranges, in time that does not grow with their lengths.
+struct Cover {
+    /// Ranges that begin at a row, less those that have ended.
+    changes: Vec<i32>,
+}
+
+impl Cover {
+    fn new(rows: usize) -> Self {
+        Self { changes: vec![0; rows + 1] }
+    }
+
+    fn add(&mut self, rows: &Range<usize>) {
+        self.changes[rows.start] += 1;
+        self.changes[rows.end] -= 1;
+    }
+
+    /// Whether each row lies in a range.
+    fn rows(mut self) -> Vec<bool> {
+        self.changes.pop();
+        let count = |ranges: &mut i32, change: i32| {
+            *ranges += change;
+            Some(*ranges > 0)
+        };
+        self.changes.into_iter().scan(0, count).collect()
     }
 }
 

@@ -310,6 +310,6 @@ fn a_rank_without_rows_adds_nothing() {
         kernel.add_all(sum.all_mut(), nothing.view().data).expect("added");
         let place = SumPlace { rows: std::slice::from_ref(&(0..0)), offset: 0, stride: 8, width: 4 };
         kernel.add(sum.all_mut(), &place, nothing.view().data).expect("added");
-        assert_eq!(kernel.to_host(sum).expect("copied"), []);
+        assert!(kernel.to_host(sum).expect("copied").is_empty());
     }
 }

@@ -1,10 +1,10 @@
 //! What is drawn in the square of queries and keys: visible pairs as polygons.
 
 use super::Point;
+use crate::documents::Strand;
 use crate::error::{Error, Result};
 use crate::layout::Layout;
 use crate::mask::Band;
-use crate::schedule::tiles::by_document;
 use crate::schedule::{Pass, Schedule};
 
 /// More cells than this make neither a readable picture nor a small file.
@@ -146,18 +146,18 @@ impl Schedule {
         if runs > 8 * MOST_CELLS {
             return refuse(runs);
         }
-        let keys_of: Vec<_> = (0..self.grid().ring).map(|rank| by_document(keys.runs(rank))).collect();
+        let keys_of: Vec<_> = (0..self.grid().ring).map(|rank| Strand::by_document(keys.runs(rank))).collect();
         let (mut cells, mut count) = (Vec::new(), 0);
         for rank in 0..self.grid().ring {
             for (step, compute) in
                 self.outline(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
             {
                 for q in queries.runs(compute.queries) {
-                    for (_, k) in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
-                        let (frame_q, frame_k) =
-                            (queries.documents().get(q.document), keys.documents().get(k.document));
-                        for piece in self.mask().pieces(q, k, frame_q.extent, frame_k.extent)? {
-                            let (q, k) = (q.part(&piece.q), k.part(&piece.k));
+                    let (frame_q, frame_k) = (queries.documents().get(q.document), keys.documents().get(q.document));
+                    for strand in keys_of[compute.keys].get(&q.document).into_iter().flatten() {
+                        let frames = (frame_q.extent, frame_k.extent);
+                        self.mask().search_pieces(q, strand.runs(), frames, |run, piece| {
+                            let (q, k) = (q.part(&piece.q), strand.runs()[run].part(&piece.k));
                             let stride = if q.len == 1 { k.step } else { q.step };
                             count += if stride == 1 { 1 } else { piece.band.pairs(q.len, k.len) };
                             let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
@@ -165,7 +165,7 @@ impl Schedule {
                             if count <= MOST_CELLS {
                                 add_cells((rank, step), origin, (q.len, k.len), stride, piece.band, &mut cells);
                             }
-                        }
+                        });
                     }
                 }
             }

@@ -45,7 +45,7 @@ impl Panel {
                 let bytes = sent.map(|transfer| transfer.rows.len() as u64 * sizes.row(transfer.block, keys)).sum();
                 let compute = step.compute.as_ref();
                 let owner = compute.map(|compute| if moved { compute.queries } else { compute.keys });
-                (compute.map_or(0, |compute| schedule.filled(compute).pairs()), owner, bytes)
+                (compute.map_or(0, |compute| schedule.pairs_of(compute)), owner, bytes)
             };
             schedule.outline(pass, rank).iter().map(of).collect()
         };
