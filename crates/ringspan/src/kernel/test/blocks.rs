@@ -124,7 +124,7 @@ fn a_call_holds_no_more_than_it_says() {
                     }
                     let said = said + both.backward_workspace(&inputs, tiles);
                     assert!(
-                        forward.held() <= both.held() && both.held() <= said,
+                        (queries == 1 || forward.held() < both.held()) && both.held() <= said,
                         "{queries}: {} of {said}",
                         both.held()
                     );
