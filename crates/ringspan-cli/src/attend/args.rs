@@ -62,8 +62,8 @@ pub(crate) struct AttendArgs {
     /// Of a rank in attention, for --strategy auto [default: 100 for each thread]
     #[arg(long, value_name = "GFLOP/s", value_parser = positive)]
     pub(crate) rank_speed: Option<f64>,
-    /// Type in which q, k and v travel: f32, bf16 or f16 [default: that of the tensors]. Results and gradients always
-    /// travel in f32
+    /// Type in which q, k and v travel: f32, bf16 or f16 [default: that of the tensors]; tensors with a larger number than
+    /// it has (65504 in f16) are refused, on any mesh. Results and gradients always travel in f32
     #[arg(long, value_name = "TYPE")]
     pub(crate) dtype: Option<WireName>,
     /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
