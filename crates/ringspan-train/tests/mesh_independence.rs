@@ -15,7 +15,7 @@ use std::path::Path;
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(97),
@@ -142,7 +142,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     tiny_model(root);
     let (data, template) = conversations(root);
     let settings = |name: &str| Settings {
-        data: Some(data.clone()),
+        data: Some(vec![data.clone()]),
         chat_template: Some(template.clone()),
         overlong: Some("split".into()),
         sequence_length: Some(40),
@@ -181,7 +181,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     };
     let lines: Vec<String> = read(&data, &[]).unwrap().documents.iter().map(line).collect();
     std::fs::write(&all, lines.join("\n")).unwrap();
-    let (_, whole) = run(Settings { data: Some(all), chat_template: None, ring: Some(1), ..settings("whole") });
+    let (_, whole) = run(Settings { data: Some(vec![all]), chat_template: None, ring: Some(1), ..settings("whole") });
     assert!((whole.steps[0].loss - one.steps[0].loss).abs() > 1e-3);
 }
 

@@ -30,7 +30,7 @@ fn experts() -> Value {
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model_config: Some(root.join("shape/config.json")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(96),

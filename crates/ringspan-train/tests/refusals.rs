@@ -39,7 +39,7 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     let data = text(root);
     let with = |model: &Path, data: &Path| Settings {
         model: Some(model.into()),
-        data: Some(data.into()),
+        data: Some(vec![data.into()]),
         sequence_length: Some(64),
         ..Settings::default()
     };
@@ -84,7 +84,7 @@ fn a_loss_that_is_no_number_stops_the_run_and_says_what_to_do() {
     let root = folder.path();
     let settings = Settings {
         model: Some(tiny_model(root)),
-        data: Some(text(root)),
+        data: Some(vec![text(root)]),
         out: Some(root.join("out")),
         sequence_length: Some(64),
         optimizer: Some("sgd".into()),
@@ -105,7 +105,7 @@ fn a_loss_that_stays_high_stops_every_rank_with_a_checkpoint() {
     let root = folder.path();
     let settings = Settings {
         model: Some(tiny_model(root)),
-        data: Some(text(root)),
+        data: Some(vec![text(root)]),
         out: Some(root.join("out")),
         tensorboard: Some(root.join("events")),
         sequence_length: Some(64),

@@ -12,7 +12,7 @@ use std::{fs, path::Path};
 fn settings(root: &Path, name: &str, kept: Option<&Path>) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         token_cache: kept.map(Path::to_path_buf),
         sample_tokens: Some(0),

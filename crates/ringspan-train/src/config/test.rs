@@ -21,7 +21,7 @@ fn nothing_given_is_two_ranks_over_the_text_of_this_folder() {
     let config = TrainConfig::resolve(Settings::default()).unwrap();
     assert_eq!((config.ring, config.ulysses, config.dp_replicate, config.ranks()), (2, 1, 1, 2));
     assert_eq!((config.sequence_length, config.batch_size), (8192, 1));
-    assert_eq!(config.source, Source::Text(".".into()));
+    assert_eq!(config.source, Source::Text(vec![TextSource { path: ".".into(), weight: None }]));
     assert_eq!(config.out, Path::new("ringspan-out"));
     assert!(!config.resume && config.threads >= 1);
     // Another axis replaces the default ring.
