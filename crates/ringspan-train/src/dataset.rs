@@ -109,7 +109,8 @@ impl Dataset {
         };
         let (summary, notes) = described(config, &learned, judges.as_ref(), &weights, tokenizer);
         let packer = |source: &SourceOfText| {
-            let packer = Packer::new(source.corpus.train.clone(), config.sequence_length, config.seed, Position::default());
+            let packer =
+                Packer::new(source.corpus.train.clone(), config.sequence_length, config.seed, Position::default());
             packer.fitted(source.fit.clone())
         };
         let packers = learned.iter().map(packer).zip(weights.iter().copied()).collect();
@@ -311,7 +312,9 @@ fn described(
     tokenizer: &Tokenizer,
 ) -> (String, Vec<String>) {
     let held_out = match judges {
-        Some(judges) => format!("{} held out in {}", grouped(judges.corpus.train.tokens() as u64), judges.path.display()),
+        Some(judges) => {
+            format!("{} held out in {}", grouped(judges.corpus.train.tokens() as u64), judges.path.display())
+        }
         None => {
             let tokens = learned.iter().map(|source| source.corpus.held_out.tokens() as u64).sum();
             format!("{} held out", grouped(tokens))
@@ -370,9 +373,10 @@ fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f
             Some(way) => fingerprint(way.into_iter().chain(of_source(source))),
         },
         (sources, _) => {
-            let each = sources.iter().zip(shares).flat_map(|(source, share)| {
-                of_source(source).into_iter().chain([share.to_bits()])
-            });
+            let each = sources
+                .iter()
+                .zip(shares)
+                .flat_map(|(source, share)| of_source(source).into_iter().chain([share.to_bits()]));
             fingerprint(each.chain(of_judges))
         }
     }

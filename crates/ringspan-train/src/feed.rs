@@ -67,7 +67,9 @@ impl Feed {
     /// The same from other places on.
     pub(crate) fn at(self, places: &[Dealt]) -> Self {
         match self {
-            Self::Text { mixture, length, batch_size } => Self::Text { mixture: mixture.at(places), length, batch_size },
+            Self::Text { mixture, length, batch_size } => {
+                Self::Text { mixture: mixture.at(places), length, batch_size }
+            }
             tokens @ Self::Tokens(_) => tokens,
         }
     }

@@ -8,7 +8,7 @@ use meshes::{meshes, meshes_of_experts};
 use ringspan_models::{Weights, folder};
 use ringspan_train::{
     Settings, Tokenizer,
-    data::{Batch, Corpus, Encoder, Fit, HeldOut, Overlong, Packer, Position, Template, read},
+    data::{Batch, Encoder, Fit, Overlong, Packer, Position, Reading, Template, read},
 };
 use std::path::Path;
 
@@ -152,9 +152,17 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     // What the three steps of three rows are made of.
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
     let parsed = Template::read(&template, None).unwrap();
-    let texts = read(&data, &[]).unwrap();
     let encoder = Encoder::new(&tokenizer, Some(&parsed));
-    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &encoder, &data).unwrap();
+    let reading = Reading {
+        source: &data,
+        exclude: &[],
+        held_out: 0.05,
+        encoder,
+        folder: &root.join("kept"),
+        check: false,
+        deadline: std::time::Duration::from_secs(60),
+    };
+    let corpus = reading.corpus().unwrap().0;
     let fit = Fit::new(&corpus.train, 40, true, Overlong::Split);
     let mut packer = Packer::new(corpus.train, 40, 0, Position::default()).fitted(fit);
     let steps: Vec<Batch> = (0..3).map(|_| Batch::new(&packer.next_sequences(3), 40)).collect();

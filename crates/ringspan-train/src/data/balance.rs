@@ -82,7 +82,8 @@ fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
 
 /// Sequences in the order of [`halve`].
 pub(super) fn in_halves_of(sequences: Vec<Sequence>) -> Vec<Sequence> {
-    let bin = |sequence: &Sequence| Bin { pairs: sequence.pieces.iter().map(|&len| pairs(len)).sum(), ..Bin::default() };
+    let bin =
+        |sequence: &Sequence| Bin { pairs: sequence.pieces.iter().map(|&len| pairs(len)).sum(), ..Bin::default() };
     let bins: Vec<Bin> = sequences.iter().map(bin).collect();
     let mut order: Vec<usize> = (0..bins.len()).collect();
     halve(&mut order, &bins);

@@ -27,7 +27,8 @@ impl<'a> Encoder<'a> {
     /// `template` is needed for conversations only.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
-        let no_template = "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)";
+        let no_template =
+            "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)";
         Self { tokenizer, template, no_template }
     }
 

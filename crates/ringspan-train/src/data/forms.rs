@@ -234,7 +234,10 @@ mod tests {
         let expected = [said("system", "s"), said("user", "a"), silent, said("user", "c"), said("assistant", "d")];
         assert_eq!(chat(json!({"conversations": turns, "system": "s"})).unwrap(), expected);
         let message = chat(json!({"conversations": [{"from": "narrator", "value": "a"}]})).unwrap_err();
-        assert!(message.contains("message 1 is from \"narrator\"") && message.contains("human, user, gpt"), "{message}");
+        assert!(
+            message.contains("message 1 is from \"narrator\"") && message.contains("human, user, gpt"),
+            "{message}"
+        );
 
         let plain = json!({"instruction": "add", "input": "1 2", "output": "3"});
         assert_eq!(chat(plain).unwrap(), [said("user", "add\n1 2"), said("assistant", "3")]);
@@ -243,7 +246,9 @@ mod tests {
         assert_eq!(chat(more).unwrap(), expected.map(|(role, content)| said(role, content)));
         let silent = Content::from_object(json!({"instruction": "add", "output": ""})).unwrap().unwrap();
         assert!(silent.is_blank());
-        assert!(chat(json!({"instruction": "a", "output": "b", "history": [["a"]]})).unwrap_err().contains("`history`"));
+        assert!(
+            chat(json!({"instruction": "a", "output": "b", "history": [["a"]]})).unwrap_err().contains("`history`")
+        );
     }
 
     #[test]

@@ -225,9 +225,6 @@ mod tests {
         link(&elsewhere.path().join("nothing"), "broken");
         let listing = Listing::new(folder.path(), &[]).unwrap();
         assert_eq!(listing.entries.iter().map(|entry| entry.name.as_str()).collect::<Vec<_>>(), ["a.txt"]);
-        assert_eq!(
-            listing.skipped.words().unwrap(),
-            "not read: 1 broken links (broken), 1 links to folders (more)"
-        );
+        assert_eq!(listing.skipped.words().unwrap(), "not read: 1 broken links (broken), 1 links to folders (more)");
     }
 }

@@ -18,7 +18,7 @@ use ringspan_candle::pool;
 use std::{collections::VecDeque, path::Path};
 
 /// Bytes of text, and documents, that become tokens together: enough for all threads, and little memory.
-const BATCH: usize = 1 << 20;
+const BATCH: usize = 512 << 10;
 const DOCUMENTS: usize = 4096;
 
 /// Makes the tokens of a source and puts them into their file.
@@ -76,11 +76,7 @@ struct Maker<'a> {
 
 impl<'a> Maker<'a> {
     fn new(reading: &Reading<'a>, key: u64, survey: &Survey) -> Result<Self> {
-        let about = About {
-            skipped: survey.skipped.clone(),
-            suspects: survey.suspects.clone(),
-            ..About::default()
-        };
+        let about = About { skipped: survey.skipped.clone(), suspects: survey.suspects.clone(), ..About::default() };
         let cut = survey.lone_text().map(|bytes| bytes - (bytes as f64 * reading.held_out) as u64);
         Ok(Self {
             encoder: reading.encoder,

@@ -34,11 +34,8 @@ impl Mixture {
     #[must_use]
     pub fn new(sources: Vec<(Packer, f64)>, packing: Packing) -> Self {
         let sum: f64 = sources.iter().map(|(_, weight)| weight).sum();
-        let source = |(packer, weight): (Packer, f64)| Source {
-            packer: packer.with(packing),
-            share: weight / sum,
-            dealt: 0,
-        };
+        let source =
+            |(packer, weight): (Packer, f64)| Source { packer: packer.with(packing), share: weight / sum, dealt: 0 };
         Self { sources: sources.into_iter().map(source).collect(), packing }
     }
 
@@ -158,7 +155,8 @@ mod tests {
 
     #[test]
     fn a_mixture_goes_on_from_where_it_stood() {
-        let mix = || Mixture::new(vec![(packer(1, 5), 0.7), (packer(2, 9), 0.2), (packer(3, 1), 0.1)], Packing::InOrder);
+        let mix =
+            || Mixture::new(vec![(packer(1, 5), 0.7), (packer(2, 9), 0.2), (packer(3, 1), 0.1)], Packing::InOrder);
         let (mut first, mut whole) = (mix(), mix());
         for _ in 0..9 {
             first.next_sequences(3);

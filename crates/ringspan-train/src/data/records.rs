@@ -26,7 +26,8 @@ pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: T
         if text.trim().is_empty() {
             continue;
         }
-        let object = serde_json::from_str(text).map_err(|e| wrong(format!(": {e}; each line must be a JSON object")))?;
+        let object =
+            serde_json::from_str(text).map_err(|e| wrong(format!(": {e}; each line must be a JSON object")))?;
         document(object, format!("{name}:{number}"), take).map_err(|failed| failed.at(wrong))?;
     }
     Ok(())

@@ -200,7 +200,9 @@ impl Checked {
 fn checked_blocks(blocks: u64, whole: bool) -> Vec<u64> {
     match whole || blocks <= SAMPLE {
         true => (0..blocks).collect(),
-        false => (0..SAMPLE).map(|i| (u128::from(blocks - 1) * u128::from(i) / u128::from(SAMPLE - 1)) as u64).collect(),
+        false => {
+            (0..SAMPLE).map(|i| (u128::from(blocks - 1) * u128::from(i) / u128::from(SAMPLE - 1)) as u64).collect()
+        }
     }
 }
 

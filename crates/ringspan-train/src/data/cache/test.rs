@@ -5,7 +5,7 @@ use std::fs;
 fn save(folder: &Path, key: u64, documents: &[(Vec<u32>, bool)], other: Option<u64>) -> PathBuf {
     let mut writer = Writer::new(folder, key).unwrap();
     for (words, held_out) in documents {
-        words.chunks(2).for_each(|words| writer.extend(words).unwrap());
+        words.chunks(words.len().div_ceil(2).max(1)).for_each(|words| writer.extend(words).unwrap());
         writer.end(*held_out).unwrap();
     }
     writer.finish(other, 5, &About { texts: 3, ..About::default() }).unwrap();

@@ -43,7 +43,8 @@ fn about_a_twentieth_is_held_out_and_a_new_document_moves_no_other() {
     assert!((25..80).contains(&all.held_out.len()), "{}", all.held_out.len());
     fs::remove_file(folder.path().join("data").join(&names[999])).unwrap();
     let fewer = read(&folder.path().join("data"), 0.05).unwrap();
-    let without = |store: &Store| texts(store).into_iter().filter(|text| !text.ends_with("0999.rs")).collect::<Vec<_>>();
+    let without =
+        |store: &Store| texts(store).into_iter().filter(|text| !text.ends_with("0999.rs")).collect::<Vec<_>>();
     assert_eq!(without(&all.held_out), texts(&fewer.held_out));
     // A larger share holds out what a smaller one does; none holds out nothing.
     let held = |share| texts(&read(&folder.path().join("data"), share).unwrap().held_out);
@@ -105,7 +106,7 @@ fn a_long_text_is_one_document_and_its_words_are_its_bytes() {
     assert_eq!((alone.train.len(), alone.held_out.len()), (1, 1));
     let whole = [bytes(alone.train.document(0)), bytes(alone.held_out.document(0))];
     assert!(whole.concat() == long.as_bytes());
-    assert_eq!(whole[1].len().abs_diff(long.len() / 20), 0);
+    assert!(whole[1].len().abs_diff(long.len() / 20) <= 1, "no character is cut");
     let both = read(&folder.path().join("data"), 0.0).unwrap();
     assert!(bytes(both.train.document(0)) == long.as_bytes() && both.train.len() == 2);
 }
@@ -238,10 +239,10 @@ fn every_form_in_every_packing_is_learned_as_it_is_meant() {
         assert_eq!((texts, completions, chats), (1, 1, 4));
         assert!(corpus.about.stays_whole());
     }
-    assert_eq!(crate::data::read(&root.join("c.json"), &[]).unwrap().documents[1].content, Content::Completion {
-        prompt: "2+2=".into(),
-        completion: "4".into()
-    });
+    assert_eq!(
+        crate::data::read(&root.join("c.json"), &[]).unwrap().documents[1].content,
+        Content::Completion { prompt: "2+2=".into(), completion: "4".into() }
+    );
 }
 
 #[test]
@@ -254,9 +255,8 @@ fn a_conversation_that_teaches_nothing_stops_the_run_and_a_damaged_template_is_n
     fs::write(&template, "{{ messages[0].content }}").unwrap();
     let template = Template::read(&template, None).unwrap();
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
-    let failed = |encoder: Encoder<'_>| {
-        reading(&path, 0.05, encoder, |reading| reading.corpus()).unwrap_err().to_string()
-    };
+    let failed =
+        |encoder: Encoder<'_>| reading(&path, 0.05, encoder, |reading| reading.corpus()).unwrap_err().to_string();
     let message = failed(Encoder::new(&tokenizer, Some(&template)));
     assert!(message.contains("c.jsonl:2") && message.contains("no token of it is learned"), "{message}");
     let message = failed(Encoder::new(&tokenizer, None).without_template("the template is damaged"));

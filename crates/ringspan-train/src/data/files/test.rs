@@ -196,7 +196,9 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
 #[test]
 fn a_byte_order_mark_belongs_to_no_text() {
     let folder = tempfile::tempdir().unwrap();
-    for (name, rest) in [("a.txt", "hello"), ("a.jsonl", "{\"text\": \"hello\"}"), ("a.json", "[{\"text\": \"hello\"}]")] {
+    for (name, rest) in
+        [("a.txt", "hello"), ("a.jsonl", "{\"text\": \"hello\"}"), ("a.json", "[{\"text\": \"hello\"}]")]
+    {
         write(folder.path(), name, format!("\u{feff}{rest}").as_bytes());
         let texts = read(&folder.path().join(name), &[]).unwrap();
         assert_eq!(texts.documents[0].content, Content::Text("hello".into()), "{name}");
