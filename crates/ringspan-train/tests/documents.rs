@@ -41,7 +41,7 @@ fn a_model_is_judged_by_texts_of_their_own_by_a_share_or_not_at_all() {
         fs::read_to_string(&data).unwrap().lines().map(|line| line.len() - "{\"text\":\"\"}".len() + 1).sum();
     let words = memory.plan.data.replace(',', "");
     // Nothing predicts the first token of each of the forty texts.
-    let counts = format!("{all} tokens read, {} tokens learned", all - 40);
+    let counts = format!("{all} tokens read {} tokens learned", all - 40);
     assert!(words.contains(&counts), "{words}: {counts}");
 
     let (outcome, memory) = run(Settings { held_out: Some(0.0), sample_tokens: None, ..settings(root, "none") });

@@ -54,8 +54,8 @@ fn memory_does_not_grow_with_the_text() {
         let data = write(&root.join(name), 12 * MEGABYTE, records);
         let (first, said) = peak(root, data.clone());
         assert!(said.contains("tokens read"), "{said}");
-        assert!(first < least + 26 * MEGABYTE, "{name}: {first} bytes, {least} for a short text");
-        // Tokens of four bytes each: 48 MB.
+        // The tokenizer itself remembers up to ten thousand words.
+        assert!(first < least + 40 * MEGABYTE, "{name}: {first} bytes, {least} for a short text");
         let (kept, _) = peak(root, data);
         assert!(kept < least + 5 * MEGABYTE, "{name}: {kept} bytes with kept tokens, {least} for a short text");
     }

@@ -52,6 +52,7 @@ struct Maker<'a> {
     share: f64,
     writer: Writer,
     about: About,
+    /// What waits to become tokens, and the bytes of its text.
     jobs: Vec<Job>,
     bytes: usize,
     /// The first record, until there is a second: of a lone text the end is held out.
@@ -65,8 +66,10 @@ struct Maker<'a> {
     joiner: Option<Joiner>,
     /// Whether some document has words.
     says: bool,
-    /// Documents, those of them held out, and the one with the smallest hash of its name.
-    chosen: (u64, u64),
+    /// Documents that are written, and those of them that are held out.
+    written: u64,
+    held_out: u64,
+    /// The smallest hash of a document's name, and the document's place.
     least: Option<(u64, u64)>,
     /// The hash of the name of each document whose words are not written yet.
     hashes: VecDeque<u64>,
@@ -92,7 +95,8 @@ impl<'a> Maker<'a> {
             done: 0,
             joiner: None,
             says: false,
-            chosen: (0, 0),
+            written: 0,
+            held_out: 0,
             least: None,
             hashes: VecDeque::new(),
             halved: false,
@@ -212,7 +216,7 @@ impl<'a> Maker<'a> {
             Made::Window { window, tokens, held_out } => self.join(&window, tokens, held_out),
             Made::Document { words, held_out } => {
                 self.writer.extend(&words)?;
-                self.written(held_out)
+                self.count_written(held_out)
             }
         })
     }
@@ -230,14 +234,14 @@ impl<'a> Maker<'a> {
             self.joiner = None;
         }
         self.writer.extend(&words)?;
-        if window.last { self.written(held_out) } else { Ok(()) }
+        if window.last { self.count_written(held_out) } else { Ok(()) }
     }
 
     /// A document is written.
-    fn written(&mut self, held_out: bool) -> Result<()> {
+    fn count_written(&mut self, held_out: bool) -> Result<()> {
         let hash = self.hashes.pop_front().unwrap_or_default();
         if let Some(index) = self.writer.end(held_out)? {
-            self.chosen = (self.chosen.0 + 1, self.chosen.1 + u64::from(held_out));
+            (self.written, self.held_out) = (self.written + 1, self.held_out + u64::from(held_out));
             self.least = self.least.filter(|(least, _)| *least <= hash).or(Some((hash, index)));
         }
         Ok(())
@@ -265,9 +269,9 @@ impl<'a> Maker<'a> {
             return Err(nothing(self.source, &self.about.skipped));
         }
         // Few documents can all fall on one side: then the one of the smallest hash goes to the other.
-        let (documents, held_out) = self.chosen;
-        let one_side = documents > 1 && !self.halved && self.share > 0.0 && (held_out == 0 || held_out == documents);
-        let other = self.least.filter(|_| one_side).map(|(_, index)| index);
+        let one_side = self.held_out == 0 || self.held_out == self.written;
+        let splits = self.share > 0.0 && self.written > 1 && !self.halved;
+        let other = self.least.filter(|_| splits && one_side).map(|(_, index)| index);
         self.writer.finish(other, contents, &self.about)
     }
 }
