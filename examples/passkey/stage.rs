@@ -43,7 +43,7 @@ impl Stage {
         let new = out.join(format!("{}-{}", sight.name(), self.length));
         let settings = Settings {
             model: Some(from.into()),
-            data: Some(self.data(out)),
+            data: Some(vec![self.data(out)]),
             out: Some(new.clone()),
             token_cache: Some(out.join("tokens")),
             sequence_length: Some(self.length / parts),

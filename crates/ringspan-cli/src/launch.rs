@@ -31,7 +31,7 @@ pub(crate) fn run(args: LaunchArgs, command: impl FnOnce(&Ranks) -> Result<ExitC
 }
 
 fn failed(error: &anyhow::Error) -> ExitCode {
-    say::error(&format!("error: {error:#}"));
+    say::error(&format!("error: {}", say::with_causes(error)));
     ExitCode::FAILURE
 }
 
@@ -71,7 +71,7 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
             eprintln!("{launch}");
         }
         // In words, with its causes, since the others are told no more than the text.
-        command(&ranks).map_err(|error| anyhow!("{error:#}"))
+        command(&ranks).map_err(|error| anyhow!(say::with_causes(&error)))
     });
     let good = result.is_ok();
     // Shown before the end, which may come with the end of all processes.

@@ -5,7 +5,10 @@ use crate::say;
 use anyhow::{Context, Result, anyhow};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
-use ringspan_models::{Decoder, Origin, RopeScaling, texts::Around};
+use ringspan_models::{
+    Decoder, Origin, RopeScaling,
+    texts::{Around, without_tokenizer},
+};
 use ringspan_serve::{Mesh, Model};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -74,7 +77,7 @@ pub(crate) fn warn_beyond(model: &Model, length: usize) {
 /// The tokenizer of the model at `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
     let found = Origin::at(path).and_then(|origin| origin.tokenizer()).context("--model")?;
-    found.with_context(|| format!("{} has no tokenizer.json", path.display()))
+    found.with_context(|| format!("{}: {}", path.join("tokenizer.json").display(), without_tokenizer(path)))
 }
 
 /// The tokens of `text`, behind the special tokens that a text begins with, as training puts them; none at its end, which a

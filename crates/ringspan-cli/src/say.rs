@@ -18,6 +18,17 @@ pub(crate) fn error(text: &str) {
     let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
+/// An error and what caused it, in one line. Many errors say their cause themselves, and it is not said twice.
+pub(crate) fn with_causes(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.ends_with(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
 /// Writes a line to standard error that one process says for all.
 pub(crate) fn note(text: impl Display) {
     if !SILENT.load(Ordering::SeqCst) {
@@ -43,4 +54,41 @@ pub(crate) fn write(text: &str) -> Result<bool> {
 /// Writes a line.
 pub(crate) fn line(text: impl Display) -> Result<()> {
     write(&format!("{text}\n")).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::with_causes;
+    use anyhow::Context;
+
+    /// An error that says its cause itself, as many do.
+    #[derive(Debug)]
+    struct Told {
+        source: std::io::Error,
+    }
+
+    impl std::fmt::Display for Told {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "cannot read a.txt: {}", self.source)
+        }
+    }
+
+    impl std::error::Error for Told {
+        fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+            Some(&self.source)
+        }
+    }
+
+    #[test]
+    fn a_cause_is_said_once_whether_the_error_says_it_or_not() {
+        let told = || Told { source: std::io::Error::from_raw_os_error(2) };
+        let system = std::io::Error::from_raw_os_error(2).to_string();
+        assert_eq!(with_causes(&told().into()), format!("cannot read a.txt: {system}"));
+        let outer = Err::<(), _>(told()).context("--data").expect_err("an error");
+        assert_eq!(with_causes(&outer), format!("--data: cannot read a.txt: {system}"));
+        let plain = Err::<(), _>(std::io::Error::from_raw_os_error(2)).context("cannot open b").expect_err("an error");
+        assert_eq!(with_causes(&plain), format!("cannot open b: {system}"));
+        let same = anyhow::anyhow!("it is gone").context("the disk");
+        assert_eq!(with_causes(&same), "the disk: it is gone");
+    }
 }

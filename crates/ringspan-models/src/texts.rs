@@ -51,6 +51,19 @@ pub fn uncut(mut tokenizer: Tokenizer) -> tokenizers::Result<Tokenizer> {
     Ok(tokenizer)
 }
 
+/// What to do where `folder` has no tokenizer.json: some models come with SentencePiece's file alone.
+pub fn without_tokenizer(folder: &Path) -> String {
+    let sentence_piece = folder.join("tokenizer.model");
+    match sentence_piece.exists() {
+        true => format!(
+            "is missing, and tokenizer.model beside it is another format (SentencePiece's), which is not read: make one of it \
+             with transformers, `AutoTokenizer.from_pretrained(\"{folder}\").save_pretrained(\"{folder}\")`",
+            folder = folder.display()
+        ),
+        false => "is missing".into(),
+    }
+}
+
 /// Tokens that end a text, by the first that names any: `generation_config.json` in one of `folders`, then `config`.
 ///
 /// # Errors
@@ -139,6 +152,19 @@ mod tests {
         }
         let json = whole.to_string(false).expect("JSON");
         assert!(json.contains("\"truncation\":null") && json.contains("\"padding\":null"), "{json}");
+    }
+
+    #[test]
+    fn a_file_of_sentence_piece_is_named_where_the_tokenizer_is_missing() {
+        let folder = tempfile::tempdir().expect("folder");
+        assert_eq!(without_tokenizer(folder.path()), "is missing");
+        std::fs::write(folder.path().join("tokenizer.model"), b"\x0a").expect("file");
+        let words = without_tokenizer(folder.path());
+        let path = folder.path().display().to_string();
+        assert!(
+            words.contains("tokenizer.model") && words.contains("from_pretrained") && words.contains(&path),
+            "{words}"
+        );
     }
 
     #[test]

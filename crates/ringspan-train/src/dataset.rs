@@ -2,10 +2,10 @@
 
 use crate::{
     checkpoint::Identity,
-    config::{Source, TrainConfig},
+    config::{Source, TextSource, TrainConfig},
     data::{
-        Content, Corpus, Encoder, Fit, GIVEN, HeldOut, Overlong, Packer, Position, Sequence, Template, Texts, cache,
-        cache::Found, fingerprint, read, read_tokens,
+        Corpus, Encoder, Fit, GIVEN, Mixture, Overlong, Packer, Position, Reading, Sequence, Store, Template,
+        fingerprint, read_tokens,
     },
     error::{Error, Result},
     feed::Feed,
@@ -13,7 +13,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use ringspan_candle::pool;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Data as it is fed, and what it is.
 pub(crate) struct Dataset {
@@ -27,30 +27,20 @@ pub(crate) struct Dataset {
     pub(crate) warnings: Vec<String>,
     /// The token that ends what is learned, where there is one.
     pub(crate) end: Option<u32>,
-    /// Tokens that are in no file yet.
-    pub(crate) unsaved: Option<Unsaved>,
 }
 
-/// Tokens to be kept, under their key.
-pub(crate) struct Unsaved {
-    key: u64,
-    corpus: Corpus,
-}
-
-impl Unsaved {
-    /// Writes them into `folder`; the same tokens, in that file.
-    pub(crate) fn save(self, folder: &Path) -> Result<Corpus> {
-        cache::save(folder, self.key, &self.corpus)?;
-        Ok(match cache::open(folder, self.key)? {
-            Found::Tokens(mapped) if mapped.fingerprint == self.corpus.fingerprint => mapped,
-            // Somebody else has been there meanwhile.
-            _ => self.corpus,
-        })
-    }
+/// What becomes of tokens that cannot be kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tokens {
+    /// Then there is no run.
+    MustBeKept,
+    /// They are made for now, and removed: of a plan nothing else is needed.
+    MayBeLost,
 }
 
 impl Dataset {
-    /// Reads the data of a run for a model of `vocabulary` tokens, on `threads` threads; writes nothing.
+    /// Reads the data of a run for a model of `vocabulary` tokens, on `threads` threads; writes its tokens where they are kept,
+    /// and nothing else.
     ///
     /// # Errors
     /// Files that cannot be read, documents that cannot be written as tokens, and tokens that the model does not have.
@@ -59,22 +49,31 @@ impl Dataset {
         tokenizer: Option<&Tokenizer>,
         vocabulary: usize,
         threads: usize,
+        tokens: Tokens,
     ) -> Result<Self> {
         match (&config.source, tokenizer) {
             (Source::Tokens(path), _) => Self::batch(path, vocabulary),
-            (Source::Text(path), Some(tokenizer)) => {
-                pool::run(threads, || Self::text(config, path, tokenizer, vocabulary))?
+            (Source::Text(sources), Some(tokenizer)) => {
+                let folder = TokenFolder::new(&config.token_cache, tokens)?;
+                pool::run(threads, || Self::text(config, sources, tokenizer, vocabulary, &folder))?
             }
-            (Source::Text(path), None) => {
-                Err(Error::Data { path: path.clone(), problem: "text needs a tokenizer, and there is none".into() })
-            }
+            (Source::Text(sources), None) => Err(Error::Data {
+                path: sources.first().map(|source| source.path.clone()).unwrap_or_default(),
+                problem: "text needs a tokenizer, and there is none".into(),
+            }),
         }
     }
 
     fn batch(path: &Path, vocabulary: usize) -> Result<Self> {
         let batch = read_tokens(path, vocabulary)?;
         let identity = Identity {
-            summary: format!("{} sequences of {} tokens in {}", batch.rows, batch.length, path.display()),
+            summary: format!(
+                "{} sequences of {} tokens in {}: {}",
+                batch.rows,
+                batch.length,
+                path.display(),
+                read_and_learned(batch.real_tokens(), batch.valid_targets())
+            ),
             fingerprint: fingerprint(batch.tokens.iter().map(|&t| u64::from(t)).chain([batch.length as u64])),
         };
         Ok(Self::fed(Feed::Tokens(batch), identity))
@@ -83,139 +82,335 @@ impl Dataset {
     /// What is fed, with nothing held out.
     pub(crate) fn fed(feed: Feed, identity: Identity) -> Self {
         let (held_out, notes, warnings) = Default::default();
-        Self { feed, held_out, identity, notes, warnings, end: None, unsaved: None }
+        Self { feed, held_out, identity, notes, warnings, end: None }
     }
 
-    fn text(config: &TrainConfig, path: &Path, tokenizer: &Tokenizer, vocabulary: usize) -> Result<Self> {
-        let not_learned = [Some(config.out.clone()), config.eval_data.clone()];
-        let texts = read(path, &not_learned.into_iter().flatten().collect::<Vec<_>>())?;
-        let judged = config.eval_data.as_ref().map(|path| read(path, std::slice::from_ref(&config.out)));
-        let judged = judged.transpose()?;
-        let template = template(config, path, tokenizer, [Some(&texts), judged.as_ref()])?;
-        let encoder = Encoder::new(tokenizer, template.as_ref());
-        let held_out = match (&judged, &config.eval_data) {
-            (Some(texts), Some(path)) => HeldOut::Texts(texts, path),
-            _ => HeldOut::Share(config.held_out),
-        };
-        let key = Corpus::key(&texts, &held_out, &encoder)?;
-        let all = [Some(&texts), judged.as_ref()];
-        let skipped = all.into_iter().flatten().filter_map(|texts| texts.skipped.words());
-        let mut said: Vec<String> = skipped.map(|words| format!("skipped {words}")).collect();
-        let made = || Corpus::new(&texts, &held_out, &encoder, path);
-        let (corpus, kept) = match cache::open(&config.token_cache, key)? {
-            Found::Tokens(corpus) => (corpus, true),
-            Found::Nothing => (made()?, false),
-            Found::Damaged(why) => {
-                said.push(format!("{} is made again: {why}", cache::path(&config.token_cache, key).display()));
-                (made()?, false)
+    fn text(
+        config: &TrainConfig,
+        sources: &[TextSource],
+        tokenizer: &Tokenizer,
+        vocabulary: usize,
+        folder: &TokenFolder,
+    ) -> Result<Self> {
+        let reader = Reader::new(config, tokenizer, vocabulary, folder)?;
+        let learned = sources.iter().map(|source| reader.learned(source)).collect::<Result<Vec<_>>>()?;
+        let judges = config.eval_data.as_ref().map(|path| reader.judges(path)).transpose()?;
+        reader.template_has_effect(learned.iter().chain(&judges), sources)?;
+        let weights = shares(&learned);
+        let mut warnings: Vec<String> = folder.warning.iter().cloned().collect();
+        warnings.extend(learned.iter().flat_map(SourceOfText::warnings));
+        let end = learned.iter().find_map(|source| source.end(tokenizer).0.filter(|_| source.only_chats()));
+        let held_out = match &judges {
+            Some(judges) => judges.look(&judges.corpus.train, config, 1.0),
+            None => {
+                let each = learned.iter().zip(&weights);
+                each.flat_map(|(source, share)| source.look(&source.corpus.held_out, config, *share)).collect()
             }
         };
-        known(&corpus, tokenizer, vocabulary)?;
-        let said = if said.is_empty() { String::new() } else { format!(" ({})", said.join("; ")) };
-        let from = config.eval_data.as_ref().map_or(String::new(), |path| format!(" in {}", path.display()));
-        let summary = format!(
-            "{} documents of {}: {} tokens to train on, {} held out{from}{said}",
-            texts.documents.len(),
-            path.display(),
-            grouped(corpus.train_tokens() as u64),
-            grouped(corpus.held_out_tokens() as u64)
-        );
-
-        let length = config.sequence_length;
-        let fit = |texts: &Texts, documents| {
-            let whole = texts.documents.iter().any(|document| !matches!(document.content, Content::Text(_)));
-            let default = if whole { Overlong::Truncate } else { Overlong::Split };
-            Fit::new(documents, length, whole, config.overlong.unwrap_or(default))
+        let (summary, notes) = described(config, &learned, judges.as_ref(), &weights, tokenizer);
+        let packer = |source: &SourceOfText| {
+            let packer =
+                Packer::new(source.corpus.train.clone(), config.sequence_length, config.seed, Position::default());
+            packer.fitted(source.fit.clone())
         };
-        let train = fit(&texts, &corpus.train);
-        if train.is_empty() {
-            let problem = format!(
-                "every document is longer than {length} tokens, and nothing is left of them: {train}; raise \
-                 --sequence-length, or give --overlong split"
-            );
-            return Err(Error::Data { path: path.into(), problem });
-        }
-        let judges = fit(judged.as_ref().unwrap_or(&texts), &corpus.held_out);
-        let held_out = Packer::once(&corpus.held_out, &judges, length, config.eval_tokens);
-        // What fits in another way is in other sequences.
-        let ways = [&train, &judges].map(Fit::identity);
-        let fingerprint = match ways {
-            [None, None] => corpus.fingerprint,
-            ways => fingerprint(ways.into_iter().flatten().flatten().chain([corpus.fingerprint])),
-        };
-        let (end, ending) = ends(&texts, &corpus, tokenizer);
-        let warnings = texts.suspects.iter().map(|name| {
-            format!("{name} is learned like all others: name a file to be judged by with --eval-data, and move it away")
-        });
-        let packer = Packer::new(corpus.train.clone(), length, config.seed, Position::default());
+        let packers = learned.iter().map(packer).zip(weights.iter().copied()).collect();
         Ok(Self {
             held_out,
-            identity: Identity { summary, fingerprint },
-            notes: vec![ending, train.to_string()],
-            warnings: warnings.collect(),
-            end,
-            unsaved: (!kept).then_some(Unsaved { key, corpus }),
+            identity: Identity { summary, fingerprint: identity(&learned, judges.as_ref(), &weights) },
+            notes,
+            warnings,
+            end: end.or(tokenizer.end_of_text()),
             feed: Feed::Text {
-                packer: packer.fitted(train).with(config.packing),
-                length,
+                mixture: Mixture::new(packers, config.packing),
+                length: config.sequence_length,
                 batch_size: config.batch_size,
             },
         })
     }
 }
 
-/// The template that conversations are written with, where there are any.
-fn template(
-    config: &TrainConfig,
-    path: &Path,
-    tokenizer: &Tokenizer,
-    texts: [Option<&Texts>; 2],
-) -> Result<Option<Template>> {
-    let mut documents = texts.into_iter().flatten().flat_map(|texts| &texts.documents);
-    let chat = documents.any(|document| matches!(document.content, Content::Chat { .. }));
-    match (&config.chat_template, tokenizer.folder()) {
-        (Some(file), _) if !chat => Err(Error::Settings(format!(
-            "--chat-template {} has no effect: {} holds no `messages`; leave it out",
-            file.display(),
-            path.display()
-        ))),
-        (Some(file), folder) => Template::read(file, folder).map(Some),
-        (None, Some(folder)) if chat => Template::of_model(folder),
-        _ => Ok(None),
-    }
+/// Makes tokens of the sources of a run.
+struct Reader<'a> {
+    config: &'a TrainConfig,
+    tokenizer: &'a Tokenizer,
+    vocabulary: usize,
+    folder: &'a Path,
+    template: Option<Template>,
+    /// Why the model's template cannot be used, where it has one.
+    no_template: Option<String>,
 }
 
-/// Refuses a token for which the model has no row. Some tokenizers have more tokens than their model, for what it cannot
-/// read, as images; that harms only where one occurs.
-fn known(corpus: &Corpus, tokenizer: &Tokenizer, vocabulary: usize) -> Result<()> {
-    let documents = corpus.train.documents().chain(corpus.held_out.documents());
-    let Some(largest) = documents.flatten().map(|word| word & !GIVEN).max() else { return Ok(()) };
-    if (largest as usize) < vocabulary {
-        return Ok(());
-    }
-    let name = tokenizer.spelling(largest).unwrap_or_default();
-    let problem = format!(
-        "has {} tokens, and its token {largest} ({name}) is in the data, but the model's vocabulary is {vocabulary}",
-        tokenizer.vocabulary()
-    );
-    Err(Error::Tokenizer { path: tokenizer.path().into(), problem })
+/// A source with its tokens.
+struct SourceOfText {
+    path: PathBuf,
+    weight: Option<f64>,
+    corpus: Corpus,
+    /// What is packed of what is learned.
+    fit: Fit,
+    /// What was wrong with tokens that were kept, in words.
+    said: Vec<String>,
 }
 
-/// The token that ends what is learned, and what the plan says of it.
-fn ends(texts: &Texts, corpus: &Corpus, tokenizer: &Tokenizer) -> (Option<u32>, String) {
-    let chat = |content: &Content| matches!(content, Content::Chat { .. });
-    if texts.documents.iter().all(|document| chat(&document.content)) {
-        // What the template writes behind the last answer, of which all documents have one.
-        let words = corpus.train.documents().next().unwrap_or_default();
-        let learned = words.iter().rev().copied().filter(|word| word & GIVEN == 0);
-        let end = learned.into_iter().find_map(|word| tokenizer.special(word).map(|name| (word, name)));
-        return match end {
-            Some((id, name)) => (Some(id), format!("answers end with {name} (token {id}), as the template says")),
-            None => (tokenizer.end_of_text(), "answers end as the template says, with no special token".into()),
+impl<'a> Reader<'a> {
+    fn new(
+        config: &'a TrainConfig,
+        tokenizer: &'a Tokenizer,
+        vocabulary: usize,
+        folder: &'a TokenFolder,
+    ) -> Result<Self> {
+        let (template, no_template) = match (&config.chat_template, tokenizer.folder()) {
+            (Some(file), folder) => (Some(Template::read(file, folder)?), None),
+            // A template that is damaged, or beyond this engine, harms only where there are conversations.
+            (None, Some(folder)) => match Template::of_model(folder) {
+                Ok(template) => (template, None),
+                Err(error) => (None, Some(error.to_string())),
+            },
+            (None, None) => (None, None),
         };
+        Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, no_template })
     }
-    match tokenizer.end() {
-        Some(end) => (Some(end.id), format!("texts end with {end}")),
-        None => (None, "nothing marks the end of a text: the tokenizer has no token for it".into()),
+
+    fn learned(&self, source: &TextSource) -> Result<SourceOfText> {
+        let not_learned = [Some(self.config.out.clone()), self.config.eval_data.clone()];
+        let exclude: Vec<PathBuf> = not_learned.into_iter().flatten().collect();
+        let read = self.read(&source.path, &exclude, self.config.held_out)?;
+        if read.fit.is_empty() {
+            let length = self.config.sequence_length;
+            let problem = format!(
+                "every document is longer than {length} tokens, and nothing is left of them: {}; raise --sequence-length, or \
+                 give --overlong split",
+                read.fit
+            );
+            return Err(Error::Data { path: source.path.clone(), problem });
+        }
+        Ok(SourceOfText { weight: source.weight, ..read })
+    }
+
+    fn judges(&self, path: &Path) -> Result<SourceOfText> {
+        self.read(path, std::slice::from_ref(&self.config.out), 0.0)
+    }
+
+    fn read(&self, path: &Path, exclude: &[PathBuf], held_out: f64) -> Result<SourceOfText> {
+        let encoder = Encoder::new(self.tokenizer, self.template.as_ref());
+        let encoder = match &self.no_template {
+            Some(why) => encoder.without_template(why),
+            None => encoder,
+        };
+        let reading = Reading {
+            source: path,
+            exclude,
+            held_out,
+            encoder,
+            folder: self.folder,
+            check: self.config.check_data,
+            deadline: self.config.deadline,
+        };
+        let (corpus, said) = reading.corpus()?;
+        self.known(&corpus)?;
+        let fit = fit(self.config, &corpus.train, corpus.about.stays_whole());
+        Ok(SourceOfText { path: path.into(), weight: None, corpus, fit, said })
+    }
+
+    /// Refuses a token for which the model has no row. Some tokenizers have more tokens than their model, for what it cannot
+    /// read, as images; that harms only where one occurs.
+    fn known(&self, corpus: &Corpus) -> Result<()> {
+        let Some(largest) = corpus.largest.filter(|&token| token as usize >= self.vocabulary) else { return Ok(()) };
+        let name = self.tokenizer.spelling(largest).unwrap_or_default();
+        let problem = format!(
+            "has {} tokens, and its token {largest} ({name}) is in the data, but the model's vocabulary is {}",
+            self.tokenizer.vocabulary(),
+            self.vocabulary
+        );
+        Err(Error::Tokenizer { path: self.tokenizer.path().into(), problem })
+    }
+
+    /// Refuses a template that nothing is written with.
+    fn template_has_effect<'b>(
+        &self,
+        mut all: impl Iterator<Item = &'b SourceOfText>,
+        sources: &[TextSource],
+    ) -> Result<()> {
+        let Some(file) = &self.config.chat_template else { return Ok(()) };
+        if all.any(|source| source.corpus.about.chats > 0) {
+            return Ok(());
+        }
+        let paths: Vec<String> = sources.iter().map(|source| source.path.display().to_string()).collect();
+        let (paths, verb) = (paths.join(", "), if sources.len() == 1 { "holds" } else { "hold" });
+        Err(Error::Settings(format!(
+            "--chat-template {} has no effect: {paths} {verb} no conversations; leave it out",
+            file.display()
+        )))
+    }
+}
+
+fn fit(config: &TrainConfig, documents: &Store, whole: bool) -> Fit {
+    let default = if whole { Overlong::Truncate } else { Overlong::Split };
+    Fit::new(documents, config.sequence_length, whole, config.overlong.unwrap_or(default))
+}
+
+impl SourceOfText {
+    /// A share of the most tokens of a look, as sequences.
+    fn look(&self, documents: &Store, config: &TrainConfig, share: f64) -> Vec<Sequence> {
+        let fit = fit(config, documents, self.corpus.about.stays_whole());
+        let most = (config.eval_tokens as f64 * share).ceil() as usize;
+        Packer::once(documents, &fit, config.sequence_length, most)
+    }
+
+    /// Tokens that are read, and of them those that are learned.
+    fn tokens(&self) -> (u64, u64) {
+        let (unseen, unlearned) = self.fit.lost();
+        (self.corpus.train.tokens() as u64 - unseen, self.corpus.learned[0] - unlearned)
+    }
+
+    fn only_chats(&self) -> bool {
+        self.corpus.about.chats == self.corpus.about.documents()
+    }
+
+    /// The token that ends what is learned, and what the plan says of it.
+    fn end(&self, tokenizer: &Tokenizer) -> (Option<u32>, String) {
+        if self.only_chats() {
+            // What the template writes behind the last answer, of which all documents have one.
+            let words = if self.corpus.train.is_empty() { &[] } else { self.corpus.train.document(0) };
+            let mut learned = words.iter().rev().copied().filter(|word| word & GIVEN == 0);
+            return match learned.find_map(|word| tokenizer.special(word).map(|name| (word, name))) {
+                Some((id, name)) => (Some(id), format!("answers end with {name} (token {id}), as the template says")),
+                None => (tokenizer.end_of_text(), "answers end as the template says, with no special token".into()),
+            };
+        }
+        match tokenizer.end() {
+            Some(end) => (Some(end.id), format!("texts end with {end}")),
+            None => (None, "nothing marks the end of a text: the tokenizer has no token for it".into()),
+        }
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        let suspect = |name: &String| {
+            format!("{name} is learned like all others: name a file to be judged by with --eval-data, and move it away")
+        };
+        self.corpus.about.suspects.iter().map(suspect).collect()
+    }
+
+    /// What was left out, and what was wrong with tokens that were kept.
+    fn remarks(&self) -> Vec<String> {
+        self.corpus.about.skipped.words().into_iter().chain(self.said.iter().cloned()).collect()
+    }
+}
+
+/// The share of each source: by its weight, or by its size where none has one.
+fn shares(learned: &[SourceOfText]) -> Vec<f64> {
+    let weight = |source: &SourceOfText| source.weight.unwrap_or(source.tokens().0 as f64);
+    let sum: f64 = learned.iter().map(weight).sum();
+    learned.iter().map(|source| weight(source) / sum).collect()
+}
+
+/// The data in words: a line, and others below it.
+fn described(
+    config: &TrainConfig,
+    learned: &[SourceOfText],
+    judges: Option<&SourceOfText>,
+    shares: &[f64],
+    tokenizer: &Tokenizer,
+) -> (String, Vec<String>) {
+    let held_out = match judges {
+        Some(judges) => {
+            format!("{} held out in {}", grouped(judges.corpus.train.tokens() as u64), judges.path.display())
+        }
+        None => {
+            let tokens = learned.iter().map(|source| source.corpus.held_out.tokens() as u64).sum();
+            format!("{} held out", grouped(tokens))
+        }
+    };
+    let of_judges = judges.map(SourceOfText::remarks).unwrap_or_default();
+    let remarks = |all: Vec<String>| if all.is_empty() { String::new() } else { format!(" ({})", all.join("; ")) };
+    let documents = |source: &SourceOfText| {
+        format!("{} documents of {}", grouped(source.corpus.about.documents()), source.path.display())
+    };
+    if let [source] = learned {
+        let (read, learned) = source.tokens();
+        let said = remarks([source.remarks(), of_judges].concat());
+        let summary = format!("{}: {}, {held_out}{said}", documents(source), read_and_learned(read, learned));
+        return (summary, vec![source.end(tokenizer).1, source.fit.to_string()]);
+    }
+    let (read, of_them) = learned.iter().map(SourceOfText::tokens).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+    let by = if config.weighted() { "weight" } else { "size" };
+    let summary = format!(
+        "{} sources, mixed by {by}: {}, {held_out}{}",
+        learned.len(),
+        read_and_learned(read, of_them),
+        remarks(of_judges)
+    );
+    let mut notes = Vec::new();
+    for (source, share) in learned.iter().zip(shares) {
+        let (read, learned) = source.tokens();
+        notes.push(format!(
+            "{:.1} % of the sequences: {}: {}{}",
+            share * 100.0,
+            documents(source),
+            read_and_learned(read, learned),
+            remarks(source.remarks())
+        ));
+        notes.push(format!("  {}; {}", source.end(tokenizer).1, source.fit));
+    }
+    (summary, notes)
+}
+
+fn read_and_learned(read: u64, learned: u64) -> String {
+    format!("{} tokens read, {} tokens learned", grouped(read), grouped(learned))
+}
+
+/// Of all that decides what a step is fed.
+fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f64]) -> u64 {
+    let of_source = |source: &SourceOfText| {
+        // What fits in another way is in other sequences.
+        let way = source.fit.identity().into_iter().flatten();
+        way.chain([source.corpus.fingerprint]).collect::<Vec<u64>>()
+    };
+    let of_judges = judges.map(of_source).unwrap_or_default();
+    match (learned, &of_judges[..]) {
+        ([source], []) => match source.fit.identity() {
+            None => source.corpus.fingerprint,
+            // What is held out fits in the same way.
+            Some(way) => fingerprint(way.into_iter().chain(of_source(source))),
+        },
+        (sources, _) => {
+            let each = sources
+                .iter()
+                .zip(shares)
+                .flat_map(|(source, share)| of_source(source).into_iter().chain([share.to_bits()]));
+            fingerprint(each.chain(of_judges))
+        }
+    }
+}
+
+/// The folder in which tokens are kept, or one that is removed.
+struct TokenFolder {
+    path: PathBuf,
+    /// Why tokens are not kept.
+    warning: Option<String>,
+}
+
+impl Drop for TokenFolder {
+    fn drop(&mut self) {
+        if self.warning.is_some() {
+            // What is left is in the system's folder for such files.
+            let _ = std::fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+impl TokenFolder {
+    fn new(path: &Path, tokens: Tokens) -> Result<Self> {
+        let probe = path.join(format!(".{}.probe", std::process::id()));
+        let written = std::fs::create_dir_all(path).map_err(Error::io("create", path));
+        let written = written.and_then(|()| std::fs::write(&probe, "").map_err(Error::io("write", &probe)));
+        let _ = std::fs::remove_file(&probe);
+        match (written, tokens) {
+            (Ok(()), _) => Ok(Self { path: path.into(), warning: None }),
+            (Err(error), Tokens::MustBeKept) => Err(error),
+            (Err(error), Tokens::MayBeLost) => {
+                let path = std::env::temp_dir().join(format!("ringspan-tokens-{}", std::process::id()));
+                Ok(Self { path, warning: Some(format!("the tokens are not kept: {error}")) })
+            }
+        }
     }
 }

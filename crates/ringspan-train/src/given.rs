@@ -10,10 +10,12 @@ use crate::{
 };
 use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder, texts};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const TOKENIZER: &str = "tokenizer.json";
+/// What some models have instead, which is not read.
+const SENTENCE_PIECE: &str = "tokenizer.model";
 
 /// What a model is.
 pub(crate) struct Given {
@@ -109,8 +111,7 @@ impl Given {
         let beside = if shape.is_dir() { shape.join(TOKENIZER) } else { shape.with_file_name(TOKENIZER) };
         let vocabulary = self.config.vocab_size;
         let tokenizer = match &config.tokenizer {
-            Some(named) if named.is_dir() => Tokenizer::read(&named.join(TOKENIZER))?,
-            Some(named) => Tokenizer::read(named)?,
+            Some(named) => named_tokenizer(named)?,
             None if beside.exists() => {
                 let ends = texts::end_tokens(&[], &self.json).map_err(model_error)?;
                 let tokenizer = Tokenizer::read(&beside)?.or_ends(&ends);
@@ -118,6 +119,8 @@ impl Given {
                 return Ok(Some(tokenizer));
             }
             None if !text => return Ok(None),
+            // Reading bytes instead would train another model than its folder is made for.
+            None if beside.with_file_name(SENTENCE_PIECE).exists() => return Err(missing(beside)),
             None if vocabulary < BYTE_LEVEL => {
                 let problem = format!(
                     "is missing, and vocab_size {vocabulary} of {} is too small for the {BYTE_LEVEL} tokens of the byte-level \
@@ -158,6 +161,23 @@ impl First {
     }
 }
 
+/// The tokenizer that `--tokenizer` names.
+fn named_tokenizer(named: &Path) -> Result<Tokenizer> {
+    let (folder, path) = match named.is_dir() {
+        true => (true, named.join(TOKENIZER)),
+        false => (false, named.to_owned()),
+    };
+    if folder && !path.exists() || named.file_name().is_some_and(|name| name == SENTENCE_PIECE) {
+        return Err(missing(path.with_file_name(TOKENIZER)));
+    }
+    Tokenizer::read(&path)
+}
+
+fn missing(path: PathBuf) -> Error {
+    let problem = texts::without_tokenizer(path.parent().unwrap_or(Path::new(".")));
+    Error::Tokenizer { path, problem }
+}
+
 /// That of a model that is given.
 fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     let origin = Origin::at(path).map_err(model_error)?;
@@ -167,7 +187,10 @@ fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     match origin.tokenizer().map_err(model_error)? {
         None if text => Err(Error::Tokenizer {
             path: path.join(TOKENIZER),
-            problem: "is missing, and text needs one; put it into the model's folder, or give --tokens".into(),
+            problem: format!(
+                "{}; text needs one: put it into the model's folder, or give --tokens",
+                texts::without_tokenizer(path)
+            ),
         }),
         None => Ok(None),
         Some(found) => Ok(Some(Tokenizer::new(found, path)?.or_ends(&origin.end_tokens().map_err(model_error)?))),

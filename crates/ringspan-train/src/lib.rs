@@ -5,7 +5,7 @@
 //! use std::sync::atomic::AtomicBool;
 //!
 //! # fn main() -> Result<(), ringspan_train::Error> {
-//! let settings = Settings { data: Some("corpus".into()), ring: Some(2), ..Settings::default() };
+//! let settings = Settings { data: Some(vec!["corpus".into()]), ring: Some(2), ..Settings::default() };
 //! let config = TrainConfig::resolve(settings)?;
 //! let outcome = train(&config, &AtomicBool::new(false), &mut Terminal::new())?;
 //! println!("{} steps, model in {}", outcome.step, outcome.out.display());
@@ -43,8 +43,9 @@ mod tokenizer;
 mod trainer;
 mod trial;
 mod watchdog;
+mod windows;
 
-pub use config::{Length, RouterLossOver, Sharding, Source, TrainConfig};
+pub use config::{Length, RouterLossOver, Sharding, Source, TextSource, TrainConfig};
 pub use error::{Error, Result};
 pub use events::EventFile;
 pub use hidden::hidden;

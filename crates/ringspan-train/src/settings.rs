@@ -36,10 +36,13 @@ pub struct Settings {
     /// else bytes]
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokenizer: Option<PathBuf>,
-    /// Text: a folder of text, a text file, or a .jsonl or .parquet file with `text`, `messages`, or `prompt` and
-    /// `completion`, or a folder of such files with no other text beside them [default: the current folder]
-    #[arg(long, value_name = "PATH", help_heading = "Model and data")]
-    pub data: Option<PathBuf>,
+    /// Text: a folder of text, a text file, or a .jsonl, .json or .parquet file with `text`, `messages`, `conversations`,
+    /// `prompt` and `completion`, or `instruction` and `output`, or a folder of such files with no other text beside them; all
+    /// but Parquet also as .gz or .zst. Given more than once, sources are mixed by their sizes, or as PATH=WEIGHT by weights:
+    /// each sequence is of one source [default: the current folder]
+    #[arg(long, value_name = "PATH[=WEIGHT]", help_heading = "Model and data")]
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "one_or_several")]
+    pub data: Option<Vec<PathBuf>>,
     /// Tokens instead of text: a safetensors file with `tokens` [B,S] and optionally `lengths` [B]; every step takes it whole
     #[arg(long, value_name = "FILE", help_heading = "Model and data")]
     pub tokens: Option<PathBuf>,
@@ -56,6 +59,10 @@ pub struct Settings {
     /// Folder where the tokens of a text are kept, so that it is tokenised once, by a dry run too [default: tokens, in the output folder]
     #[arg(long, value_name = "DIR", help_heading = "Model and data")]
     pub token_cache: Option<PathBuf>,
+    /// Read all of the text at the start, and compare it with what kept tokens were made of, instead of trusting the sizes and
+    /// times of its files and a sample of each; and kept tokens with all their sums
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", help_heading = "Model and data")]
+    pub check_data: Option<bool>,
     /// How documents fill the sequences of a step: in-order, or balanced, which deals the same documents so that attention
     /// costs each sequence about the same [default: in-order]
     #[arg(long, value_name = "NAME", help_heading = "Model and data")]
@@ -305,5 +312,33 @@ impl Settings {
 
     fn table(&self) -> Result<toml::Table> {
         toml::Table::try_from(self).map_err(|e| Error::Settings(format!("the settings cannot be written down: {e}")))
+    }
+}
+
+/// Paths as one string, or as a list of several.
+mod one_or_several {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use std::path::PathBuf;
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged, expecting = "a path, or a list of paths")]
+    enum Paths {
+        One(PathBuf),
+        Several(Vec<PathBuf>),
+    }
+
+    pub(super) fn serialize<S: Serializer>(paths: &Option<Vec<PathBuf>>, to: S) -> Result<S::Ok, S::Error> {
+        let paths = paths.clone().map(|paths| match <[PathBuf; 1]>::try_from(paths) {
+            Ok([one]) => Paths::One(one),
+            Err(several) => Paths::Several(several),
+        });
+        paths.serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Vec<PathBuf>>, D::Error> {
+        Ok(Some(match Paths::deserialize(from)? {
+            Paths::One(path) => vec![path],
+            Paths::Several(paths) => paths,
+        }))
     }
 }

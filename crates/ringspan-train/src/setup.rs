@@ -2,9 +2,9 @@
 
 use crate::{
     checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
-    config::{Length, RUN_FILE, Source, TrainConfig},
+    config::{Length, RUN_FILE, Source, TextSource, TrainConfig},
     data::{Batch, Sequence, fingerprint},
-    dataset::{Dataset, Unsaved},
+    dataset::{Dataset, Tokens},
     error::{Error, Result},
     feed::Feed,
     given::Given,
@@ -55,13 +55,11 @@ pub(crate) struct Setup {
     /// The token that ends what is learned, where there is one.
     pub(crate) end: Option<u32>,
     pub(crate) plan: Plan,
-    /// Tokens that are in no file yet.
-    pub(crate) unsaved: Option<Unsaved>,
 }
 
 impl Setup {
-    /// Reads and checks; writes nothing.
-    pub(crate) fn new(config: &TrainConfig) -> Result<Self> {
+    /// Reads and checks; writes nothing but the tokens of a text, where they are kept.
+    pub(crate) fn new(config: &TrainConfig, tokens: Tokens) -> Result<Self> {
         let (mut given, first) = Given::new(config)?;
         let (decoder, start) = given.begin(first, config, ranks_here(config))?;
         // Before anything is read that takes long.
@@ -70,8 +68,8 @@ impl Setup {
         let tokenizer = given.tokenizer(config)?;
         let Given { config: model_config, json: config_json, .. } = given;
         let threads = config.threads * ranks_here(config);
-        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads)?;
-        let mut feed = data.feed.clone();
+        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, tokens)?;
+        let feed = data.feed.clone();
         let lr = config.lr(steps(config, &feed))?;
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data, lr);
         if config.resume {
@@ -86,10 +84,7 @@ impl Setup {
                     out = config.out.display()
                 )));
             }
-            if let Feed::Text { packer, .. } = &mut feed {
-                *packer = packer.clone().at(saved.progress.position);
-            }
-            setup.feed = feed;
+            setup.feed = feed.at(&saved.progress.places());
             setup.first_step = saved.progress.step;
             setup.tokens = saved.progress.tokens;
             setup.losses = saved.progress.losses;
@@ -118,17 +113,6 @@ impl Setup {
         met
     }
 
-    /// Writes tokens that are in no file yet, and reads them from there, as later runs do: a text may be larger than what
-    /// memory has left beside a model.
-    pub(crate) fn keep_tokens(&mut self, config: &TrainConfig) -> Result<()> {
-        let Some(unsaved) = self.unsaved.take() else { return Ok(()) };
-        let kept = unsaved.save(&config.token_cache)?;
-        if let Feed::Text { packer, .. } = &mut self.feed {
-            *packer = packer.clone().over(kept.train);
-        }
-        Ok(())
-    }
-
     /// Without a plan, at the first step.
     fn of(
         config_json: Value,
@@ -141,7 +125,7 @@ impl Setup {
     ) -> Self {
         let shapes = decoder.shapes();
         let model = identity(decoder.config(), &shapes);
-        let Dataset { feed, held_out, identity: data, notes, warnings, end, unsaved } = data;
+        let Dataset { feed, held_out, identity: data, notes, warnings, end } = data;
         Self {
             plan: Plan::default(),
             config_json,
@@ -161,7 +145,6 @@ impl Setup {
             end,
             feed,
             shapes,
-            unsaved,
         }
     }
 
@@ -285,7 +268,10 @@ pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()
         *path = std::path::absolute(&*path).map_err(Error::io("read", &*path))?;
     }
     match &config.source {
-        Source::Text(path) => settings.data = Some(absolute(path)?),
+        Source::Text(sources) => {
+            let with_weight = |source: &TextSource| Ok(source.with_path(absolute(&source.path)?));
+            settings.data = Some(sources.iter().map(with_weight).collect::<Result<_>>()?);
+        }
         Source::Tokens(path) => settings.tokens = Some(absolute(path)?),
     }
     crate::checkpoint::write_file(&config.out.join(RUN_FILE), settings.to_toml()?.as_bytes())

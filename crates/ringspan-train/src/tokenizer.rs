@@ -3,6 +3,7 @@
 use crate::{
     data::special_tokens,
     error::{Error, Result},
+    windows::{self, Token, Window},
 };
 use ringspan_models::texts::{self, Around};
 use serde_json::{Value, json};
@@ -151,10 +152,32 @@ impl Tokenizer {
     /// # Errors
     /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        if windows::is_long(text) {
+            return windows::encode(text, |part| self.tokens_of(part));
+        }
         match self.inner.encode_fast(text, false) {
             Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-            Err(e) => Err(Error::Tokenizer { path: self.path.clone(), problem: e.to_string() }),
+            Err(e) => Err(self.failed(&e)),
         }
+    }
+
+    /// The tokens of a window of a text, with the places where they begin; of a whole text, which nothing is joined to, all
+    /// places are 0.
+    pub(crate) fn tokens_of_window(&self, window: &Window) -> Result<Vec<Token>> {
+        match window.is_whole() {
+            true => Ok(self.encode(&window.text)?.into_iter().map(|id| (id, 0)).collect()),
+            false => self.tokens_of(&window.text),
+        }
+    }
+
+    /// The tokens of a part of a text, with the places where they begin.
+    pub(crate) fn tokens_of(&self, part: &str) -> Result<Vec<Token>> {
+        let encoding = self.inner.encode(part, false).map_err(|e| self.failed(&e))?;
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, _))| (id, start)).collect())
+    }
+
+    fn failed(&self, error: &tokenizers::Error) -> Error {
+        Error::Tokenizer { path: self.path.clone(), problem: error.to_string() }
     }
 
     /// Special tokens that stand before a text, as `<s>`.

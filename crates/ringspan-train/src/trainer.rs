@@ -4,6 +4,7 @@ use crate::{
     beside,
     checkpoint::Identity,
     config::TrainConfig,
+    dataset::Tokens,
     error::{Error, Result},
     events::EventFile,
     memory::{Allocated, InUse},
@@ -83,7 +84,7 @@ pub fn plan(config: &TrainConfig) -> Result<Plan> {
 /// # Errors
 /// As [`plan`]. A GPU that cannot be opened is none: the plan says so.
 pub fn plan_on(ranks: &Ranks, config: &TrainConfig) -> Result<Plan> {
-    let mut setup = Setup::new(config)?;
+    let mut setup = Setup::new(config, Tokens::MayBeLost)?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
         // Also without a GPU here: others ask who shares theirs.
@@ -93,14 +94,12 @@ pub fn plan_on(ranks: &Ranks, config: &TrainConfig) -> Result<Plan> {
             Err(error) => setup.plan.gpus_unknown = error.to_string(),
         }
     }
-    if let Err(error) = setup.keep_tokens(config) {
-        setup.plan.data_warnings.push(format!("the tokens are not kept: {error}"));
-    }
     Ok(setup.plan)
 }
 
 /// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
-/// only that of rank 0 tells its observer, looks at `stop` and writes.
+/// only that of rank 0 tells its observer, looks at `stop` and writes; the tokens of a text are made by one process of those
+/// that share a folder for them.
 ///
 /// # Errors
 /// As [`train`]; also processes whose settings, model or data differ, with the name of the setting.
@@ -110,7 +109,7 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let mut setup = Setup::new(config)?;
+    let mut setup = Setup::new(config, Tokens::MustBeKept)?;
     possible(&setup.plan)?;
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
@@ -130,7 +129,6 @@ pub fn train_on(
     if ranks.lead() {
         observer.planned(&setup.plan);
         write_settings(config, &setup.lr)?;
-        setup.keep_tokens(config)?;
         let mut file = MetricsFile::open(&metrics_path, setup.first_step)?;
         if let Some(folder) = &config.tensorboard {
             file = file.with_events(EventFile::create(folder, setup.first_step)?);

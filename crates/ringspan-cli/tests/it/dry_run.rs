@@ -42,6 +42,16 @@ fn the_plan_is_printed_and_only_tokens_are_written_whether_it_fits_or_not() {
 }
 
 #[test]
+fn a_missing_file_is_named_with_the_answer_of_the_system_once() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
+    let output = command.current_dir(folder.path()).args(["train", "--data", "nothing", "--dry-run"]).output();
+    let said = String::from_utf8(output.expect("the binary starts").stderr).expect("text");
+    assert_eq!(said.matches("os error 2").count(), 1, "{said}");
+    assert!(said.starts_with("error: cannot read nothing: "), "{said}");
+}
+
+#[test]
 fn a_plan_is_made_where_nothing_can_be_written() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     std::fs::write(folder.path().join("text.txt"), "words ".repeat(400)).expect("room for a text");

@@ -79,6 +79,10 @@ fn generate_refuses_what_makes_no_sense() {
     assert!(refusal("--model model --prompt=").contains("empty"));
     assert_eq!(run(&bench, "generate", "--model model").status.code(), Some(2));
     assert_eq!(run(&bench, "generate", "--model model --prompt a --prompt-file b").status.code(), Some(2));
+    std::fs::remove_file(bench.path("model/tokenizer.json")).expect("it was there");
+    std::fs::write(bench.path("model/tokenizer.model"), "\n").expect("file");
+    let said = refusal("--model model --prompt x");
+    assert!(said.contains("model/tokenizer.json: is missing, and tokenizer.model beside it"), "{said}");
     std::fs::write(bench.path("model/tokenizer.json"), "{").expect("file");
     assert!(refusal("--model model --prompt x").contains("tokenizer.json"));
 }

@@ -8,7 +8,7 @@ pub use storage::{Disk, Sink, Storage};
 pub use tensors::{Columns, Numbers, Region, Slice, Tensors};
 
 use crate::{
-    data::Position,
+    data::{Dealt, Position},
     error::{Error, Result},
 };
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
-use storage::sync_folder;
+pub(crate) use storage::sync_folder;
 
 /// The version of the folder's format that this code writes.
 const FORMAT: u32 = 3;
@@ -41,8 +41,11 @@ pub struct Progress {
     pub format: u32,
     /// Steps done.
     pub step: u64,
-    /// Where the next batch begins.
+    /// Where the next batch begins in the text, or in the first of several sources.
     pub position: Position,
+    /// Where it begins in each of several sources.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<Dealt>,
     /// The seed of all random draws.
     pub seed: u64,
     /// Tokens seen so far.
@@ -67,7 +70,26 @@ impl Progress {
     #[must_use]
     pub fn new(step: u64, position: Position, seed: u64, tokens: u64, model: Identity, data: Identity) -> Self {
         let (losses, config) = (Losses::default(), serde_json::Value::Null);
-        Self { format: FORMAT, step, position, seed, tokens, model, data, losses, config, end: None }
+        let sources = Vec::new();
+        Self { format: FORMAT, step, position, sources, seed, tokens, model, data, losses, config, end: None }
+    }
+
+    /// With the place in each source of the data.
+    #[must_use]
+    pub fn with_sources(self, sources: Vec<Dealt>) -> Self {
+        let position = sources.first().map_or(self.position, |source| source.position);
+        // One says no more than its position, which older versions read, too.
+        let sources = if sources.len() == 1 { Vec::new() } else { sources };
+        Self { position, sources, ..self }
+    }
+
+    /// The place in each source of the data.
+    #[must_use]
+    pub fn places(&self) -> Vec<Dealt> {
+        match &self.sources[..] {
+            [] => vec![Dealt { position: self.position, sequences: 0 }],
+            sources => sources.to_vec(),
+        }
     }
 
     /// With what is remembered of the losses.

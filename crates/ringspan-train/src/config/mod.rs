@@ -2,6 +2,7 @@
 
 mod checks;
 mod resolve;
+mod source;
 
 use crate::{
     data::{Overlong, Packing},
@@ -16,13 +17,14 @@ use ringspan::{LayoutKind, Strategy};
 use ringspan_candle::kept::Storage;
 use ringspan_candle::{DeviceName, Precision};
 use ringspan_models::{Lora, Recompute, RopeScaling, folder::SavedType};
+pub use source::{Source, TextSource};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// The settings of a run, kept in its folder so that it can be resumed.
 pub(crate) const RUN_FILE: &str = "train.toml";
 
 /// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
-const CHANGEABLE: [&str; 36] = [
+const CHANGEABLE: [&str; 37] = [
     "steps",
     "epochs",
     "lr",
@@ -56,19 +58,11 @@ const CHANGEABLE: [&str; 36] = [
     "sample-tokens",
     "export-dtype",
     "token-cache",
+    "check-data",
     "tensorboard",
     "spike-factor",
     "spike-steps",
 ];
-
-/// Where tokens come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// Text, packed into sequences.
-    Text(PathBuf),
-    /// A file of tokens, taken whole each step.
-    Tokens(PathBuf),
-}
 
 /// What of parameters, gradients and optimiser state is cut across the ranks that share a copy of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -139,6 +133,8 @@ pub struct TrainConfig {
     pub held_out: f64,
     /// Where the tokens of a text are kept.
     pub token_cache: PathBuf,
+    /// Whether every byte of the text is compared with those that kept tokens were made of.
+    pub check_data: bool,
     /// How documents fill sequences.
     pub packing: Packing,
     /// What becomes of documents longer than a sequence; none for what is usual for their kind.
@@ -324,6 +320,11 @@ impl TrainConfig {
         if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
             self.threads = (cores() / local).max(1);
         }
+    }
+
+    /// Whether sources of text are mixed by weights, not by their sizes.
+    pub(crate) fn weighted(&self) -> bool {
+        matches!(&self.source, Source::Text(all) if all.iter().any(|source| source.weight.is_some()))
     }
 
     /// Ranks in all.

@@ -28,17 +28,12 @@ impl TrainConfig {
             value => Ok(value),
         };
 
-        let source = match (&s.data, &s.tokens) {
-            (Some(_), Some(_)) => {
-                return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into()));
-            }
-            (None, Some(tokens)) => Source::Tokens(tokens.clone()),
-            (data, None) => Source::Text(data.clone().unwrap_or_else(|| ".".into())),
-        };
+        let source = Source::new(s)?;
         if matches!(source, Source::Tokens(_)) {
             for (flag, given) in [
                 ("chat-template", s.chat_template.is_some()),
                 ("token-cache", s.token_cache.is_some()),
+                ("check-data", s.check_data.is_some()),
                 ("eval-data", s.eval_data.is_some()),
                 ("held-out", s.held_out.is_some()),
                 ("packing", s.packing.is_some()),
@@ -211,6 +206,7 @@ impl TrainConfig {
             eval_data: s.eval_data.clone(),
             held_out,
             token_cache: s.token_cache.clone().unwrap_or_else(|| out.join("tokens")),
+            check_data: s.check_data.unwrap_or(false),
             packing,
             overlong: s.overlong.as_deref().map(str::parse).transpose()?,
             out,

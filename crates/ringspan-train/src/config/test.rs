@@ -21,7 +21,7 @@ fn nothing_given_is_two_ranks_over_the_text_of_this_folder() {
     let config = TrainConfig::resolve(Settings::default()).unwrap();
     assert_eq!((config.ring, config.ulysses, config.dp_replicate, config.ranks()), (2, 1, 1, 2));
     assert_eq!((config.sequence_length, config.batch_size), (8192, 1));
-    assert_eq!(config.source, Source::Text(".".into()));
+    assert_eq!(config.source, Source::Text(vec![TextSource { path: ".".into(), weight: None }]));
     assert_eq!(config.out, Path::new("ringspan-out"));
     assert!(!config.resume && config.threads >= 1);
     // Another axis replaces the default ring.
@@ -60,6 +60,7 @@ fn a_setting_without_effect_is_refused() {
     refused("eval-data = 'e'\nheld-out = 0.1", &["--held-out has no effect with --eval-data"]);
     refused("held-out = 0.0\neval-every = 5", &["--eval-every has no effect with --held-out 0"]);
     refused("tokens = 't'\ntoken-cache = 'c'", &["--token-cache has no effect"]);
+    refused("tokens = 't'\ncheck-data = true", &["--check-data has no effect"]);
     refused("tokens = 't'\nchat-template = 'c'", &["--chat-template has no effect"]);
     refused("packing = 'balanced'", &["--packing balanced has no effect", "--batch-size 1 x --grad-accumulation 1"]);
     refused("spike-steps = 3", &["--spike-steps has no effect without --spike-factor"]);
@@ -110,6 +111,37 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     for key in ["ring", "ulysses", "dp-replicate", "steps", "threads", "grad-accumulation", "keep", "batch-size"] {
         refused(&format!("{key} = 0"), &[&format!("--{key} is 0")]);
     }
+}
+
+#[test]
+fn data_is_one_path_or_several_with_weights_for_all_or_for_none() {
+    let sources = |toml: &str| match TrainConfig::resolve(settings(toml)).unwrap().source {
+        Source::Text(sources) => {
+            sources.into_iter().map(|s| (s.path.display().to_string(), s.weight)).collect::<Vec<_>>()
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(sources("data = 'a'"), [("a".into(), None)]);
+    assert_eq!(sources("data = ['a', 'b']"), [("a".into(), None), ("b".into(), None)]);
+    assert_eq!(sources("data = ['a=0.25', 'b=x=3']"), [("a".into(), Some(0.25)), ("b=x".into(), Some(3.0))]);
+    assert_eq!(sources("data = 'lr=high'"), [("lr=high".into(), None)]);
+    for toml in ["data = 'a'", "data = ['a=0.25', 'b=3']"] {
+        let text = settings(toml).to_toml().unwrap();
+        assert_eq!(text.replace('"', "'").trim(), toml);
+    }
+    refused("data = ['a=0.3', 'b']", &["--data a=0.3 has a weight", "--data b has none", "PATH=0.3"]);
+    refused("data = 'a=0.3'", &["--data a=0.3", "no effect on a lone source"]);
+    refused("data = ['a=0', 'b=1']", &["--data a=0", "above 0"]);
+    refused("data = ['a=inf', 'b=1']", &["--data a=inf", "finite"]);
+    refused("data = []", &["--data names nothing"]);
+    refused("data = 3", &["a path, or a list of paths"]);
+    // A file may be named so.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a=0.3");
+    std::fs::write(&path, "").unwrap();
+    let given = Settings { data: Some(vec![path.clone()]), ..Settings::default() };
+    let expected = Source::Text(vec![TextSource { path, weight: None }]);
+    assert_eq!(TrainConfig::resolve(given).unwrap().source, expected);
 }
 
 #[test]

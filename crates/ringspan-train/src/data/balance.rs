@@ -8,7 +8,7 @@
 //! Nothing here knows the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
 //! micro-batches take, are near each other as well: halves first, then quarters.
 
-use super::packing::Span;
+use super::{Sequence, packing::Span};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 #[derive(Debug, Clone, Default)]
@@ -78,6 +78,17 @@ fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
         spans.into_iter().map(|(_, span)| span).collect()
     };
     order.into_iter().map(spans).collect()
+}
+
+/// Sequences in the order of [`halve`].
+pub(super) fn in_halves_of(sequences: Vec<Sequence>) -> Vec<Sequence> {
+    let bin =
+        |sequence: &Sequence| Bin { pairs: sequence.pieces.iter().map(|&len| pairs(len)).sum(), ..Bin::default() };
+    let bins: Vec<Bin> = sequences.iter().map(bin).collect();
+    let mut order: Vec<usize> = (0..bins.len()).collect();
+    halve(&mut order, &bins);
+    let mut sequences: Vec<Option<Sequence>> = sequences.into_iter().map(Some).collect();
+    order.into_iter().filter_map(|index| sequences[index].take()).collect()
 }
 
 /// Orders sequences so that the first half of them costs about as much as the second, and so on inside each half.

@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 /// Deals items, none longer than `length`, to sequences of at most `length` tokens: the longest first, of equal ones the
 /// earlier in `order`, each to the sequence with least room among those with enough.
-pub(super) fn pack(order: &[usize], len: impl Fn(usize) -> usize, length: usize) -> Vec<Vec<usize>> {
+pub(super) fn pack(order: &[u32], len: impl Fn(u32) -> usize, length: usize) -> Vec<Vec<u32>> {
     let mut longest_first = order.to_vec();
     longest_first.sort_by_key(|&item| std::cmp::Reverse(len(item)));
-    let mut sequences: Vec<Vec<usize>> = Vec::new();
+    let mut sequences: Vec<Vec<u32>> = Vec::new();
     let mut rooms: BTreeSet<(usize, usize)> = BTreeSet::new();
     for item in longest_first {
         let least = rooms.range((len(item), 0)..).next().copied();
@@ -32,9 +32,9 @@ mod tests {
         fn every_item_is_in_one_sequence_with_room_and_no_two_half_empty_ones_are_left(
             lens in prop::collection::vec(1usize..=60, 0..200), length in 60usize..100,
         ) {
-            let order: Vec<usize> = (0..lens.len()).collect();
-            let sequences = pack(&order, |item| lens[item], length);
-            let sum = |sequence: &Vec<usize>| sequence.iter().map(|&item| lens[item]).sum::<usize>();
+            let order: Vec<u32> = (0..lens.len() as u32).collect();
+            let sequences = pack(&order, |item| lens[item as usize], length);
+            let sum = |sequence: &Vec<u32>| sequence.iter().map(|&item| lens[item as usize]).sum::<usize>();
             prop_assert!(sequences.iter().all(|sequence| !sequence.is_empty() && sum(sequence) <= length));
             let mut all = sequences.concat();
             all.sort_unstable();
@@ -46,6 +46,6 @@ mod tests {
     #[test]
     fn what_fits_exactly_is_put_together() {
         let lens = [60, 30, 70, 40];
-        assert_eq!(pack(&[0, 1, 2, 3], |item| lens[item], 100), [[2, 1], [0, 3]]);
+        assert_eq!(pack(&[0, 1, 2, 3], |item| lens[item as usize], 100), [[2, 1], [0, 3]]);
     }
 }

@@ -1,5 +1,6 @@
 //! What a document is before it becomes tokens.
 
+use super::forms;
 use serde_json::Value;
 
 /// A document: text, or a conversation in some form.
@@ -16,38 +17,59 @@ pub enum Content {
     },
     /// Only the assistant's words are learned.
     Chat {
-        /// Objects with `role` and `content`.
+        /// Objects with `role` and `content`. An assistant's with `"train": false` is given, not learned.
         messages: Vec<Value>,
         /// Tools the template may name; null where there are none.
         tools: Value,
     },
 }
 
+/// The keys by which each form is known, in words.
+const FORMS: &str = "`text`, `messages`, `conversations`, `prompt` with `completion`, and `instruction` with `output`";
+
 impl Content {
-    /// The one form that an object of a data file has: `text`, `messages`, or `prompt` and `completion`. What else it
-    /// holds is left aside; `None` for empty text.
+    /// The one form that an object of a data file has: `text`, `messages`, `conversations` (ShareGPT's), `prompt` and
+    /// `completion`, or `instruction` and `output` (Alpaca's). What else it holds is left aside; `None` for empty text.
     ///
     /// # Errors
     /// What is wrong with it, in words.
     pub(crate) fn from_object(mut object: Value) -> Result<Option<Self>, String> {
         let mut take = |key: &str| object.get_mut(key).map(Value::take).filter(|value| !value.is_null());
-        let (text, messages) = (take("text"), take("messages"));
-        let (prompt, completion, tools) = (take("prompt"), take("completion"), take("tools").unwrap_or_default());
-        let forms = [text.is_some(), messages.is_some(), prompt.is_some() || completion.is_some()];
-        if forms.into_iter().filter(|&given| given).count() > 1 {
-            return Err("has more than one of `text`, `messages`, and `prompt` with `completion`".into());
+        let [text, messages, conversations] = ["text", "messages", "conversations"].map(&mut take);
+        let [prompt, completion, instruction, output] =
+            ["prompt", "completion", "instruction", "output"].map(&mut take);
+        let (tools, system) = (take("tools").unwrap_or_default(), take("system"));
+        let of_pair = prompt.is_some() || completion.is_some();
+        // `output` alone says little: other forms may carry what some program printed.
+        let given = [text.is_some(), messages.is_some(), conversations.is_some(), of_pair, instruction.is_some()];
+        match given.into_iter().filter(|&given| given).count() {
+            0 => return Err(format!("has none of {FORMS}")),
+            1 => {}
+            _ => return Err(format!("has more than one of {FORMS}")),
         }
-        let content = match (text, messages, prompt, completion) {
-            (Some(text), ..) => Self::Text(string("text", text)?),
-            (_, Some(messages), ..) => Self::Chat { messages: conversation(messages)?, tools },
-            (.., Some(prompt), Some(completion)) => {
-                Self::Completion { prompt: string("prompt", prompt)?, completion: string("completion", completion)? }
+        let content = match (text, messages, conversations, prompt, completion, instruction, output) {
+            (Some(text), ..) => Self::Text(forms::string("text", text)?),
+            (_, Some(messages), ..) => Self::Chat { messages: forms::conversation("messages", messages)?, tools },
+            (_, _, Some(turns), ..) => Self::Chat { messages: forms::share_gpt(turns, system)?, tools },
+            (.., Some(prompt), Some(completion), _, _) => forms::pair(prompt, completion, tools)?,
+            (.., Some(_), None, _, _) => return Err("has a `prompt` without a `completion`".into()),
+            (.., None, Some(_), _, _) => return Err("has a `completion` without a `prompt`".into()),
+            (.., Some(instruction), Some(output)) => {
+                let [input, history] = ["input", "history"].map(&mut take);
+                Self::Chat { messages: forms::alpaca(instruction, input, output, history, system)?, tools }
             }
-            (.., Some(_), None) => return Err("has a `prompt` without a `completion`".into()),
-            (.., None, Some(_)) => return Err("has a `completion` without a `prompt`".into()),
-            _ => return Err("has none of `text`, `messages`, and `prompt` with `completion`".into()),
+            (.., None) => return Err("has an `instruction` without an `output`".into()),
+            (.., None, Some(_)) => return Err(format!("has none of {FORMS}")),
         };
         Ok(Some(content).filter(|content| !matches!(content, Self::Text(text) if text.is_empty())))
+    }
+
+    /// Whether an object with these keys is in some form.
+    pub(super) fn has_form(keys: &[String]) -> bool {
+        let has = |key: &str| keys.iter().any(|there| there == key);
+        ["text", "messages", "conversations"].into_iter().any(has)
+            || has("prompt") && has("completion")
+            || has("instruction") && has("output")
     }
 
     /// Whether there is nothing to learn from it.
@@ -56,68 +78,22 @@ impl Content {
         match self {
             Self::Text(text) => text.trim().is_empty(),
             Self::Completion { completion, .. } => completion.is_empty(),
-            Self::Chat { messages, .. } => !messages.iter().any(|message| message["role"] == "assistant"),
+            Self::Chat { messages, .. } => !messages.iter().any(forms::is_learned),
         }
     }
 
-    /// Everything it is made of, for a fingerprint: two contents with the same words make the same tokens.
-    pub(crate) fn words(&self) -> Vec<u64> {
-        let mut words = Vec::new();
-        let mut add = |text: &str| {
-            words.push(text.len() as u64);
-            let chunk = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, &byte| word << 8 | u64::from(byte));
-            words.extend(text.as_bytes().chunks(8).map(chunk));
-        };
+    /// Whether it is a conversation, or a completion, of which nothing is learned.
+    pub(super) fn is_unlearned(&self) -> bool {
+        !matches!(self, Self::Text(_)) && self.is_blank()
+    }
+
+    /// Bytes of its words, about.
+    pub(super) fn size(&self) -> usize {
         match self {
-            Self::Text(text) => add(text),
-            Self::Completion { prompt, completion } => [prompt, completion].into_iter().for_each(|text| add(text)),
-            Self::Chat { messages, tools } => {
-                messages.iter().for_each(|message| add(&message.to_string()));
-                add(&tools.to_string());
-            }
+            Self::Text(text) => text.len(),
+            Self::Completion { prompt, completion } => prompt.len() + completion.len(),
+            Self::Chat { messages, .. } => messages.iter().flat_map(forms::strings).map(str::len).sum(),
         }
-        words.push(match self {
-            Self::Text(_) => 0,
-            Self::Completion { .. } => 1,
-            Self::Chat { .. } => 2,
-        });
-        words
-    }
-}
-
-fn string(key: &str, value: Value) -> Result<String, String> {
-    match value {
-        Value::String(text) => Ok(text),
-        other => Err(format!("has a `{key}` that is no string but {}", kind(&other))),
-    }
-}
-
-fn conversation(value: Value) -> Result<Vec<Value>, String> {
-    let Value::Array(messages) = value else {
-        return Err(format!("has `messages` that are no list but {}", kind(&value)));
-    };
-    for (index, message) in messages.iter().enumerate() {
-        if !message["role"].is_string() {
-            return Err(format!("message {} has no string `role`", index + 1));
-        }
-        // A call of a tool may come without words.
-        let calls = message["content"].is_null() && message.get("tool_calls").is_some();
-        if !calls && !message["content"].is_string() {
-            let found = kind(&message["content"]);
-            return Err(format!("message {} has a `content` that is no string but {found}", index + 1));
-        }
-    }
-    Ok(messages)
-}
-
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "a truth value",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a string",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
     }
 }
 
@@ -129,7 +105,7 @@ mod tests {
     #[test]
     fn each_form_is_known_by_its_keys_and_two_forms_are_refused() {
         let content = |value| Content::from_object(value);
-        assert_eq!(content(json!({"text": "a", "id": 3})), Ok(Some(Content::Text("a".into()))));
+        assert_eq!(content(json!({"text": "a", "id": 3, "output": "x"})), Ok(Some(Content::Text("a".into()))));
         assert_eq!(content(json!({"text": "", "messages": null})), Ok(None));
         let pair = Content::Completion { prompt: "p".into(), completion: "c".into() };
         assert_eq!(content(json!({"prompt": "p", "completion": "c"})), Ok(Some(pair)));
@@ -137,17 +113,20 @@ mod tests {
         assert!(content(json!({ "messages": call })).is_ok());
         for (value, part) in [
             (json!({"text": "a", "messages": []}), "more than one"),
+            (json!({"text": "a", "instruction": "i", "output": "o"}), "more than one"),
             (json!({"txt": "a"}), "none of `text`"),
+            (json!({"output": "a"}), "none of `text`"),
             (json!([1]), "none of `text`"),
             (json!({"text": 3}), "`text` that is no string but a number"),
             (json!({"prompt": "p"}), "without a `completion`"),
             (json!({"completion": "p"}), "without a `prompt`"),
+            (json!({"instruction": "p"}), "without an `output`"),
             (json!({"messages": "hi"}), "no list but a string"),
             (
                 json!({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}),
                 "message 2 has no string `role`",
             ),
-            (json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "no string but a list"),
+            (json!({"messages": [{"role": "user", "content": [{"type": "image"}]}]}), "part of type image"),
             (json!({"messages": [{"role": "user"}]}), "message 1"),
         ] {
             let message = content(value).expect_err("refused");
@@ -156,11 +135,9 @@ mod tests {
     }
 
     #[test]
-    fn words_tell_forms_borders_and_letters_apart() {
-        let pair = |a: &str, b: &str| Content::Completion { prompt: a.into(), completion: b.into() }.words();
-        assert_ne!(pair("ab", "c"), pair("a", "bc"));
-        assert_ne!(Content::Text("a\0".into()).words(), Content::Text("a".into()).words());
-        assert_ne!(Content::Text("12345678".into()).words(), Content::Text("12345679".into()).words());
-        assert_eq!(pair("ab", "c"), pair("ab", "c"));
+    fn the_keys_of_a_record_say_whether_it_can_be_learned() {
+        let has = |keys: &[&str]| Content::has_form(&keys.iter().map(ToString::to_string).collect::<Vec<_>>());
+        assert!(has(&["id", "text"]) && has(&["conversations"]) && has(&["instruction", "input", "output"]));
+        assert!(!has(&["prompt"]) && !has(&["output"]) && !has(&["question", "answer"]));
     }
 }

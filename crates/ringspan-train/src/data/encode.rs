@@ -1,11 +1,10 @@
 //! Documents to words: tokens, each with a bit that says whether it is to be learned.
 
-use super::{Content, Template, fingerprint};
+use super::{Content, Template, fingerprint, forms};
 use crate::{
     error::{Error, Result},
     tokenizer::Tokenizer,
 };
-use serde_json::Value;
 use std::{
     ffi::OsStr,
     ops::Range,
@@ -20,13 +19,28 @@ pub const GIVEN: u32 = 1 << 31;
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<&'a Template>,
+    /// Why there is none, in words.
+    no_template: &'a str,
 }
 
 impl<'a> Encoder<'a> {
     /// `template` is needed for conversations only.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
-        Self { tokenizer, template }
+        let no_template =
+            "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)";
+        Self { tokenizer, template, no_template }
+    }
+
+    /// The same, whose model has a template that cannot be used; `why` is said where one is needed.
+    #[must_use]
+    pub fn without_template(self, why: &'a str) -> Self {
+        Self { template: None, no_template: why, ..self }
+    }
+
+    /// The tokenizer.
+    pub(super) fn tokenizer(&self) -> &'a Tokenizer {
+        self.tokenizer
     }
 
     /// The words of a document: token ids, with [`GIVEN`] set where the token is not to be learned. `source` and `name`
@@ -44,14 +58,14 @@ impl<'a> Encoder<'a> {
         let given = |token: u32| token | GIVEN;
         match content {
             Content::Text(text) => {
-                let mut words: Vec<u32> = self.tokenizer.before().iter().copied().map(given).collect();
+                let mut words = self.before();
                 words.extend(self.tokenizer.encode(text)?);
                 words.extend(self.tokenizer.behind());
                 Ok(words)
             }
             Content::Completion { prompt, completion } => {
-                let before = self.tokenizer.before().iter().copied();
-                let mut words: Vec<u32> = before.chain(self.tokenizer.encode(prompt)?).map(given).collect();
+                let mut words = self.before();
+                words.extend(self.tokenizer.encode(prompt)?.into_iter().map(given));
                 words.extend(self.tokenizer.encode(completion)?);
                 words.extend(self.tokenizer.behind());
                 Ok(words)
@@ -59,14 +73,13 @@ impl<'a> Encoder<'a> {
             Content::Chat { messages, tools } => {
                 let wrong = |problem: String| Error::Data { path: named_place(source, name), problem };
                 let Some(template) = self.template else {
-                    return Err(wrong(
-                        "holds `messages`, but the model has no chat template (chat_template.jinja, or chat_template in \
-                         tokenizer_config.json); give one with --chat-template"
-                            .into(),
-                    ));
+                    return Err(wrong(format!(
+                        "holds a conversation, but {}; give one with --chat-template",
+                        self.no_template
+                    )));
                 };
                 for (index, message) in messages.iter().enumerate() {
-                    let said = strings(message);
+                    let said = forms::strings(message);
                     let spelled = |token: &&str| said.iter().any(|text| text.contains(*token));
                     // The template's own special tokens mean something; those of the data would end turns it did not open.
                     if let Some(token) = self.tokenizer.special_tokens().find(spelled) {
@@ -81,9 +94,14 @@ impl<'a> Encoder<'a> {
         }
     }
 
+    /// The words that a text begins with.
+    pub(super) fn before(&self) -> Vec<u32> {
+        self.tokenizer.before().iter().map(|token| token | GIVEN).collect()
+    }
+
     /// Of everything that words are made by but the documents.
     pub(crate) fn fingerprint(&self) -> Result<u64> {
-        let template = self.template.map(Template::identity).unwrap_or_default();
+        let template = self.template.map_or_else(|| self.no_template.to_owned(), Template::identity);
         let json = self.tokenizer.to_json()?;
         // Which token ends a document is said by other files.
         let end = self.tokenizer.end_of_text().map_or(0, |end| u64::from(end) + 1);
@@ -101,20 +119,10 @@ pub(super) fn named_place(source: &Path, name: &str) -> PathBuf {
     }
 }
 
-/// Every text in a message: its content, its thoughts, the tools it calls and with what.
-fn strings(value: &Value) -> Vec<&str> {
-    match value {
-        Value::String(text) => vec![text],
-        Value::Array(all) => all.iter().flat_map(strings).collect(),
-        Value::Object(keys) => keys.values().flat_map(strings).collect(),
-        _ => Vec::new(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     fn tokenizer() -> Tokenizer {
         Tokenizer::byte_level(Path::new("byte-level")).expect("a tokenizer")

@@ -1,20 +1,18 @@
-//! Where documents come from: a folder, one file, JSON lines, or Parquet.
+//! Where documents come from: a folder, a file of text, records of JSON, or Parquet; each also as .gz or .zst.
 
-use super::Content;
-use crate::{
-    config::RUN_FILE,
-    error::{Error, Result},
+use super::{
+    Content, Skipped,
+    listing::{Entry, Listing},
+    open::{Compression, open},
+    records::{self, Shape},
+    skipped::few,
+    text::{Look, Parts, look, probe},
 };
-use ringspan_models::adapter;
-use serde_json::Value;
-use std::{
-    fs::File,
-    io::Read,
-    path::{Path, PathBuf},
-};
+use crate::error::{Error, Result};
+use std::path::{Path, PathBuf};
 
-/// Git's own test: a NUL this early means the file is not text.
-const BINARY_PROBE: u64 = 8 << 10;
+/// What a folder may hold beside the parts of a data set, to describe it.
+const DESCRIBES: [&str; 4] = ["md", "json", "yaml", "yml"];
 
 /// One document.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,17 +21,6 @@ pub struct Text {
     pub name: String,
     /// What it says, not empty.
     pub content: Content,
-}
-
-/// What a folder held that is no text to learn from.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Skipped {
-    /// Files with a NUL early on, or not UTF-8.
-    pub binary: usize,
-    /// Files with nothing but white space.
-    pub empty: usize,
-    /// Conversations in which the assistant says nothing, and empty completions.
-    pub silent: usize,
 }
 
 /// The documents of a source, in a fixed order.
@@ -47,344 +34,305 @@ pub struct Texts {
     pub suspects: Vec<String>,
 }
 
-/// Reads the documents at `path`: a folder of text files, a text file, a `.jsonl` file of objects with `text`, `messages`,
-/// or `prompt` and `completion`, or a `.parquet` file with such columns (feature `parquet`).
+/// Reads the documents at `path` into memory: a folder of text files, a text file, records of JSON (`.jsonl`: one a line;
+/// `.json`: the same, or an array of them, or one) in a form that [`Content`] knows, or a `.parquet` file with such columns
+/// (feature `parquet`); all but Parquet also as `.gz` or `.zst`. Training itself reads them one at a time.
 ///
 /// In a folder, hidden files, what `.gitignore` or `.ignore` name, model folders and `exclude`, with everything below, are
-/// left out. A folder of `.jsonl` and `.parquet` files, with no text beside them but what describes them, is one data set in
-/// parts, read in the order of their paths.
+/// left out. A folder of records, with no text beside them but what describes them, is one data set in parts, read in the
+/// order of their paths. What is not read is counted in [`Texts::skipped`].
 ///
 /// # Errors
-/// [`Error::Data`] when there is no text, a line is malformed, or parts of a data set lie beside other text; [`Error::Io`]
+/// [`Error::Data`] when there is no text, a record is malformed, or parts of a data set lie beside other text; [`Error::Io`]
 /// when the system refuses.
 pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
-    let about = std::fs::metadata(path).map_err(Error::io("read", path))?;
-    let mut texts = if about.is_dir() {
-        folder(path, exclude)?
-    } else {
-        Texts { documents: file(path, &name_of(path))?, skipped: Skipped::default(), suspects: Vec::new() }
-    };
-    let silent = |d: &Text| !matches!(d.content, Content::Text(_)) && d.content.is_blank();
-    let all = texts.documents.len();
-    texts.documents.retain(|d| !silent(d));
-    texts.skipped.silent = all - texts.documents.len();
-    if texts.documents.iter().all(|d| d.content.is_blank()) {
-        let seen = match (about.is_dir(), texts.skipped.words()) {
-            (_, Some(skipped)) => format!("no text to train on; skipped {skipped}"),
-            (true, _) => "no text to train on: no files that are neither hidden nor ignored".into(),
-            (false, _) => "no text to train on: the file is empty".into(),
-        };
-        return Err(Error::Data { path: path.into(), problem: seen });
+    let Survey { files, mut skipped, suspects, .. } = Survey::new(&Listing::new(path, exclude)?)?;
+    let mut documents: Vec<Text> = Vec::new();
+    let mut text = String::new();
+    for file in &files {
+        file.read(&mut |item| {
+            match item {
+                Item::Document(document) if document.content.is_unlearned() => skipped.silent += 1,
+                Item::Document(document) => documents.push(document),
+                Item::Part { text: part, last } => {
+                    text.push_str(&part);
+                    if last {
+                        let content = Content::Text(std::mem::take(&mut text));
+                        documents.push(Text { name: file.name.clone(), content });
+                    }
+                }
+            }
+            Ok(())
+        })?;
     }
-    Ok(texts)
+    match documents.iter().all(|document| document.content.is_blank()) {
+        true => Err(nothing(path, &skipped)),
+        false => Ok(Texts { documents, skipped, suspects }),
+    }
 }
 
-impl Skipped {
-    /// What was skipped, where something was.
-    pub(crate) fn words(&self) -> Option<String> {
-        let Self { binary, empty, silent } = *self;
-        let files = format!("{binary} binary, {empty} empty files");
-        let silent_words = format!("{silent} documents without anything to learn");
-        match (binary + empty, silent) {
-            (0, 0) => None,
-            (_, 0) => Some(files),
-            (0, _) => Some(silent_words),
-            _ => Some(format!("{files}, {silent_words}")),
+/// That a source holds nothing to learn.
+pub(super) fn nothing(path: &Path, skipped: &Skipped) -> Error {
+    let problem = match (path.is_dir(), skipped.words()) {
+        (_, Some(skipped)) => format!("no text to train on; {skipped}"),
+        (true, _) => "no text to train on: no files that are neither hidden nor ignored".into(),
+        (false, _) => "no text to train on: the file is empty".into(),
+    };
+    Error::Data { path: path.into(), problem }
+}
+
+/// What a file holds of documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// One text, of so many bytes.
+    Text(u64),
+    /// A record of JSON in each line.
+    Lines,
+    /// Records of JSON in an array, or one behind the other.
+    Values,
+    Parquet,
+}
+
+/// A file that is read.
+#[derive(Debug, Clone)]
+pub(super) struct DataFile {
+    pub(super) name: String,
+    path: PathBuf,
+    compression: Compression,
+    form: Form,
+}
+
+/// What a file is made of.
+pub(super) enum Item {
+    Document(Text),
+    /// A part of a text file.
+    Part {
+        text: String,
+        /// Whether the file ends with it.
+        last: bool,
+    },
+}
+
+impl DataFile {
+    /// Hands on what the file holds, in order.
+    pub(super) fn read(&self, take: &mut dyn FnMut(Item) -> Result<()>) -> Result<()> {
+        let (path, name) = (&self.path, &self.name);
+        let mut document = |text: Text| take(Item::Document(text));
+        match self.form {
+            Form::Lines => records::lines(path, name, open(path, self.compression)?, &mut document),
+            Form::Values => records::values(path, name, open(path, self.compression)?, &mut document),
+            Form::Parquet => parquet(path, name, &mut document),
+            Form::Text(_) => {
+                let mut parts = Parts::new(open(path, self.compression)?);
+                let mut part = self.part(&mut parts)?;
+                while let Some(text) = part {
+                    part = self.part(&mut parts)?;
+                    take(Item::Part { text, last: part.is_none() })?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn part(&self, parts: &mut Parts) -> Result<Option<String>> {
+        let part = parts.next().map_err(Error::io("read", &self.path))?;
+        part.map_err(|at| not_utf8(&self.path, at))
+    }
+
+    /// Bytes of its text, if it is one.
+    fn text(&self) -> Option<u64> {
+        match self.form {
+            Form::Text(bytes) => Some(bytes),
+            _ => None,
         }
     }
 }
 
-fn file(path: &Path, name: &str) -> Result<Vec<Text>> {
-    let extension = path.extension().unwrap_or_default();
-    if extension == "parquet" {
-        return parquet(path, name);
-    }
-    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
-    let text = String::from_utf8(bytes).map_err(|e| Error::Data {
-        path: path.into(),
-        problem: format!("not UTF-8 text: first bad byte at {}", e.utf8_error().valid_up_to()),
-    })?;
-    if extension == "jsonl" {
-        return lines(path, name, &text);
-    }
-    Ok(vec![Text { name: name.into(), content: Content::Text(text) }])
+fn not_utf8(path: &Path, at: u64) -> Error {
+    Error::Data { path: path.into(), problem: format!("not UTF-8 text: first bad byte at {at}") }
 }
 
 #[cfg(feature = "parquet")]
-fn parquet(path: &Path, name: &str) -> Result<Vec<Text>> {
-    super::parquet::documents(path, name)
+fn parquet(path: &Path, name: &str, take: records::Take<'_>) -> Result<()> {
+    super::parquet::documents(path, name, take)
 }
 
 #[cfg(not(feature = "parquet"))]
-fn parquet(path: &Path, _: &str) -> Result<Vec<Text>> {
+fn parquet(path: &Path, _: &str, _: records::Take<'_>) -> Result<()> {
     let problem = "this build does not read Parquet: build with `--features parquet`, or convert it to .jsonl";
     Err(Error::Data { path: path.into(), problem: problem.into() })
 }
 
-fn name_of(path: &Path) -> String {
-    path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned())
+/// What each file of a source is.
+pub(super) struct Survey {
+    pub(super) files: Vec<DataFile>,
+    pub(super) skipped: Skipped,
+    pub(super) suspects: Vec<String>,
 }
 
-/// A folder that holds weights or a run is a model or a former output: its JSON is no prose, and its metrics no data.
-fn is_model_folder(path: &Path) -> bool {
-    ["model.safetensors", "model.safetensors.index.json", adapter::CONFIG, RUN_FILE]
-        .iter()
-        .any(|name| path.join(name).exists())
+/// What the name of a file, and of JSON its first record, say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Named {
+    /// Records, wherever they lie.
+    Part(Form),
+    /// A .json file of records: data where nothing else is, and somebody's file where other text is.
+    Records(Form),
+    /// A .json file of records in no known form.
+    Unknown,
+    /// Text, if it is any.
+    Other,
 }
 
-fn folder(root: &Path, exclude: &[PathBuf]) -> Result<Texts> {
-    let exclude: Vec<PathBuf> = exclude.iter().filter_map(|p| p.canonicalize().ok()).collect();
-    let walk = ignore::WalkBuilder::new(root)
-        .require_git(false)
-        // A person's global ignore file must not change what a run learns from.
-        .git_global(false)
-        .filter_entry(move |entry| {
-            let path = entry.path();
-            let folder = entry.file_type().is_some_and(|t| t.is_dir());
-            entry.depth() == 0
-                || !(folder && is_model_folder(path) || path.canonicalize().is_ok_and(|p| exclude.contains(&p)))
-        })
-        .build();
-    let mut files = Vec::new();
-    for entry in walk {
-        let entry = entry.map_err(|e| Error::Data { path: root.into(), problem: e.to_string() })?;
-        if entry.file_type().is_some_and(|t| t.is_file()) {
-            // One spelling on every system, since the split hashes the name.
-            let below = entry.path().strip_prefix(root).unwrap_or(entry.path());
-            let name = below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/");
-            files.push((name, entry.into_path()));
+impl Survey {
+    /// Looks at each file: text is read to its end, of records the first.
+    pub(super) fn new(listing: &Listing) -> Result<Self> {
+        let mut survey = Self { files: Vec::new(), skipped: listing.skipped.clone(), suspects: Vec::new() };
+        let named = listing.entries.iter().map(|entry| Ok((entry, Named::of(entry)?))).collect::<Result<Vec<_>>>()?;
+        if !listing.is_folder {
+            named.into_iter().try_for_each(|(entry, named)| survey.lone(entry, named))?;
+            return Ok(survey);
         }
-    }
-    files.sort();
-    let mut documents = Vec::new();
-    let mut skipped = Skipped::default();
-    let suspects = files.iter().filter(|(name, path)| is_suspect(name, path)).map(|(name, _)| name.clone()).collect();
-    if files.iter().any(|(_, path)| is_part(path)) {
-        refuse_mixture(root, &files)?;
-        for (name, path) in files.iter().filter(|(_, path)| is_part(path)) {
-            documents.extend(file(path, name)?);
+        let is_part = |named: &Named| matches!(named, Named::Part(_));
+        let is_records = |named: &Named| matches!(named, Named::Records(_));
+        let parts: Vec<&str> =
+            named.iter().filter(|(_, named)| is_part(named)).map(|(entry, _)| entry.name.as_str()).collect();
+        let has_records = named.iter().any(|(_, named)| is_records(named));
+        let others = if parts.is_empty() && !has_records { Vec::new() } else { other_texts(&named)? };
+        if !parts.is_empty() && !others.is_empty() {
+            return Err(mixture(&listing.root, &parts, &others));
         }
-        return Ok(Texts { documents, skipped, suspects });
-    }
-    for (name, path) in &files {
-        let bytes = match probe(path)? {
-            true => std::fs::read(path).map_err(Error::io("read", path))?,
-            false => {
-                skipped.binary += 1;
-                continue;
+        let data_set = !parts.is_empty() || has_records && others.is_empty();
+        for (entry, named) in named {
+            match (named, data_set) {
+                (Named::Part(form), _) | (Named::Records(form), true) => survey.take(entry, form),
+                (Named::Records(_), false) => survey.skipped.add("of JSON records beside other text", &entry.name),
+                (Named::Unknown, _) => survey.skipped.add("of JSON records in no known form", &entry.name),
+                (Named::Other, true) => survey.skipped.add("beside the data set", &entry.name),
+                (Named::Other, false) => survey.text(entry)?,
             }
+        }
+        Ok(survey)
+    }
+
+    /// A file that is named by itself is read, or it is said why not.
+    fn lone(&mut self, entry: &Entry, named: Named) -> Result<()> {
+        match named {
+            Named::Part(form) | Named::Records(form) => self.take(entry, form),
+            Named::Unknown => self.take(entry, Form::Values),
+            Named::Other if extension(&entry.name) == "json" => self.take(entry, Form::Values),
+            Named::Other => {
+                let opened = open(&entry.path, Compression::of(&entry.name).0)?;
+                match look(opened).map_err(Error::io("read", &entry.path))? {
+                    Look::NotUtf8(at) => return Err(not_utf8(&entry.path, at)),
+                    Look::Binary => {
+                        return Err(Error::Data { path: entry.path.clone(), problem: "binary, not text".into() });
+                    }
+                    Look::Empty => {}
+                    Look::Text(bytes) => self.take(entry, Form::Text(bytes)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn text(&mut self, entry: &Entry) -> Result<()> {
+        let compression = Compression::of(&entry.name).0;
+        let looked = match (open(&entry.path, compression), compression) {
+            (Ok(opened), Compression::None) => look(opened).map_err(Error::io("read", &entry.path))?,
+            (Err(error), Compression::None) => return Err(error),
+            (opened, _) => match opened.ok().and_then(|opened| look(opened).ok()) {
+                Some(looked) => looked,
+                None => {
+                    self.skipped.add("damaged archives", &entry.name);
+                    return Ok(());
+                }
+            },
         };
-        match String::from_utf8(bytes) {
-            Err(_) => skipped.binary += 1,
-            Ok(text) if text.trim().is_empty() => skipped.empty += 1,
-            Ok(text) => documents.push(Text { name: name.clone(), content: Content::Text(text) }),
+        match looked {
+            Look::Binary => self.skipped.add("binary", &entry.name),
+            Look::NotUtf8(_) => self.skipped.add("not UTF-8", &entry.name),
+            Look::Empty => self.skipped.add("empty", &entry.name),
+            Look::Text(bytes) => self.take(entry, Form::Text(bytes)),
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, entry: &Entry, form: Form) {
+        let Entry { name, path, .. } = entry.clone();
+        if is_suspect(&name, form) {
+            self.suspects.push(name.clone());
+        }
+        self.files.push(DataFile { compression: Compression::of(&name).0, name, path, form });
+    }
+
+    /// Bytes of the text, where it is the only one and alone.
+    pub(super) fn lone_text(&self) -> Option<u64> {
+        match &self.files[..] {
+            [file] => file.text(),
+            _ => None,
         }
     }
-    Ok(Texts { documents, skipped, suspects })
 }
 
-/// Whether a file begins as text does.
-fn probe(path: &Path) -> Result<bool> {
-    let mut head = Vec::new();
-    let file = File::open(path).map_err(Error::io("read", path))?;
-    file.take(BINARY_PROBE).read_to_end(&mut head).map_err(Error::io("read", path))?;
-    Ok(!head.contains(&0))
+impl Named {
+    fn of(entry: &Entry) -> Result<Self> {
+        let compression = Compression::of(&entry.name).0;
+        Ok(match &extension(&entry.name)[..] {
+            "jsonl" | "ndjson" => Self::Part(Form::Lines),
+            "parquet" if compression == Compression::None => Self::Part(Form::Parquet),
+            "json" => match open(&entry.path, compression).map(records::shape) {
+                Ok(Ok(Shape::Lines)) => Self::Records(Form::Lines),
+                Ok(Ok(Shape::Values)) => Self::Records(Form::Values),
+                Ok(Ok(Shape::Unknown)) => Self::Unknown,
+                Ok(Ok(Shape::Text)) => Self::Other,
+                Ok(Err(error)) => return Err(Error::io("read", &entry.path)(error)),
+                Err(error) => return Err(error),
+            },
+            _ => Self::Other,
+        })
+    }
 }
 
-/// Whether a file is a part of a data set.
-fn is_part(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "jsonl" || extension == "parquet")
+/// The end of a file's name, in small letters, of what is in it where it is compressed.
+fn extension(name: &str) -> String {
+    let (_, inner) = Compression::of(name);
+    Path::new(inner).extension().map(|end| end.to_string_lossy().to_lowercase()).unwrap_or_default()
+}
+
+/// Text that does not only describe a data set.
+fn other_texts<'a>(named: &[(&'a Entry, Named)]) -> Result<Vec<&'a str>> {
+    let mut others = Vec::new();
+    for (entry, _) in named.iter().filter(|(_, named)| *named == Named::Other) {
+        let end = extension(&entry.name);
+        if end.is_empty() || DESCRIBES.contains(&&end[..]) {
+            continue;
+        }
+        let opened = open(&entry.path, Compression::of(&entry.name).0);
+        if opened.is_ok_and(|opened| probe(opened).unwrap_or(false)) {
+            others.push(entry.name.as_str());
+        }
+    }
+    Ok(others)
 }
 
 /// Whether the name of data says that it is there to judge by. Code is full of tests, so only data is looked at.
-fn is_suspect(name: &str, path: &Path) -> bool {
-    let data = is_part(path) || path.extension().is_some_and(|extension| extension == "txt");
+fn is_suspect(name: &str, form: Form) -> bool {
+    let data = !matches!(form, Form::Text(_)) || extension(name) == "txt";
     let judges = ["test", "eval", "evaluation", "val", "valid", "validation", "dev", "heldout"];
     data && name.split(|c: char| !c.is_alphanumeric()).any(|word| judges.contains(&word.to_lowercase().as_str()))
 }
 
-/// Refuses text beside the parts of a data set, other than what describes them: either could be meant, and learning the
-/// parts as they are written would teach JSON.
-fn refuse_mixture(root: &Path, files: &[(String, PathBuf)]) -> Result<()> {
-    let describes = |path: &Path| match path.extension().and_then(|extension| extension.to_str()) {
-        Some(extension) => ["md", "json", "yaml", "yml"].contains(&extension),
-        None => true,
-    };
-    let (parts, beside): (Vec<_>, Vec<_>) = files.iter().partition(|(_, path)| is_part(path));
-    let mut others = Vec::new();
-    for (name, path) in beside.into_iter().filter(|(_, path)| !describes(path)) {
-        if probe(path)? {
-            others.push(name.as_str());
-        }
-    }
-    if others.is_empty() {
-        return Ok(());
-    }
-    let few = |names: &[&str]| match names.len() {
-        0..4 => names.join(", "),
-        n => format!("{} and {} more", names[..3].join(", "), n - 3),
-    };
+/// That text lies beside the parts of a data set, other than what describes them: either could be meant.
+fn mixture(root: &Path, parts: &[&str], others: &[&str]) -> Error {
+    let names = |names: &[&str]| few(&names.iter().map(ToString::to_string).collect::<Vec<_>>(), names.len());
     let problem = format!(
-        "holds parts of a data set ({}) beside other text ({}): name one of them with --data, move the others, or list \
-         them in a file .ignore",
-        few(&parts.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>()),
-        few(&others)
+        "holds parts of a data set ({}) beside other text ({}): name one of them with --data, or each with a --data of its \
+         own, move the others, or list them in a file .ignore",
+        names(parts),
+        names(others)
     );
-    Err(Error::Data { path: root.into(), problem })
-}
-
-fn lines(path: &Path, file: &str, content: &str) -> Result<Vec<Text>> {
-    let mut documents = Vec::new();
-    for (index, line) in content.lines().enumerate() {
-        if line.trim().is_empty() {
-            continue;
-        }
-        let object: Value = serde_json::from_str(line).map_err(|e| Error::Data {
-            path: path.into(),
-            problem: format!("line {}: {e}; each line must be a JSON object", index + 1),
-        })?;
-        let content = Content::from_object(object)
-            .map_err(|problem| Error::Data { path: path.into(), problem: format!("line {} {problem}", index + 1) })?;
-        documents.extend(content.map(|content| Text { name: format!("{file}:{}", index + 1), content }));
-    }
-    Ok(documents)
+    Error::Data { path: root.into(), problem }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn write(root: &Path, name: &str, content: &[u8]) {
-        let path = root.join(name);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, content).unwrap();
-    }
-
-    #[test]
-    fn a_folder_of_parts_is_one_data_set_and_a_folder_of_text_is_not() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        write(root, "README.md", b"# What this is");
-        write(root, "LICENSE", b"free");
-        write(root, "data/b.jsonl", b"{\"text\": \"third\"}\n");
-        write(root, "data/a.jsonl", b"{\"text\": \"first\"}\n\n{\"text\": \"second\"}\n");
-        let names = |texts: &Texts| texts.documents.iter().map(|d| d.name.clone()).collect::<Vec<_>>();
-        let parts = read(root, &[]).unwrap();
-        assert_eq!(names(&parts), ["data/a.jsonl:1", "data/a.jsonl:3", "data/b.jsonl:1"]);
-        write(root, "data/b.jsonl", b"{\"text\": 3}\n");
-        let message = read(root, &[]).unwrap_err().to_string();
-        assert!(message.contains("b.jsonl") && message.contains("line 1"), "{message}");
-        write(root, "data/b.jsonl", b"{\"text\": \"third\"}\n");
-        write(root, "plot.png", b"\x89PNG\0\0");
-        assert_eq!(read(root, &[]).unwrap().documents.len(), 3, "an image is no text");
-        write(root, "code.rs", b"fn main() {}");
-        for other in ["a.py", "b.txt", "c.txt"] {
-            write(root, other, b"text");
-        }
-        let message = read(root, &[]).unwrap_err().to_string();
-        for part in ["data/a.jsonl, data/b.jsonl", "a.py, b.txt, c.txt and 1 more", "--data", ".ignore"] {
-            assert!(message.contains(part), "{part}: {message}");
-        }
-        write(root, ".ignore", b"*.py\n*.txt\n*.rs\n");
-        assert_eq!(names(&read(root, &[]).unwrap()), names(&parts));
-    }
-
-    #[test]
-    fn data_to_judge_by_is_named_and_can_be_left_out() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        for name in ["train-0.jsonl", "test-0.jsonl", "Valid/x.jsonl", "contest.jsonl"] {
-            write(root, name, b"{\"text\": \"words\"}\n");
-        }
-        let texts = read(root, &[]).unwrap();
-        assert_eq!(texts.suspects, ["Valid/x.jsonl", "test-0.jsonl"]);
-        assert_eq!(texts.documents.len(), 4);
-        let left = read(root, &[root.join("test-0.jsonl"), root.join("Valid")]).unwrap();
-        assert!(left.suspects.is_empty());
-        assert_eq!(left.documents.len(), 2);
-    }
-
-    #[test]
-    fn the_longest_text_is_read() {
-        let folder = tempfile::tempdir().unwrap();
-        let long = "a long book. ".repeat(500_000);
-        write(folder.path(), "book.txt", long.as_bytes());
-        write(folder.path(), "note.txt", b"short");
-        let texts = read(folder.path(), &[]).unwrap();
-        assert_eq!((texts.documents.len(), texts.skipped), (2, Skipped::default()));
-        assert_eq!(texts.documents[0].content, Content::Text(long));
-    }
-
-    #[test]
-    fn a_folder_yields_its_text_sorted_and_leaves_out_what_is_no_text() {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        write(root, "b.md", b"second");
-        write(root, "a/z.rs", b"first");
-        write(root, ".hidden", b"no");
-        write(root, ".gitignore", b"build/\n");
-        write(root, "build/x.txt", b"no");
-        write(root, "image.png", b"\x89PNG\0\0");
-        write(root, "latin.txt", b"caf\xe9");
-        write(root, "blank.txt", b" \n");
-        write(root, "model/model.safetensors", b"\0\0");
-        write(root, "model/config.json", b"{}");
-        write(root, "stopped/train.toml", b"steps = 9");
-        write(root, "stopped/metrics.jsonl", b"{\"step\": 1}");
-        write(root, "out/notes.txt", b"no");
-        let texts = read(root, &[root.join("out")]).unwrap();
-        let names: Vec<_> = texts.documents.iter().map(|d| d.name.as_str()).collect();
-        assert_eq!(names, ["a/z.rs", "b.md"]);
-        assert_eq!(texts.skipped, Skipped { binary: 2, empty: 1, silent: 0 });
-    }
-
-    #[test]
-    fn json_lines_are_documents_and_a_bad_line_is_named_by_its_number() {
-        let folder = tempfile::tempdir().unwrap();
-        write(folder.path(), "d.jsonl", b"{\"text\":\"one\",\"id\":1}\n\n{\"text\":\"two\"}\n");
-        let texts = read(&folder.path().join("d.jsonl"), &[]).unwrap();
-        assert_eq!(texts.documents.len(), 2);
-        assert_eq!(texts.documents[1], Text { name: "d.jsonl:3".into(), content: Content::Text("two".into()) });
-
-        write(folder.path(), "bad.jsonl", b"{\"text\":\"one\"}\n{\"txt\":\"two\"}\n");
-        let message = read(&folder.path().join("bad.jsonl"), &[]).unwrap_err().to_string();
-        assert!(message.contains("line 2") && message.contains("`text`"), "{message}");
-    }
-
-    #[test]
-    fn conversations_without_an_assistant_are_counted_and_left_out() {
-        let folder = tempfile::tempdir().unwrap();
-        let user = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
-        let both = r#"{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"yes"}]}"#;
-        let none = r#"{"prompt":"p","completion":""}"#;
-        write(folder.path(), "c.jsonl", format!("{user}\n{both}\n{none}\n").as_bytes());
-        let texts = read(&folder.path().join("c.jsonl"), &[]).unwrap();
-        assert_eq!(texts.documents.iter().map(|d| d.name.as_str()).collect::<Vec<_>>(), ["c.jsonl:2"]);
-        assert_eq!(texts.skipped.words().unwrap(), "2 documents without anything to learn");
-        write(folder.path(), "c.jsonl", user.as_bytes());
-        let message = read(&folder.path().join("c.jsonl"), &[]).unwrap_err().to_string();
-        assert!(message.contains("skipped 1 documents without"), "{message}");
-    }
-
-    #[cfg(not(feature = "parquet"))]
-    #[test]
-    fn parquet_names_the_feature_that_reads_it() {
-        let folder = tempfile::tempdir().unwrap();
-        write(folder.path(), "d.parquet", b"PAR1");
-        let message = read(&folder.path().join("d.parquet"), &[]).unwrap_err().to_string();
-        assert!(message.contains("d.parquet") && message.contains("--features parquet"), "{message}");
-    }
-
-    #[test]
-    fn a_source_without_text_says_so() {
-        let folder = tempfile::tempdir().unwrap();
-        write(folder.path(), "x.bin", b"\0");
-        let message = read(folder.path(), &[]).unwrap_err().to_string();
-        assert!(message.contains("1 binary"), "{message}");
-        let missing = read(&folder.path().join("nothing"), &[]).unwrap_err().to_string();
-        assert!(missing.contains("nothing"), "{missing}");
-        write(folder.path(), "latin.txt", b"caf\xe9");
-        let message = read(&folder.path().join("latin.txt"), &[]).unwrap_err().to_string();
-        assert!(message.contains("byte at 3"), "{message}");
-    }
-}
+mod test;

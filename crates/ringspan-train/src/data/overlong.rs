@@ -32,10 +32,46 @@ impl FromStr for Overlong {
     }
 }
 
+/// Stretches of documents, in order.
+#[derive(Debug, Clone)]
+pub(super) enum Spans {
+    /// Every document as it is: there may be many, and nothing has to be remembered of them.
+    Documents(Store),
+    Listed(Arc<Vec<Span>>),
+}
+
+impl Spans {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Documents(store) => store.len(),
+            Self::Listed(spans) => spans.len(),
+        }
+    }
+
+    /// `index` is below [`len`](Self::len).
+    pub(super) fn get(&self, index: usize) -> Span {
+        match self {
+            Self::Documents(store) => Span { document: index, start: 0, len: store.document_len(index) },
+            Self::Listed(spans) => spans[index],
+        }
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = Span> {
+        (0..self.len()).map(|index| self.get(index))
+    }
+
+    pub(super) fn tokens(&self) -> usize {
+        match self {
+            Self::Documents(store) => store.tokens(),
+            Self::Listed(spans) => spans.iter().map(|span| span.len).sum(),
+        }
+    }
+}
+
 /// What is packed of documents.
 #[derive(Debug, Clone)]
 pub struct Fit {
-    pub(super) spans: Arc<Vec<Span>>,
+    pub(super) spans: Spans,
     /// Whether a span always lies in one sequence, as conversations and completions must: an answer without its question
     /// teaches nothing. Other text is cut where a sequence ends.
     pub(super) whole: bool,
@@ -45,6 +81,8 @@ pub struct Fit {
     long: usize,
     /// Tokens that are never seen.
     lost: usize,
+    /// Tokens that would be learned if documents were not too long.
+    unlearned: u64,
     /// Parts left out because nothing in them is learned.
     silent: usize,
 }
@@ -53,32 +91,42 @@ impl Fit {
     /// Documents for sequences of `length` tokens; `whole` ones are never cut but for being too long.
     #[must_use]
     pub fn new(documents: &Store, length: usize, whole: bool, overlong: Overlong) -> Self {
-        let mut fit = Self { spans: Arc::default(), whole, overlong, length, long: 0, lost: 0, silent: 0 };
+        let spans = Spans::Documents(documents.clone());
+        let mut fit = Self { spans, whole, overlong, length, long: 0, lost: 0, unlearned: 0, silent: 0 };
+        fit.long = (0..documents.len()).filter(|&index| documents.document_len(index) > length).count();
+        if fit.long == 0 || overlong == Overlong::Split && !whole {
+            return fit;
+        }
         let mut spans = Vec::with_capacity(documents.len());
-        for (document, words) in documents.documents().enumerate() {
-            let len = words.len();
-            if len <= length {
-                spans.push(Span { document, start: 0, len });
-                continue;
-            }
-            fit.long += 1;
-            let parts = match overlong {
-                Overlong::Split if !whole => vec![(0, len)],
-                Overlong::Split => (0..len).step_by(length).map(|start| (start, length.min(len - start))).collect(),
-                Overlong::Truncate => vec![(0, length)],
-                Overlong::Drop => Vec::new(),
-            };
-            fit.lost += len - parts.iter().map(|(_, len)| len).sum::<usize>();
-            for (start, len) in parts {
-                // Nothing predicts the first token.
-                match words[start + 1..start + len].iter().any(|word| word & GIVEN == 0) || !whole {
-                    true => spans.push(Span { document, start, len }),
-                    false => (fit.silent, fit.lost) = (fit.silent + 1, fit.lost + len),
-                }
+        for document in 0..documents.len() {
+            let len = documents.document_len(document);
+            match len <= length {
+                true => spans.push(Span { document, start: 0, len }),
+                false => fit.cut(document, documents.document(document), &mut spans),
             }
         }
-        fit.spans = Arc::new(spans);
+        fit.spans = Spans::Listed(Arc::new(spans));
         fit
+    }
+
+    /// What is packed of a document that is too long.
+    fn cut(&mut self, document: usize, words: &[u32], spans: &mut Vec<Span>) {
+        let (len, length) = (words.len(), self.length);
+        let parts = match self.overlong {
+            Overlong::Split => (0..len).step_by(length).map(|start| (start, length.min(len - start))).collect(),
+            Overlong::Truncate => vec![(0, length)],
+            Overlong::Drop => Vec::new(),
+        };
+        self.lost += len - parts.iter().map(|(_, len)| len).sum::<usize>();
+        self.unlearned += learned(words);
+        for (start, len) in parts {
+            let learned = learned(&words[start..start + len]);
+            match learned > 0 || !self.whole {
+                true => spans.push(Span { document, start, len }),
+                false => (self.silent, self.lost) = (self.silent + 1, self.lost + len),
+            }
+            self.unlearned -= learned;
+        }
     }
 
     /// Every document as it is, cut where a sequence ends.
@@ -90,7 +138,13 @@ impl Fit {
     /// Whether nothing is left to pack.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.spans.is_empty()
+        self.spans.len() == 0
+    }
+
+    /// Tokens of all documents that are never seen, and that are not learned, because documents are too long.
+    #[must_use]
+    pub fn lost(&self) -> (u64, u64) {
+        (self.lost as u64, self.unlearned)
     }
 
     /// What of a run's data depends on this, for a fingerprint.
@@ -98,6 +152,11 @@ impl Fit {
         let plain = !self.whole && self.overlong == Overlong::Split;
         (!plain).then_some([u64::from(self.whole), self.overlong as u64, self.length as u64])
     }
+}
+
+/// Words that are learned of a stretch: nothing predicts the first.
+fn learned(words: &[u32]) -> u64 {
+    words.iter().skip(1).filter(|&&word| word & GIVEN == 0).count() as u64
 }
 
 impl fmt::Display for Fit {
@@ -151,5 +210,10 @@ mod tests {
         let silent = fit(true, Overlong::Truncate);
         assert_eq!(spans(&silent), [(0, 0, 4), (2, 0, 3)]);
         assert!(silent.to_string().contains("(10 tokens are never seen)"), "{silent}");
+        // Learned are 3, 4 and 2 tokens; a part that begins with an answer loses its first one.
+        assert_eq!(truncated.lost(), (6, 4));
+        assert_eq!(split.lost(), (4, 1));
+        assert_eq!(silent.lost(), (10, 4));
+        assert_eq!(fit(false, Overlong::Split).lost(), (0, 0));
     }
 }

@@ -80,9 +80,9 @@ pub struct Packer {
 #[derive(Debug)]
 enum Pass {
     /// One after the other.
-    Stream(Vec<usize>),
+    Stream(Vec<u32>),
     /// Sequence by sequence.
-    Whole(Vec<Vec<usize>>),
+    Whole(Vec<Vec<u32>>),
 }
 
 impl Pass {
@@ -92,9 +92,9 @@ impl Pass {
             return Arc::new(Self::Stream(order));
         }
         // The whole pass at once: so its place is one number, and no sequence waits for the next documents.
-        let mut sequences = best_fit::pack(&order, |span| fit.spans[span].len, length);
+        let mut sequences = best_fit::pack(&order, |span| fit.spans.get(span as usize).len, length);
         let places = shuffled(sequences.len(), fingerprint([seed, 1]), epoch);
-        Arc::new(Self::Whole(places.into_iter().map(|place| std::mem::take(&mut sequences[place])).collect()))
+        Arc::new(Self::Whole(places.into_iter().map(|place| std::mem::take(&mut sequences[place as usize])).collect()))
     }
 
     fn len(&self) -> usize {
@@ -127,11 +127,6 @@ impl Packer {
         Self { fit, pass, ..self }
     }
 
-    /// The same documents in another place.
-    pub(crate) fn over(self, documents: Store) -> Self {
-        Self { documents, ..self }
-    }
-
     /// The same documents from another position on.
     #[must_use]
     pub fn at(self, position: Position) -> Self {
@@ -160,10 +155,11 @@ impl Packer {
     /// The `count` fullest sequences of a pass, where documents stay whole; none where every sequence is full.
     pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
         let Pass::Whole(sequences) = &*self.pass else { return None };
-        let tokens = |sequence: &&Vec<usize>| sequence.iter().map(|&span| self.fit.spans[span].len).sum::<usize>();
-        let mut all: Vec<&Vec<usize>> = sequences.iter().collect();
+        let span = |&span: &u32| self.fit.spans.get(span as usize);
+        let tokens = |sequence: &&Vec<u32>| sequence.iter().map(|at| span(at).len).sum::<usize>();
+        let mut all: Vec<&Vec<u32>> = sequences.iter().collect();
         all.sort_by_key(|sequence| std::cmp::Reverse(tokens(sequence)));
-        let spans = |sequence: &Vec<usize>| sequence.iter().map(|&span| self.fit.spans[span]).collect::<Vec<_>>();
+        let spans = |sequence: &Vec<u32>| sequence.iter().map(span).collect::<Vec<_>>();
         Some(all.into_iter().cycle().take(count).map(|sequence| self.sequence(&spans(sequence))).collect())
     }
 
@@ -171,10 +167,7 @@ impl Packer {
     #[must_use]
     pub fn sequences_of_pass(&self) -> f64 {
         match &*self.pass {
-            Pass::Stream(_) => {
-                let tokens: usize = self.fit.spans.iter().map(|span| span.len).sum();
-                tokens as f64 / self.length as f64
-            }
+            Pass::Stream(_) => self.fit.spans.tokens() as f64 / self.length as f64,
             Pass::Whole(sequences) => sequences.len() as f64,
         }
     }
@@ -194,7 +187,7 @@ impl Packer {
             && let Pass::Stream(order) = &*self.pass
             && let Some(&next) = order.get(self.position.document)
         {
-            let Span { document, start, len: whole } = self.fit.spans[next];
+            let Span { document, start, len: whole } = self.fit.spans.get(next as usize);
             let offset = self.position.offset;
             let len = (whole - offset).min(left).min(self.length);
             spans.push(Span { document, start: start + offset, len });
@@ -215,7 +208,7 @@ impl Packer {
             && let Pass::Whole(sequences) = &*self.pass
             && let Some(sequence) = sequences.get(self.position.document)
         {
-            dealt.push(sequence.iter().map(|&span| self.fit.spans[span]).collect());
+            dealt.push(sequence.iter().map(|&span| self.fit.spans.get(span as usize)).collect());
             self.advance();
         }
         dealt
@@ -275,9 +268,10 @@ impl Sequence {
 
 /// Fisher and Yates, with a generator of its own per pass. Written out because its result is part of the file format: a
 /// resumed run must shuffle alike under any version of any crate. The generator's stream is fixed by its specification.
-fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
+fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(fingerprint([seed, epoch]));
-    let mut order: Vec<usize> = (0..count).collect();
+    // A source has no more documents than that.
+    let mut order: Vec<u32> = (0..count as u32).collect();
     for i in (1..count).rev() {
         // The bias of a 64-bit product over so few documents is below 2^-40.
         let j = ((u128::from(random.next_u64()) * (i as u128 + 1)) >> 64) as usize;

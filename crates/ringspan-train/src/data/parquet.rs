@@ -1,6 +1,6 @@
 //! Documents from a Parquet file.
 
-use super::{Content, Text};
+use super::{Content, Text, records::Take};
 use crate::error::{Error, Result};
 use ::parquet::{
     file::reader::{FileReader, SerializedFileReader},
@@ -10,14 +10,25 @@ use ::parquet::{
 use std::{fs::File, path::Path};
 
 /// The columns that make documents; others are not read.
-const COLUMNS: [&str; 5] = ["text", "messages", "prompt", "completion", "tools"];
+const COLUMNS: [&str; 11] = [
+    "text",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+    "tools",
+];
 
-/// One document a row, from columns as the keys of a line of JSON: `text`, `messages` (a list of `role` and `content`), or
-/// `prompt` and `completion`. Rows are numbered from 1.
+/// Hands on one document a row, from columns as the keys of a record of JSON. Rows are numbered from 1.
 ///
 /// # Errors
 /// [`Error::Data`] for a damaged file, missing columns, binary in the place of text, or a row in no form; [`Error::Io`].
-pub(super) fn documents(path: &Path, file: &str) -> Result<Vec<Text>> {
+pub(super) fn documents(path: &Path, file: &str, take: Take<'_>) -> Result<()> {
     let wrong = |problem: String| Error::Data { path: path.into(), problem };
     let damaged = |e: ::parquet::errors::ParquetError| wrong(format!("not a Parquet file that can be read: {e}"));
     let opened = File::open(path).map_err(Error::io("read", path))?;
@@ -30,7 +41,6 @@ pub(super) fn documents(path: &Path, file: &str) -> Result<Vec<Text>> {
         return Err(wrong(format!("has none of the columns {}; it has: {}", COLUMNS.join(", "), names.join(", "))));
     }
     let wanted = Type::group_type_builder(schema.name()).with_fields(fields).build().map_err(damaged)?;
-    let mut documents = Vec::new();
     for (index, row) in reader.get_row_iter(Some(wanted)).map_err(damaged)?.enumerate() {
         let row = row.map_err(damaged)?;
         if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
@@ -38,9 +48,11 @@ pub(super) fn documents(path: &Path, file: &str) -> Result<Vec<Text>> {
         }
         let content = Content::from_object(row.to_json_value())
             .map_err(|problem| wrong(format!("row {} {problem}", index + 1)))?;
-        documents.extend(content.map(|content| Text { name: format!("{file}:{}", index + 1), content }));
+        if let Some(content) = content {
+            take(Text { name: format!("{file}:{}", index + 1), content })?;
+        }
     }
-    Ok(documents)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Chat templates: conversations to text, and which of it the assistant said.
 
+use super::forms;
 use crate::{
     error::{Error, Result},
     tokenizer::TOKENIZER_CONFIG,
@@ -100,22 +101,21 @@ impl Template {
     }
 
     /// A conversation as text. What the assistant said is what the template puts into `{% generation %}` blocks. Without
-    /// such blocks it is, for each message of the assistant, what is there with it and is not there when the template is
+    /// such blocks it is, for each message of the assistant that is learned, what is there with it and is not there when the template is
     /// asked for the prompt before it; where a message is written differently when others follow, it is looked for in the
     /// whole conversation, between that prompt and what closes the message.
     ///
     /// # Errors
     /// In words: the template's own complaint, or that the assistant's words cannot be found without doubt.
     pub fn render(&self, messages: &[Value], tools: &Value) -> std::result::Result<Rendered, String> {
+        let learns: Vec<bool> = messages.iter().map(forms::is_learned).collect();
+        let messages = &messages.iter().map(forms::shown).collect::<Vec<_>>()[..];
         let text = self.text(messages, tools, false)?;
         if self.marked {
-            return unmark(&text);
+            return self.only(unmark(&text)?, messages, &learns);
         }
         let mut learned = Vec::new();
-        for (index, message) in messages.iter().enumerate() {
-            if message["role"] != "assistant" {
-                continue;
-            }
+        for index in (0..messages.len()).filter(|&index| learns[index]) {
             let before = if index == 0 { String::new() } else { self.text(&messages[..index], tools, true)? };
             let with = self.text(&messages[..=index], tools, false)?;
             let range = match with.starts_with(&before) && text.starts_with(&with) {
@@ -135,6 +135,26 @@ impl Template {
             learned.push(range);
         }
         Ok(Rendered { text, learned })
+    }
+
+    /// Of what a template marks as the assistant's, what is of messages that are learned.
+    fn only(&self, rendered: Rendered, messages: &[Value], learns: &[bool]) -> std::result::Result<Rendered, String> {
+        let of_assistant = messages.iter().zip(learns).filter(|(message, _)| message["role"] == "assistant");
+        let learns: Vec<bool> = of_assistant.map(|(_, learned)| *learned).collect();
+        let marked = rendered.learned.len();
+        match learns.iter().all(|learned| *learned) {
+            true => Ok(rendered),
+            false if marked == learns.len() => {
+                let learned = rendered.learned.into_iter().zip(learns).filter(|(_, learned)| *learned);
+                Ok(Rendered { learned: learned.map(|(range, _)| range).collect(), ..rendered })
+            }
+            false => Err(format!(
+                "some of the assistant's {} messages are not to be learned, but the template {} has {marked} generation \
+                 blocks for them, so it is not known which is whose",
+                learns.len(),
+                self.path.display()
+            )),
+        }
     }
 
     /// What `messages[index]` is in `text`, which is all of `messages`, by writing them once more with other words in its

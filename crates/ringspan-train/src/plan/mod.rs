@@ -83,6 +83,8 @@ pub struct Plan {
     pub first_step: u64,
     /// Passes of all steps over the text; none for a file of tokens.
     pub passes: Option<f64>,
+    /// The same over each source of the text.
+    pub passes_of_sources: Vec<f64>,
     load: Load,
 }
 
@@ -100,6 +102,7 @@ impl Plan {
                 Feed::Text { .. } => Some(setup.lr.steps as f64 / setup.feed.steps_of_pass(config.grad_accumulation)),
                 Feed::Tokens(_) => None,
             },
+            passes_of_sources: setup.feed.passes(setup.lr.steps, config.grad_accumulation),
             saving: match config.save_every {
                 Some(n) => format!("{}, a checkpoint every {n} steps", config.out.display()),
                 None => format!("{}, one checkpoint at the end", config.out.display()),
@@ -441,9 +444,11 @@ impl fmt::Display for Plan {
             Some(passes) => format!(", {passes:.2} passes over the data"),
             None => String::new(),
         };
+        let each: Vec<String> = self.passes_of_sources.iter().map(|passes| format!("{passes:.2}")).collect();
+        let each = if each.len() > 1 { format!(" ({} over its sources)", each.join(", ")) } else { String::new() };
         match self.first_step {
-            0 => writeln!(f, "steps      {}{passes}", self.steps)?,
-            done => writeln!(f, "steps      {} to {}{passes}, resumed", done + 1, self.steps)?,
+            0 => writeln!(f, "steps      {}{passes}{each}", self.steps)?,
+            done => writeln!(f, "steps      {} to {}{passes}{each}, resumed", done + 1, self.steps)?,
         }
         write!(f, "output     {}", self.saving)
     }

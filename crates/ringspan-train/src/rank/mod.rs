@@ -129,13 +129,13 @@ impl<'a> Rank<'a> {
                 break;
             }
             self.meter.start();
-            let position = feed.position();
+            let places = feed.dealt();
             let batches = feed.next_step(config.grad_accumulation);
             let (loss, grad_norm) = match self.step(step, &batches) {
                 // The same on every rank, and before anything was changed.
                 Err(diverged @ Error::Diverged { .. }) => {
                     if saved != Some(step) && step > setup.first_step {
-                        self.start_saving(host, step, tokens, position)?;
+                        self.start_saving(host, step, tokens, places)?;
                     }
                     self.finish_saving(host)?;
                     return Err(diverged);
@@ -169,7 +169,7 @@ impl<'a> Rank<'a> {
                 Ok(())
             })?;
             if let Err(spike) = self.watchdog.look(step, loss) {
-                self.start_saving(host, step, tokens, feed.position())?;
+                self.start_saving(host, step, tokens, feed.dealt())?;
                 self.finish_saving(host)?;
                 return Err(spike);
             }
@@ -178,12 +178,12 @@ impl<'a> Rank<'a> {
                 evaluation = self.look_at_held_out(step, host)?;
             }
             if due(config.save_every) {
-                self.start_saving(host, step, tokens, feed.position())?;
+                self.start_saving(host, step, tokens, feed.dealt())?;
                 saved = Some(step);
             }
         }
         if saved != Some(step) && step > setup.first_step {
-            self.start_saving(host, step, tokens, feed.position())?;
+            self.start_saving(host, step, tokens, feed.dealt())?;
         }
         self.finish_saving(host)?;
         if !interrupted {

@@ -3,7 +3,7 @@
 use super::{Host, Rank};
 use crate::{
     checkpoint::{Part, Progress},
-    data::Position,
+    data::{Dealt, Position},
     error::{Error, Result},
 };
 use std::{
@@ -32,20 +32,21 @@ impl Saving {
 }
 
 impl Rank<'_> {
-    /// Begins to write a checkpoint of the present state, with the place of the next step's batch.
+    /// Begins to write a checkpoint of the present state, with the places of the next step's batch in each source.
     pub(super) fn start_saving(
         &mut self,
         host: &Mutex<Host<'_>>,
         step: u64,
         tokens: u64,
-        position: Position,
+        places: Vec<Dealt>,
     ) -> Result<()> {
         // The one before may still be under way; two at once would want the memory of two.
         self.finish_saving(host)?;
         let part = if self.world.rank() == 0 { Some(self.checkpoints.begin(step)?) } else { None };
         self.world.barrier()?;
         let (model, data) = (self.setup.model.clone(), self.setup.data.clone());
-        let progress = Progress::new(step, position, self.config.seed, tokens, model, data);
+        let progress = Progress::new(step, Position::default(), self.config.seed, tokens, model, data);
+        let progress = progress.with_sources(places);
         let progress =
             progress.with_losses(self.watchdog.losses()).with_config(self.setup.config_json.clone(), self.setup.end);
         let own = self.writers.iter().position(|rank| *rank == self.world.rank());

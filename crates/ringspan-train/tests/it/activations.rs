@@ -13,7 +13,7 @@ fn losses_stay_close_on_every_mesh() {
     let (model, data) = (tiny_model(root), text(root));
     let settings = |name: &str, activations: &str, recompute: &str| Settings {
         model: Some(model.clone()),
-        data: Some(data.clone()),
+        data: Some(vec![data.clone()]),
         out: Some(root.join(name)),
         activations: Some(activations.into()),
         recompute: Some(recompute.into()),
@@ -60,7 +60,7 @@ fn losses_of_a_sparse_model_stay_close_on_every_mesh() {
     sparse(&model);
     let settings = |name: &str, activations: &str, recompute: &str| Settings {
         model: Some(model.clone()),
-        data: Some(data.clone()),
+        data: Some(vec![data.clone()]),
         out: Some(root.join(name)),
         activations: Some(activations.into()),
         recompute: Some(recompute.into()),

@@ -8,7 +8,7 @@ use std::path::Path;
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(96),

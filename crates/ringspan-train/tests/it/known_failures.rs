@@ -10,7 +10,7 @@ use std::path::Path;
 fn step(root: &Path, ring: usize, dp_replicate: usize) -> (f64, Weights) {
     let (outcome, memory) = run(Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(format!("out-{ring}-{dp_replicate}"))),
         sample_tokens: Some(0),
         sequence_length: Some(61),

@@ -8,7 +8,7 @@ use std::path::Path;
 fn two_ranks_and_the_defaults_learn_this_crates_own_source() {
     let folder = tempfile::tempdir().unwrap();
     let (outcome, memory) = run(Settings {
-        data: Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")),
+        data: Some(vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")]),
         out: Some(folder.path().join("out")),
         sequence_length: Some(1024),
         ring: Some(2),

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(96),

@@ -76,7 +76,7 @@ fn stored(name: &str) -> String {
 fn settings(root: &Path, model: &str, name: &str) -> Settings {
     Settings {
         model: Some(root.join(model)),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(20),
         sequence_length: Some(64),

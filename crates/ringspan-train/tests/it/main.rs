@@ -20,6 +20,7 @@ mod lora_gguf;
 mod mesh_gradients;
 mod mesh_independence;
 mod metrics;
+mod mixture;
 mod new_model;
 mod refusals;
 mod resume;

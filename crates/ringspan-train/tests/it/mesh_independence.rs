@@ -5,14 +5,14 @@ use crate::meshes::{meshes, meshes_of_experts};
 use ringspan_models::{Weights, folder};
 use ringspan_train::{
     Settings, Tokenizer,
-    data::{Batch, Corpus, Encoder, Fit, HeldOut, Overlong, Packer, Position, Template, read},
+    data::{Batch, Encoder, Fit, Overlong, Packer, Position, Reading, Template, read},
 };
 use std::path::Path;
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(97),
@@ -139,7 +139,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     tiny_model(root);
     let (data, template) = conversations(root);
     let settings = |name: &str| Settings {
-        data: Some(data.clone()),
+        data: Some(vec![data.clone()]),
         chat_template: Some(template.clone()),
         overlong: Some("split".into()),
         sequence_length: Some(40),
@@ -149,9 +149,17 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     // What the three steps of three rows are made of.
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
     let parsed = Template::read(&template, None).unwrap();
-    let texts = read(&data, &[]).unwrap();
     let encoder = Encoder::new(&tokenizer, Some(&parsed));
-    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &encoder, &data).unwrap();
+    let reading = Reading {
+        source: &data,
+        exclude: &[],
+        held_out: 0.05,
+        encoder,
+        folder: &root.join("kept"),
+        check: false,
+        deadline: std::time::Duration::from_secs(60),
+    };
+    let corpus = reading.corpus().unwrap().0;
     let fit = Fit::new(&corpus.train, 40, true, Overlong::Split);
     let mut packer = Packer::new(corpus.train, 40, 0, Position::default()).fitted(fit);
     let steps: Vec<Batch> = (0..3).map(|_| Batch::new(&packer.next_sequences(3), 40)).collect();
@@ -178,7 +186,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     };
     let lines: Vec<String> = read(&data, &[]).unwrap().documents.iter().map(line).collect();
     std::fs::write(&all, lines.join("\n")).unwrap();
-    let (_, whole) = run(Settings { data: Some(all), chat_template: None, ring: Some(1), ..settings("whole") });
+    let (_, whole) = run(Settings { data: Some(vec![all]), chat_template: None, ring: Some(1), ..settings("whole") });
     assert!((whole.steps[0].loss - one.steps[0].loss).abs() > 1e-3);
 }
 

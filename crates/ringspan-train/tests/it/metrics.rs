@@ -13,7 +13,7 @@ fn imbalance_is_that_of_the_layout_and_shares_are_shares() {
     std::fs::write(root.join("text.jsonl"), [line.clone(), line].join("\n")).unwrap();
     let settings = |layout: &str| Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(layout)),
         sequence_length: Some(256),
         steps: Some(2),

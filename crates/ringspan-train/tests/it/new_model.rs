@@ -28,7 +28,7 @@ fn experts() -> Value {
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model_config: Some(root.join("shape/config.json")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(96),
@@ -195,7 +195,7 @@ fn the_chat_template_is_that_of_the_tokenizer() {
     fs::write(root.join("shape/chat_template.jinja"), "{{ raise_exception('of another tokenizer') }}").unwrap();
     fs::write(root.join("shape/tokenizer_config.json"), r#"{"eos_token": "</s>"}"#).unwrap();
     let started = |name: &str, tokenizer: Option<PathBuf>| {
-        let data = Some(data.clone());
+        let data = Some(vec![data.clone()]);
         let settings = Settings { tokenizer, data, steps: Some(1), ..settings(root, name) };
         let config = TrainConfig::resolve(settings).unwrap();
         train(&config, &AtomicBool::new(false), &mut Memory::default()).map_err(|error| error.to_string())

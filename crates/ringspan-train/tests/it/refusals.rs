@@ -37,7 +37,7 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
     let data = text(root);
     let with = |model: &Path, data: &Path| Settings {
         model: Some(model.into()),
-        data: Some(data.into()),
+        data: Some(vec![data.into()]),
         sequence_length: Some(64),
         ..Settings::default()
     };
@@ -67,6 +67,8 @@ fn models_data_and_meshes_that_do_not_fit_are_refused_and_nothing_is_written() {
 
     fs::rename(model.join("tokenizer.json"), model.join("t")).unwrap();
     refused(root, with(&model, &data), &["tokenizer.json", "is missing"]);
+    fs::write(model.join("tokenizer.model"), "\n").unwrap();
+    refused(root, with(&model, &data), &["tokenizer.json", "tokenizer.model beside it", "save_pretrained"]);
     fs::write(model.join("tokenizer.json"), "{").unwrap();
     refused(root, with(&model, &data), &["tokenizer.json"]);
     fs::rename(model.join("t"), model.join("tokenizer.json")).unwrap();
@@ -82,7 +84,7 @@ fn a_loss_that_is_no_number_stops_the_run_and_says_what_to_do() {
     let root = folder.path();
     let settings = Settings {
         model: Some(tiny_model(root)),
-        data: Some(text(root)),
+        data: Some(vec![text(root)]),
         out: Some(root.join("out")),
         sequence_length: Some(64),
         optimizer: Some("sgd".into()),
@@ -103,7 +105,7 @@ fn a_loss_that_stays_high_stops_every_rank_with_a_checkpoint() {
     let root = folder.path();
     let settings = Settings {
         model: Some(tiny_model(root)),
-        data: Some(text(root)),
+        data: Some(vec![text(root)]),
         out: Some(root.join("out")),
         tensorboard: Some(root.join("events")),
         sequence_length: Some(64),

@@ -7,7 +7,7 @@ use std::{fs, path::Path, sync::atomic::AtomicBool};
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(64),
@@ -256,7 +256,7 @@ fn balanced_packing_and_conversations_go_on_where_they_stood() {
     tiny_model(root);
     let (data, template) = crate::common::conversations(root);
     let settings = |name: &str| Settings {
-        data: Some(data.clone()),
+        data: Some(vec![data.clone()]),
         chat_template: Some(template.clone()),
         packing: Some("balanced".into()),
         ..settings(root, name)

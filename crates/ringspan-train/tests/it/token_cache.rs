@@ -1,16 +1,13 @@
 //! Text becomes tokens once; a file of tokens that is not whole is made again.
 
 use crate::common::{run, text, tiny_model};
-use ringspan_train::{
-    Settings, Tokenizer,
-    data::{Content, Corpus, Encoder, HeldOut, Skipped, Text, Texts, cache},
-};
+use ringspan_train::Settings;
 use std::{fs, path::Path};
 
 fn settings(root: &Path, name: &str, kept: Option<&Path>) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         token_cache: kept.map(Path::to_path_buf),
         sample_tokens: Some(0),
@@ -43,16 +40,24 @@ fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
     assert_eq!(fs::read(&beside).unwrap(), fs::read(&file).unwrap());
     assert!(!root.join("elsewhere/tokens").exists());
 
-    // That the tokens come from the file shows where it holds those of another text.
-    let other = Text { name: "x".into(), content: Content::Text("quite another text ".repeat(40)) };
-    let texts = Texts { documents: vec![other], skipped: Skipped::default(), suspects: Vec::new() };
-    let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
-    let corpus = Corpus::new(&texts, &HeldOut::Share(0.05), &Encoder::new(&tokenizer, None), root).unwrap();
-    let name = file.file_stem().unwrap().to_str().unwrap();
-    let key = u64::from_str_radix(name.strip_prefix("tokens-").unwrap(), 16).unwrap();
-    cache::save(&kept, key, &corpus).unwrap();
-    let (_, third) = run(settings(root, "third", Some(&kept)));
-    assert_ne!(third.losses(), first.losses());
+    // That the tokens come from the file shows where its text has changed, and neither size, time nor sample tell.
+    let data = root.join("long.txt");
+    let write = |word: &str| {
+        fs::write(&data, [&"some words; ".repeat(400)[..], word, &"more words; ".repeat(2000)].concat()).unwrap();
+        fs::File::options().write(true).open(&data).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
+    };
+    let long = |name: &str, check| {
+        let given = Settings { data: Some(vec![data.clone()]), check_data: check, ..settings(root, name, Some(&kept)) };
+        let (_, memory) = run(Settings { epochs: Some(1.0), steps: None, ..given });
+        (memory.losses(), memory.plan.data)
+    };
+    write("one thing");
+    let (first, _) = long("third", None);
+    write("any thing");
+    assert_eq!(long("fourth", None).0, first);
+    let (checked, plan) = long("fifth", Some(true));
+    assert_ne!(checked, first);
+    assert!(plan.contains("is made again: it was made of another content"), "{plan}");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join(name)),
         sample_tokens: Some(0),
         sequence_length: Some(64),
@@ -66,7 +66,7 @@ fn a_trained_model_stops_where_its_base_does_and_where_its_texts_ended() {
     // An answer ends as its template says, whatever ends a text.
     let (data, template) = crate::common::conversations(root);
     fs::write(model.join("tokenizer_config.json"), "{}").unwrap();
-    let chat = Settings { data: Some(data), chat_template: Some(template), ..settings(root, "chat") };
+    let chat = Settings { data: Some(vec![data]), chat_template: Some(template), ..settings(root, "chat") };
     let (outcome, memory) = run(chat);
     assert!(memory.plan.documents[0].contains("answers end with <|endoftext|> (token 256)"), "{}", memory.plan);
     assert_eq!(json_of(&outcome.out.join("generation_config.json"))["eos_token_id"], json!([256, 10]));

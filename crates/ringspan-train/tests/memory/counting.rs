@@ -58,6 +58,14 @@ impl Observer for Peak {
     }
 }
 
+/// What work makes, and the most bytes that were in use meanwhile, above those before.
+pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
+    let before = NOW.load(Ordering::Relaxed);
+    MOST.store(before, Ordering::Relaxed);
+    let made = work();
+    (made, MOST.load(Ordering::Relaxed) - before)
+}
+
 /// Trains, and removes what was written.
 pub(crate) fn peak(settings: Settings) -> Peak {
     let mut peak = Peak { before: NOW.load(Ordering::Relaxed), ..Peak::default() };

@@ -7,3 +7,4 @@ mod counting;
 mod plan;
 mod scaling;
 mod sharing;
+mod streaming;

@@ -26,7 +26,7 @@ fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
     let ranks = ring * ulysses;
     let settings = Settings {
         model: Some(root.join("tiny")),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join("out")),
         sample_tokens: Some(0),
         sequence_length: Some(tokens * ranks),

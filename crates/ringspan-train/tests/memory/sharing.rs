@@ -29,7 +29,7 @@ fn model(root: &Path, layers: usize) -> (usize, usize) {
 fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
     let settings = Settings {
         model: Some(root.join(format!("layers-{layers}"))),
-        data: Some(root.join("text.jsonl")),
+        data: Some(vec![root.join("text.jsonl")]),
         out: Some(root.join("out")),
         sample_tokens: Some(0),
         sequence_length: change.sequence_length.or(Some(32)),

@@ -129,5 +129,5 @@ fn the_order_changes_with_the_pass_and_with_the_seed_and_never_with_the_version(
     assert_ne!(shuffled(50, 1, 0), shuffled(50, 2, 0));
     let mut sorted = shuffled(50, 1, 0);
     sorted.sort_unstable();
-    assert_eq!(sorted, (0..50).collect::<Vec<_>>());
+    assert_eq!(sorted, (0..50).collect::<Vec<u32>>());
 }

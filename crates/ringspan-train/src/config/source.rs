@@ -1,0 +1,89 @@
+//! Where tokens come from.
+
+use crate::{
+    error::{Error, Result},
+    settings::Settings,
+};
+use std::path::{Path, PathBuf};
+
+/// Where tokens come from.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Source {
+    /// Text of one or several sources, packed into sequences.
+    Text(Vec<TextSource>),
+    /// A file of tokens, taken whole each step.
+    Tokens(PathBuf),
+}
+
+/// A folder or file of text.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TextSource {
+    /// Where it is.
+    pub path: PathBuf,
+    /// How much counts it beside others; none where each counts by its size.
+    pub weight: Option<f64>,
+}
+
+impl Source {
+    pub(super) fn new(s: &Settings) -> Result<Self> {
+        let given = match (&s.data, &s.tokens) {
+            (Some(_), Some(_)) => {
+                return Err(Error::Settings("--data and --tokens exclude each other: text or ready tokens".into()));
+            }
+            (None, Some(tokens)) => return Ok(Self::Tokens(tokens.clone())),
+            (None, None) => vec![PathBuf::from(".")],
+            (Some(given), None) => given.clone(),
+        };
+        let sources = given.iter().map(|given| TextSource::new(given)).collect::<Result<Vec<_>>>()?;
+        let weighted: Vec<&TextSource> = sources.iter().filter(|source| source.weight.is_some()).collect();
+        match (&sources[..], &weighted[..]) {
+            ([], _) => Err(Error::Settings("--data names nothing: give a folder or file of text".into())),
+            ([one], [_]) => Err(Error::Settings(format!(
+                "--data {}: a weight has no effect on a lone source; leave it out",
+                one.written().display()
+            ))),
+            (all, some) if !some.is_empty() && some.len() < all.len() => {
+                let without = all.iter().find(|source| source.weight.is_none()).map(|source| source.path.display());
+                Err(Error::Settings(format!(
+                    "--data {} has a weight and --data {} has none: give one to each (PATH=0.3), or to none, and then each \
+                     counts by its size",
+                    some[0].written().display(),
+                    without.map(|path| path.to_string()).unwrap_or_default()
+                )))
+            }
+            _ => Ok(Self::Text(sources)),
+        }
+    }
+}
+
+impl TextSource {
+    /// `PATH`, or `PATH=WEIGHT` unless there is a file of that name.
+    fn new(given: &Path) -> Result<Self> {
+        let plain = Self { path: given.into(), weight: None };
+        let Some((path, weight)) = given.to_str().and_then(|text| text.rsplit_once('=')) else { return Ok(plain) };
+        let Ok(weight) = weight.parse::<f64>() else { return Ok(plain) };
+        if given.exists() {
+            return Ok(plain);
+        }
+        if !(weight > 0.0 && weight.is_finite()) {
+            return Err(Error::Settings(format!(
+                "--data {}: the weight is {weight}, but must be above 0 and finite",
+                given.display()
+            )));
+        }
+        Ok(Self { path: path.into(), weight: Some(weight) })
+    }
+
+    /// As it is given.
+    pub(crate) fn written(&self) -> PathBuf {
+        let Some(weight) = self.weight else { return self.path.clone() };
+        let mut written = self.path.clone().into_os_string();
+        written.push(format!("={weight}"));
+        written.into()
+    }
+
+    /// The same text by another path, as it is given.
+    pub(crate) fn with_path(&self, path: PathBuf) -> PathBuf {
+        Self { path, weight: self.weight }.written()
+    }
+}

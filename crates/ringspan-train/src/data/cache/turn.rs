@@ -1,0 +1,143 @@
+//! One process makes a file of tokens; others that want the same one wait for it.
+
+use crate::error::{Error, Result};
+use std::{
+    fs::{self, File, TryLockError},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+/// Between two looks at a lock.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The right to make a file, which ends when it is dropped.
+pub(in crate::data) struct Turn {
+    /// None where the file system knows no locks: then each process makes a file of its own, and the last one stays.
+    lock: Option<File>,
+    path: PathBuf,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if self.lock.is_some() {
+            // Who waits for this lock has it open, and looks for the tokens before making them.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Waits for the turn to make the file for `key` in `folder`, which is there, for as long as whoever has it goes on writing.
+/// The lock is the system's, so a process that dies gives it back.
+///
+/// # Errors
+/// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file.
+pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration) -> Result<Turn> {
+    let path = folder.join(format!(".tokens-{key:016x}.lock"));
+    let open = || {
+        let opened = File::options().read(true).write(true).create(true).truncate(false).open(&path);
+        opened.map_err(Error::io("write", &path))
+    };
+    let mut file = open()?;
+    let (mut seen, mut since) = (0, Instant::now());
+    loop {
+        match file.try_lock() {
+            Ok(()) if is_at(&file, &path) => break,
+            // Who had it has removed it: the next one is another file.
+            Ok(()) => {
+                file = open()?;
+                continue;
+            }
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(_)) => return Ok(Turn { lock: None, path }),
+        }
+        let size = written(folder, key);
+        if size != seen {
+            (seen, since) = (size, Instant::now());
+        }
+        if since.elapsed() > deadline {
+            let problem = format!(
+                "another process makes the tokens of this text and has written nothing for {} seconds (--deadline); end it, or \
+                 give this one a folder of its own with --token-cache",
+                deadline.as_secs_f64()
+            );
+            return Err(Error::Data { path: folder.into(), problem });
+        }
+        std::thread::sleep(PAUSE);
+    }
+    remove_unfinished(folder, key);
+    Ok(Turn { lock: Some(file), path })
+}
+
+/// Whether a file that is open is the one at `path`.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let id = |about: fs::Metadata| (about.dev(), about.ino());
+    file.metadata().map(id).ok() == path.metadata().map(id).ok()
+}
+
+#[cfg(not(unix))]
+fn is_at(_: &File, path: &Path) -> bool {
+    path.exists()
+}
+
+/// The files that somebody has begun for a key.
+fn unfinished(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
+    let begin = format!(".tokens-{key:016x}.");
+    let ours = move |entry: &fs::DirEntry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        name.starts_with(&begin) && name.ends_with(".part")
+    };
+    fs::read_dir(folder).into_iter().flatten().flatten().filter(ours)
+}
+
+/// Bytes that are written so far.
+fn written(folder: &Path, key: u64) -> u64 {
+    unfinished(folder, key).filter_map(|entry| entry.metadata().ok()).map(|about| about.len()).sum()
+}
+
+/// Removes what a process has left that was killed.
+fn remove_unfinished(folder: &Path, key: u64) {
+    unfinished(folder, key).for_each(|entry| drop(fs::remove_file(entry.path())));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_has_the_turn_and_others_wait_until_it_is_given_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let first = in_turn(path, 7, Duration::from_secs(9)).unwrap();
+        let message = in_turn(path, 7, Duration::from_millis(120)).err().unwrap().to_string();
+        assert!(message.contains("another process makes the tokens") && message.contains("--deadline"), "{message}");
+        drop(in_turn(path, 8, Duration::from_millis(120)).unwrap());
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| in_turn(path, 7, Duration::from_secs(30)).map(drop));
+            std::thread::sleep(Duration::from_millis(150));
+            assert!(!waiting.is_finished());
+            drop(first);
+            waiting.join().unwrap().unwrap();
+        });
+        assert_eq!(fs::read_dir(path).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn whoever_goes_on_writing_is_waited_for_and_what_a_killed_one_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        let part = path.join(".tokens-0000000000000007.1.part");
+        let first = in_turn(path, 7, Duration::from_secs(9)).unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| in_turn(path, 7, Duration::from_millis(400)).map(drop));
+            for size in 1..12 {
+                std::thread::sleep(Duration::from_millis(100));
+                fs::write(&part, vec![0; size]).unwrap();
+            }
+            drop(first);
+            waiting.join().unwrap().unwrap();
+        });
+        assert!(!part.exists());
+    }
+}

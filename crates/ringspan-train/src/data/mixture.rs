@@ -1,0 +1,197 @@
+//! Several sources of documents, dealt out in fixed shares.
+
+use super::{Packer, Packing, Position, Sequence, balance};
+use serde::{Deserialize, Serialize};
+
+/// Where one of several sources stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dealt {
+    /// Where its packer stands.
+    pub position: Position,
+    /// Sequences of it that were dealt.
+    pub sequences: u64,
+}
+
+/// Deals sequences of one or several sources. A sequence is of one source; each is of the one that is furthest behind its
+/// share of all sequences so far. So the order follows from the shares alone, the same on every mesh and from any place on.
+#[derive(Debug, Clone)]
+pub struct Mixture {
+    sources: Vec<Source>,
+    packing: Packing,
+}
+
+#[derive(Debug, Clone)]
+struct Source {
+    packer: Packer,
+    /// Of all sequences.
+    share: f64,
+    dealt: u64,
+}
+
+impl Mixture {
+    /// Sources with their weights, which are above 0; `packing` says how the sequences of a step are filled.
+    #[must_use]
+    pub fn new(sources: Vec<(Packer, f64)>, packing: Packing) -> Self {
+        let sum: f64 = sources.iter().map(|(_, weight)| weight).sum();
+        let source =
+            |(packer, weight): (Packer, f64)| Source { packer: packer.with(packing), share: weight / sum, dealt: 0 };
+        Self { sources: sources.into_iter().map(source).collect(), packing }
+    }
+
+    /// The next `count` sequences: those of a step.
+    pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
+        let order: Vec<usize> = (0..count).map(|_| self.next_source()).collect();
+        let mut dealt: Vec<_> = (0..self.sources.len())
+            .map(|source| {
+                let of_source = order.iter().filter(|&&next| next == source).count();
+                self.sources[source].packer.next_sequences(of_source).into_iter()
+            })
+            .collect();
+        let sequences = order.into_iter().filter_map(|source| dealt[source].next()).collect();
+        match (self.packing, self.sources.len()) {
+            (Packing::Balanced, 2..) => balance::in_halves_of(sequences),
+            _ => sequences,
+        }
+    }
+
+    /// The source of the next sequence.
+    fn next_source(&mut self) -> usize {
+        let number = self.sources.iter().map(|source| source.dealt).sum::<u64>() + 1;
+        let behind = |source: &Source| source.share * number as f64 - source.dealt as f64;
+        let mut next = 0;
+        for index in 1..self.sources.len() {
+            // Of equal ones the first.
+            if behind(&self.sources[index]) > behind(&self.sources[next]) {
+                next = index;
+            }
+        }
+        self.sources[next].dealt += 1;
+        next
+    }
+
+    /// The `count` fullest sequences of a pass, where documents of some source stay whole; none where every sequence is
+    /// full.
+    pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
+        let of_whole: Vec<_> = self.sources.iter().map(|source| source.packer.fullest(count)).collect();
+        if of_whole.iter().all(Option::is_none) {
+            return None;
+        }
+        // Those of the others are as full as any.
+        let of_source = |(source, fullest): (&Source, Option<Vec<Sequence>>)| {
+            fullest.unwrap_or_else(|| source.packer.clone().next_sequences(count))
+        };
+        let mut all: Vec<Sequence> = self.sources.iter().zip(of_whole).flat_map(of_source).collect();
+        all.sort_by_key(|sequence| std::cmp::Reverse(sequence.tokens.len()));
+        all.truncate(count);
+        Some(all)
+    }
+
+    /// Sequences that a pass over all sources fills, and for each source those of a pass with its share.
+    #[must_use]
+    pub fn sequences_of_pass(&self) -> (f64, Vec<(f64, f64)>) {
+        let each: Vec<_> =
+            self.sources.iter().map(|source| (source.packer.sequences_of_pass(), source.share)).collect();
+        (each.iter().map(|(sequences, _)| sequences).sum(), each)
+    }
+
+    /// Where each source stands.
+    #[must_use]
+    pub fn dealt(&self) -> Vec<Dealt> {
+        let of = |source: &Source| Dealt { position: source.packer.position(), sequences: source.dealt };
+        self.sources.iter().map(of).collect()
+    }
+
+    /// The same sources from other places on: one for each.
+    #[must_use]
+    pub fn at(self, places: &[Dealt]) -> Self {
+        let at = |(source, at): (Source, &Dealt)| Source {
+            packer: source.packer.at(at.position),
+            dealt: at.sequences,
+            ..source
+        };
+        Self { sources: self.sources.into_iter().zip(places).map(at).collect(), ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::{Fit, Overlong, Store};
+
+    /// Documents of a hundred tokens that say of which source they are.
+    fn packer(source: u32, documents: usize) -> Packer {
+        let store = Store::new(&vec![vec![source; 100]; documents]);
+        Packer::new(store, 64, 3, Position::default())
+    }
+
+    fn sources(sequences: &[Sequence]) -> Vec<u32> {
+        let of = |sequence: &Sequence| {
+            assert!(sequence.tokens.iter().all(|token| *token == sequence.tokens[0]), "one source a sequence");
+            sequence.tokens[0]
+        };
+        sequences.iter().map(of).collect()
+    }
+
+    #[test]
+    fn sequences_are_dealt_by_their_shares_at_every_moment() {
+        let weights = [3.0, 1.0, 6.0];
+        let mix = || Mixture::new((0..3).map(|i| (packer(i, 7), weights[i as usize])).collect(), Packing::InOrder);
+        let all = sources(&mix().next_sequences(1000));
+        for upto in 1..=1000 {
+            for source in 0..3 {
+                let count = all[..upto].iter().filter(|&&of| of == source).count() as f64;
+                let due = weights[source as usize] / 10.0 * upto as f64;
+                assert!((count - due).abs() < 1.5, "{count} of source {source} among {upto}");
+            }
+        }
+        // However many a step has.
+        for steps in [1, 7, 100] {
+            let mut mixture = mix();
+            let dealt: Vec<u32> = (0..1000 / steps).flat_map(|_| sources(&mixture.next_sequences(steps))).collect();
+            assert_eq!(dealt, all[..dealt.len()]);
+        }
+    }
+
+    #[test]
+    fn a_mixture_goes_on_from_where_it_stood() {
+        let mix =
+            || Mixture::new(vec![(packer(1, 5), 0.7), (packer(2, 9), 0.2), (packer(3, 1), 0.1)], Packing::InOrder);
+        let (mut first, mut whole) = (mix(), mix());
+        for _ in 0..9 {
+            first.next_sequences(3);
+            whole.next_sequences(3);
+        }
+        let kept = serde_json::to_string(&first.dealt()).unwrap();
+        let mut again = mix().at(&serde_json::from_str::<Vec<Dealt>>(&kept).unwrap());
+        for _ in 0..9 {
+            assert_eq!(again.next_sequences(3), whole.next_sequences(3));
+        }
+    }
+
+    #[test]
+    fn one_source_is_dealt_as_its_packer_deals() {
+        for packing in [Packing::InOrder, Packing::Balanced] {
+            let mut alone = packer(1, 30).with(packing);
+            let mut mixture = Mixture::new(vec![(packer(1, 30), 0.4)], packing);
+            for _ in 0..9 {
+                assert_eq!(mixture.next_sequences(4), alone.next_sequences(4));
+            }
+        }
+    }
+
+    #[test]
+    fn the_fullest_sequences_are_those_of_any_source() {
+        let whole = |source: u32| {
+            let store = Store::new(&[vec![source; 40], vec![source; 30]]);
+            let fit = Fit::new(&store, 64, true, Overlong::Truncate);
+            Packer::new(store, 64, 3, Position::default()).fitted(fit)
+        };
+        let text = Mixture::new(vec![(packer(1, 5), 1.0), (packer(2, 5), 1.0)], Packing::InOrder);
+        assert!(text.fullest(2).is_none());
+        let both = Mixture::new(vec![(whole(1), 1.0), (packer(2, 5), 1.0)], Packing::Balanced);
+        assert_eq!(both.fullest(2).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(), [64, 64]);
+        let chats = Mixture::new(vec![(whole(1), 1.0), (whole(2), 1.0)], Packing::InOrder);
+        assert_eq!(chats.fullest(3).unwrap().iter().map(|s| s.tokens.len()).collect::<Vec<_>>(), [40, 40, 40]);
+    }
+}

@@ -1,0 +1,284 @@
+//! Records of JSON: one a line, in an array, or one behind the other, read one at a time.
+
+use super::{Content, Text};
+use crate::error::{Error, Result};
+use serde::de::{DeserializeSeed, Deserializer as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::{Deserializer, Value};
+use std::{
+    fmt,
+    io::{BufRead, Read},
+    path::Path,
+};
+
+/// What takes the documents of a source, one after the other.
+pub(super) type Take<'a> = &'a mut dyn FnMut(Text) -> Result<()>;
+
+/// Hands on the record in each line that is not blank, named by the number of its line.
+pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        if from.read_until(b'\n', &mut line).map_err(Error::io("read", path))? == 0 {
+            break;
+        }
+        let wrong = |problem: String| Error::Data { path: path.into(), problem: format!("line {number}{problem}") };
+        let text = std::str::from_utf8(&line).map_err(|_| wrong(" is not UTF-8".into()))?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        let object =
+            serde_json::from_str(text).map_err(|e| wrong(format!(": {e}; each line must be a JSON object")))?;
+        document(object, format!("{name}:{number}"), take).map_err(|failed| failed.at(wrong))?;
+    }
+    Ok(())
+}
+
+/// Hands on the records of a file that is an array of them, one of them, or several one behind the other, named by their
+/// number.
+pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
+    let wrong = |problem: String| Error::Data { path: path.into(), problem };
+    let mut number = 0;
+    let mut failed = None;
+    let mut each = |object: Value| {
+        number += 1;
+        document(object, format!("{name}:{number}"), take).map_err(|why| failed = Some((number, why))).is_ok()
+    };
+    let read = match first_byte(&mut *from).map_err(Error::io("read", path))? {
+        Some(b'[') => {
+            let mut json = Deserializer::from_reader(from);
+            json.deserialize_seq(Elements(&mut each)).and_then(|()| json.end())
+        }
+        _ => Deserializer::from_reader(from).into_iter::<Value>().try_for_each(|value| match each(value?) {
+            true => Ok(()),
+            false => Err(serde::de::Error::custom("a record is refused")),
+        }),
+    };
+    match (failed, read) {
+        (Some((number, failed)), _) => Err(failed.at(|problem| wrong(format!("record {number}{problem}")))),
+        (None, read) => read.map_err(|e| wrong(format!("not JSON: {e}"))),
+    }
+}
+
+/// The first byte that is no white space, which stays to be read.
+fn first_byte(from: &mut dyn BufRead) -> std::io::Result<Option<u8>> {
+    loop {
+        let bytes = from.fill_buf()?;
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        match bytes.iter().position(|byte| !byte.is_ascii_whitespace()) {
+            Some(at) => {
+                let first = bytes[at];
+                from.consume(at);
+                return Ok(Some(first));
+            }
+            None => {
+                let blank = bytes.len();
+                from.consume(blank);
+            }
+        }
+    }
+}
+
+/// Why a record was not taken.
+enum Refused {
+    /// It is in no form that is known.
+    Record(String),
+    /// Whoever takes it fails, and says why.
+    Taken(Error),
+}
+
+impl Refused {
+    fn at(self, wrong: impl FnOnce(String) -> Error) -> Error {
+        match self {
+            Self::Record(problem) => wrong(format!(" {problem}")),
+            Self::Taken(error) => error,
+        }
+    }
+}
+
+fn document(object: Value, name: String, take: Take<'_>) -> std::result::Result<(), Refused> {
+    match Content::from_object(object).map_err(Refused::Record)? {
+        Some(content) => take(Text { name, content }).map_err(Refused::Taken),
+        None => Ok(()),
+    }
+}
+
+/// The elements of an array, handed on until one is refused.
+struct Elements<'a>(&'a mut dyn FnMut(Value) -> bool);
+
+impl<'de> Visitor<'de> for Elements<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of records")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut all: A) -> std::result::Result<(), A::Error> {
+        while let Some(value) = all.next_element()? {
+            if !(self.0)(value) {
+                return Err(serde::de::Error::custom("a record is refused"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What a file of JSON is, by its beginning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// One record a line.
+    Lines,
+    /// Records in an array, or one over several lines.
+    Values,
+    /// Several objects, and the first is in no form that can be learned.
+    Unknown,
+    /// One object in no such form, or something else that is no data: a text like others.
+    Text,
+}
+
+/// Looks at the first record of a file of JSON. What is damaged behind it is found when it is read.
+pub(super) fn shape(from: Box<dyn BufRead>) -> std::io::Result<Shape> {
+    let mut from = Counted { from, lines: 0 };
+    let first = first_byte(&mut *from.from)?;
+    if first == Some(b'[') {
+        from.from.consume(1);
+        return Ok(match first_byte(&mut *from.from)? {
+            Some(b'{') if has_form(&mut from) == Some(false) => Shape::Unknown,
+            Some(b'{') => Shape::Values,
+            _ => Shape::Text,
+        });
+    }
+    let known = if first == Some(b'{') { has_form(&mut from) } else { None };
+    Ok(match (known, from.lines) {
+        (Some(true), 0) => Shape::Lines,
+        (Some(true), _) => Shape::Values,
+        (Some(false), _) if first_byte(&mut *from.from)? == Some(b'{') => Shape::Unknown,
+        _ => Shape::Text,
+    })
+}
+
+/// Whether the object that begins here has a form that can be learned; none where it is damaged.
+fn has_form(from: &mut Counted) -> Option<bool> {
+    let keys = Keys.deserialize(&mut Deserializer::from_reader(from)).ok()?;
+    Some(Content::has_form(&keys))
+}
+
+/// Counts the ends of lines that are read.
+struct Counted {
+    from: Box<dyn BufRead>,
+    lines: usize,
+}
+
+impl Read for Counted {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.from.read(into)?;
+        self.lines += into[..count].iter().filter(|&&byte| byte == b'\n').count();
+        Ok(count)
+    }
+}
+
+/// The keys of an object, without its values, which may be large.
+struct Keys;
+
+impl<'de> DeserializeSeed<'de> for Keys {
+    type Value = Vec<String>;
+
+    fn deserialize<D: serde::Deserializer<'de>>(self, from: D) -> std::result::Result<Vec<String>, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Keys {
+    type Value = Vec<String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Vec<String>, A::Error> {
+        let mut keys = Vec::new();
+        while let Some((key, IgnoredAny)) = map.next_entry()? {
+            keys.push(key);
+        }
+        Ok(keys)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Cursor;
+
+    fn from(text: &str) -> Box<dyn BufRead> {
+        Box::new(Cursor::new(text.as_bytes().to_vec()))
+    }
+
+    fn named(
+        read: impl Fn(&Path, &str, Box<dyn BufRead>, Take<'_>) -> Result<()>,
+        text: &str,
+    ) -> std::result::Result<Vec<String>, String> {
+        let mut all = Vec::new();
+        let mut take = |text: Text| {
+            all.push(format!("{} {:?}", text.name, text.content));
+            Ok(())
+        };
+        read(Path::new("d.json"), "d.json", from(text), &mut take).map_err(|error| error.to_string())?;
+        Ok(all)
+    }
+
+    #[test]
+    fn records_in_an_array_alone_or_one_behind_the_other_are_the_same() {
+        let expected = ["d.json:1 Text(\"a\")", "d.json:2 Text(\"b\")"];
+        for text in [
+            r#" [{"text": "a"}, {"text": "b"}] "#,
+            "{\n\"text\": \"a\"}\n{\"text\":\n\"b\"}\n",
+            r#"{"text": "a"} {"text": "b"}"#,
+        ] {
+            assert_eq!(named(values, text).unwrap(), expected, "{text}");
+        }
+        assert_eq!(named(values, r#"{"text": "a"}"#).unwrap(), expected[..1]);
+        assert_eq!(named(lines, "{\"text\": \"a\"}\r\n\n{\"text\": \"c\"}").unwrap().len(), 2);
+        assert!(named(values, "[]").unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_record_or_line() {
+        for (text, parts) in [
+            (r#"[{"text": "a"}, {"txt": "b"}]"#, ["record 2 has none of", "`text`"]),
+            (r#"[{"text": "a"}, {"text": "#, ["not JSON", "EOF"]),
+            (r#"[{"text": "a"}] more"#, ["not JSON", "trailing"]),
+            (r#"{"text": "a"} {"text": 3}"#, ["record 2 has a `text`", "a number"]),
+            ("[1, 2]", ["record 1 has none of", "`messages`"]),
+        ] {
+            let message = named(values, text).unwrap_err();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        }
+        let message = named(lines, "{\"text\": \"a\"}\n[").unwrap_err();
+        assert!(message.contains("line 2: ") && message.contains("each line must be a JSON object"), "{message}");
+        let stopped = values(Path::new("d"), "d", from(r#"[{"text": "a"}]"#), &mut |_| {
+            Err(Error::Settings("the disk is full".into()))
+        });
+        assert_eq!(stopped.unwrap_err().to_string(), "the disk is full");
+    }
+
+    #[test]
+    fn a_file_of_json_is_known_by_its_first_record() {
+        for (text, expected) in [
+            ("{\"text\": \"a\"}\n{\"text\": \"b\"}", Shape::Lines),
+            ("\n{\"messages\": []}", Shape::Lines),
+            ("{\n\"text\": \"a\"\n}", Shape::Values),
+            ("[\n{\"instruction\": \"a\", \"output\": \"b\"}", Shape::Values),
+            ("[{\"question\": \"a\"}]", Shape::Unknown),
+            ("{\"question\": \"a\"}\n{\"question\": \"b\"}", Shape::Unknown),
+            ("{\"name\": \"package\", \"version\": [1]}", Shape::Text),
+            ("[1, 2]", Shape::Text),
+            ("[]", Shape::Text),
+            ("// a comment\n{}", Shape::Text),
+            ("{ text: 3 }", Shape::Text),
+            ("", Shape::Text),
+        ] {
+            assert_eq!(shape(from(text)).unwrap(), expected, "{text}");
+        }
+    }
+}

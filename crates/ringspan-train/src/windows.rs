@@ -1,0 +1,244 @@
+//! A long text to tokens, window by window: a tokenizer takes a hundred times the memory of the text it is given at once.
+//!
+//! Windows overlap. A token depends on little beside it, so behind the first words of an overlap both windows have the same
+//! tokens at the same places, and there one follows the other: the tokens are those of the whole text. Where two windows
+//! never agree, as on one letter repeated for ever, the second is made anew from a border of a token of the first.
+
+use crate::error::Result;
+
+/// Bytes of a text that become tokens at once.
+const WINDOW: usize = 64 << 10;
+/// Bytes that two windows share.
+const OVERLAP: usize = 4 << 10;
+/// Tokens in a row that two windows must agree on.
+const AGREED: usize = 16;
+
+/// A token and the byte of the text at which it begins.
+pub(crate) type Token = (u32, usize);
+
+/// A part of a text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Window {
+    pub(crate) text: String,
+    /// Bytes before it.
+    start: usize,
+    /// Whether nothing follows.
+    pub(crate) last: bool,
+}
+
+impl Window {
+    /// Whether it is all of a text.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.start == 0 && self.last
+    }
+}
+
+/// Cuts a text that comes in parts.
+#[derive(Debug, Clone)]
+pub(crate) struct Cutter {
+    text: String,
+    start: usize,
+    window: usize,
+    overlap: usize,
+}
+
+impl Cutter {
+    pub(crate) fn new() -> Self {
+        Self::of(WINDOW, OVERLAP)
+    }
+
+    fn of(window: usize, overlap: usize) -> Self {
+        Self { text: String::new(), start: 0, window, overlap }
+    }
+
+    /// The windows that the text with its next part fills, all but the last.
+    pub(crate) fn push(&mut self, part: &str) -> Vec<Window> {
+        self.text.push_str(part);
+        let mut windows = Vec::new();
+        let mut from = 0;
+        // Something must be left for the last one.
+        while self.text.len() - from > self.window {
+            let end = self.text.floor_char_boundary(from + self.window);
+            let text = self.text[from..end].to_owned();
+            windows.push(Window { text, start: self.start + from, last: false });
+            from = self.text.floor_char_boundary(end - self.overlap);
+        }
+        self.text.drain(..from);
+        self.start += from;
+        windows
+    }
+
+    /// The last window.
+    pub(crate) fn finish(self) -> Window {
+        Window { text: self.text, start: self.start, last: true }
+    }
+}
+
+/// Joins the tokens of windows.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Joiner {
+    /// Those of the last window that the next one may replace.
+    open: Vec<Token>,
+}
+
+impl Joiner {
+    /// Adds to `out` what is known to be tokens of the text once `tokens`, with places in the window, are there. `encode` is
+    /// asked where the windows do not agree.
+    pub(crate) fn push(
+        &mut self,
+        window: &Window,
+        tokens: Vec<Token>,
+        encode: impl Fn(&str) -> Result<Vec<Token>>,
+        out: &mut Vec<u32>,
+    ) -> Result<()> {
+        let placed = |tokens: Vec<Token>, from: usize| -> Vec<Token> {
+            tokens.into_iter().map(|(id, at)| (id, from + at)).collect()
+        };
+        let mut tokens = placed(tokens, window.start);
+        let shared = self.open.partition_point(|&(_, at)| at < window.start);
+        let (settled, next) = match joint(&self.open[shared..], &tokens) {
+            _ if self.open.is_empty() => (0, 0),
+            Some((before, behind)) => (shared + before, behind),
+            None => {
+                let half = shared + (self.open.len() - shared) / 2;
+                let border = |&at: &usize| {
+                    let (place, rises) = (self.open[at].1, at == 0 || self.open[at].1 > self.open[at - 1].1);
+                    rises && place >= window.start && window.text.is_char_boundary(place - window.start)
+                };
+                match (half..self.open.len()).find(border) {
+                    Some(at) => {
+                        let place = self.open[at].1;
+                        tokens = placed(encode(&window.text[place - window.start..])?, place);
+                        (at, 0)
+                    }
+                    // The first window ends with one token that is longer than what they share.
+                    None => (shared, 0),
+                }
+            }
+        };
+        out.extend(self.open[..settled].iter().map(|(id, _)| id));
+        self.open = tokens.split_off(next);
+        if window.last {
+            out.extend(self.open.drain(..).map(|(id, _)| id));
+        }
+        Ok(())
+    }
+}
+
+/// The place in each list from which both go on alike: inside the longest row of tokens that they agree on.
+fn joint(first: &[Token], second: &[Token]) -> Option<(usize, usize)> {
+    let (mut i, mut j, mut row) = (0, 0, 0);
+    let mut longest = (0, 0, 0);
+    while i < first.len() && j < second.len() {
+        row = if first[i] == second[j] { row + 1 } else { 0 };
+        let (a, b) = (first[i].1, second[j].1);
+        (i, j) = (i + usize::from(a <= b), j + usize::from(b <= a));
+        if row > longest.0 {
+            longest = (row, i, j);
+        }
+    }
+    let (row, i, j) = longest;
+    let rises = |back: &usize| first[i - back].1 > first[i - back - 1].1;
+    let back = (1..=row / 2).rev().find(rises).filter(|_| row >= AGREED)?;
+    Some((i - back, j - back))
+}
+
+/// The tokens of a text of any length, by `encode` of parts of it.
+pub(crate) fn encode(text: &str, encode: impl Fn(&str) -> Result<Vec<Token>>) -> Result<Vec<u32>> {
+    encode_by(Cutter::new(), text, encode)
+}
+
+fn encode_by(mut cutter: Cutter, text: &str, encode: impl Fn(&str) -> Result<Vec<Token>>) -> Result<Vec<u32>> {
+    let (mut joiner, mut out) = (Joiner::default(), Vec::new());
+    let mut push = |window: &Window| joiner.push(window, encode(&window.text)?, &encode, &mut out);
+    for window in cutter.push(text) {
+        push(&window)?;
+    }
+    push(&cutter.finish())?;
+    Ok(out)
+}
+
+/// Whether a text is longer than a window.
+pub(crate) fn is_long(text: &str) -> bool {
+    text.len() > WINDOW
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Tokenizer;
+    use proptest::prelude::*;
+    use std::path::Path;
+
+    proptest! {
+        #[test]
+        fn windows_cover_a_text_and_overlap(text in "[aé日🦀 \n]{0,400}", parts in 1usize..40) {
+            let mut cutter = Cutter::of(40, 12);
+            let mut windows = Vec::new();
+            let cut = |i: usize| text.floor_char_boundary(text.len() * i / parts);
+            for i in 0..parts {
+                windows.extend(cutter.push(&text[cut(i)..cut(i + 1)]));
+            }
+            windows.push(cutter.finish());
+            prop_assert!(windows.iter().all(|w| text[w.start..].starts_with(&w.text) && w.text.len() <= 40));
+            for pair in windows.windows(2) {
+                let end = pair[0].start + pair[0].text.len();
+                prop_assert!(pair[1].start <= end - 12 && pair[1].start >= end - 15 && pair[1].text.len() > end - pair[1].start);
+            }
+            let end = windows.last().unwrap();
+            prop_assert!(end.last && end.start + end.text.len() == text.len());
+        }
+    }
+
+    fn whole(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+        tokenizer.tokens_of(text).unwrap().into_iter().map(|(id, _)| id).collect()
+    }
+
+    /// Words of many kinds, with long rows of white space and of one letter.
+    fn prose(words: usize) -> String {
+        let word = |i: usize| match i * i * 31 % 97 {
+            0..4 => "    \n\n\t".to_owned(),
+            4..6 => "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa".into(),
+            6..8 => "日本語 🦀 café".into(),
+            n => format!("{} {n}, the quick brown fox; ", i * 7919 % 1013),
+        };
+        (0..words).map(word).collect()
+    }
+
+    #[test]
+    fn the_tokens_of_windows_are_those_of_the_whole_text() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat");
+        let mut tokenizers = vec![Tokenizer::byte_level(Path::new("bytes")).unwrap()];
+        for name in ["turns", "headers", "brackets", "thinking"] {
+            tokenizers.push(Tokenizer::read(&fixtures.join(name).join("tokenizer.json")).unwrap());
+        }
+        let text = prose(3000);
+        for tokenizer in &tokenizers {
+            let expected = whole(tokenizer, &text);
+            let windows = encode_by(Cutter::of(2000, 600), &text, |part| tokenizer.tokens_of(part)).unwrap();
+            assert!(windows == expected, "{} tokens, {} of the whole text", windows.len(), expected.len());
+        }
+    }
+
+    #[test]
+    fn what_never_agrees_is_made_anew_from_a_border_of_tokens() {
+        // Groups of seven, counted from where a part begins.
+        let sevens = |text: &str| {
+            let starts = (0..text.len()).step_by(7);
+            Ok(starts.map(|at| ((text.len() - at).min(7) as u32, at)).collect())
+        };
+        let text = "a".repeat(10_000);
+        let tokens = encode_by(Cutter::of(1000, 300), &text, sevens).unwrap();
+        let expected: Vec<Token> = sevens(&text).unwrap();
+        assert_eq!(tokens, expected.into_iter().map(|(id, _)| id).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_long_text_and_a_short_one_are_joined_and_cut_as_they_come() {
+        let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
+        for text in [String::new(), "short".into(), "long é ".repeat(30_000)] {
+            let tokens = tokenizer.encode(&text).unwrap();
+            assert!(tokens == text.bytes().map(u32::from).collect::<Vec<_>>());
+        }
+    }
+}
