@@ -232,7 +232,7 @@ mod tests {
         ) {
             let len = set.len();
             let mut bits = Bits::new(len);
-            let holds = |at: usize| set[at] && (!sparse || at % 7 == 0);
+            let holds = |at: usize| set[at] && (!sparse || at.is_multiple_of(7));
             let row = cuts.0 % len;
             (0..len).filter(|&at| holds(at)).for_each(|at| bits.set(row, at));
             let range = cuts.0.min(cuts.1).min(len)..cuts.0.max(cuts.1).min(len);
