@@ -387,6 +387,8 @@ struct TokenFolder {
     path: PathBuf,
     /// Why tokens are not kept.
     warning: Option<String>,
+    /// Folders that were made for it, the innermost first.
+    made: Vec<PathBuf>,
 }
 
 impl Drop for TokenFolder {
@@ -395,21 +397,24 @@ impl Drop for TokenFolder {
             // What is left is in the system's folder for such files.
             let _ = std::fs::remove_dir_all(&self.path);
         }
+        // Of a run that is refused nothing is left: a folder that holds something stays.
+        self.made.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
     }
 }
 
 impl TokenFolder {
     fn new(path: &Path, tokens: Tokens) -> Result<Self> {
+        let made: Vec<PathBuf> = path.ancestors().take_while(|at| !at.exists()).map(Path::to_path_buf).collect();
         let probe = path.join(format!(".{}.probe", std::process::id()));
         let written = std::fs::create_dir_all(path).map_err(Error::io("create", path));
         let written = written.and_then(|()| std::fs::write(&probe, "").map_err(Error::io("write", &probe)));
         let _ = std::fs::remove_file(&probe);
         match (written, tokens) {
-            (Ok(()), _) => Ok(Self { path: path.into(), warning: None }),
+            (Ok(()), _) => Ok(Self { path: path.into(), warning: None, made }),
             (Err(error), Tokens::MustBeKept) => Err(error),
             (Err(error), Tokens::MayBeLost) => {
                 let path = std::env::temp_dir().join(format!("ringspan-tokens-{}", std::process::id()));
-                Ok(Self { path, warning: Some(format!("the tokens are not kept: {error}")) })
+                Ok(Self { path, warning: Some(format!("the tokens are not kept: {error}")), made })
             }
         }
     }
