@@ -303,9 +303,7 @@ fn table() {
     );
     let mut product = Product::new();
     for case in cases() {
-        for (threads, isa) in
-            threads().into_iter().flat_map(|threads| isas().into_iter().map(move |isa| (threads, isa)))
-        {
+        for (threads, isa) in threads().flat_map(|threads| isas().into_iter().map(move |isa| (threads, isa))) {
             let kernel = Kernel::with_isa(threads, isa).unwrap_or_else(|error| panic!("isa={isa}: {error}"));
             let mut partial = Partial::new(case.s, case.h, case.d);
             let (saved, mut sums) = (case.saved(&kernel), case.sums());

@@ -143,6 +143,7 @@ unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
 /// The same pointer, of which the compiler knows nothing: else it keeps a pointer for each row of a product from one product
 /// to the next, which are more than there are registers, and updates them in memory.
 #[inline(always)]
+#[allow(clippy::pointers_in_nomem_asm_block)] // Nothing is read or written through it.
 fn opaque(pointer: *mut f32) -> *mut f32 {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     let mut pointer = pointer;

@@ -81,14 +81,14 @@ fn plain(problem: &Problem, inputs: &crate::support::Inputs) -> Plain {
             let products: Vec<f32> = q.iter().zip(&inputs.k[key * dim..]).map(|(q, k)| score.scale * q * k).collect();
             let wrong = f32::EPSILON * (dim as f32 * dot(&products, &products)).sqrt();
             let doubt = if wrong > 3e-3 { (1.0 - p) * wrong } else { 0.0 };
-            for c in 0..v_dim {
+            for (c, d_out) in d_out[..v_dim].iter().enumerate() {
                 let v = inputs.v[key * v_dim + c];
                 answer.out[row * v_dim + c] += p * kept(j) * v;
                 sizes.out[row * v_dim + c] += p * kept(j) * v.abs();
                 doubts.out[row * v_dim + c] += doubt * p * kept(j) * v.abs();
-                answer.dv[key * v_dim + c] += p * kept(j) * d_out[c];
-                sizes.dv[key * v_dim + c] += p * kept(j) * d_out[c].abs();
-                doubts.dv[key * v_dim + c] += doubt * p * kept(j) * d_out[c].abs();
+                answer.dv[key * v_dim + c] += p * kept(j) * d_out;
+                sizes.dv[key * v_dim + c] += p * kept(j) * d_out.abs();
+                doubts.dv[key * v_dim + c] += doubt * p * kept(j) * d_out.abs();
             }
             for c in 0..dim {
                 let (q, k) = (q[c], inputs.k[key * dim + c]);
