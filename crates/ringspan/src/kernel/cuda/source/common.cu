@@ -144,27 +144,26 @@ struct Pair {
 
 // What the backward pass knows of a query.
 struct Saved {
-    // Greatest score; 1 by the sum of the softmax, or 0 of a query that saw nothing but scores of -inf.
-    float max, inverse_sum, delta;
+    // Greatest score, -inf of a query that saw no other; log of the sum of exponentials below it.
+    float max, log_sum, delta;
 };
 
 // Of element `at` of [H, Tq].
 __device__ inline Saved saved(const Job &job, i64 at) {
-    return {job.max[at], job.sum[at] != 0.0f ? 1.0f / job.sum[at] : 0.0f, job.delta[at]};
+    return {job.max[at], logf(job.sum[at]), job.delta[at]};
 }
 
 __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
                             const Saved &query) {
     Pair result = {0.0f, 0.0f, 0.0f};
-    const float delta = query.delta;
-    if (query.inverse_sum != 0.0f) {
+    if (query.max != NEGATIVE_INFINITY) {
         float slope;
         const float below = score(job, tile, head, i, j, product, slope) - query.max;
         // Above 0 only if another unit of the GPU multiplied than in the forward pass; a NaN stays.
-        const float weight = expf(below > 0.0f ? 0.0f : below) * query.inverse_sum;
+        const float weight = expf((below > 0.0f ? 0.0f : below) - query.log_sum);
         const float kept_part = kept(job, tile, head, i, j);
         result.weight = weight * kept_part;
-        result.term = weight * (dp * kept_part - delta);
+        result.term = weight * (dp * kept_part - query.delta);
         result.ds = result.term * slope * job.scale;
     }
     return result;

@@ -347,7 +347,7 @@ __device__ inline void load_saved(const Job &job, int head, int first, Saved (&q
     for (int half = 0; half < 2; half++) {
         const int token = first + THREAD_ROW + 8 * half;
         const i64 state = (i64)head * job.queries + token;
-        queries[half] = token < job.queries ? saved(job, state) : Saved{0.0f, 0.0f, 0.0f};
+        queries[half] = token < job.queries ? saved(job, state) : Saved{NEGATIVE_INFINITY, 0.0f, 0.0f};
     }
 }
 
@@ -374,22 +374,39 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
     }
 }
 
+// What the backward pass knows of a chunk of queries, in shared memory: all maxima, all logs of sums, all deltas, since one
+// address then leads to all three numbers of a query. Structures took a register more, and there was none.
+struct SavedChunk {
+    float *values;
+
+    __device__ inline Saved operator[](int query) const {
+        return {values[query], values[CHUNK + query], values[2 * CHUNK + query]};
+    }
+
+    __device__ inline void store(int query, const Saved &saved) const {
+        values[query] = saved.max;
+        values[CHUNK + query] = saved.log_sum;
+        values[2 * CHUNK + query] = saved.delta;
+    }
+};
+
 // Of the thread's keys and queries from row `base` on: unscaled products become weights, and gradients of weights become theirs.
 __device__ inline void differentiate_keys(const Job &job, const Tile &tile, const Seen &seen, int head, int first, int base,
-                                          const Saved *queries, float (&products)[TILES][4],
+                                          const SavedChunk &queries, float (&products)[TILES][4],
                                           float (&dp)[TILES][4]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int j = first + THREAD_ROW + 8 * half - tile.k;
+    for (int n = 0; n < TILES; n++) {
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
+        for (int e = 0; e < 2; e++) {
+            // Both halves of the keys at once: what is known of a query would wait in registers for the second.
+            const int query = n * 8 + THREAD_COLUMN + e, i = base + query - tile.q;
+            const Saved known = queries[query];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int query = n * 8 + THREAD_COLUMN + e, at = 2 * half + e;
+            for (int half = 0; half < 2; half++) {
+                const int j = first + THREAD_ROW + 8 * half - tile.k, at = 2 * half + e;
                 Pair got = {0.0f, 0.0f, 0.0f};
                 if (seen(half, query)) {
-                    const int i = base + query - tile.q;
-                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], queries[query]);
+                    got = pair(job, tile, head, i, j, products[n][at], dp[n][at], known);
                 }
                 products[n][at] = got.weight;
                 dp[n][at] = got.ds;

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
     extern __shared__ float shared[];
     u16 *const k = (u16 *)shared, *const v = k + ROWS * STRIDE;
     u16 *const q = v + ROWS * V_STRIDE, *const d_out = q + CHUNK * STRIDE;
-    Saved *const queries = (Saved *)(d_out + CHUNK * V_STRIDE);
+    const SavedChunk queries = {(float *)(d_out + CHUNK * V_STRIDE)};
     const int block = blockIdx.x, kv_head = blockIdx.y;
     if (job.parts_of[block] == job.parts_of[block + 1]) {
         return;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             start_rows<D_OUT_TYPE, V_DIM, V_STRIDE, CHUNK>(d_out, job.d_out, base, count, head);
             group_copies();
             if (threadIdx.x < count) {
-                queries[threadIdx.x] = saved(job, (i64)head * job.queries + base + threadIdx.x);
+                queries.store(threadIdx.x, saved(job, (i64)head * job.queries + base + threadIdx.x));
             }
             wait_copies<0>();
             const bool whole = sees_all(tile, base, count, first, rows);

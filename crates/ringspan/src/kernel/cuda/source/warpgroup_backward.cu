@@ -9,14 +9,15 @@
 // What a block holds, and twice what it goes over: one is read, one arrives.
 struct Held {
     u16 *own, *v_own, *others, *v_others;
-    Saved *queries;
+    SavedChunk queries[2];
 
     __device__ Held(float *shared) {
         own = (u16 *)shared;
         v_own = own + OWN;
         others = v_own + V_OWN;
         v_others = others + 2 * OTHERS;
-        queries = (Saved *)(v_others + 2 * V_OTHERS);
+        queries[0].values = (float *)(v_others + 2 * V_OTHERS);
+        queries[1].values = queries[0].values + 3 * CHUNK;
         clear_cores<DIM, WIDTH, ROWS>(own);
         clear_cores<V_DIM, V_WIDTH, ROWS>(v_own);
         for (int stage = 0; stage < 2; stage++) {
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         start_cores<D_OUT_TYPE, V_DIM, CHUNK>(held.v_others + stage * V_OTHERS, job.d_out, chunk.base, count, head);
         if (threadIdx.x < count) {
             const i64 state = (i64)head * job.queries + chunk.base + threadIdx.x;
-            held.queries[stage * CHUNK + threadIdx.x] = saved(job, state);
+            held.queries[stage].store(threadIdx.x, saved(job, state));
         }
     };
     start_cores<K_TYPE, DIM, ROWS>(held.own, job.k, first, rows, kv_head);
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         const Tile tile = job.tiles[job.parts[chunk.part].tile];
         const int base = chunk.base, count = chunk.count(job), this_head = head;
         u16 *const q = held.others + stage * OTHERS, *const d_out = held.v_others + stage * V_OTHERS;
-        const Saved *const queries = held.queries + stage * CHUNK;
+        const SavedChunk &queries = held.queries[stage];
         const bool whole = sees_all(tile, base, count, first, rows);
         wait_copies<0>();
         share_copies();
