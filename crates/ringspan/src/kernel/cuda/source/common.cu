@@ -150,7 +150,9 @@ struct Saved {
 
 // Of element `at` of [H, Tq].
 __device__ inline Saved saved(const Job &job, i64 at) {
-    return {job.max[at], logf(job.sum[at]), job.delta[at]};
+    // A maximum can have passed over a NaN; the sum has it.
+    const float sum = job.sum[at];
+    return {sum == sum ? job.max[at] : sum, logf(sum), job.delta[at]};
 }
 
 __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
