@@ -35,8 +35,8 @@ fn packing_gives_the_bits_of_the_cpu() {
             // The CPU refuses what the other type has no room for.
             let most = match to {
                 Type::F32 => f32::MAX,
-                Type::Bf16 => half::bf16::MAX.to_f32(),
-                Type::F16 => half::f16::MAX.to_f32(),
+                Type::Bf16 => bf16::MAX.to_f32(),
+                Type::F16 => f16::MAX.to_f32(),
             };
             let fits = |x: f32| if x.abs() > most { f32::INFINITY.copysign(x) } else { x };
             let values: Vec<f32> = strange().into_iter().map(fits).collect();
