@@ -45,7 +45,7 @@ pub(super) type Bounds = ([f32; LANES], [f32; LANES]);
 pub(super) struct TermSums<'a> {
     /// Of the head's buckets `[count]`, in f64: the last bucket can hold nearly all pairs.
     pub(super) table: &'a mut [f64],
-    /// Of the lanes: greatest score, one by the sum of the softmax, and delta.
+    /// For each lane the greatest score, 1 by the sum of the softmax, and delta.
     pub(super) max: &'a [f32],
     pub(super) inverse_sum: &'a [f32],
     pub(super) delta: &'a [f32],
@@ -61,7 +61,7 @@ pub(super) struct Scaling {
 }
 
 impl Scaling {
-    /// Of a call with or without [`Terms`]: `softcap * tanh` takes a share of the cap, all else a score.
+    /// Chooses for a call with or without [`Terms`]: a softcap takes products as shares of the cap, all else as scores.
     ///
     /// Scaled queries cost nothing, but each of their numbers is rounded. That is lost in the rounding of products of f32, and
     /// is none at all where the scale is a power of 2; products of shorter types are nearly exact, and scaled themselves.

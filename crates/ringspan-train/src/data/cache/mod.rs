@@ -21,7 +21,7 @@ use std::{
 };
 
 const MAGIC: u64 = u64::from_ne_bytes(*b"ringspan");
-/// Of the layout of the file, and of the way text becomes words.
+/// Files of another version are made again: it grows when their layout changes, or the way in which text becomes tokens.
 const VERSION: u64 = 3;
 /// Bytes before the tokens.
 const HEADER: u64 = 128;
@@ -37,9 +37,9 @@ struct Header {
     magic: u64,
     version: u64,
     key: u64,
-    /// Of the words of all documents.
+    /// A hash of the words of all documents.
     fingerprint: u64,
-    /// Of the bytes of the files they were made of.
+    /// A hash of the bytes of the files that the tokens were made of.
     contents: u64,
     /// Documents to train on, and held out.
     documents: [u64; 2],
@@ -52,9 +52,9 @@ struct Header {
     largest: u64,
     /// Bytes of what the source held.
     about: u64,
-    /// Of all that stands behind the tokens.
+    /// A hash of all that stands behind the tokens.
     behind: u64,
-    /// Of this header without this.
+    /// A hash of the fields of this header before this one.
     sum: u64,
 }
 
