@@ -4,6 +4,7 @@
 //! border, or belongs to a document that two ranks share.
 
 use super::{Block, Compute, Plan, Rows, Schedule, Step, Transfer};
+use smallvec::smallvec;
 
 /// Which rows of a block a rank gets.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -26,7 +27,7 @@ pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan
         let rows = rows(schedule, rank, owner, extent);
         plan.push(Step {
             compute: compute(schedule, rank, owner, extent),
-            after: vec![Transfer { block: Block::KeyGradients(owner), peer: owner, rows }],
+            after: smallvec![Transfer { block: Block::KeyGradients(owner), peer: owner, rows }],
             ..Step::default()
         });
     }
@@ -50,7 +51,7 @@ fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
         send: schedule.visible.users(rank).map(|user| keys(user, rank, user)).collect(),
         receive: schedule.visible.owners(rank).map(|owner| keys(rank, owner, owner)).collect(),
         compute: schedule.compute(rank, rank),
-        after: Vec::new(),
+        ..Step::default()
     }
 }
 

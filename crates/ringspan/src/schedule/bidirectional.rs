@@ -25,22 +25,22 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, backward: bool) -> Plan {
         let step = turn(rank, owner);
         if (rank > owner && rank <= above) || (rank < owner && rank >= below) {
             let from = if rank > owner { rank - 1 } else { rank + 1 };
-            Step::add(&mut plan[step - 1].receive, keys(from));
+            plan[step - 1].receive.push(keys(from));
         }
         if rank >= owner && rank < above {
-            Step::add(&mut plan[step].send, keys(rank + 1));
+            plan[step].send.push(keys(rank + 1));
         }
         if rank <= owner && rank > below {
-            Step::add(&mut plan[step].send, keys(rank - 1));
+            plan[step].send.push(keys(rank - 1));
         }
         plan[step].compute = schedule.compute(rank, owner);
         if backward && owner != rank && plan[step].compute.is_some() {
-            Step::add(&mut plan[step].after, schedule.whole(Block::KeyGradients(owner), owner));
+            plan[step].after.push(schedule.whole(Block::KeyGradients(owner), owner));
         }
     }
     if backward {
         for user in schedule.visible.users(rank) {
-            Step::add(&mut plan[turn(user, rank) + 1].receive, schedule.whole(Block::KeyGradients(rank), user));
+            plan[turn(user, rank) + 1].receive.push(schedule.whole(Block::KeyGradients(rank), user));
         }
     }
     plan

@@ -26,7 +26,7 @@ mod test;
 pub use draw::Cell;
 pub use estimate::{Choice, Estimate, Link, Machine};
 pub use heads::HeadShare;
-pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer};
+pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer, Transfers};
 pub use strategy::Strategy;
 pub use traffic::{Sizes, Traffic};
 

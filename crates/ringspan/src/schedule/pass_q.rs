@@ -26,7 +26,7 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, pass: Pass) -> Plan {
         if step > 0 {
             let peer = visible.owner_before(owner, rank).unwrap_or(owner);
             plan[step - 1].receive.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
-            Step::add(&mut plan[step].after, schedule.whole(result(owner), owner));
+            plan[step].after.push(schedule.whole(result(owner), owner));
         }
         if let Some(peer) = visible.owner_after(owner, rank) {
             plan[step].send.extend(travels(owner).into_iter().map(|block| schedule.whole(block, peer)));
@@ -35,7 +35,7 @@ pub(super) fn plan(schedule: &Schedule, rank: usize, pass: Pass) -> Plan {
     }
     for host in visible.owners(rank) {
         let visited = (host + size - rank) % size;
-        Step::add(&mut plan[visited + 1].receive, schedule.whole(result(rank), host));
+        plan[visited + 1].receive.push(schedule.whole(result(rank), host));
     }
     plan
 }

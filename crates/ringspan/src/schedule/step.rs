@@ -1,6 +1,7 @@
 //! What a plan is made of: transfers, computations, steps.
 
 use crate::kernel::Tile;
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -36,13 +37,23 @@ impl Block {
 }
 
 /// Rows of a ring rank's tokens: ranges that rise and do not touch.
+///
+/// All rows of a block are one range, which needs no memory of its own: plans of a large ring name millions of them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Rows(Arc<[Range<usize>]>);
+pub struct Rows(Ranges);
+
+/// Up to one range as it is, more of them shared between all who name them.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Ranges {
+    None,
+    One([Range<usize>; 1]),
+    Several(Arc<[Range<usize>]>),
+}
 
 impl Rows {
     /// The first `count` rows.
     pub fn all(count: usize) -> Self {
-        Self(std::iter::once(0..count).filter(|rows| !rows.is_empty()).collect())
+        Self(if count == 0 { Ranges::None } else { Ranges::One([0..count]) })
     }
 
     /// The rows that lie in some of `ranges`.
@@ -56,36 +67,44 @@ impl Rows {
                 _ => rows.push(range),
             }
         }
-        Self(rows.into())
+        Self(match &rows[..] {
+            [] => Ranges::None,
+            [one] => Ranges::One([one.clone()]),
+            _ => Ranges::Several(rows.into()),
+        })
     }
 
     /// Number of rows.
     pub fn len(&self) -> usize {
-        self.0.iter().map(ExactSizeIterator::len).sum()
+        self.ranges().iter().map(ExactSizeIterator::len).sum()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.ranges().is_empty()
     }
 
     /// The ranges, in order.
     pub fn ranges(&self) -> &[Range<usize>] {
-        &self.0
+        match &self.0 {
+            Ranges::None => &[],
+            Ranges::One(range) => range,
+            Ranges::Several(ranges) => ranges,
+        }
     }
 
     /// For each range the rows before it.
     fn before(&self) -> Vec<usize> {
         let count = |before: &mut usize, range: &Range<usize>| Some(std::mem::replace(before, *before + range.len()));
-        self.0.iter().scan(0, count).collect()
+        self.ranges().iter().scan(0, count).collect()
     }
 
     /// Tells where rows that lie in one of the ranges stand when only these rows are kept.
     pub(super) fn compact(&self) -> impl Fn(&Range<usize>) -> Range<usize> {
         let before = self.before();
         move |rows| {
-            let range = self.0.partition_point(|range| range.end <= rows.start);
-            let start = self.0.get(range).map_or(0, |range| rows.start - range.start);
+            let range = self.ranges().partition_point(|range| range.end <= rows.start);
+            let start = self.ranges().get(range).map_or(0, |range| rows.start - range.start);
             let start = before.get(range).copied().unwrap_or(0) + start;
             start..start + rows.len()
         }
@@ -102,6 +121,9 @@ pub struct Transfer {
     /// Which of the owner's rows.
     pub rows: Rows,
 }
+
+/// Transfers of a step. Most steps have one of a kind, which lies in the step itself.
+pub type Transfers = SmallVec<[Transfer; 1]>;
 
 /// The tiles of a block of queries against a block of keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -129,22 +151,16 @@ impl Compute {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Step {
     /// Sends started before the computation.
-    pub send: Vec<Transfer>,
+    pub send: Transfers,
     /// Receives started before the computation and waited for after it.
-    pub receive: Vec<Transfer>,
+    pub receive: Transfers,
     /// What is computed.
     pub compute: Option<Compute>,
     /// Sends of what this step made.
-    pub after: Vec<Transfer>,
+    pub after: Transfers,
 }
 
 impl Step {
-    /// Adds a transfer to one of the lists, which stay short: plans of a large ring have millions of them.
-    pub(super) fn add(list: &mut Vec<Transfer>, transfer: Transfer) {
-        list.reserve_exact(1);
-        list.push(transfer);
-    }
-
     pub(super) fn is_empty(&self) -> bool {
         self.send.is_empty() && self.receive.is_empty() && self.compute.is_none() && self.after.is_empty()
     }
@@ -155,7 +171,8 @@ pub type Plan = Vec<Step>;
 
 /// Bytes of the lists of a plan, without those of its tiles.
 pub(crate) fn list_bytes(plan: &Plan) -> u64 {
-    let transfers = |step: &Step| step.send.capacity() + step.receive.capacity() + step.after.capacity();
+    let outside = |list: &Transfers| if list.spilled() { list.capacity() } else { 0 };
+    let transfers = |step: &Step| [&step.send, &step.receive, &step.after].map(outside).iter().sum::<usize>();
     (size_of_val(&plan[..]) + plan.iter().map(transfers).sum::<usize>() * size_of::<Transfer>()) as u64
 }
 
