@@ -24,7 +24,7 @@ const INTERRUPTED: i32 = 130;
 pub(crate) fn install() -> anyhow::Result<()> {
     ctrlc::set_handler(|| {
         if GRACEFUL.load(Ordering::SeqCst) && !STOP.swap(true, Ordering::SeqCst) {
-            eprintln!("\nstopping after this step; Ctrl-C again stops at once");
+            eprintln!("\nstopping as soon as nothing is lost by it; Ctrl-C again stops at once");
             return;
         }
         let several = LEAVE_TIME.load(Ordering::SeqCst);

@@ -3,12 +3,12 @@
 use crate::{allocator, interrupt, mesh, say};
 use anyhow::{Result, bail};
 use ringspan::comm::ranks::Ranks;
-use ringspan_train::{Outcome, Silent, Terminal, TrainConfig, train_on};
+use ringspan_train::{Error, Observer, Outcome, Silent, Terminal, TrainConfig, plan_on, train_on};
 use std::process::ExitCode;
 
 pub(crate) use ringspan_train::TrainArgs;
 
-/// Exit code of a training stopped by Ctrl-C: 128 + SIGINT. Its work is saved.
+/// Exit code of a training stopped by Ctrl-C: 128 + SIGINT. Its steps are saved.
 const INTERRUPTED: u8 = 130;
 
 /// Trains as the arguments say; progress goes to standard error, the result to standard output.
@@ -18,14 +18,23 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     config.place(ranks);
     config.allocated = Some(allocator::most);
     mesh::limit_threads(config.ranks(), config.threads);
-    if args.dry_run {
-        return dry_run(&config, ranks);
-    }
-    let stop = interrupt::watch();
-    let outcome = match ranks.lead() {
-        true => train_on(ranks, &config, stop, &mut Terminal::new())?,
-        false => train_on(ranks, &config, stop, &mut Silent)?,
+    let observer: &mut dyn Observer = if ranks.lead() { &mut Terminal::new() } else { &mut Silent };
+    let done = match args.dry_run {
+        true => dry_run(&config, ranks, observer),
+        false => train(&config, ranks, observer),
     };
+    match done {
+        // Among processes it stays an error, which reaches all of them.
+        Err(error) if ranks.local().is_none() && matches!(error.downcast_ref(), Some(Error::Interrupted { .. })) => {
+            eprintln!("{error}");
+            Ok(ExitCode::from(INTERRUPTED))
+        }
+        done => done,
+    }
+}
+
+fn train(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
+    let outcome = train_on(ranks, config, interrupt::watch(), observer)?;
     if ranks.lead() {
         report(&outcome);
     }
@@ -33,8 +42,8 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
 }
 
 /// The plan on standard output, and why it does not fit as an error.
-fn dry_run(config: &TrainConfig, ranks: &Ranks) -> Result<ExitCode> {
-    let plan = ringspan_train::plan_on(ranks, config)?;
+fn dry_run(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
+    let plan = plan_on(ranks, config, interrupt::watch(), observer)?;
     if ranks.lead() {
         say::line(&plan)?;
     }

@@ -9,11 +9,18 @@ use crate::{
     },
     error::{Error, Result},
     feed::Feed,
-    observer::grouped,
+    observer::{Observer, grouped},
     tokenizer::Tokenizer,
 };
 use ringspan_candle::pool;
-use std::path::{Path, PathBuf};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 /// Data as it is fed, and what it is.
 pub(crate) struct Dataset {
@@ -38,24 +45,47 @@ pub(crate) enum Tokens {
     MayBeLost,
 }
 
+/// Who watches a run while its text becomes tokens, and who may end it.
+pub(crate) struct Watcher<'a> {
+    observer: Mutex<&'a mut dyn Observer>,
+    stop: &'a AtomicBool,
+}
+
+impl<'a> Watcher<'a> {
+    /// `stop` may be set at any time.
+    pub(crate) fn new(observer: &'a mut dyn Observer, stop: &'a AtomicBool) -> Self {
+        Self { observer: Mutex::new(observer), stop }
+    }
+
+    fn see(&self, source: &Path, done: u64, bytes: u64) -> ControlFlow<()> {
+        if self.stop.load(Ordering::SeqCst) {
+            return ControlFlow::Break(());
+        }
+        self.observer.lock().unwrap_or_else(PoisonError::into_inner).reading(source, done, bytes);
+        ControlFlow::Continue(())
+    }
+}
+
 impl Dataset {
     /// Reads the data of a run for a model of `vocabulary` tokens, on `threads` threads; writes its tokens where they are kept,
     /// and nothing else.
     ///
     /// # Errors
-    /// Files that cannot be read, documents that cannot be written as tokens, and tokens that the model does not have.
+    /// Files that cannot be read, documents that cannot be written as tokens, tokens that the model does not have, and
+    /// [`Error::Interrupted`].
     pub(crate) fn open(
         config: &TrainConfig,
         tokenizer: Option<&Tokenizer>,
         vocabulary: usize,
         threads: usize,
         tokens: Tokens,
+        watcher: &Watcher<'_>,
     ) -> Result<Self> {
         match (&config.source, tokenizer) {
             (Source::Tokens(path), _) => Self::batch(path, vocabulary),
             (Source::Text(sources), Some(tokenizer)) => {
                 let folder = TokenFolder::new(&config.token_cache, tokens)?;
-                pool::run(threads, || Self::text(config, sources, tokenizer, vocabulary, &folder))?
+                pool::run(threads, || Self::text(config, sources, tokenizer, vocabulary, &folder, watcher))?
             }
             (Source::Text(sources), None) => Err(Error::Data {
                 path: sources.first().map(|source| source.path.clone()).unwrap_or_default(),
@@ -91,8 +121,9 @@ impl Dataset {
         tokenizer: &Tokenizer,
         vocabulary: usize,
         folder: &TokenFolder,
+        watcher: &Watcher<'_>,
     ) -> Result<Self> {
-        let reader = Reader::new(config, tokenizer, vocabulary, folder)?;
+        let reader = Reader::new(config, tokenizer, vocabulary, folder, watcher)?;
         let learned = sources.iter().map(|source| reader.learned(source)).collect::<Result<Vec<_>>>()?;
         let judges = config.eval_data.as_ref().map(|path| reader.judges(path)).transpose()?;
         reader.template_has_effect(learned.iter().chain(&judges), sources)?;
@@ -130,7 +161,7 @@ impl Dataset {
 }
 
 /// Makes tokens of the sources of a run.
-struct Reader<'a> {
+struct Reader<'a, 'w> {
     config: &'a TrainConfig,
     tokenizer: &'a Tokenizer,
     vocabulary: usize,
@@ -138,6 +169,7 @@ struct Reader<'a> {
     template: Option<Template>,
     /// Why the model's template cannot be used, where it has one.
     no_template: Option<String>,
+    watcher: &'a Watcher<'w>,
 }
 
 /// A source with its tokens.
@@ -151,12 +183,13 @@ struct SourceOfText {
     said: Vec<String>,
 }
 
-impl<'a> Reader<'a> {
+impl<'a, 'w> Reader<'a, 'w> {
     fn new(
         config: &'a TrainConfig,
         tokenizer: &'a Tokenizer,
         vocabulary: usize,
         folder: &'a TokenFolder,
+        watcher: &'a Watcher<'w>,
     ) -> Result<Self> {
         let (template, no_template) = match (&config.chat_template, tokenizer.folder()) {
             (Some(file), folder) => (Some(Template::read(file, folder)?), None),
@@ -167,7 +200,7 @@ impl<'a> Reader<'a> {
             },
             (None, None) => (None, None),
         };
-        Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, no_template })
+        Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, no_template, watcher })
     }
 
     fn learned(&self, source: &TextSource) -> Result<SourceOfText> {
@@ -204,6 +237,7 @@ impl<'a> Reader<'a> {
             folder: self.folder,
             check: self.config.check_data,
             deadline: self.config.deadline,
+            watch: &|done, bytes| self.watcher.see(path, done, bytes),
         };
         let (corpus, said) = reading.corpus()?;
         self.known(&corpus)?;

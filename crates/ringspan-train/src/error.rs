@@ -30,6 +30,12 @@ pub enum Error {
         /// The system's answer.
         source: std::io::Error,
     },
+    /// Whoever watches the reading of a text ended it (Ctrl-C).
+    #[error("interrupted while {path} became tokens: none of them are kept", path = .path.display())]
+    Interrupted {
+        /// The file or folder.
+        path: PathBuf,
+    },
     /// A tokenizer is damaged or does not fit the model.
     #[error("tokenizer {path}: {problem}", path = .path.display())]
     Tokenizer {

@@ -7,12 +7,17 @@ use crate::{
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::{
     io::IsTerminal,
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 /// Told what happens, in order, from one thread at a time.
 pub trait Observer: Send {
+    /// Text of `source` is becoming tokens: `done` of the `bytes` of its files are read. Called before
+    /// [`planned`](Self::planned), many times a second, for one source after the other.
+    fn reading(&mut self, source: &Path, done: u64, bytes: u64) {
+        let _ = (source, done, bytes);
+    }
     /// What is about to be done. Called once, before any step.
     fn planned(&mut self, plan: &Plan) {
         let _ = plan;
@@ -47,6 +52,7 @@ const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 /// Standard error: a bar where it is a terminal, plain lines where it is not.
 pub struct Terminal {
     bar: Option<ProgressBar>,
+    reading: Option<Reading>,
     steps: u64,
     first: Option<u64>,
     last_line: Option<Instant>,
@@ -64,7 +70,14 @@ impl Terminal {
             bar.set_prefix("?");
             bar
         });
-        Self { bar, steps: 0, first: None, last_line: None, began: Instant::now() }
+        Self { bar, reading: None, steps: 0, first: None, last_line: None, began: Instant::now() }
+    }
+
+    /// What is told of steps begins below what was told of reading.
+    fn end_reading(&mut self) {
+        if let Some(Reading { bar: Some(bar), .. }) = self.reading.take() {
+            bar.finish_and_clear();
+        }
     }
 
     fn line(&self, text: &str) {
@@ -79,11 +92,55 @@ impl Terminal {
         let first = *self.first.get_or_insert(step.saturating_sub(1));
         let done = step.saturating_sub(first).max(1);
         let each = self.began.elapsed().as_secs_f64() / done as f64;
-        let seconds = (each * self.steps.saturating_sub(step) as f64).round() as u64;
-        match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
-            (0, 0, s) => format!("{s} s"),
-            (0, m, s) => format!("{m} min {s:02} s"),
-            (h, m, _) => format!("{h} h {m:02} min"),
+        time(each * self.steps.saturating_sub(step) as f64)
+    }
+}
+
+/// Seconds in words.
+fn time(seconds: f64) -> String {
+    let seconds = seconds.round() as u64;
+    match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
+        (0, 0, s) => format!("{s} s"),
+        (0, m, s) => format!("{m} min {s:02} s"),
+        (h, m, _) => format!("{h} h {m:02} min"),
+    }
+}
+
+/// A source whose text becomes tokens.
+struct Reading {
+    source: PathBuf,
+    bar: Option<ProgressBar>,
+    began: Instant,
+    last_line: Instant,
+}
+
+impl Reading {
+    fn new(source: &Path, in_terminal: bool) -> Self {
+        let bar = in_terminal.then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{prefix} becomes tokens [{bar:32}] {percent}%, {msg} left");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+            bar.set_prefix(source.display().to_string());
+            bar.set_message("?");
+            bar
+        });
+        let now = Instant::now();
+        Self { source: source.into(), bar, began: now, last_line: now }
+    }
+
+    fn tell(&mut self, done: u64, bytes: u64) {
+        let left = match done {
+            0 => "?".into(),
+            _ => time(self.began.elapsed().as_secs_f64() * bytes.saturating_sub(done) as f64 / done as f64),
+        };
+        if let Some(bar) = &self.bar {
+            bar.set_length(bytes);
+            bar.set_position(done);
+            bar.set_message(left);
+        } else if self.last_line.elapsed() >= PLAIN_INTERVAL {
+            self.last_line = Instant::now();
+            let percent = 100.0 * done as f64 / bytes.max(1) as f64;
+            eprintln!("{} becomes tokens: {percent:.0}%, {left} left", self.source.display());
         }
     }
 }
@@ -95,7 +152,18 @@ impl Default for Terminal {
 }
 
 impl Observer for Terminal {
+    fn reading(&mut self, source: &Path, done: u64, bytes: u64) {
+        if self.reading.as_ref().is_none_or(|reading| reading.source != source) {
+            self.end_reading();
+            self.reading = Some(Reading::new(source, self.bar.is_some()));
+        }
+        if let Some(reading) = &mut self.reading {
+            reading.tell(done, bytes);
+        }
+    }
+
     fn planned(&mut self, plan: &Plan) {
+        self.end_reading();
         self.line(&plan.to_string());
         self.steps = plan.steps;
         self.began = Instant::now();

@@ -4,7 +4,7 @@ use crate::{
     checkpoint::{Checkpoint, Checkpoints, Identity, Losses},
     config::{Length, RUN_FILE, Source, TextSource, TrainConfig},
     data::{Batch, Sequence, fingerprint},
-    dataset::{Dataset, Tokens},
+    dataset::{Dataset, Tokens, Watcher},
     error::{Error, Result},
     feed::Feed,
     given::Given,
@@ -59,7 +59,7 @@ pub(crate) struct Setup {
 
 impl Setup {
     /// Reads and checks; writes nothing but the tokens of a text, where they are kept.
-    pub(crate) fn new(config: &TrainConfig, tokens: Tokens) -> Result<Self> {
+    pub(crate) fn new(config: &TrainConfig, tokens: Tokens, watcher: &Watcher<'_>) -> Result<Self> {
         let (mut given, first) = Given::new(config)?;
         let (decoder, start) = given.begin(first, config, ranks_here(config))?;
         // Before anything is read that takes long.
@@ -68,7 +68,7 @@ impl Setup {
         let tokenizer = given.tokenizer(config)?;
         let Given { config: model_config, json: config_json, .. } = given;
         let threads = config.threads * ranks_here(config);
-        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, tokens)?;
+        let data = Dataset::open(config, tokenizer.as_ref(), model_config.vocab_size, threads, tokens, watcher)?;
         let feed = data.feed.clone();
         let lr = config.lr(steps(config, &feed))?;
         let mut setup = Self::of(config_json, decoder, mesh, start, tokenizer, data, lr);

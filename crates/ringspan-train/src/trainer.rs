@@ -4,13 +4,13 @@ use crate::{
     beside,
     checkpoint::Identity,
     config::TrainConfig,
-    dataset::Tokens,
+    dataset::{Tokens, Watcher},
     error::{Error, Result},
     events::EventFile,
     memory::{Allocated, InUse},
     metrics::{EvaluationMetrics, MetricsFile},
     model_folder,
-    observer::Observer,
+    observer::{Observer, Silent},
     plan::Plan,
     rank::{Host, Rank},
     sample::{Sample, sample},
@@ -61,7 +61,8 @@ pub struct Outcome {
 
 /// Trains. The ranks are threads of this process.
 ///
-/// `stop` may be set at any time (Ctrl-C): all ranks then finish their step, save a checkpoint and return.
+/// `stop` may be set at any time (Ctrl-C): all ranks then finish their step, save a checkpoint and return; while text becomes
+/// tokens it is an error.
 ///
 /// # Errors
 /// Settings, data, models and checkpoints that do not fit, found before anything is computed; failures of ranks; a disk
@@ -76,15 +77,16 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
 /// # Errors
 /// What [`train`] refuses; that it does not fit into memory is said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
-    plan_on(&Ranks::threads(), config)
+    plan_on(&Ranks::threads(), config, &AtomicBool::new(false), &mut Silent)
 }
 
-/// The same for ranks that may be processes. All of them must call this.
+/// The same for ranks that may be processes. All of them must call this. `stop` may be set while text becomes tokens, of which
+/// `observer` is told.
 ///
 /// # Errors
-/// As [`plan`]. A GPU that cannot be opened is none: the plan says so.
-pub fn plan_on(ranks: &Ranks, config: &TrainConfig) -> Result<Plan> {
-    let mut setup = Setup::new(config, Tokens::MayBeLost)?;
+/// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is none: the plan says so.
+pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Plan> {
+    let mut setup = Setup::new(config, Tokens::MayBeLost, &Watcher::new(observer, stop))?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
         // Also without a GPU here: others ask who shares theirs.
@@ -98,7 +100,7 @@ pub fn plan_on(ranks: &Ranks, config: &TrainConfig) -> Result<Plan> {
 }
 
 /// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
-/// only that of rank 0 tells its observer, looks at `stop` and writes; the tokens of a text are made by one process of those
+/// only that of rank 0 tells its observer, looks at `stop` in training and writes; the tokens of a text are made by one process of those
 /// that share a folder for them.
 ///
 /// # Errors
@@ -109,7 +111,7 @@ pub fn train_on(
     stop: &AtomicBool,
     observer: &mut dyn Observer,
 ) -> Result<Outcome> {
-    let mut setup = Setup::new(config, Tokens::MustBeKept)?;
+    let mut setup = Setup::new(config, Tokens::MustBeKept, &Watcher::new(observer, stop))?;
     possible(&setup.plan)?;
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;

@@ -42,6 +42,30 @@ fn ctrl_c_during_saves_leaves_a_checkpoint_to_go_on_from() {
 }
 
 #[test]
+fn ctrl_c_while_text_becomes_tokens_ends_at_once_and_leaves_nothing() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let text = "the quick brown fox jumps over the lazy dog. ".repeat(1 << 20);
+    std::fs::write(folder.path().join("text.txt"), text).expect("room for a text");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
+    command.current_dir(folder.path()).args(["train", "--data", "text.txt", "--out", "out"]);
+    let training = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+    let began = Instant::now();
+    while !folder.path().join("out/tokens").exists() {
+        assert!(began.elapsed() < Duration::from_secs(60), "no tokens after {:?}", began.elapsed());
+        std::thread::sleep(Duration::from_millis(3));
+    }
+    let asked = Instant::now();
+    let killed = Command::new("kill").args(["-INT", &training.id().to_string()]).status().expect("kill runs");
+    assert!(killed.success());
+    let output = training.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.contains("interrupted while text.txt became tokens"), "{said}");
+    assert!(asked.elapsed() < Duration::from_secs(5), "it took {:?}", asked.elapsed());
+    assert!(!folder.path().join("out").exists(), "something is left");
+}
+
+#[test]
 fn a_signal_ends_a_ring_of_many_threads_within_seconds() {
     let sizes = crate::support::Sizes { b: 1, sq: 1280, sk: 1280, h: 1, g: 1, d: 8, dv: 8 };
     let bench = crate::support::Bench::new(&sizes.tensors());

@@ -6,6 +6,7 @@ use super::{
     fingerprint,
     listing::Listing,
     making,
+    progress::{Progress, Watch},
 };
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -54,16 +55,16 @@ pub struct Corpus {
     pub learned: [u64; 2],
     /// The largest token.
     pub largest: Option<u32>,
-    /// Of all words of both parts, in order: two corpora with one fingerprint train alike.
+    /// A hash of all words of both parts, in order: two corpora with one fingerprint train alike.
     pub fingerprint: u64,
-    /// Of every byte of the files they were made of.
+    /// A hash of every byte of the files they were made of.
     pub contents: u64,
     /// What the source held.
     pub about: About,
 }
 
 /// A source of text, and how it becomes tokens.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct Reading<'a> {
     /// A folder or a file, as [`read`](super::read) takes it.
     pub source: &'a Path,
@@ -79,6 +80,8 @@ pub struct Reading<'a> {
     pub check: bool,
     /// How long another process that makes the same tokens may write nothing.
     pub deadline: Duration,
+    /// Who is told how far the text has become tokens.
+    pub watch: Watch<'a>,
 }
 
 impl Reading<'_> {
@@ -90,24 +93,26 @@ impl Reading<'_> {
     ///
     /// # Errors
     /// What [`read`](super::read) and [`Encoder::encode`] refuse, a document with nothing to learn, a source with nothing to
-    /// train on; a folder that cannot be written to; another process that makes the same tokens and goes on no more.
+    /// train on; a folder that cannot be written to; another process that makes the same tokens and goes on no more;
+    /// [`Error::Interrupted`] where [`watch`](Self::watch) ends it.
     pub fn corpus(&self) -> Result<(Corpus, Vec<String>)> {
         let listing = Listing::new(self.source, self.exclude)?;
         let key = fingerprint([self.encoder.fingerprint()?, self.held_out.to_bits(), listing.identity()?]);
-        let contents = if self.check { Some(listing.contents()?) } else { None };
+        let progress = Progress::new(self.watch, self.source, listing.bytes());
+        let contents = if self.check { Some(listing.contents(&progress)?) } else { None };
         std::fs::create_dir_all(self.folder).map_err(Error::io("create", self.folder))?;
-        if let Kept::Good(corpus) = self.kept(key, contents)? {
+        if let Cached::Good(corpus) = self.cached(key, contents)? {
             return Ok((*corpus, Vec::new()));
         }
-        let _turn = cache::in_turn(self.folder, key, self.deadline)?;
+        let _turn = cache::in_turn(self.folder, key, self.deadline, &progress)?;
         // Somebody else may have made them meanwhile.
-        let said = match self.kept(key, contents)? {
-            Kept::Good(corpus) => return Ok((*corpus, Vec::new())),
-            Kept::Nothing => Vec::new(),
-            Kept::Bad(why) => vec![format!("{} is made again: {why}", cache::path(self.folder, key).display())],
+        let said = match self.cached(key, contents)? {
+            Cached::Good(corpus) => return Ok((*corpus, Vec::new())),
+            Cached::Nothing => Vec::new(),
+            Cached::Bad(why) => vec![format!("{} is made again: {why}", cache::path(self.folder, key).display())],
         };
-        let contents = contents.map_or_else(|| listing.contents(), Ok)?;
-        making::make(self, &listing, key, contents)?;
+        let contents = contents.map_or_else(|| listing.contents(&progress), Ok)?;
+        making::make(self, &listing, &progress, key, contents)?;
         match cache::open(self.folder, key, false)? {
             Found::Tokens(corpus) if !corpus.train.is_empty() => Ok((*corpus, said)),
             Found::Tokens(_) => Err(Error::Data { path: self.source.into(), problem: "no token to train on".into() }),
@@ -121,21 +126,21 @@ impl Reading<'_> {
         Error::Data { path: cache::path(self.folder, key), problem }
     }
 
-    fn kept(&self, key: u64, contents: Option<u64>) -> Result<Kept> {
+    fn cached(&self, key: u64, contents: Option<u64>) -> Result<Cached> {
         Ok(match cache::open(self.folder, key, self.check)? {
-            Found::Nothing => Kept::Nothing,
-            Found::Damaged(why) => Kept::Bad(why),
+            Found::Nothing => Cached::Nothing,
+            Found::Damaged(why) => Cached::Bad(why),
             Found::Tokens(corpus) if contents.is_some_and(|contents| contents != corpus.contents) => {
                 let source = self.source.display();
-                Kept::Bad(format!("it was made of another content of {source}, of the same size and time"))
+                Cached::Bad(format!("it was made of another content of {source}, of the same size and time"))
             }
-            Found::Tokens(corpus) => Kept::Good(corpus),
+            Found::Tokens(corpus) => Cached::Good(corpus),
         })
     }
 }
 
-/// What there is of the tokens of a source.
-enum Kept {
+/// What the folder of tokens has of a source.
+enum Cached {
     Good(Box<Corpus>),
     Nothing,
     Bad(String),

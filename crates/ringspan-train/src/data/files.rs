@@ -3,7 +3,8 @@
 use super::{
     Content, Skipped,
     listing::{Entry, Listing},
-    open::{Compression, open},
+    open::{Compression, open, open_counted},
+    progress::{Progress, unwatched},
     records::{self, Shape},
     skipped::few,
     text::{Look, Parts, look, probe},
@@ -46,11 +47,13 @@ pub struct Texts {
 /// [`Error::Data`] when there is no text, a record is malformed, or parts of a data set lie beside other text; [`Error::Io`]
 /// when the system refuses.
 pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
-    let Survey { files, mut skipped, suspects, .. } = Survey::new(&Listing::new(path, exclude)?)?;
+    let listing = Listing::new(path, exclude)?;
+    let progress = Progress::new(&unwatched, path, listing.bytes());
+    let Survey { files, mut skipped, suspects, .. } = Survey::new(&listing, &progress)?;
     let mut documents: Vec<Text> = Vec::new();
     let mut text = String::new();
     for file in &files {
-        file.read(&mut |item| {
+        file.read(&progress, &mut |item| {
             match item {
                 Item::Document(document) if document.content.is_unlearned() => skipped.silent += 1,
                 Item::Document(document) => documents.push(document),
@@ -98,6 +101,8 @@ enum Form {
 pub(super) struct DataFile {
     pub(super) name: String,
     path: PathBuf,
+    /// Of the file, as it is stored.
+    bytes: u64,
     compression: Compression,
     form: Form,
 }
@@ -114,24 +119,26 @@ pub(super) enum Item {
 }
 
 impl DataFile {
-    /// Hands on what the file holds, in order.
-    pub(super) fn read(&self, take: &mut dyn FnMut(Item) -> Result<()>) -> Result<()> {
+    /// Hands on what the file holds, in order; `progress` counts the bytes.
+    pub(super) fn read(&self, progress: &Progress<'_>, take: &mut dyn FnMut(Item) -> Result<()>) -> Result<()> {
         let (path, name) = (&self.path, &self.name);
         let mut document = |text: Text| take(Item::Document(text));
+        let opened = || open_counted(path, self.compression, progress.count());
         match self.form {
-            Form::Lines => records::lines(path, name, open(path, self.compression)?, &mut document),
-            Form::Values => records::values(path, name, open(path, self.compression)?, &mut document),
-            Form::Parquet => parquet(path, name, &mut document),
+            Form::Lines => records::lines(path, name, opened()?, &mut document)?,
+            Form::Values => records::values(path, name, opened()?, &mut document)?,
+            Form::Parquet => parquet(path, name, &mut document)?,
             Form::Text(_) => {
-                let mut parts = Parts::new(open(path, self.compression)?);
+                let mut parts = Parts::new(opened()?);
                 let mut part = self.part(&mut parts)?;
                 while let Some(text) = part {
                     part = self.part(&mut parts)?;
                     take(Item::Part { text, last: part.is_none() })?;
                 }
-                Ok(())
             }
         }
+        progress.end_of_file(self.bytes);
+        Ok(())
     }
 
     fn part(&self, parts: &mut Parts) -> Result<Option<String>> {
@@ -185,7 +192,7 @@ enum Named {
 
 impl Survey {
     /// Looks at each file: text is read to its end, of records the first.
-    pub(super) fn new(listing: &Listing) -> Result<Self> {
+    pub(super) fn new(listing: &Listing, progress: &Progress<'_>) -> Result<Self> {
         let mut survey = Self { files: Vec::new(), skipped: listing.skipped.clone(), suspects: Vec::new() };
         let named = listing.entries.iter().map(|entry| Ok((entry, Named::of(entry)?))).collect::<Result<Vec<_>>>()?;
         if !listing.is_folder {
@@ -203,6 +210,7 @@ impl Survey {
         }
         let data_set = !parts.is_empty() || has_records && others.is_empty();
         for (entry, named) in named {
+            progress.tell()?;
             match (named, data_set) {
                 (Named::Part(form), _) | (Named::Records(form), true) => survey.take(entry, form),
                 (Named::Records(_), false) => survey.skipped.add("of JSON records beside other text", &entry.name),
@@ -262,7 +270,8 @@ impl Survey {
         if is_suspect(&name, form) {
             self.suspects.push(name.clone());
         }
-        self.files.push(DataFile { compression: Compression::of(&name).0, name, path, form });
+        let compression = Compression::of(&name).0;
+        self.files.push(DataFile { compression, bytes: entry.bytes(), name, path, form });
     }
 
     /// Bytes of the text, where it is the only one and alone.

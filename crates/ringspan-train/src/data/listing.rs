@@ -1,6 +1,6 @@
 //! The files of a source, and what tells two states of them apart without reading them whole.
 
-use super::{Skipped, fingerprint::Fingerprint};
+use super::{Skipped, fingerprint::Fingerprint, progress::Progress};
 use crate::{
     config::RUN_FILE,
     error::{Error, Result},
@@ -98,7 +98,7 @@ impl Listing {
         below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/")
     }
 
-    /// Of the files' paths, sizes and times, and of a sample of what they hold.
+    /// A hash of the files' paths, sizes and times, and of a sample of what they hold.
     pub(super) fn identity(&self) -> Result<u64> {
         let mut hash = Fingerprint::new();
         let root = self.root.canonicalize().map_err(Error::io("read", &self.root))?;
@@ -113,8 +113,13 @@ impl Listing {
         Ok(hash.finish())
     }
 
-    /// Of every byte of the files.
-    pub(super) fn contents(&self) -> Result<u64> {
+    /// Bytes of all files, as they are stored.
+    pub(super) fn bytes(&self) -> u64 {
+        self.entries.iter().map(Entry::bytes).sum()
+    }
+
+    /// A hash of every byte of the files.
+    pub(super) fn contents(&self, progress: &Progress<'_>) -> Result<u64> {
         let mut hash = Fingerprint::new();
         let mut buffer = vec![0; 1 << 20];
         for entry in &self.entries {
@@ -123,6 +128,7 @@ impl Listing {
             loop {
                 let count = fill(&mut file, &mut buffer).map_err(Error::io("read", &entry.path))?;
                 hash.push_bytes(&buffer[..count]);
+                progress.tell()?;
                 if count < buffer.len() {
                     break;
                 }
@@ -133,6 +139,11 @@ impl Listing {
 }
 
 impl Entry {
+    /// Bytes of the file, as it is stored.
+    pub(super) fn bytes(&self) -> u64 {
+        self.about.len()
+    }
+
     fn sample(&self, hash: &mut Fingerprint) -> Result<()> {
         let size = self.about.len();
         let places: &[u64] = match size {
@@ -174,6 +185,7 @@ fn is_model_folder(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::unwatched;
     use std::time::{Duration, SystemTime};
 
     #[test]
@@ -187,7 +199,7 @@ mod tests {
         };
         let both = || {
             let listing = Listing::new(folder.path(), &[]).unwrap();
-            (listing.identity().unwrap(), listing.contents().unwrap())
+            (listing.identity().unwrap(), listing.contents(&Progress::new(&unwatched, folder.path(), 0)).unwrap())
         };
         let mut bytes = b"a word; ".repeat(10_000);
         write(&bytes, time);

@@ -8,6 +8,7 @@ use super::{
     files::{Item, Survey, nothing},
     fingerprint,
     listing::Listing,
+    progress::Progress,
 };
 use crate::{
     error::{Error, Result},
@@ -22,11 +23,17 @@ const BATCH: usize = 512 << 10;
 const DOCUMENTS: usize = 4096;
 
 /// Makes the tokens of a source and puts them into their file.
-pub(super) fn make(reading: &Reading<'_>, listing: &Listing, key: u64, contents: u64) -> Result<()> {
-    let survey = Survey::new(listing)?;
-    let mut maker = Maker::new(reading, key, &survey)?;
+pub(super) fn make(
+    reading: &Reading<'_>,
+    listing: &Listing,
+    progress: &Progress<'_>,
+    key: u64,
+    contents: u64,
+) -> Result<()> {
+    let survey = Survey::new(listing, progress)?;
+    let mut maker = Maker::new(reading, progress, key, &survey)?;
     for file in &survey.files {
-        file.read(&mut |item| match item {
+        file.read(progress, &mut |item| match item {
             Item::Document(document) => maker.document(document),
             Item::Part { text, last } => maker.part(&file.name, &text, last),
         })?;
@@ -47,6 +54,7 @@ enum Made {
 }
 
 struct Maker<'a> {
+    progress: &'a Progress<'a>,
     encoder: Encoder<'a>,
     source: &'a Path,
     share: f64,
@@ -78,10 +86,11 @@ struct Maker<'a> {
 }
 
 impl<'a> Maker<'a> {
-    fn new(reading: &Reading<'a>, key: u64, survey: &Survey) -> Result<Self> {
+    fn new(reading: &Reading<'a>, progress: &'a Progress<'a>, key: u64, survey: &Survey) -> Result<Self> {
         let about = About { skipped: survey.skipped.clone(), suspects: survey.suspects.clone(), ..About::default() };
         let cut = survey.lone_text().map(|bytes| bytes - (bytes as f64 * reading.held_out) as u64);
         Ok(Self {
+            progress,
             encoder: reading.encoder,
             source: reading.source,
             share: reading.held_out,
@@ -202,6 +211,7 @@ impl<'a> Maker<'a> {
     /// Makes and writes the tokens of what is waiting.
     fn flush(&mut self) -> Result<()> {
         self.bytes = 0;
+        self.progress.tell()?;
         let (encoder, source) = (self.encoder, self.source);
         let made = pool::map(std::mem::take(&mut self.jobs), |job| match job {
             Job::Document { text, held_out } => {

@@ -18,6 +18,7 @@ mod overlong;
 mod packing;
 #[cfg(feature = "parquet")]
 mod parquet;
+mod progress;
 mod records;
 mod skipped;
 mod store;
@@ -34,6 +35,7 @@ pub use fingerprint::fingerprint;
 pub use mixture::{Dealt, Mixture};
 pub use overlong::{Fit, Overlong};
 pub use packing::{Packer, Packing, Position, Sequence};
+pub use progress::{Watch, unwatched};
 pub use skipped::{NotRead, Skipped};
 pub use store::Store;
 pub(crate) use template::special_tokens;

@@ -1,5 +1,6 @@
 //! The bytes of a data file, in order, whatever it is packed with.
 
+use super::progress::Counted;
 use crate::error::{Error, Result};
 use flate2::bufread::MultiGzDecoder;
 use ruzstd::decoding::{
@@ -7,9 +8,11 @@ use ruzstd::decoding::{
     errors::{FrameDecoderError, ReadFrameHeaderError},
 };
 use std::{
+    cell::Cell,
     fs::File,
     io::{self, BufRead, BufReader, Cursor, Read},
     path::Path,
+    rc::Rc,
 };
 
 /// What editors of some systems put before a text.
@@ -44,7 +47,13 @@ impl Compression {
 /// # Errors
 /// [`Error::Io`] when the system refuses, or the file is not compressed as its name says.
 pub(super) fn open(path: &Path, compression: Compression) -> Result<Box<dyn BufRead>> {
-    let file = BufReader::with_capacity(1 << 16, File::open(path).map_err(Error::io("read", path))?);
+    open_counted(path, compression, Rc::default())
+}
+
+/// The same; `count` grows by the bytes of the file that are read.
+pub(super) fn open_counted(path: &Path, compression: Compression, count: Rc<Cell<u64>>) -> Result<Box<dyn BufRead>> {
+    let from = File::open(path).map_err(Error::io("read", path))?;
+    let file = BufReader::with_capacity(1 << 16, Counted { from, count });
     let mut unpacked: Box<dyn BufRead> = match compression {
         Compression::None => Box::new(file),
         Compression::Gzip => Box::new(BufReader::with_capacity(1 << 16, MultiGzDecoder::new(file))),

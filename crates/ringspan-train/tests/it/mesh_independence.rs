@@ -158,6 +158,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
         folder: &root.join("kept"),
         check: false,
         deadline: std::time::Duration::from_secs(60),
+        watch: &ringspan_train::data::unwatched,
     };
     let corpus = reading.corpus().unwrap().0;
     let fit = Fit::new(&corpus.train, 40, true, Overlong::Split);

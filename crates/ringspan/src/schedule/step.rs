@@ -46,14 +46,14 @@ pub struct Rows(Ranges);
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Ranges {
     None,
-    One([Range<usize>; 1]),
+    One(Range<usize>),
     Several(Arc<[Range<usize>]>),
 }
 
 impl Rows {
     /// The first `count` rows.
     pub fn all(count: usize) -> Self {
-        Self(if count == 0 { Ranges::None } else { Ranges::One([0..count]) })
+        Self(if count == 0 { Ranges::None } else { Ranges::One(0..count) })
     }
 
     /// The rows that lie in some of `ranges`.
@@ -69,7 +69,7 @@ impl Rows {
         }
         Self(match &rows[..] {
             [] => Ranges::None,
-            [one] => Ranges::One([one.clone()]),
+            [one] => Ranges::One(one.clone()),
             _ => Ranges::Several(rows.into()),
         })
     }
@@ -88,7 +88,7 @@ impl Rows {
     pub fn ranges(&self) -> &[Range<usize>] {
         match &self.0 {
             Ranges::None => &[],
-            Ranges::One(range) => range,
+            Ranges::One(range) => std::slice::from_ref(range),
             Ranges::Several(ranges) => ranges,
         }
     }

@@ -1,6 +1,9 @@
 //! One process makes a file of tokens; others that want the same one wait for it.
 
-use crate::error::{Error, Result};
+use crate::{
+    data::progress::Progress,
+    error::{Error, Result},
+};
 use std::{
     fs::{self, File, TryLockError},
     path::{Path, PathBuf},
@@ -30,8 +33,9 @@ impl Drop for Turn {
 /// The lock is the system's, so a process that dies gives it back.
 ///
 /// # Errors
-/// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file.
-pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration) -> Result<Turn> {
+/// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file,
+/// [`Error::Interrupted`] where `progress` ends the reading.
+pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, progress: &Progress<'_>) -> Result<Turn> {
     let path = folder.join(format!(".tokens-{key:016x}.lock"));
     let open = || {
         let opened = File::options().read(true).write(true).create(true).truncate(false).open(&path);
@@ -62,6 +66,7 @@ pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration) -> R
             );
             return Err(Error::Data { path: folder.into(), problem });
         }
+        progress.tell()?;
         std::thread::sleep(PAUSE);
     }
     remove_unfinished(folder, key);
@@ -104,17 +109,22 @@ fn remove_unfinished(folder: &Path, key: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::progress::unwatched;
+
+    fn turn(folder: &Path, key: u64, deadline: Duration) -> Result<Turn> {
+        in_turn(folder, key, deadline, &Progress::new(&unwatched, folder, 0))
+    }
 
     #[test]
     fn one_has_the_turn_and_others_wait_until_it_is_given_back() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
-        let first = in_turn(path, 7, Duration::from_secs(9)).unwrap();
-        let message = in_turn(path, 7, Duration::from_millis(120)).err().unwrap().to_string();
+        let first = turn(path, 7, Duration::from_secs(9)).unwrap();
+        let message = turn(path, 7, Duration::from_millis(120)).err().unwrap().to_string();
         assert!(message.contains("another process makes the tokens") && message.contains("--deadline"), "{message}");
-        drop(in_turn(path, 8, Duration::from_millis(120)).unwrap());
+        drop(turn(path, 8, Duration::from_millis(120)).unwrap());
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| in_turn(path, 7, Duration::from_secs(30)).map(drop));
+            let waiting = scope.spawn(|| turn(path, 7, Duration::from_secs(30)).map(drop));
             std::thread::sleep(Duration::from_millis(150));
             assert!(!waiting.is_finished());
             drop(first);
@@ -128,9 +138,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let part = path.join(".tokens-0000000000000007.1.part");
-        let first = in_turn(path, 7, Duration::from_secs(9)).unwrap();
+        let first = turn(path, 7, Duration::from_secs(9)).unwrap();
         std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| in_turn(path, 7, Duration::from_millis(400)).map(drop));
+            let waiting = scope.spawn(|| turn(path, 7, Duration::from_millis(400)).map(drop));
             for size in 1..12 {
                 std::thread::sleep(Duration::from_millis(100));
                 fs::write(&part, vec![0; size]).unwrap();

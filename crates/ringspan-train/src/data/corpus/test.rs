@@ -1,11 +1,16 @@
 use super::*;
 use crate::{
     Tokenizer,
-    data::{Content, GIVEN, Template},
+    data::{Content, GIVEN, Template, unwatched},
 };
 use ringspan_candle::pool;
 use serde_json::json;
-use std::{fs, io::Write};
+use std::{
+    fs,
+    io::Write,
+    ops::ControlFlow,
+    sync::{Mutex, atomic::AtomicUsize, atomic::Ordering},
+};
 
 /// Reads a source with a tokenizer of bytes; tokens are kept beside it.
 fn read(source: &Path, held_out: f64) -> Result<Corpus> {
@@ -16,7 +21,8 @@ fn read(source: &Path, held_out: f64) -> Result<Corpus> {
 fn reading<R>(source: &Path, held_out: f64, encoder: Encoder<'_>, then: impl FnOnce(Reading<'_>) -> R) -> R {
     let folder = source.with_file_name("tokens");
     let deadline = Duration::from_secs(60);
-    then(Reading { source, exclude: &[], held_out, encoder, folder: &folder, check: false, deadline })
+    let watch = &unwatched;
+    then(Reading { source, exclude: &[], held_out, encoder, folder: &folder, check: false, deadline, watch })
 }
 
 fn folder_of(names: &[String]) -> tempfile::TempDir {
@@ -262,4 +268,58 @@ fn a_conversation_that_teaches_nothing_stops_the_run_and_a_damaged_template_is_n
     let message = failed(Encoder::new(&tokenizer, None).without_template("the template is damaged"));
     assert!(message.contains("c.jsonl:2: holds a conversation, but the template is damaged"), "{message}");
     assert_eq!(fs::read_dir(folder.path().join("tokens")).unwrap().count(), 0, "nothing unfinished is left");
+}
+
+/// A folder of text, records and an archive, of some megabytes.
+fn megabytes() -> tempfile::TempDir {
+    let folder = folder_of(&[]);
+    let data = folder.path().join("data");
+    let line = format!("{{\"text\": \"{}\"}}\n", "some words ".repeat(400));
+    fs::write(data.join("a.jsonl"), line.repeat(300)).unwrap();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(line.repeat(200).as_bytes()).unwrap();
+    fs::write(data.join("b.jsonl.gz"), packed.finish().unwrap()).unwrap();
+    folder
+}
+
+#[test]
+fn who_watches_is_told_of_all_bytes_of_the_files_as_they_are_stored() {
+    let folder = megabytes();
+    let data = folder.path().join("data");
+    let stored: u64 = fs::read_dir(&data).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+    let told = Mutex::new(Vec::new());
+    let watch = |done: u64, bytes: u64| {
+        told.lock().unwrap().push((done, bytes));
+        ControlFlow::Continue(())
+    };
+    let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
+    let made =
+        reading(&data, 0.05, Encoder::new(&tokenizer, None), |reading| Reading { watch: &watch, ..reading }.corpus());
+    assert_eq!(made.unwrap().0.about.texts, 500);
+    let told = told.into_inner().unwrap();
+    assert!(told.iter().all(|(done, bytes)| done <= bytes && *bytes == stored), "{told:?}");
+    assert!(told.windows(2).all(|pair| pair[0].0 <= pair[1].0), "{told:?}");
+    assert!(
+        told.iter().any(|(done, _)| (stored / 4..3 * stored / 4).contains(done)) && told.last().unwrap().0 == stored
+    );
+}
+
+#[test]
+fn who_watches_may_end_it_at_any_time_and_nothing_is_left() {
+    let folder = megabytes();
+    let data = folder.path().join("data");
+    let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
+    for allowed in [0, 1, 3, 6] {
+        let asked = AtomicUsize::new(0);
+        let watch = |_, _| match asked.fetch_add(1, Ordering::SeqCst) < allowed {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
+        };
+        let made = reading(&data, 0.05, Encoder::new(&tokenizer, None), |reading| {
+            Reading { watch: &watch, ..reading }.corpus()
+        });
+        assert!(matches!(made, Err(Error::Interrupted { .. })), "{made:?}");
+        assert_eq!(asked.into_inner(), allowed + 1);
+        assert_eq!(fs::read_dir(folder.path().join("tokens")).unwrap().count(), 0, "after {allowed}");
+    }
 }
