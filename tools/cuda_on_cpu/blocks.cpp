@@ -7,8 +7,8 @@
 #include <ucontext.h>
 #include <vector>
 
-thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(16) thread_local float shared[58112];
+__thread Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(16) __thread float shared[58112];
 
 namespace {
 
@@ -87,16 +87,18 @@ struct Block {
     std::vector<bool> unshared;
 };
 
-thread_local Block block;
+// The block of the calling thread, and who deletes it when the thread ends.
+__thread Block *block;
+thread_local std::unique_ptr<Block> owner;
 
 void leave(State state) {
-    Fiber &fiber = block.fibers[block.current];
+    Fiber &fiber = block->fibers[block->current];
     fiber.state = state;
-    go_on(&fiber.place, &block.scheduler);
+    go_on(&fiber.place, &block->scheduler);
 }
 
 void enter() {
-    (*block.body)();
+    (*block->body)();
     leave(State::ENDED);
 }
 
@@ -107,8 +109,8 @@ size_t offset(const void *at) {
 void finish(std::vector<Copy> &copies) {
     for (const Copy &copy : copies) {
         const size_t step = offset(copy.to) / 16;
-        block.unshared[step] = true;
-        block.fibers[block.current].unshared.push_back(step);
+        block->unshared[step] = true;
+        block->fibers[block->current].unshared.push_back(step);
         if (copy.from != nullptr) {
             std::memcpy(copy.to, copy.from, copy.size);
         } else {
@@ -120,7 +122,7 @@ void finish(std::vector<Copy> &copies) {
 
 // How many of these threads stand there.
 size_t standing(size_t first, size_t end, State state) {
-    const auto begin = block.fibers.begin();
+    const auto begin = block->fibers.begin();
     return static_cast<size_t>(std::count_if(begin + static_cast<long>(first), begin + static_cast<long>(end),
                                              [=](const Fiber &fiber) { return fiber.state == state; }));
 }
@@ -130,8 +132,8 @@ size_t standing(size_t first, size_t end, State state) {
 void barrier() { leave(State::AT_BARRIER); }
 
 void shuffle(void *value, size_t size, unsigned lane) {
-    const size_t self = block.current, from = self / WARP * WARP + lane;
-    auto &slots = block.slots[block.fibers[self].shuffles++ % 2];
+    const size_t self = block->current, from = self / WARP * WARP + lane;
+    auto &slots = block->slots[block->fibers[self].shuffles++ % 2];
     std::memcpy(slots[self], value, size);
     leave(State::AT_SHUFFLE);
     if (from / WARP != self / WARP || from >= blockDim.x) {
@@ -140,29 +142,43 @@ void shuffle(void *value, size_t size, unsigned lane) {
     std::memcpy(value, slots[from], size);
 }
 
+namespace {
+
+// The values of all threads of a warp, each of SIZE bytes.
+template <size_t SIZE> void gather(unsigned char *all, const unsigned char (*slots)[16]) {
+    for (size_t lane = 0; lane < WARP; lane++) {
+        std::memcpy(all + lane * SIZE, slots[lane], SIZE);
+    }
+}
+
+} // namespace
+
 void exchange(const void *value, size_t size, void *all) {
-    const size_t self = block.current, first = self / WARP * WARP;
-    auto &slots = block.slots[block.fibers[self].shuffles++ % 2];
+    const size_t self = block->current, first = self / WARP * WARP;
+    auto &slots = block->slots[block->fibers[self].shuffles++ % 2];
     std::memcpy(slots[self], value, size);
     leave(State::AT_SHUFFLE);
-    for (size_t lane = 0; lane < WARP; lane++) {
-        std::memcpy(static_cast<unsigned char *>(all) + lane * size, slots[first + lane], size);
+    auto *to = static_cast<unsigned char *>(all);
+    switch (size) {
+    case 8: return gather<8>(to, slots + first);
+    case 16: return gather<16>(to, slots + first);
+    default: fail("values of a warp have 8 bytes or 16");
     }
 }
 
 bool any_of_block(bool yes) {
-    block.fibers[block.current].says = yes;
+    block->fibers[block->current].says = yes;
     barrier();
     bool any = false;
     for (size_t i = 0; i < blockDim.x; i++) {
-        any = any || block.fibers[i].says;
+        any = any || block->fibers[i].says;
     }
     barrier(); // All have seen what the next call overwrites.
     return any;
 }
 
 void later(void *to, const void *from, size_t size) {
-    auto &copies = block.fibers[block.current].copies;
+    auto &copies = block->fibers[block->current].copies;
     copies.back().push_back({to, from, size});
     // As late as may be, or as soon.
     if (blockIdx.x % 2 == 1) {
@@ -170,10 +186,10 @@ void later(void *to, const void *from, size_t size) {
     }
 }
 
-void close_group() { block.fibers[block.current].copies.emplace_back(); }
+void close_group() { block->fibers[block->current].copies.emplace_back(); }
 
 void finish_groups(size_t left) {
-    auto &copies = block.fibers[block.current].copies;
+    auto &copies = block->fibers[block->current].copies;
     for (; copies.size() > left + 1; copies.pop_front()) {
         finish(copies.front());
     }
@@ -184,14 +200,14 @@ void later_product(const std::function<void()> &product) {
     if ((blockIdx.x / 2 + blockIdx.y) % 2 == 1) {
         product();
     } else {
-        block.fibers[block.current].products.back().push_back(product);
+        block->fibers[block->current].products.back().push_back(product);
     }
 }
 
-void close_products() { block.fibers[block.current].products.emplace_back(); }
+void close_products() { block->fibers[block->current].products.emplace_back(); }
 
 void finish_products(size_t left) {
-    auto &products = block.fibers[block.current].products;
+    auto &products = block->fibers[block->current].products;
     for (; products.size() > left + 1; products.pop_front()) {
         for (const auto &product : products.front()) {
             product();
@@ -200,18 +216,18 @@ void finish_products(size_t left) {
 }
 
 void share_copies() {
-    Fiber &fiber = block.fibers[block.current];
+    Fiber &fiber = block->fibers[block->current];
     for (const size_t step : fiber.unshared) {
-        block.unshared[step] = false;
+        block->unshared[step] = false;
     }
     fiber.unshared.clear();
 }
 
 void check_shared(const void *at) {
-    if (offset(at) + 16 > block.shared_bytes || offset(at) % 16 != 0) {
+    if (offset(at) + 16 > block->shared_bytes || offset(at) % 16 != 0) {
         fail("a product reads beside the shared memory of its block");
     }
-    if (block.unshared[offset(at) / 16]) {
+    if (block->unshared[offset(at) / 16]) {
         fail("a product reads what was copied to shared memory and not shared");
     }
 }
@@ -220,18 +236,22 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
     if (shared_bytes > sizeof shared) {
         fail("more shared memory than there is");
     }
+    if (block == nullptr) {
+        owner = std::make_unique<Block>();
+        block = owner.get();
+    }
     auto *memory = reinterpret_cast<unsigned char *>(shared);
     std::memset(memory, UNWRITTEN, shared_bytes);
     const size_t fenced = std::min(shared_bytes + PAGE, sizeof shared);
     std::memset(memory + shared_bytes, FENCE, fenced - shared_bytes);
-    block.body = &body;
-    block.shared_bytes = shared_bytes;
-    block.unshared.assign(sizeof shared / 16, false);
-    if (block.fibers.size() < threads) {
-        block.fibers.resize(threads);
+    block->body = &body;
+    block->shared_bytes = shared_bytes;
+    block->unshared.assign(sizeof shared / 16, false);
+    if (block->fibers.size() < threads) {
+        block->fibers.resize(threads);
     }
     for (size_t i = 0; i < threads; i++) {
-        Fiber &fiber = block.fibers[i];
+        Fiber &fiber = block->fibers[i];
         if (fiber.stack == nullptr) {
             fiber.stack.reset(new char[STACK]);
         }
@@ -249,7 +269,7 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         }
         if (standing(0, threads, State::AT_BARRIER) == threads) {
             for (size_t i = 0; i < threads; i++) {
-                block.fibers[i].state = State::READY;
+                block->fibers[i].state = State::READY;
             }
             forwards = !forwards;
         }
@@ -269,13 +289,13 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
         }
         for (size_t n = first; n < end; n++) {
             const size_t next = forwards ? n : first + end - 1 - n;
-            block.current = next;
+            block->current = next;
             threadIdx = {static_cast<unsigned>(next), 0, 0};
-            go_on(&block.scheduler, &block.fibers[next].place);
+            go_on(&block->scheduler, &block->fibers[next].place);
         }
     }
     for (size_t i = 0; i < threads; i++) {
-        const auto &products = block.fibers[i].products;
+        const auto &products = block->fibers[i].products;
         if (std::any_of(products.begin(), products.end(), [](const auto &group) { return !group.empty(); })) {
             fail("a thread ends before its products");
         }

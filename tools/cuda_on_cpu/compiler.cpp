@@ -1,11 +1,13 @@
 // Sources of kernels, by the C++ compiler of this machine.
 #include "device.hpp"
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <dlfcn.h>
 #include <fstream>
 #include <iterator>
 #include <mutex>
+#include <set>
 #include <unistd.h>
 
 namespace {
@@ -32,6 +34,26 @@ const char *const CANDLE = " -D__CUDA_ARCH__=800 -D__CUDACC_VER_MAJOR__=13 -D__C
 
 std::string with_prelude() { return " -include " + quoted(folder() + "/prelude.h") + " -I " + quoted(folder() + "/include"); }
 
+// The right to make a file, of which two threads may ask for one at once.
+class Turn {
+    static inline std::mutex mutex;
+    static inline std::condition_variable ended;
+    static inline std::set<std::string> held;
+    std::string path;
+
+  public:
+    explicit Turn(std::string path_) : path(std::move(path_)) {
+        std::unique_lock<std::mutex> lock(mutex);
+        ended.wait(lock, [&] { return held.insert(path).second; });
+    }
+    Turn(const Turn &) = delete;
+    ~Turn() {
+        std::lock_guard<std::mutex> lock(mutex);
+        held.erase(path);
+        ended.notify_all();
+    }
+};
+
 } // namespace
 
 std::string entry(const std::string &kernel) {
@@ -43,9 +65,7 @@ std::string compile(const std::string &source, const std::string &flags, std::st
     const std::string command = "c++ -std=c++17 -O1 -fno-fast-math -ffp-contract=off -shared -fPIC -w" + flags;
     const std::string stem = cache + "/" + std::to_string(std::hash<std::string>()(source + command));
     const std::string binary = stem + ".so";
-    // One at a time, so that what two threads ask for is made once.
-    static std::mutex one;
-    std::lock_guard<std::mutex> held(one);
+    const Turn turn(binary);
     if (std::ifstream(binary)) {
         return binary;
     }

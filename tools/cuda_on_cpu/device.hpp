@@ -83,8 +83,8 @@ struct Index {
 
 // As in prelude.h.
 extern "C" {
-extern thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(16) extern thread_local float shared[58112];
+extern __thread Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(16) extern __thread float shared[58112];
 void barrier();
 void shuffle(void *value, size_t size, unsigned lane);
 void exchange(const void *value, size_t size, void *all);

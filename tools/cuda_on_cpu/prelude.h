@@ -15,10 +15,11 @@ struct Index {
     unsigned x, y, z;
 };
 
-extern "C" thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+// `__thread`, since these need no construction: an access to a `thread_local` of another library asks for it each time.
+extern "C" __thread Index threadIdx, blockIdx, blockDim, gridDim;
 // Shared memory of the block that runs: of the greatest size, of which a launch asks for a part.
 extern "C" {
-alignas(16) extern thread_local float shared[58112];
+alignas(16) extern __thread float shared[58112];
 }
 extern "C" void barrier();
 // Replaces the value by that of another thread of the warp, by its lane.
@@ -178,25 +179,67 @@ inline unsigned shared_address(const void *at) {
     return static_cast<unsigned>(static_cast<const char *>(at) - reinterpret_cast<const char *>(shared));
 }
 
-// Element [other, summed] of a side: cores of 8 x 8, with their rows along what is summed over, or along the other.
-inline float side(unsigned long long descriptor, unsigned other, unsigned summed, bool along_other) {
-    const auto field = [=](unsigned first) { return static_cast<unsigned>(descriptor >> first & 0x3FFF) * 16; };
-    const unsigned row = along_other ? summed : other, column = along_other ? other : summed;
-    const auto *core = reinterpret_cast<const char *>(shared) + field(0) + summed / 8 * field(16) + other / 8 * field(32);
-    const auto *at = reinterpret_cast<const unsigned short *>(core + row % 8 * 16);
-    check_shared(at);
-    return of_bf16(at[column % 8], 0);
+// A side of a product: cores of 8 x 8, with their rows along what is summed over, or along the other.
+struct Side {
+    const char *first;
+    unsigned next_summed, next_other;
+    bool along_other;
+
+    Side(unsigned long long descriptor, bool along_other_) : along_other(along_other_) {
+        const auto field = [=](unsigned low) { return static_cast<unsigned>(descriptor >> low & 0x3FFF) * 16; };
+        first = reinterpret_cast<const char *>(shared) + field(0);
+        next_summed = field(16);
+        next_other = field(32);
+    }
+
+    // The 8 elements of a row of a core, one of which is [other, summed].
+    const unsigned short *row(unsigned other, unsigned summed) const {
+        const char *core = first + summed / 8 * next_summed + other / 8 * next_other;
+        const auto *at = reinterpret_cast<const unsigned short *>(core + (along_other ? summed : other) % 8 * 16);
+        check_shared(at);
+        return at;
+    }
+};
+
+// Of the left side, the rows `row` and eight below, over 16.
+inline void read_left(float (&left)[2][16], unsigned long long a) {
+    const Side side(a, false);
+    const unsigned row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    for (unsigned half = 0; half < 2; half++) {
+        for (unsigned first = 0; first < 16; first += 8) {
+            const unsigned short *elements = side.row(row + 8 * half, first);
+            for (unsigned k = 0; k < 8; k++) {
+                left[half][first + k] = of_bf16(elements[k], 0);
+            }
+        }
+    }
 }
 
-// Adds what a thread has of a product over 16: its rows are `row` and eight below of the left side.
-template <int TILES_OF, class Left>
-void add_product(float (*sums)[4], const Left &left, unsigned long long b, bool along_other) {
+// Adds what a thread has of a product over 16.
+template <int TILES_OF>
+void add_product(float (*sums)[4], const float (&left)[2][16], unsigned long long b, bool along_other) {
+    const Side side(b, along_other);
     for (unsigned n = 0; n < TILES_OF; n++) {
-        for (unsigned e = 0; e < 2; e++) {
-            for (unsigned k = 0; k < 16; k++) {
-                const float right = side(b, n * 8 + threadIdx.x % 4 * 2 + e, k, along_other);
-                sums[n][e] += left[0][k] * right;
-                sums[n][2 + e] += left[1][k] * right;
+        // Two neighbours, which lie in one row of a core, or in two.
+        const unsigned other = n * 8 + threadIdx.x % 4 * 2;
+        for (unsigned first = 0; first < 16; first += 8) {
+            float right[2][8];
+            for (unsigned k = 0; k < 8 && along_other; k++) {
+                const unsigned short *elements = side.row(other, first + k);
+                right[0][k] = of_bf16(elements[other % 8], 0);
+                right[1][k] = of_bf16(elements[other % 8 + 1], 0);
+            }
+            for (unsigned e = 0; e < 2 && !along_other; e++) {
+                const unsigned short *elements = side.row(other + e, first);
+                for (unsigned k = 0; k < 8; k++) {
+                    right[e][k] = of_bf16(elements[k], 0);
+                }
+            }
+            for (unsigned k = 0; k < 8; k++) {
+                for (unsigned e = 0; e < 2; e++) {
+                    sums[n][e] += left[0][first + k] * right[e][k];
+                    sums[n][2 + e] += left[1][first + k] * right[e][k];
+                }
             }
         }
     }
@@ -207,11 +250,7 @@ void start_product(float (&sums)[TILES_OF][4], unsigned long long a, unsigned lo
     float(*const to)[4] = sums;
     later_product([=] {
         float left[2][16];
-        const unsigned row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-        for (unsigned k = 0; k < 16; k++) {
-            left[0][k] = side(a, row, k, false);
-            left[1][k] = side(a, row + 8, k, false);
-        }
+        read_left(left, a);
         if (!adds) {
             std::memset(to, 0, sizeof(float[TILES_OF][4]));
         }

@@ -46,6 +46,18 @@ pub(crate) fn sparse(path: &Path) {
     folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
 }
 
+/// Settings of a run on the tiny model and the text of `root`, in a folder called `name` there.
+pub(crate) fn of_tiny_model(root: &Path, name: &str) -> Settings {
+    Settings {
+        model: Some(root.join("tiny")),
+        data: Some(vec![root.join("text.jsonl")]),
+        out: Some(root.join(name)),
+        sample_tokens: Some(0),
+        sequence_length: Some(64),
+        ..Settings::default()
+    }
+}
+
 /// Documents of many lengths, shorter and longer than the tests' sequences.
 pub(crate) fn text(folder_path: &Path) -> PathBuf {
     let path = folder_path.join("text.jsonl");

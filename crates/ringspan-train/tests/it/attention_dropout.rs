@@ -1,16 +1,12 @@
 //! Dropout of attention's weights is the same on every mesh, for every accumulation and recomputation, and off where nothing is
 //! learnt.
 
-use crate::common::{run, text, tiny_config, tiny_model};
+use crate::common::{of_tiny_model, run, text, tiny_config, tiny_model};
 use ringspan_train::{Settings, TrainConfig, plan};
 use std::path::Path;
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
         sequence_length: Some(96),
         batch_size: Some(4),
         steps: Some(4),
@@ -19,7 +15,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         lr: Some(0.5),
         warmup: Some(0),
         ring: Some(1),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

@@ -1,21 +1,11 @@
 //! Which documents are learned, which judge, and what becomes of those that are longer than a sequence.
 
-use crate::common::{Memory, conversations, run, text, tiny_model};
+use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, plan, train};
 use std::{fs, path::Path, sync::atomic::AtomicBool};
 
 fn settings(root: &Path, name: &str) -> Settings {
-    Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
-        sequence_length: Some(64),
-        ring: Some(1),
-        steps: Some(4),
-        warmup: Some(0),
-        ..Settings::default()
-    }
+    Settings { ring: Some(1), steps: Some(4), warmup: Some(0), ..of_tiny_model(root, name) }
 }
 
 fn planned(settings: Settings) -> Result<String, String> {

@@ -1,22 +1,17 @@
 //! Runs that are as long as their text, and not so many steps.
 
-use crate::common::{Memory, text, tiny_model};
+use crate::common::{Memory, of_tiny_model, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::{fs, path::Path, sync::atomic::AtomicBool};
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
         held_out: Some(0.0),
-        sequence_length: Some(64),
         batch_size: Some(2),
         ring: Some(1),
         threads: Some(1),
         save_every: Some(0),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

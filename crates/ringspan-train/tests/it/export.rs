@@ -1,23 +1,18 @@
 //! A model folder can be made of any checkpoint of a run.
 
-use crate::common::{Memory, run, text, tiny_model};
+use crate::common::{Memory, of_tiny_model, run, text, tiny_model};
 use ringspan_models::folder::{self, SavedType};
 use ringspan_train::{Settings, TrainConfig, export, train};
 use std::{fs, path::Path, sync::atomic::AtomicBool};
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
-        sequence_length: Some(64),
         ring: Some(2),
         dp_shard: Some(2),
         steps: Some(6),
         lr: Some(1e-2),
         save_every: Some(3),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Adapters are trained, resumed and saved on any mesh, and the model they stand beside stays as it is.
 
-use crate::common::{Memory, run, sparse, text, tiny_model};
+use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::{Weights, adapter, folder};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::path::Path;
@@ -8,10 +8,6 @@ use std::sync::atomic::AtomicBool;
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
         sequence_length: Some(96),
         batch_size: Some(4),
         steps: Some(6),
@@ -19,7 +15,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         lr: Some(1e-2),
         warmup: Some(0),
         lora_rank: Some(4),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

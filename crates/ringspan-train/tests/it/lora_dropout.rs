@@ -1,16 +1,12 @@
 //! Adapters with dropout are trained to the same losses on every mesh, and looked at without it.
 
-use crate::common::{run, sparse, text, tiny_model};
+use crate::common::{of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::adapter;
 use ringspan_train::Settings;
 use std::path::Path;
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
         sequence_length: Some(96),
         batch_size: Some(4),
         grad_accumulation: Some(2),
@@ -21,7 +17,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         lora_rank: Some(4),
         lora_dropout: Some(0.4),
         ring: Some(1),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

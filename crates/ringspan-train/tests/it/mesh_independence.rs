@@ -1,6 +1,6 @@
 //! The mesh is a way to compute, not a part of the result.
 
-use crate::common::{Memory, conversations, run, text, tiny_model};
+use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use crate::meshes::{meshes, meshes_of_experts};
 use ringspan_models::{Weights, folder};
 use ringspan_train::{
@@ -11,10 +11,6 @@ use std::path::Path;
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
         sequence_length: Some(97),
         batch_size: Some(8),
         steps: Some(3),
@@ -24,7 +20,7 @@ fn settings(root: &Path, name: &str) -> Settings {
         warmup: Some(0),
         grad_clip: Some(0.0),
         eval_every: Some(2),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

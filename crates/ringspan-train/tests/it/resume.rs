@@ -1,23 +1,18 @@
 //! A run that was cut short and resumed is the run that was not.
 
-use crate::common::{Memory, run, text, tiny_model};
+use crate::common::{Memory, of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::{fs, path::Path, sync::atomic::AtomicBool};
 
 fn settings(root: &Path, name: &str) -> Settings {
     Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
-        sequence_length: Some(64),
         batch_size: Some(2),
         ring: Some(2),
         steps: Some(8),
         lr: Some(1e-2),
         save_every: Some(3),
         grad_accumulation: Some(2),
-        ..Settings::default()
+        ..of_tiny_model(root, name)
     }
 }
 

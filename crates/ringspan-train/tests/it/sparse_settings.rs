@@ -1,21 +1,12 @@
 //! What settings mean for models with experts.
 
-use crate::common::{Memory, run, sparse, text, tiny_model};
+use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::adapter;
 use ringspan_train::{Settings, StepMetrics, TrainConfig, plan};
 use std::path::Path;
 
 fn settings(root: &Path, name: &str) -> Settings {
-    Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
-        sequence_length: Some(64),
-        ring: Some(1),
-        steps: Some(1),
-        ..Settings::default()
-    }
+    Settings { ring: Some(1), steps: Some(1), ..of_tiny_model(root, name) }
 }
 
 #[test]

@@ -1,22 +1,12 @@
 //! What the files beside a model say of its texts is heard in training, and goes with the trained model.
 
-use crate::common::{run, text, tiny_model};
+use crate::common::{of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainConfig, plan};
 use serde_json::{Value, json};
 use std::{fs, path::Path};
 
 fn settings(root: &Path, name: &str) -> Settings {
-    Settings {
-        model: Some(root.join("tiny")),
-        data: Some(vec![root.join("text.jsonl")]),
-        out: Some(root.join(name)),
-        sample_tokens: Some(0),
-        sequence_length: Some(64),
-        ring: Some(1),
-        steps: Some(1),
-        warmup: Some(0),
-        ..Settings::default()
-    }
+    Settings { ring: Some(1), steps: Some(1), warmup: Some(0), ..of_tiny_model(root, name) }
 }
 
 fn json_of(path: &Path) -> Value {

@@ -144,15 +144,15 @@ struct Pair {
 
 // What the backward pass knows of a query.
 struct Saved {
-    // Greatest score, -inf of a query that saw no other; log of the sum of exponentials below it.
-    float max, log_sum, delta;
+    // Greatest score, -inf of a query that saw no other; 1 over the sum of exponentials below it.
+    float max, inverse_sum, delta;
 };
 
 // Of element `at` of [H, Tq].
 __device__ inline Saved saved(const Job &job, i64 at) {
     // A maximum can have passed over a NaN; the sum has it.
     const float sum = job.sum[at];
-    return {sum == sum ? job.max[at] : sum, logf(sum), job.delta[at]};
+    return {sum == sum ? job.max[at] : sum, 1.0f / sum, job.delta[at]};
 }
 
 __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, int j, float product, float dp,
@@ -162,7 +162,7 @@ __device__ inline Pair pair(const Job &job, const Tile &tile, int head, int i, i
         float slope;
         const float below = score(job, tile, head, i, j, product, slope) - query.max;
         // Above 0 only if another unit of the GPU multiplied than in the forward pass; a NaN stays.
-        const float weight = expf((below > 0.0f ? 0.0f : below) - query.log_sum);
+        const float weight = expf(below > 0.0f ? 0.0f : below) * query.inverse_sum;
         const float kept_part = kept(job, tile, head, i, j);
         result.weight = weight * kept_part;
         result.term = weight * (dp * kept_part - query.delta);

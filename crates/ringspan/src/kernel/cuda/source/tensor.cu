@@ -374,7 +374,7 @@ __device__ inline void differentiate_queries(const Job &job, const Tile &tile, c
     }
 }
 
-// What the backward pass knows of a chunk of queries, in shared memory: all maxima, all logs of sums, all deltas, since one
+// What the backward pass knows of a chunk of queries, in shared memory: all maxima, all inverse sums, all deltas, since one
 // address then leads to all three numbers of a query. Structures took a register more, and there was none.
 struct SavedChunk {
     float *values;
@@ -385,7 +385,7 @@ struct SavedChunk {
 
     __device__ inline void store(int query, const Saved &saved) const {
         values[query] = saved.max;
-        values[CHUNK + query] = saved.log_sum;
+        values[CHUNK + query] = saved.inverse_sum;
         values[2 * CHUNK + query] = saved.delta;
     }
 };
