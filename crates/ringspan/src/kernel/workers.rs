@@ -3,6 +3,11 @@
 use rayon::{Scope, ThreadPool, ThreadPoolBuilder};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long the calling thread waits awake for the others at the end of a call: about as long as it takes to sleep and to wake,
+/// so that short calls do not pay for that.
+const AWAKE: Duration = Duration::from_micros(50);
 
 /// Threads that a call of a kernel computes with, the calling thread among them.
 pub(super) struct Workers {
@@ -40,14 +45,16 @@ impl Workers {
         if count <= 1 {
             return work(0);
         }
-        fn all<'s>(scope: &Scope<'s>, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
-            (1..count).for_each(|worker| scope.spawn(move |_| work(worker)));
-            work(0);
-        }
+        let others = Countdown::new(count - 1);
         match self.own_pool() {
-            Some(pool) => pool.in_place_scope(|scope| all(scope, count, work)),
-            // Outside of any pool rayon would take the one of the process.
-            None if rayon::current_thread_index().is_some() => rayon::in_place_scope(|scope| all(scope, count, work)),
+            Some(pool) => pool.in_place_scope(|scope| {
+                all(scope, &others, count, work);
+                others.wait_awake(AWAKE);
+            }),
+            // Outside of any pool rayon would take the one of the process. A thread of a pool may have to do what it waits for.
+            None if rayon::current_thread_index().is_some() => {
+                rayon::in_place_scope(|scope| all(scope, &others, count, work));
+            }
             None => (0..count).for_each(work),
         }
     }
@@ -58,6 +65,17 @@ impl Workers {
         pool.get_or_init(|| ThreadPoolBuilder::new().num_threads(self.count - 1).thread_name(name).build().ok())
             .as_ref()
     }
+}
+
+/// Calls worker 0, and lets the scope's threads call the others, who are counted.
+fn all<'s>(scope: &Scope<'s>, others: &'s Countdown, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
+    for worker in 1..count {
+        scope.spawn(move |_| {
+            let _counted = others.counted();
+            work(worker);
+        });
+    }
+    work(0);
 }
 
 /// A number of events that some threads count and others wait for.
@@ -81,6 +99,19 @@ impl Countdown {
         }
     }
 
+    /// Counts one event when what is returned is dropped, also by a panic.
+    pub(super) fn counted(&self) -> Counted<'_> {
+        Counted(self)
+    }
+
+    /// Waits for all events, but no longer than this, and without sleeping.
+    fn wait_awake(&self, most: Duration) {
+        let begin = Instant::now();
+        while self.left.load(Ordering::Acquire) > 0 && begin.elapsed() < most {
+            std::hint::spin_loop();
+        }
+    }
+
     /// Waits for all events: a moment on the processor, since to sleep and to wake takes longer than most of them.
     pub(super) fn wait(&self) {
         for _ in 0..500 {
@@ -93,6 +124,15 @@ impl Countdown {
         while self.left.load(Ordering::Acquire) > 0 {
             lock = self.done.wait(lock).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
+    }
+}
+
+/// Counts when it is dropped.
+pub(super) struct Counted<'a>(&'a Countdown);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.count();
     }
 }
 

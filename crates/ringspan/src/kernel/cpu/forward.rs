@@ -56,28 +56,40 @@ impl Cpu {
             max: Target::new(&mut partial.max),
             sum: Target::new(&mut partial.sum),
         };
-        let tasks = Tasks::new(&plan, heads, keys.rows.div_ceil(CHUNK));
+        let tasks = Tasks::new(&plan, heads, keys.rows.div_ceil(CHUNK), self.workers.count());
         let next = AtomicUsize::new(0);
         self.workers.run(self.workers.count().min(tasks.count), &|worker| {
             let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, code, bias.is_some()));
+            let mut compute = |head, block| {
+                // SAFETY: the counter gives each head and block to one worker; what it reads is packed; the scratch has the
+                // asked size.
+                unsafe { isa::forward_block(code, &job, head, block, &mut scratch) };
+                self.progress(worker);
+            };
             loop {
                 let task = next.fetch_add(1, Ordering::Relaxed);
                 if task >= tasks.count {
                     break;
                 }
                 match tasks.get(task) {
+                    Task::Whole { kv } => {
+                        for chunk in 0..tasks.chunks {
+                            // SAFETY: the counter gives each head to one worker, which alone reads it.
+                            unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
+                        }
+                        for head in heads.queries_of(kv) {
+                            tasks.blocks.iter().for_each(|&block| compute(head, block));
+                        }
+                    }
                     Task::Pack { kv, chunk, packed } => {
                         // Counted even if it panics, or others would wait for ever.
-                        let _counted = Counted(packed);
+                        let _counted = packed.counted();
                         // SAFETY: the counter gives each chunk to one worker; its head is read when it is counted.
                         unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
                     }
                     Task::Block { head, block, packed } => {
                         packed.wait();
-                        // SAFETY: the counter gives each head and block to one worker; what it reads is packed; the
-                        // scratch has the asked size.
-                        unsafe { isa::forward_block(code, &job, head, block, &mut scratch) };
-                        self.progress(worker);
+                        compute(head, block);
                     }
                 }
             }
@@ -87,10 +99,16 @@ impl Cpu {
     }
 }
 
-/// What workers do, in this order: pack the keys and values of the first head, then for each head pack those of the next
-/// one, and compute its queries while its own are in the cache. Whoever computes needs chunks that were begun long before,
-/// by workers that are at it, so hardly anybody waits, and nobody for ever.
+/// Chunks of a head that one worker may pack and use alone: they fit into the cache of a core.
+const ALONE: usize = 4;
+
+/// What workers do, in this order: of short sequences whole heads, each by one worker, in whose cache its keys and values are,
+/// while there are so many that all have something to do to the end. Of other heads: pack the keys and values of the first one,
+/// then for each pack those of the next one, and compute its queries while its own are in the cache. Whoever computes needs
+/// chunks that were begun long before, by workers that are at it, so hardly anybody waits, and nobody for ever.
 struct Tasks {
+    /// Key-value heads that one worker does.
+    whole: Vec<usize>,
     groups: Vec<Group>,
     /// Chunks of a head.
     chunks: usize,
@@ -111,29 +129,37 @@ struct Group {
 }
 
 enum Task<'a> {
+    Whole { kv: usize },
     Pack { kv: usize, chunk: usize, packed: &'a Countdown },
     Block { head: usize, block: usize, packed: &'a Countdown },
 }
 
 impl Tasks {
-    fn new(plan: &Plan, heads: &HeadMap, chunks: usize) -> Self {
+    fn new(plan: &Plan, heads: &HeadMap, chunks: usize, workers: usize) -> Self {
         let mut blocks: Vec<usize> = (0..plan.blocks()).filter(|&block| plan.cost(block) > 0).collect();
         blocks.sort_by_key(|&block| std::cmp::Reverse(plan.cost(block)));
-        let (mut groups, mut count) = (Vec::new(), 0);
-        for kv in (0..heads.kv_heads()).filter(|&kv| !heads.queries_of(kv).is_empty()) {
+        let mut whole: Vec<usize> = (0..heads.kv_heads()).filter(|&kv| !heads.queries_of(kv).is_empty()).collect();
+        // Those that are shared at the end take each worker as long as a head: others may end so much later.
+        let shared = if chunks <= ALONE { whole.len().min(2 * workers) } else { whole.len() };
+        let others = whole.split_off(whole.len() - shared);
+        let (mut groups, mut count) = (Vec::new(), whole.len());
+        for kv in others {
             let queries = heads.queries_of(kv);
             count += chunks;
             groups.push(Group { kv, head: queries.start, first: count, packed: Countdown::new(chunks) });
             count += queries.len() * blocks.len();
         }
-        Self { groups, chunks, blocks, count }
+        Self { whole, groups, chunks, blocks, count }
     }
 
     fn get(&self, task: usize) -> Task<'_> {
+        if let Some(&kv) = self.whole.get(task) {
+            return Task::Whole { kv };
+        }
         // The groups that have begun: the next one is being packed.
         let begun = self.groups.partition_point(|group| group.first <= task);
         let next = self.groups.get(begun);
-        let from = begun.checked_sub(1).map_or(0, |now| self.groups[now].first);
+        let from = begun.checked_sub(1).map_or(self.whole.len(), |now| self.groups[now].first);
         match next {
             Some(next) if task - from < self.chunks => {
                 Task::Pack { kv: next.kv, chunk: task - from, packed: &next.packed }
@@ -145,14 +171,5 @@ impl Tasks {
                 Task::Block { head, block, packed: &now.packed }
             }
         }
-    }
-}
-
-/// Counts when it is dropped.
-struct Counted<'a>(&'a Countdown);
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.count();
     }
 }
