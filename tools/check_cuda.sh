@@ -4,9 +4,11 @@
 # (tools/cuda_on_cpu), which also stands for the CUDA that feature candle-cuda is built with.
 # With a GPU, the tests that are named here run on it.
 #
-#   tools/check_cuda.sh [FEATURES]    features of ringspan-cli to build with besides, so that crates of which a build exists
-#                                     already are not built again
+#   tools/check_cuda.sh attention|models|all [FEATURES]    features of ringspan-cli to build with besides, so that crates of
+#                                                          which a build exists already are not built again
 set -euo pipefail
+part=${1:-all}
+case $part in attention | models | all) ;; *) echo "$0: '$part' is no part: attention, models, all" >&2 && exit 2 ;; esac
 cd "$(dirname "$0")/.."
 
 . tools/cuda_on_cpu/env.sh
@@ -19,9 +21,9 @@ if [ ! -e "$compiler/done" ]; then
 fi
 
 # Both packages at once give all others the features that the whole workspace gives them: no other build of these is needed.
-attention=(-p ringspan -p ringspan-cli --features "ringspan-cli/nccl${1:+,$1}")
+attention=(-p ringspan -p ringspan-cli --features "ringspan-cli/nccl${2:+,$2}")
 models=(-p ringspan -p ringspan-candle -p ringspan-cli)
-models+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${1:+,$1}")
+models+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${2:+,$2}")
 
 # tested NAME PASSED COMMAND...: runs tests of which as many pass, and none is skipped for want of a GPU or a compiler.
 tested() {
@@ -31,23 +33,31 @@ tested() {
   if grep skipped "$said"; then exit 1; fi
 }
 
-cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan-cli/cuda -- -D warnings
-cargo clippy "${attention[@]}" --all-targets -- -D warnings
 nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)
-LD_LIBRARY_PATH=$nvrtc tested compiles 2 cargo test "${attention[@]}" --lib kernels_compile -- --nocapture
-
-cargo test "${attention[@]}" --lib kernel::
 # All ranks of a test share a GPU.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
-tested on-gpu any cargo test "${attention[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
-RINGSPAN_TEST_DEVICE=cuda cargo test "${attention[@]}" --test it attention_decode
-cargo test "${attention[@]}" --test gpu attend_device -- --skip between_processes
 
-# Models.
-cargo clippy "${models[@]}" --all-targets -- -D warnings
-# They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
-tested compiles-layers 1 cargo test "${models[@]}" --lib kernels_of_layers_compile \
-  --config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']" \
-  -- --nocapture
-tested copies 4 cargo test "${models[@]}" --lib -- --nocapture offload:: transfers::
-tested models any cargo test "${models[@]}" --test gpu -- --nocapture --skip between_processes
+check_attention() {
+  LD_LIBRARY_PATH=$nvrtc tested compiles 2 cargo test "${attention[@]}" --lib kernels_compile -- --nocapture
+
+  cargo test "${attention[@]}" --lib kernel::
+  tested on-gpu any cargo test "${attention[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
+  RINGSPAN_TEST_DEVICE=cuda cargo test "${attention[@]}" --test it attention_decode
+  cargo test "${attention[@]}" --test gpu attend_device -- --skip between_processes
+}
+
+# All that models need, and what the compiler says of each set of features.
+check_models() {
+  cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan-cli/cuda -- -D warnings
+  cargo clippy "${attention[@]}" --all-targets -- -D warnings
+  cargo clippy "${models[@]}" --all-targets -- -D warnings
+  # They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
+  tested compiles-layers 1 cargo test "${models[@]}" --lib kernels_of_layers_compile \
+    --config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']" \
+    -- --nocapture
+  tested copies 4 cargo test "${models[@]}" --lib -- --nocapture offload:: transfers::
+  tested models any cargo test "${models[@]}" --test gpu -- --nocapture --skip between_processes
+}
+
+if [ "$part" != models ]; then check_attention; fi
+if [ "$part" != attention ]; then check_models; fi

@@ -18,6 +18,9 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     config.place(ranks);
     config.allocated = Some(allocator::most);
     mesh::limit_threads(config.ranks(), config.threads);
+    if ranks.local().is_none() {
+        allocator::spread_over(config.ranks());
+    }
     let observer: &mut dyn Observer = if ranks.lead() { &mut Terminal::new() } else { &mut Silent };
     let done = match args.dry_run {
         true => dry_run(&config, ranks, observer),

@@ -13,7 +13,7 @@ pub(crate) use args::AttendArgs;
 
 use crate::device::Devices;
 use crate::files::{self, TensorBytes};
-use crate::say;
+use crate::{allocator, say};
 use anyhow::{Context, Result, ensure};
 use compute::Work;
 use input::Input;
@@ -49,6 +49,9 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let devices = Devices::open(args.device, ranks, threads, args.mesh.gives_threads(), args.isa.fixed())?;
     let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
     fit::check(&plan, &data.sizes, args.backward, ranks)?;
+    if ranks.local().is_none() {
+        allocator::spread_over(plan.schedule.query().ranks());
+    }
     let (ranks, blocks) = devices.connect(ranks)?;
     blocks.iter().for_each(say::note);
     let work = Work {
