@@ -245,6 +245,19 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
+/// Names of the arguments `name=value`.
+const NAMES: [&str; 8] = ["case", "mask", "type", "threads", "rounds", "isa", "score", "clock"];
+
+/// Refuses arguments that would have no effect.
+fn check_arguments() {
+    for argument in std::env::args().skip(1).filter(|argument| !argument.starts_with('-')) {
+        if let Some((name, _)) = argument.split_once('=').filter(|(name, _)| !NAMES.contains(name)) {
+            eprintln!("{argument}: '{name}' is unknown: possible are {}", NAMES.join(", "));
+            std::process::exit(2);
+        }
+    }
+}
+
 /// What an argument `name=value` says.
 fn given(name: &str) -> Option<String> {
     std::env::args().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
@@ -400,6 +413,7 @@ fn bench(criterion: &mut Criterion) {
 }
 
 fn main() {
+    check_arguments();
     let given = |name: &str| std::env::args().any(|argument| argument == name);
     if given("--hook") {
         return hook();
