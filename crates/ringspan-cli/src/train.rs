@@ -19,7 +19,7 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     config.allocated = Some(allocator::most);
     mesh::limit_threads(config.ranks(), config.threads);
     if ranks.local().is_none() {
-        allocator::spread_over(config.ranks());
+        allocator::avoid_large_pages(config.ranks());
     }
     let observer: &mut dyn Observer = if ranks.lead() { &mut Terminal::new() } else { &mut Silent };
     let done = match args.dry_run {

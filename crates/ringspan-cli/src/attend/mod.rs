@@ -50,7 +50,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
     let plan = plan::Plan::new(args, tensors.path(), &data, &mask, &terms, devices.threads())?;
     fit::check(&plan, &data.sizes, args.backward, ranks)?;
     if ranks.local().is_none() {
-        allocator::spread_over(plan.schedule.query().ranks());
+        allocator::avoid_large_pages(plan.schedule.query().ranks());
     }
     let (ranks, blocks) = devices.connect(ranks)?;
     blocks.iter().for_each(say::note);

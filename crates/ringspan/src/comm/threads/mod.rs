@@ -37,9 +37,9 @@ impl Default for Options {
 }
 
 /// Bytes that a thread takes before it holds a tensor: its stack as far as it is used, its heap in the allocator, the buffers
-/// of a kernel. Measured in pages of 4 KB: 0.4 MB each with 256 threads of five tokens, 0.6 with 1,024, 0.9 with 4,096, besides
-/// plans. Where the system gives large pages (2 MB) without being asked, it may be several times that.
-const OF_THREAD: u64 = 1 << 20;
+/// of a kernel. Measured with `ringspan attend` in pages of 4 KB, plans left out: 0.4 MB each with 256 threads of five tokens, 0.6
+/// with 1,024, 1.2 with 4,096. With heaps in large pages (2 MB) it was up to 6 MB.
+const OF_THREAD: u64 = 2 << 20;
 
 /// About how many bytes `size` ranks take as threads, before they hold a tensor: in a collective, every rank has a part for
 /// every other.
