@@ -201,7 +201,7 @@ struct Side {
     }
 };
 
-// Of the left side, the rows `row` and eight below, over 16.
+// Reads what a thread has of the left side of a product over 16: its row, and the one eight below.
 inline void read_left(float (&left)[2][16], unsigned long long a) {
     const Side side(a, false);
     const unsigned row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;

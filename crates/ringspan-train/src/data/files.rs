@@ -101,7 +101,7 @@ enum Form {
 pub(super) struct DataFile {
     pub(super) name: String,
     path: PathBuf,
-    /// Of the file, as it is stored.
+    /// How many bytes the file has, as it is stored.
     bytes: u64,
     compression: Compression,
     form: Form,

@@ -9,23 +9,23 @@ use std::{
     rc::Rc,
 };
 
-/// Told how many bytes of the files of a source were read, and how many they have; it may end the reading.
+/// A function that is told how many bytes of a source's files were read, and how many they have, and that may end the reading.
 pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> ControlFlow<()> + Sync);
 
-/// For who reads to the end without being watched.
+/// A [`Watch`] that lets every source be read to its end.
 pub fn unwatched(_: u64, _: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// The reading of a source, as one is told who watches it.
+/// Counts what is read of a source, and tells its [`Watch`].
 pub(super) struct Progress<'a> {
     watch: Watch<'a>,
     source: PathBuf,
-    /// Bytes of all files, as they are stored.
+    /// How many bytes all files have, as they are stored.
     bytes: u64,
-    /// Those of files that were read to the end.
+    /// How many bytes the files have that were read to the end.
     before: Cell<u64>,
-    /// Those of the file that is being read.
+    /// How many bytes were read of the file that is open.
     here: Rc<Cell<u64>>,
 }
 
@@ -51,7 +51,7 @@ impl<'a> Progress<'a> {
         self.here.clone()
     }
 
-    /// A file of so many bytes was read to the end, however many of them were counted.
+    /// Counts a file of so many bytes as read to its end: readers may leave out bytes, and Parquet's counts none.
     pub(super) fn end_of_file(&self, bytes: u64) {
         self.here.set(0);
         self.before.set(self.before.get() + bytes);

@@ -99,7 +99,7 @@ impl Cpu {
     }
 }
 
-/// Chunks of a head that one worker may pack and use alone: they fit into the cache of a core.
+/// One worker packs and uses a head alone if it has at most so many chunks: those of usual widths fit into the cache of a core.
 const ALONE: usize = 4;
 
 /// What workers do, in this order: of short sequences whole heads, each by one worker, in whose cache its keys and values are,
@@ -139,7 +139,7 @@ impl Tasks {
         let mut blocks: Vec<usize> = (0..plan.blocks()).filter(|&block| plan.cost(block) > 0).collect();
         blocks.sort_by_key(|&block| std::cmp::Reverse(plan.cost(block)));
         let mut whole: Vec<usize> = (0..heads.kv_heads()).filter(|&kv| !heads.queries_of(kv).is_empty()).collect();
-        // Those that are shared at the end take each worker as long as a head: others may end so much later.
+        // When a worker finds no whole head any more, others are still in theirs: shared heads keep it busy meanwhile.
         let shared = if chunks <= ALONE { whole.len().min(2 * workers) } else { whole.len() };
         let others = whole.split_off(whole.len() - shared);
         let (mut groups, mut count) = (Vec::new(), whole.len());
