@@ -15,8 +15,25 @@ struct Line([f32; LINE]);
 pub(super) struct Aligned(Vec<Line>);
 
 impl Aligned {
-    fn new(len: usize) -> Self {
+    pub(super) fn zeros(len: usize) -> Self {
         Self(vec![Line([0.0; LINE]); len.div_ceil(LINE)])
+    }
+
+    /// Numbers that `write` fills: for a large buffer, to write zeros before costs as much as to pack what follows.
+    ///
+    /// # Safety
+    /// `write` must write all of them; it may read none before.
+    pub(super) unsafe fn written(len: usize, write: impl FnOnce(Target)) -> Self {
+        let mut lines = Vec::<Line>::with_capacity(len.div_ceil(LINE));
+        let spare = lines.spare_capacity_mut();
+        // The end of the last line is nobody's.
+        for line in &mut spare[len / LINE..len.div_ceil(LINE)] {
+            line.write(Line([0.0; LINE]));
+        }
+        write(Target { data: spare.as_mut_ptr().cast(), len });
+        // SAFETY: all lines are written, by the contract of the caller.
+        unsafe { lines.set_len(len.div_ceil(LINE)) };
+        Self(lines)
     }
 }
 
@@ -58,7 +75,7 @@ impl Pool {
             kept.swap_remove(largest);
         }
         drop(kept);
-        Aligned::new(len)
+        Aligned::zeros(len)
     }
 
     /// Numbers in all kept buffers.
@@ -75,18 +92,18 @@ impl Pool {
 
 /// An output that several workers write, each its own rows.
 #[derive(Clone, Copy)]
-pub(super) struct Target {
-    data: *mut f32,
+pub(super) struct Target<T = f32> {
+    data: *mut T,
     len: usize,
 }
 
 // SAFETY: the rows a worker may touch are its own, by the contract of `row`.
-unsafe impl Send for Target {}
+unsafe impl<T: Send> Send for Target<T> {}
 // SAFETY: as above.
-unsafe impl Sync for Target {}
+unsafe impl<T: Send + Sync> Sync for Target<T> {}
 
-impl Target {
-    pub(super) fn new(data: &mut [f32]) -> Self {
+impl<T> Target<T> {
+    pub(super) fn new(data: &mut [T]) -> Self {
         Self { data: data.as_mut_ptr(), len: data.len() }
     }
 
@@ -94,17 +111,39 @@ impl Target {
     ///
     /// # Safety
     /// The slice behind this target must outlive the result, and nobody else may touch these elements meanwhile.
-    pub(super) unsafe fn row<'a>(self, at: usize, len: usize) -> &'a mut [f32] {
+    pub(super) unsafe fn row<'a>(self, at: usize, len: usize) -> &'a mut [T] {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         // SAFETY: in bounds; exclusive by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
+    }
+
+    /// Elements `at..at + len`, which become zero and need not have been anything before.
+    ///
+    /// # Safety
+    /// As [`row`](Self::row).
+    pub(super) unsafe fn zeroed<'a>(self, at: usize, len: usize) -> &'a mut [T]
+    where
+        T: bytemuck::Zeroable,
+    {
+        assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
+        // SAFETY: in bounds; zeros are such elements; exclusive by the contract.
+        unsafe {
+            self.data.add(at).write_bytes(0, len);
+            std::slice::from_raw_parts_mut(self.data.add(at), len)
+        }
+    }
+
+    /// Where elements `at..at + len` are, which need not have been written.
+    pub(super) fn pointer(self, at: usize, len: usize) -> *mut T {
+        assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
+        self.data.wrapping_add(at)
     }
 
     /// Elements `at..at + len`, to read.
     ///
     /// # Safety
     /// As [`row`](Self::row), but others may read too.
-    pub(super) unsafe fn read<'a>(self, at: usize, len: usize) -> &'a [f32] {
+    pub(super) unsafe fn read<'a>(self, at: usize, len: usize) -> &'a [T] {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         // SAFETY: in bounds; unchanged by the contract.
         unsafe { std::slice::from_raw_parts(self.data.add(at), len) }

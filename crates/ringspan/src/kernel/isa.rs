@@ -2,10 +2,12 @@
 
 use super::Tile;
 use super::backward::{Backward, Share};
+use super::buffer::Target;
 use super::decode::Decode;
 use super::delta::Delta;
 use super::forward::Forward;
 use super::pack::Packing;
+use super::product::{Block, Dots, Lines, Panels};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{Avx2, Avx512};
 use super::vector::{PORTABLE_COLUMNS, Portable};
@@ -227,4 +229,36 @@ dispatch!(
     Decode<'_>,
     chunk<[], [], []>(kv: usize, rows: Range<usize>, tile: &Tile, states: &mut [f32], scratch: &mut [f32]),
     "[`Decode::chunk`] compiled for `isa`."
+);
+dispatch!(
+    product_rows,
+    Lines<'_>,
+    pack_rows<[8], [4], [4]>(rows: Range<usize>, terms: Range<usize>, to: &mut [f32]),
+    "[`Lines::pack_rows`] compiled for `isa`."
+);
+dispatch!(
+    product_columns,
+    Lines<'_>,
+    pack_columns<[], [], []>(columns: Range<usize>, terms: Range<usize>, width: usize, to: &mut [f32]),
+    "[`Lines::pack_columns`] compiled for `isa`."
+);
+dispatch!(
+    product_columns_across,
+    Lines<'_>,
+    pack_columns_across<[], [], []>
+    (panels: Panels, group: Range<usize>, terms: Range<usize>, to: Target, at: usize),
+    "[`Lines::pack_columns_across`] compiled for `isa`."
+);
+dispatch!(
+    product_block,
+    Block<'_>,
+    multiply<[8, 3], [4, 3], [4, PORTABLE_COLUMNS]>
+    (panel: &[f32], next: &[f32], columns: Range<usize>, sums: &mut [f32]),
+    "[`Block::multiply`] compiled for `isa`."
+);
+dispatch!(
+    product_dots,
+    Dots<'_>,
+    columns<[], [], []>(columns: Range<usize>, scratch: &mut [f32]),
+    "[`Dots::columns`] compiled for `isa`."
 );

@@ -20,6 +20,7 @@ mod micro;
 mod pack;
 mod partial;
 mod plan;
+pub mod product;
 pub mod reference;
 mod score;
 #[cfg(feature = "cuda")]
@@ -27,6 +28,7 @@ mod staged;
 mod state;
 mod statistics;
 mod sums;
+mod team;
 mod terms;
 mod vector;
 mod view;

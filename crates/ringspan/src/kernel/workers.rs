@@ -1,13 +1,9 @@
 //! The threads of a kernel: those of the rank, kept from call to call. There is no global pool.
 
-use rayon::{Scope, ThreadPool, ThreadPoolBuilder};
+use super::team::Team;
+use rayon::Scope;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};
-use std::time::{Duration, Instant};
-
-/// How long the calling thread waits awake for the others at the end of a call: about as long as it takes to sleep and to wake,
-/// so that short calls do not pay for that.
-const AWAKE: Duration = Duration::from_micros(50);
 
 /// Threads that a call of a kernel computes with, the calling thread among them.
 pub(super) struct Workers {
@@ -17,8 +13,8 @@ pub(super) struct Workers {
 
 /// Where the other threads come from.
 enum Pool {
-    /// A pool of this kernel, made at the first call that needs it; `None` if the machine gave no threads.
-    Own(OnceLock<Option<ThreadPool>>),
+    /// Threads of this kernel, started at the first call that needs them; `None` if the machine gave none.
+    Own(OnceLock<Option<Team>>),
     /// The pool that the calling thread belongs to.
     Current,
 }
@@ -45,35 +41,24 @@ impl Workers {
         if count <= 1 {
             return work(0);
         }
-        let others = Countdown::new(count - 1);
-        match self.own_pool() {
-            Some(pool) => pool.in_place_scope(|scope| {
-                all(scope, &others, count, work);
-                others.wait_awake(AWAKE);
-            }),
+        match &self.pool {
+            Pool::Own(team) => match team.get_or_init(|| Team::new(self.count - 1)) {
+                Some(team) => team.run(count, work),
+                None => (0..count).for_each(work),
+            },
             // Outside of any pool rayon would take the one of the process. A thread of a pool may have to do what it waits for.
-            None if rayon::current_thread_index().is_some() => {
-                rayon::in_place_scope(|scope| all(scope, &others, count, work));
+            Pool::Current if rayon::current_thread_index().is_some() => {
+                rayon::in_place_scope(|scope| all(scope, count, work))
             }
-            None => (0..count).for_each(work),
+            Pool::Current => (0..count).for_each(work),
         }
-    }
-
-    fn own_pool(&self) -> Option<&ThreadPool> {
-        let Pool::Own(pool) = &self.pool else { return None };
-        let name = |index| format!("ringspan-kernel-{index}");
-        pool.get_or_init(|| ThreadPoolBuilder::new().num_threads(self.count - 1).thread_name(name).build().ok())
-            .as_ref()
     }
 }
 
-/// Calls worker 0, and lets the scope's threads call the others, who are counted.
-fn all<'s>(scope: &Scope<'s>, others: &'s Countdown, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
+/// Calls worker 0, and lets the scope's threads call the others.
+fn all<'s>(scope: &Scope<'s>, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
     for worker in 1..count {
-        scope.spawn(move |_| {
-            let _counted = others.counted();
-            work(worker);
-        });
+        scope.spawn(move |_| work(worker));
     }
     work(0);
 }
@@ -104,14 +89,6 @@ impl Countdown {
         Counted(self)
     }
 
-    /// Waits for all events, but no longer than this, and without sleeping.
-    fn wait_awake(&self, most: Duration) {
-        let begin = Instant::now();
-        while self.left.load(Ordering::Acquire) > 0 && begin.elapsed() < most {
-            std::hint::spin_loop();
-        }
-    }
-
     /// Waits for all events: a moment on the processor, since to sleep and to wake takes longer than most of them.
     pub(super) fn wait(&self) {
         for _ in 0..500 {
@@ -139,6 +116,7 @@ impl Drop for Counted<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rayon::ThreadPoolBuilder;
     use std::collections::HashSet;
     use std::thread::{ThreadId, current};
 

@@ -57,7 +57,7 @@ impl Cpu {
             sum: Target::new(&mut partial.sum),
         };
         let tasks = Tasks::new(&plan, heads, keys.rows.div_ceil(CHUNK), self.workers.count());
-        let next = AtomicUsize::new(0);
+        let next = AtomicUsize::new(tasks.whole.len());
         self.workers.run(self.workers.count().min(tasks.count), &|worker| {
             let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, code, bias.is_some()));
             let mut compute = |head, block| {
@@ -66,21 +66,21 @@ impl Cpu {
                 unsafe { isa::forward_block(code, &job, head, block, &mut scratch) };
                 self.progress(worker);
             };
+            while let Some(kv) = tasks.next_whole(worker) {
+                for chunk in 0..tasks.chunks {
+                    // SAFETY: the counters give each head to one worker, which alone reads it.
+                    unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
+                }
+                for head in heads.queries_of(kv) {
+                    tasks.blocks.iter().for_each(|&block| compute(head, block));
+                }
+            }
             loop {
                 let task = next.fetch_add(1, Ordering::Relaxed);
                 if task >= tasks.count {
                     break;
                 }
                 match tasks.get(task) {
-                    Task::Whole { kv } => {
-                        for chunk in 0..tasks.chunks {
-                            // SAFETY: the counter gives each head to one worker, which alone reads it.
-                            unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
-                        }
-                        for head in heads.queries_of(kv) {
-                            tasks.blocks.iter().for_each(|&block| compute(head, block));
-                        }
-                    }
                     Task::Pack { kv, chunk, packed } => {
                         // Counted even if it panics, or others would wait for ever.
                         let _counted = packed.counted();
@@ -102,13 +102,16 @@ impl Cpu {
 /// One worker packs and uses a head alone if it has at most so many chunks: those of usual widths fit into the cache of a core.
 const ALONE: usize = 4;
 
-/// What workers do, in this order: of short sequences whole heads, each by one worker, in whose cache its keys and values are,
-/// while there are so many that all have something to do to the end. Of other heads: pack the keys and values of the first one,
-/// then for each pack those of the next one, and compute its queries while its own are in the cache. Whoever computes needs
-/// chunks that were begun long before, by workers that are at it, so hardly anybody waits, and nobody for ever.
+/// What workers do. In short sequences a worker does whole heads, in whose cache their keys and values are: as many heads for
+/// each worker, and those that are left over are shared. Heads of longer sequences are all shared: the workers pack the keys and
+/// values of the first one, then for each head pack those of the next one, and compute its queries while its own are in the
+/// cache. Whoever computes needs chunks that were begun long before, by workers that are at it, so hardly anybody waits, and
+/// nobody for ever.
 struct Tasks {
     /// Key-value heads that one worker does.
     whole: Vec<usize>,
+    /// How many heads of each worker's part of them have been taken.
+    taken: Vec<AtomicUsize>,
     groups: Vec<Group>,
     /// Chunks of a head.
     chunks: usize,
@@ -129,7 +132,6 @@ struct Group {
 }
 
 enum Task<'a> {
-    Whole { kv: usize },
     Pack { kv: usize, chunk: usize, packed: &'a Countdown },
     Block { head: usize, block: usize, packed: &'a Countdown },
 }
@@ -139,8 +141,7 @@ impl Tasks {
         let mut blocks: Vec<usize> = (0..plan.blocks()).filter(|&block| plan.cost(block) > 0).collect();
         blocks.sort_by_key(|&block| std::cmp::Reverse(plan.cost(block)));
         let mut whole: Vec<usize> = (0..heads.kv_heads()).filter(|&kv| !heads.queries_of(kv).is_empty()).collect();
-        // When a worker finds no whole head any more, others are still in theirs: shared heads keep it busy meanwhile.
-        let shared = if chunks <= ALONE { whole.len().min(2 * workers) } else { whole.len() };
+        let shared = if chunks <= ALONE { whole.len() % workers } else { whole.len() };
         let others = whole.split_off(whole.len() - shared);
         let (mut groups, mut count) = (Vec::new(), whole.len());
         for kv in others {
@@ -149,13 +150,22 @@ impl Tasks {
             groups.push(Group { kv, head: queries.start, first: count, packed: Countdown::new(chunks) });
             count += queries.len() * blocks.len();
         }
-        Self { whole, groups, chunks, blocks, count }
+        let taken = (0..workers).map(|_| AtomicUsize::new(0)).collect();
+        Self { whole, taken, groups, chunks, blocks, count }
+    }
+
+    /// A head that one worker does: of the worker's own part, which is the same in each call and may still be in its cache,
+    /// and then of the others' parts.
+    fn next_whole(&self, worker: usize) -> Option<usize> {
+        let workers = self.taken.len();
+        let at = |owner: usize| self.whole.len() * owner / workers;
+        (0..workers).map(|other| (worker + other) % workers).find_map(|owner| {
+            let part = &self.whole[at(owner)..at(owner + 1)];
+            part.get(self.taken[owner].fetch_add(1, Ordering::Relaxed)).copied()
+        })
     }
 
     fn get(&self, task: usize) -> Task<'_> {
-        if let Some(&kv) = self.whole.get(task) {
-            return Task::Whole { kv };
-        }
         // The groups that have begun: the next one is being packed.
         let begun = self.groups.partition_point(|group| group.first <= task);
         let next = self.groups.get(begun);

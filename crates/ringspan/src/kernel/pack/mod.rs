@@ -4,8 +4,10 @@
 
 mod rows;
 
-pub(super) use rows::{columns, copy, is_finite, operand_columns, panels, rows};
-use rows::{load_across, store_parts};
+use rows::store_parts;
+pub(super) use rows::{
+    columns, copy, direct, is_finite, load_across, load_along, operand_columns, panels, panels_across, rows,
+};
 
 use super::View;
 use super::buffer::{Aligned, Target, lines};

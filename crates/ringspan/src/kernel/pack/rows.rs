@@ -31,7 +31,7 @@ fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
 
 /// The rows themselves, if they hold `dim` elements of `pair` numbers as a vector takes them.
 #[inline(always)]
-fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> {
+pub(in super::super) fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> {
     let mut from = [std::ptr::null(); MOST];
     for (from, row) in from.iter_mut().zip(rows) {
         *from = match (*row, pair) {
@@ -45,7 +45,7 @@ fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> 
 
 /// Elements `at..at + LANES` of a row: numbers, or pairs of neighbours in bf16.
 #[inline(always)]
-fn load_along<S: Simd>(simd: S, row: Data, pair: usize, at: usize) -> S::V {
+pub(in super::super) fn load_along<S: Simd>(simd: S, row: Data, pair: usize, at: usize) -> S::V {
     match pair {
         1 => load(simd, row, at),
         _ => simd.pair_along(load(simd, row, 2 * at), load(simd, row, 2 * at + S::LANES)),
@@ -161,6 +161,31 @@ pub(in super::super) fn panels<'a, S: Simd, const R: usize>(
     });
 }
 
+/// Columns as panels `[rows / R][dim / PAIR][R]` for products: `column(d)` holds element d of every row. R divides LANES and
+/// `rows`; what a column lacks, and a column that is `None`, is zero.
+#[inline(always)]
+pub(in super::super) fn panels_across<'a, S: Simd, const R: usize>(
+    simd: S,
+    to: &mut [f32],
+    dim: usize,
+    rows: usize,
+    column: impl Fn(usize) -> Option<Data<'a>>,
+) {
+    let depth = dim.div_ceil(S::PAIR);
+    assert!(to.len() >= rows * depth && rows.is_multiple_of(R));
+    let to = to.as_mut_ptr();
+    for d in 0..depth {
+        for first in (0..rows).step_by(S::LANES) {
+            let x = load_across(simd, d, first, &column);
+            // SAFETY: the asserted size; d < depth, the panel of row `first` is there, and the next if there are more rows.
+            unsafe {
+                let panel = to.add(first * depth + d * R);
+                store_parts::<S, R>(simd, panel, (first + R < rows).then(|| panel.add(R * depth)), x);
+            }
+        }
+    }
+}
+
 /// Whether all that is packed is numbers.
 #[inline(always)]
 pub(in super::super) fn is_finite<S: Simd>(packed: &[f32]) -> bool {
@@ -190,11 +215,22 @@ pub(super) unsafe fn store_parts<S: Simd, const R: usize>(simd: S, first: *mut f
 /// Elements `at..at + LANES` of rows `PAIR * i..` as products take them across rows: where PAIR is 2, an element is one
 /// of two rows.
 #[inline(always)]
-pub(super) fn load_across<'a, S: Simd>(simd: S, i: usize, at: usize, row: impl Fn(usize) -> Option<Data<'a>>) -> S::V {
-    let row = |i: usize| load(simd, row(i).unwrap_or(Data::F32(&[])), at);
-    match S::PAIR {
-        1 => row(i),
-        _ => simd.pair(row(2 * i), row(2 * i + 1)),
+pub(in super::super) fn load_across<'a, S: Simd>(
+    simd: S,
+    i: usize,
+    at: usize,
+    row: impl Fn(usize) -> Option<Data<'a>>,
+) -> S::V {
+    let number = |i: usize| load(simd, row(i).unwrap_or(Data::F32(&[])), at);
+    if S::PAIR == 1 {
+        return number(i);
+    }
+    match (row(2 * i), row(2 * i + 1)) {
+        (Some(Data::Bf16(first)), Some(Data::Bf16(second))) if first.len().min(second.len()) >= at + S::LANES => {
+            // SAFETY: both have LANES numbers from `at` on.
+            unsafe { simd.load_pairs(first.as_ptr().add(at), second.as_ptr().add(at)) }
+        }
+        _ => simd.pair(number(2 * i), number(2 * i + 1)),
     }
 }
 

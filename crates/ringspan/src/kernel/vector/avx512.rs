@@ -1,6 +1,7 @@
 //! Vectors of 16 f32.
 
 use super::{Simd, exp2_slope};
+use half::bf16;
 use std::arch::x86_64::*;
 
 /// A machine with AVX-512F, and if products take pairs of bf16, with AVX-512BW and AVX512-BF16; only
@@ -23,6 +24,17 @@ macro_rules! avx512 {
         unsafe { $call }
     }};
 }
+
+/// The numbers of both halves of a vector in turn.
+const TURNS: [u16; 32] = {
+    let mut turns = [0; 32];
+    let mut at = 0;
+    while at < 32 {
+        turns[at] = (at / 2 + at % 2 * 16) as u16;
+        at += 1;
+    }
+    turns
+};
 
 impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
     type V = __m512;
@@ -74,19 +86,22 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
         if !PAIRS {
             return first;
         }
-        /// The numbers of both halves of a vector in turn.
-        const TURNS: [u16; 32] = {
-            let mut turns = [0; 32];
-            let mut at = 0;
-            while at < 32 {
-                turns[at] = (at / 2 + at % 2 * 16) as u16;
-                at += 1;
-            }
-            turns
-        };
         avx512!({
             let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
             let both = _mm512_castps_si512(self.pair_along(first, second));
+            _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, both))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_pairs(self, first: *const bf16, second: *const bf16) -> __m512 {
+        if !PAIRS {
+            return self.splat(0.0);
+        }
+        avx512!({
+            let turns = _mm512_loadu_si512(TURNS.as_ptr().cast());
+            let (first, second) = (_mm256_loadu_si256(first.cast()), _mm256_loadu_si256(second.cast()));
+            let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(first), second);
             _mm512_castsi512_ps(_mm512_permutexvar_epi16(turns, both))
         })
     }

@@ -12,6 +12,8 @@ pub(super) use avx2::Avx2;
 pub(super) use avx512::Avx512;
 pub(super) use portable::{PORTABLE_COLUMNS, Portable};
 
+use half::bf16;
+
 /// A token that stands for an instruction set the machine has, and its operations on vectors of f32.
 ///
 /// Every method is `inline(always)`: it has to end up inside a function with the matching `target_feature`.
@@ -58,6 +60,14 @@ pub(super) trait Simd: Copy {
     #[inline(always)]
     fn pair_along(self, first: Self::V, _second: Self::V) -> Self::V {
         first
+    }
+    /// LANES numbers of two rows of bf16, each lane's side by side; only where PAIR is 2.
+    ///
+    /// # Safety
+    /// Both must be readable for LANES numbers.
+    #[inline(always)]
+    unsafe fn load_pairs(self, _first: *const bf16, _second: *const bf16) -> Self::V {
+        self.splat(0.0)
     }
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;

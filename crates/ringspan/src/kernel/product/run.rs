@@ -1,0 +1,184 @@
+//! Packs the columns of a product block by block, and shares out its rows.
+
+use super::super::buffer::{Aligned, Target};
+use super::super::isa::{Code, product_block, product_columns, product_columns_across, product_dots, product_rows};
+use super::super::workers::Workers;
+use super::Output;
+use super::dots::{self, Dots};
+use super::lines::Lines;
+use super::panels::{Panels, part};
+use super::tile::{Block, Place, STEP};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Numbers of packed rows that a worker multiplies by panel after panel: 512 KiB, which stay in the L2 cache.
+const ROWS: usize = 1 << 17;
+/// Panels of rows in them at most: their sums are to stay in the L1 cache or near it.
+const MOST_ROWS: usize = 16;
+/// Panels of rows in them at least, however long they are: each panel of columns is fetched for as many.
+const LEAST_ROWS: usize = 4;
+/// Numbers of packed columns at once: 4 MiB, which stay in the L3 cache. It bounds what a product allocates.
+const COLUMNS: usize = 1 << 20;
+/// Panels of columns in them at least, however long they are: for as many the rows are packed again.
+const LEAST_COLUMNS: usize = 4;
+/// Panels that are packed beside each other where lines run across the columns.
+const BESIDE: usize = 16;
+/// Terms that are packed at once where sums can wait in an output of f32.
+const TERMS: usize = 4096;
+/// Tasks a thread, so that none waits long for the last.
+const TASKS: usize = 4;
+/// Products of fewer multiplications are done before other threads would have begun.
+const FEW: usize = 1 << 18;
+
+/// `a b`, b as it lies.
+pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
+    let (m, n, k) = (a.places, b.places, a.terms);
+    if m == 0 || n == 0 || k == 0 {
+        return out.take_nothing();
+    }
+    let threads = threads([m, n, k]);
+    let place = out.place();
+    if m <= dots::ROWS && a.along() && b.along() {
+        return few_rows(code, threads, Dots { a, b, out: place });
+    }
+    let panels = Panels::new(code, n);
+    let most = if place.holds_sums() { k.min(TERMS) } else { k };
+    let panel = code.lanes() * most.div_ceil(code.pair());
+    let blocks = panels.count().div_ceil((COLUMNS / panel).max(LEAST_COLUMNS));
+    for from in (0..k).step_by(most) {
+        let terms = from..k.min(from + most);
+        let out = if from == 0 { place } else { place.more() };
+        for block in 0..blocks {
+            let block = part(&(0..panels.count()), block, blocks);
+            let packed = pack(code, threads, b, &terms, (panels, &block));
+            multiply(code, threads, a, &terms, (panels, &block), &packed, out);
+        }
+    }
+}
+
+/// `a b`, all of b packed.
+pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
+    if a.places == 0 || panels.count() == 0 || a.terms == 0 {
+        return out.take_nothing();
+    }
+    let threads = threads([a.places, panels.width(&(0..panels.count())), a.terms]);
+    multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out.place());
+}
+
+/// Packs some terms of the columns of some panels: `[panel][terms / pair][width]`.
+pub(super) fn pack(
+    code: Code,
+    threads: usize,
+    b: Lines,
+    terms: &Range<usize>,
+    (panels, some): (Panels, &Range<usize>),
+) -> Aligned {
+    let depth = terms.len().div_ceil(code.pair());
+    // Lines across hold columns of many panels, and are read from end to end.
+    let beside = if b.along() { 1 } else { BESIDE };
+    let groups = some.len().div_ceil(beside).next_multiple_of(threads).min(some.len());
+    let work = |packed: Target| {
+        share(threads, groups, |tasks| {
+            for group in tasks.map(|task| part(some, task, groups)) {
+                let at = panels.at(some.start, group.start, depth);
+                if b.along() {
+                    for from in (0..depth).step_by(STEP) {
+                        let part = part_of(terms, from, code.pair());
+                        let width = panels.width(&group);
+                        // SAFETY: a panel has room for its terms, and is this task's own.
+                        unsafe {
+                            let to = packed.zeroed(at + from * width, part.len().div_ceil(code.pair()) * width);
+                            product_columns(code, &b, panels.columns(group.start), part, width, to);
+                        }
+                    }
+                } else {
+                    // SAFETY: as above, of each panel.
+                    unsafe { product_columns_across(code, &b, panels, group, terms.clone(), packed, at) };
+                }
+            }
+        });
+    };
+    // SAFETY: all panels are written, from the first element to the last.
+    unsafe { Aligned::written(panels.width(some) * depth, work) }
+}
+
+/// Multiplies some terms of all rows by the packed columns of some panels.
+fn multiply(
+    code: Code,
+    threads: usize,
+    a: Lines,
+    terms: &Range<usize>,
+    (panels, some): (Panels, &Range<usize>),
+    packed: &[f32],
+    out: Place,
+) {
+    let (depth, pair, n) = (terms.len().div_ceil(code.pair()), code.pair(), panels.columns(panels.count() - 1).end);
+    let row_panels = a.places.div_ceil(code.rows());
+    let most = (ROWS / (code.rows() * depth)).clamp(LEAST_ROWS, MOST_ROWS);
+    let row_blocks = row_panels.div_ceil(most).next_multiple_of(threads).min(row_panels);
+    let groups = if threads == 1 { 1 } else { (TASKS * threads).div_ceil(row_blocks).min(some.len()) };
+    let most_rows = row_panels.div_ceil(row_blocks) * code.rows();
+    share(threads, row_blocks * groups, |tasks| {
+        let mut rows_packed = Aligned::zeros(most_rows * depth);
+        let mut sums = Aligned::zeros(most_rows * code.lanes());
+        for task in tasks {
+            let row_panels = part(&(0..row_panels), task / groups, row_blocks);
+            let rows = row_panels.start * code.rows()..a.places.min(row_panels.end * code.rows());
+            for from in (0..depth).step_by(STEP) {
+                let part = part_of(terms, from, pair);
+                let to = &mut rows_packed[from * row_panels.len() * code.rows()..];
+                // SAFETY: there is room for the rows of a block with all their terms.
+                unsafe { product_rows(code, &a, rows.clone(), part, to) };
+            }
+            let block = Block { a: &rows_packed, rows, depth, out, n };
+            let panel = |panel: usize| {
+                let range = panel..some.end.min(panel + 1);
+                &packed[panels.at(some.start, range.start, depth)..panels.at(some.start, range.end, depth)]
+            };
+            for index in part(some, task % groups, groups) {
+                // SAFETY: the rows are packed, a panel has as many vectors as the code takes, there is room for the sums of
+                // all rows with it, and no other task has these rows and columns.
+                unsafe {
+                    product_block(code, &block, panel(index), panel(index + 1), panels.columns(index), &mut sums)
+                };
+            }
+        }
+    });
+}
+
+/// A few rows times all columns.
+fn few_rows(code: Code, threads: usize, dots: Dots) {
+    /// Columns of a task at least, so that the rows are not prepared for nothing.
+    const LEAST: usize = 64;
+    let columns = dots.b.places;
+    let tasks = if threads == 1 { 1 } else { (TASKS * threads).min(columns.div_ceil(LEAST)) };
+    share(threads, tasks, |some| {
+        let mut scratch = Aligned::zeros(dots::scratch(dots.a.terms.div_ceil(code.pair()), code.vector()));
+        for task in some {
+            // SAFETY: no other task has these columns.
+            unsafe { product_dots(code, &dots, part(&(0..columns), task, tasks), &mut scratch) };
+        }
+    });
+}
+
+/// The terms of STEP elements from element `from` on.
+fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
+    terms.start + from * pair..terms.end.min(terms.start + (from + STEP) * pair)
+}
+
+/// Threads that compute a product: those of the pool that this thread belongs to.
+pub(super) fn threads(sizes: [usize; 3]) -> usize {
+    let few = sizes.into_iter().fold(1, usize::saturating_mul) < FEW;
+    // Outside of a pool rayon would answer for the process's.
+    if few || rayon::current_thread_index().is_none() { 1 } else { rayon::current_num_threads() }
+}
+
+/// Calls `work` on some threads, each with the tasks it is to do, which come one by one, as they are done.
+fn share(threads: usize, tasks: usize, work: impl Fn(&mut dyn Iterator<Item = usize>) + Sync) {
+    let next = AtomicUsize::new(0);
+    let count = threads.min(tasks);
+    Workers::of_current_pool(count).run(count, &|_| {
+        let mut own = std::iter::from_fn(|| Some(next.fetch_add(1, Ordering::Relaxed)).filter(|task| *task < tasks));
+        work(&mut own);
+    });
+}

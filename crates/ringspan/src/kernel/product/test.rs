@@ -1,0 +1,299 @@
+use super::*;
+use rayon::ThreadPoolBuilder;
+
+/// Half of the distance from 1 to the next f32.
+const UNIT: f64 = 1.0 / (1 << 24) as f64;
+
+/// Rows, columns and terms: odd ones, one of each, none, a few rows, several steps and blocks of terms.
+const SIZES: [(usize, usize, usize); 13] = [
+    (1, 1, 1),
+    (1, 37, 19),
+    (2, 5, 70),
+    (3, 150, 33),
+    (4, 9, 64),
+    (33, 1, 5),
+    (65, 131, 67),
+    (150, 40, 67),
+    (9, 50, 1031),
+    (6, 17, 4200),
+    (4, 6, 0),
+    (0, 3, 2),
+    (3, 0, 2),
+];
+
+/// Numbers between -1 and 1 that use all their bits, some of them zero.
+fn values(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        if state.is_multiple_of(11) { 0.0 } else { (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0 }
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn rounded(values: &[f32]) -> Vec<bf16> {
+    values.iter().map(|x| bf16::from_f32(*x)).collect()
+}
+
+/// A matrix in every way that its elements can lie: rows or columns one after the other, next to each other or apart.
+struct Laid<T> {
+    rows: usize,
+    cols: usize,
+    data: [Vec<T>; 4],
+}
+
+impl<T: Element + Default> Laid<T> {
+    fn new(values: &[T], rows: usize, cols: usize) -> Self {
+        let lay = |(outer, inner): (usize, usize), stride: usize, at: &dyn Fn(usize, usize) -> usize| {
+            let mut to = vec![T::default(); if outer * inner == 0 { 0 } else { (outer - 1) * stride + inner }];
+            (0..outer).for_each(|i| (0..inner).for_each(|j| to[i * stride + j] = values[at(i, j)]));
+            to
+        };
+        let (by_row, by_column) = (|i, j| i * cols + j, |j, i| i * cols + j);
+        let data = [
+            lay((rows, cols), cols, &by_row),
+            lay((rows, cols), cols + 3, &by_row),
+            lay((cols, rows), rows, &by_column),
+            lay((cols, rows), rows + 5, &by_column),
+        ];
+        Self { rows, cols, data }
+    }
+
+    fn all(&self) -> [Matrix<'_, T>; 4] {
+        let ([a, b, c, d], rows, cols) = (&self.data, self.rows, self.cols);
+        [
+            Matrix::new(a, rows, cols),
+            Matrix::strided(b, rows, cols, cols + 3),
+            Matrix::new(c, cols, rows).t(),
+            Matrix::strided(d, cols, rows, rows + 5).t(),
+        ]
+    }
+}
+
+/// Each element of a product, and the sum of the sizes of its terms.
+fn plain<A: Copy + Into<f64>, B: Copy + Into<f64>>(
+    a: &[A],
+    b: &[B],
+    (m, n, k): (usize, usize, usize),
+) -> Vec<(f64, f64)> {
+    let mut sums = vec![(0.0, 0.0); m * n];
+    for (i, sums) in sums.chunks_exact_mut(n.max(1)).enumerate() {
+        for t in 0..k {
+            let x: f64 = a[i * k + t].into();
+            for (sum, y) in sums.iter_mut().zip(&b[t * n..]) {
+                let term = x * Into::<f64>::into(*y);
+                *sum = (sum.0 + term, sum.1 + term.abs());
+            }
+        }
+    }
+    sums
+}
+
+/// What a sum whose terms have these sizes, and both signs, may be wrong by. The errors of its roundings grow as the sum does,
+/// not with the number of terms: of any length, the worst of ten thousand sums was wrong by 4 units of its terms' sizes.
+fn bound(size: f64) -> f64 {
+    6.0 * UNIT * size
+}
+
+fn on<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
+    ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(work)
+}
+
+/// One product of two matrices, into an output of one kind, in two ways: b as it lies, and packed.
+fn check<A: Element, B: Element>(
+    by: Arithmetic,
+    (a, b): (Matrix<A>, Matrix<B>),
+    wanted: &[(f64, f64)],
+    kind: usize,
+    packed: bool,
+) {
+    let packed = packed.then(|| by.pack(b));
+    let compute = |out: Output| match &packed {
+        Some(packed) => packed.product(a, out),
+        None => by.product(a, b, out),
+    };
+    let before = values(wanted.len(), 7);
+    let (mut wide, mut narrow) = (before.clone(), rounded(&before));
+    match kind {
+        0 => compute(Output::Fresh(&mut wide)),
+        1 => compute(Output::Sum(&mut wide)),
+        _ => compute(Output::Rounded(&mut narrow)),
+    }
+    for (at, (sum, size)) in wanted.iter().enumerate() {
+        let (got, sum, allowed) = match kind {
+            0 => (f64::from(wide[at]), *sum, bound(*size)),
+            1 => {
+                let sum = sum + f64::from(before[at]);
+                (f64::from(wide[at]), sum, bound(*size) + UNIT * sum.abs())
+            }
+            _ => (narrow[at].to_f64(), *sum, bound(*size) * 1.01 + sum.abs() / 256.0),
+        };
+        let error = (got - sum).abs();
+        assert!(error <= allowed, "{by}, {:?} x {:?}, element {at}: {got}, not {sum}: {error:e}", a.shape(), b.shape());
+    }
+}
+
+/// Every layout of both factors; outputs, packing and threads in turn, so that each meets each layout.
+fn check_layouts<A: Element + Default + Into<f64>, B: Element + Default + Into<f64>>(
+    a: &[A],
+    b: &[B],
+    sizes: (usize, usize, usize),
+) {
+    let (m, n, k) = sizes;
+    let wanted = plain(a, b, sizes);
+    let (a, b) = (Laid::new(a, m, k), Laid::new(b, k, n));
+    for (threads, offset) in [(1, 0), (3, 1)] {
+        on(threads, || {
+            for (turn, by) in Arithmetic::available().into_iter().enumerate() {
+                for (i, a) in a.all().into_iter().enumerate() {
+                    for (j, b) in b.all().into_iter().enumerate() {
+                        let kind = i + j + turn + offset;
+                        check(by, (a, b), &wanted, kind % 3, kind / 3 % 2 == 1);
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn products_equal_f64_however_their_factors_lie_and_are_stored() {
+    for sizes @ (m, n, k) in SIZES {
+        let (a, b) = (values(m * k, 3), values(k * n, 5));
+        let (narrow_a, narrow_b) = (rounded(&a), rounded(&b));
+        check_layouts(&a, &b, sizes);
+        check_layouts(&narrow_a, &narrow_b, sizes);
+        check_layouts(&a, &narrow_b, sizes);
+        check_layouts(&narrow_a, &b, sizes);
+    }
+}
+
+/// More columns than are packed at once, and more rows than a block has.
+#[test]
+fn products_of_several_blocks_equal_f64() {
+    let sizes @ (m, n, k) = (140, 700, 2100);
+    let (a, b) = (rounded(&values(m * k, 1)), rounded(&values(k * n, 2)));
+    let wanted = plain(&a, &b, sizes);
+    for by in Arithmetic::available() {
+        let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&b, k, n));
+        on(2, || check(by, (a, b), &wanted, 0, false));
+    }
+}
+
+#[test]
+fn results_depend_neither_on_threads_nor_on_packing() {
+    let (m, n, k) = (70, 210, 700);
+    let (a, b) = (rounded(&values(m * k, 1)), rounded(&values(k * n, 2)));
+    let (a, b) = (Matrix::new(&a, m, k), Matrix::new(&b, n, k).t());
+    for by in Arithmetic::available() {
+        let mut outs = [(); 4].map(|()| vec![0.0; m * n]);
+        let [alone, shared, packed, part] = &mut outs;
+        by.product(a, b, Output::Fresh(alone));
+        on(3, || by.product(a, b, Output::Fresh(shared)));
+        by.pack(b).product(a, Output::Fresh(packed));
+        by.product(a.rows(5..m), b, Output::Fresh(&mut part[5 * n..]));
+        assert!(alone == shared && alone == packed && alone[5 * n..] == part[5 * n..], "{by}");
+    }
+}
+
+/// An infinity or NaN spoils the sums that it is in, and no others: what is packed beside it for want of elements is not seen.
+#[test]
+fn infinities_and_nan_spread_as_in_plain_loops() {
+    for (m, n, k) in [(13, 21, 9), (3, 21, 9), (40, 130, 300)] {
+        let (mut a, mut b) = (rounded(&values(m * k, 1)), rounded(&values(k * n, 2)));
+        // Not a number, infinities of both signs in one sum, an infinity times zero, a product that overflows.
+        a[k - 1] = bf16::NAN;
+        (a[2 * k], b[0]) = (bf16::INFINITY, bf16::ZERO);
+        b[k * n - 1] = bf16::NEG_INFINITY;
+        (a[k], b[1]) = (bf16::from_f32(3e38), bf16::from_f32(2.0));
+        let plain = |i: usize, j: usize| {
+            (0..k).fold(0.0f32, |sum, t| a[i * k + t].to_f32().mul_add(b[t * n + j].to_f32(), sum))
+        };
+        let (wide_a, wide_b): (Vec<f32>, Vec<f32>) =
+            (a.iter().map(|x| x.to_f32()).collect(), b.iter().map(|x| x.to_f32()).collect());
+        let columns = Laid::new(&b, k, n);
+        for by in Arithmetic::available() {
+            let mut outs = vec![];
+            for b in columns.all() {
+                outs.push(vec![0.0; m * n]);
+                by.product(Matrix::new(&a, m, k), b, Output::Fresh(outs.last_mut().expect("just pushed")));
+                let mut narrow = vec![bf16::ZERO; m * n];
+                by.product(Matrix::new(&a, m, k), b, Output::Rounded(&mut narrow));
+                outs.push(narrow.iter().map(|x| x.to_f32()).collect());
+            }
+            outs.push(vec![0.0; m * n]);
+            let out = outs.last_mut().expect("just pushed");
+            by.product(Matrix::new(&wide_a, m, k), Matrix::new(&wide_b, k, n), Output::Fresh(out));
+            for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                let wanted = plain(i, j);
+                for out in &outs {
+                    let got = out[i * n + j];
+                    let alike =
+                        got.is_nan() == wanted.is_nan() && (wanted.is_finite() || wanted.is_nan() || got == wanted);
+                    assert!(
+                        alike && got.is_finite() == wanted.is_finite(),
+                        "{by}, {m} x {n} x {k}, {i} {j}: {got}, not {wanted}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Denormal numbers count, except where the processor multiplies bf16: there they are zero, as factors and as sums.
+#[test]
+fn denormal_numbers_are_kept_but_by_products_of_bf16() {
+    let power = |exponent: i32| bf16::from_f64(f64::from(exponent).exp2());
+    for m in [1, 9] {
+        for (x, y) in [(-130, 10), (10, -130), (-70, -70)] {
+            let (a, b) = (vec![power(x); 2 * m], vec![power(y); 20]);
+            let sum = f64::from(x + y + 1).exp2() as f32;
+            for by in Arithmetic::available() {
+                let mut out = vec![1.0; 10 * m];
+                for b in [Matrix::new(&b, 2, 10), Matrix::new(&b, 10, 2).t()] {
+                    by.product(Matrix::new(&a, m, 2), b, Output::Fresh(&mut out));
+                    let wanted = if by.bf16 { 0.0 } else { sum };
+                    assert!(out.iter().all(|got| *got == wanted), "{by}: 2^{x} times 2^{y}: {out:?}");
+                }
+                let wide: Vec<f32> = b.iter().map(|x| x.to_f32()).collect();
+                by.product(Matrix::new(&a, m, 2), Matrix::new(&wide, 2, 10), Output::Fresh(&mut out));
+                assert!(out.iter().all(|got| *got == sum), "{by}: 2^{x} times 2^{y} in f32: {out:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_are_rounded_once_to_the_nearest_and_to_even() {
+    // Exact sums: halfway between two neighbours, and a little beside it.
+    for (parts, wanted) in
+        [([1.0, 1.0 / 256.0], 1.0), ([1.0, 3.0 / 256.0], 1.015_625), ([1.0, 1.25 / 256.0], 1.007_812_5)]
+    {
+        let a: Vec<bf16> = rounded(&parts).into_iter().cycle().take(2 * 9).collect();
+        let b = vec![bf16::ONE; 2 * 20];
+        for by in Arithmetic::available() {
+            let mut out = vec![bf16::ZERO; 9 * 20];
+            by.product(Matrix::new(&a, 9, 2), Matrix::new(&b, 2, 20), Output::Rounded(&mut out));
+            assert!(out.iter().all(|got| got.to_f64() == wanted), "{by}: {}, not {wanted}", out[0]);
+        }
+    }
+}
+
+#[test]
+fn instructions_that_a_machine_lacks_are_not_given() {
+    for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
+        assert_eq!(Arithmetic::new(isa, true).is_some(), Isa::available().contains(&isa));
+    }
+    assert_eq!(Some(&Arithmetic::best()), Arithmetic::available().first());
+    let names: Vec<_> = Arithmetic::available().iter().map(Arithmetic::to_string).collect();
+    assert!(names.contains(&"portable".to_owned()) && !names.contains(&"portable+bf16".to_owned()), "{names:?}");
+}
+
+#[test]
+#[should_panic(expected = "a product of 2 x 3 and 4 x 5 into 10")]
+fn factors_that_do_not_fit_are_refused() {
+    let (a, b) = ([0.0f32; 6], [0.0f32; 20]);
+    Arithmetic::best().product(Matrix::new(&a, 2, 3), Matrix::new(&b, 4, 5), Output::Fresh(&mut [0.0; 10]));
+}

@@ -1,0 +1,187 @@
+//! Sums of packed rows times a packed panel of columns, on their way to the output.
+
+use super::super::buffer::Target;
+use super::super::micro::multiply;
+use super::super::vector::{Simd, prefetch_far};
+use half::bf16;
+use std::ops::Range;
+
+/// Elements of a panel that are taken from one visit of the output's sums to the next: 48 KiB of a panel of three vectors of
+/// 16 numbers.
+pub(super) const STEP: usize = 256;
+
+/// Where a product goes, shared by its workers: `[m, n]`, row after row.
+#[derive(Clone, Copy)]
+pub(super) enum Place {
+    Fresh(Target),
+    Sum(Target),
+    Rounded(Target<bf16>),
+}
+
+impl Place {
+    /// Whether it can hold sums that more is added to.
+    pub(super) fn holds_sums(self) -> bool {
+        !matches!(self, Self::Rounded(_))
+    }
+
+    /// The same for further terms.
+    pub(super) fn more(self) -> Self {
+        match self {
+            Self::Fresh(out) => Self::Sum(out),
+            place => place,
+        }
+    }
+
+    /// Brings some neighbouring sums to the elements from `at` on.
+    ///
+    /// # Safety
+    /// Nobody else may touch these elements.
+    #[inline(always)]
+    pub(super) unsafe fn write(self, at: usize, sums: &[f32]) {
+        // SAFETY: the contract of the caller.
+        unsafe {
+            match self {
+                Self::Fresh(out) => out.row(at, sums.len()).copy_from_slice(sums),
+                Self::Sum(out) => out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
+                Self::Rounded(out) => {
+                    out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out = nearest(*sum));
+                }
+            }
+        }
+    }
+}
+
+/// Rows of the left factor, packed, that are multiplied by one panel of columns after the other.
+pub(in super::super) struct Block<'a> {
+    /// `[depth / STEP][rows / R][STEP][R]`
+    pub(super) a: &'a [f32],
+    /// In the output.
+    pub(super) rows: Range<usize>,
+    pub(super) depth: usize,
+    pub(super) out: Place,
+    /// Columns of the output.
+    pub(super) n: usize,
+}
+
+impl Block<'_> {
+    /// Multiplies by a panel `[depth][width]`, of which `columns` are columns of the output. `next` is the panel after it.
+    ///
+    /// # Safety
+    /// `a` must have been packed for R rows, `width` be at most V vectors, `sums` have room for all rows of all panels of
+    /// rows; nobody else may touch these elements of the output.
+    #[inline(always)]
+    pub(in super::super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
+        &self,
+        simd: S,
+        panel: &[f32],
+        next: &[f32],
+        columns: Range<usize>,
+        sums: &mut [f32],
+    ) {
+        let width = columns.len().next_multiple_of(S::LANES);
+        assert!(panel.len() == self.depth * width && sums.len() >= self.rows.len().next_multiple_of(R) * width);
+        // SAFETY: the contract of the caller, and the sizes above.
+        unsafe {
+            match width / S::LANES {
+                1 => self.sums::<S, R, 1>(simd, panel, next, sums),
+                2 => self.sums::<S, R, 2>(simd, panel, next, sums),
+                _ => self.sums::<S, R, V>(simd, panel, next, sums),
+            }
+            self.write(columns, width, sums);
+        }
+    }
+
+    /// `sums[row][..V * LANES]` of all rows.
+    ///
+    /// # Safety
+    /// As [`multiply`](Self::multiply), for a panel of V vectors.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, const R: usize, const V: usize>(
+        &self,
+        simd: S,
+        panel: &[f32],
+        next: &[f32],
+        sums: &mut [f32],
+    ) {
+        let (width, count) = (V * S::LANES, self.rows.len().div_ceil(R));
+        assert!(self.a.len() >= count * R * self.depth);
+        for from in (0..self.depth).step_by(STEP) {
+            let depth = STEP.min(self.depth - from);
+            // What comes after these elements comes from memory farther away: a part of it is asked for beside each product.
+            let after = if from + depth < self.depth { &panel[(from + depth) * width..] } else { next };
+            let after = &after[..after.len().min(STEP * width)];
+            let mut ahead = after.chunks(after.len().div_ceil(count).max(1));
+            // SAFETY: the panel has `depth` more elements of this width.
+            let b = unsafe { panel.as_ptr().add(from * width) };
+            for r in 0..count {
+                ahead.next().into_iter().for_each(prefetch_far);
+                // SAFETY: the asserted sizes.
+                unsafe {
+                    let a = self.a.as_ptr().add((from * count + r * depth) * R);
+                    let sums = sums.as_mut_ptr().add(r * R * width);
+                    match self.rows.len() - r * R {
+                        1 => add::<S, R, 1, V>(simd, depth, a, b, sums, from == 0),
+                        2 => add::<S, R, 2, V>(simd, depth, a, b, sums, from == 0),
+                        3 | 4 => add::<S, R, 4, V>(simd, depth, a, b, sums, from == 0),
+                        _ => add::<S, R, R, V>(simd, depth, a, b, sums, from == 0),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sums to the output.
+    ///
+    /// # Safety
+    /// As [`multiply`](Self::multiply).
+    #[inline(always)]
+    unsafe fn write(&self, columns: Range<usize>, width: usize, sums: &[f32]) {
+        for (row, sums) in self.rows.clone().zip(sums.chunks_exact(width)) {
+            // SAFETY: these elements are the caller's own.
+            unsafe { self.out.write(row * self.n + columns.start, &sums[..columns.len()]) };
+        }
+    }
+}
+
+/// `sums[i][..V * LANES]`, from zero if `first`, plus the product of M of the R rows of a panel.
+///
+/// # Safety
+/// `a` must be readable for `depth * R` numbers, `b` for `depth * V * LANES`, `sums` readable and writable for
+/// `M * V * LANES`; M is at most R.
+#[inline(always)]
+unsafe fn add<S: Simd, const R: usize, const M: usize, const V: usize>(
+    simd: S,
+    depth: usize,
+    a: *const f32,
+    b: *const f32,
+    sums: *mut f32,
+    first: bool,
+) {
+    let width = V * S::LANES;
+    let mut acc = [[simd.splat(0.0); V]; M];
+    // SAFETY: the contract of the caller.
+    unsafe {
+        if !first {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                for (v, x) in acc.iter_mut().enumerate() {
+                    *x = simd.load(sums.add(i * width + v * S::LANES));
+                }
+            }
+        }
+        acc = multiply::<S, M, V>(simd, depth, a, 1, R, b, width, acc);
+        for (i, acc) in acc.iter().enumerate() {
+            for (v, x) in acc.iter().enumerate() {
+                simd.store(sums.add(i * width + v * S::LANES), *x);
+            }
+        }
+    }
+}
+
+/// To the nearest bf16, ties to even; a NaN stays one. Plain arithmetic, so that loops over it become vector instructions.
+#[inline(always)]
+fn nearest(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+    let nan = bits >> 16 | 0x40;
+    bf16::from_bits(if x.is_nan() { nan as u16 } else { up as u16 })
+}
