@@ -1,7 +1,8 @@
 //! A model small enough for minutes on two cores, with what it takes to find a key again.
 
 use anyhow::Result;
-use ringspan_models::{Config, Decoder, Weights, folder};
+use ringspan_candle::Weights;
+use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::Tokenizer;
 use serde_json::{Value, json};
 use std::path::Path;

@@ -23,6 +23,21 @@ pub const CHUNK: usize = 512;
 /// The same on a GPU: of more, products pass less often over the head, and over the sum of its gradient.
 pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 
+/// The matrix of an output head, and what its logits go through.
+#[derive(Debug, Clone, Copy)]
+pub struct OutputHead<'a> {
+    /// `[V, C]`, f32 or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
+    pub weight: &'a Tensor,
+    /// Logits become `cap * tanh(logit / cap)`, if there is a cap.
+    pub softcap: Option<f32>,
+}
+
+impl<'a> From<&'a Tensor> for OutputHead<'a> {
+    fn from(weight: &'a Tensor) -> Self {
+        Self { weight, softcap: None }
+    }
+}
+
 /// What [`head_loss`] returns.
 #[derive(Debug, Clone)]
 pub struct HeadLoss {
@@ -45,15 +60,16 @@ pub struct HeadLoss {
 ///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
-pub fn head_loss(
+pub fn head_loss<'a>(
     hidden: &Tensor,
-    head: &Tensor,
+    head: impl std::convert::Into<OutputHead<'a>>,
     targets: &[u32],
     scale: f32,
     trains_head: bool,
     shared: &TensorParallel,
 ) -> Result<HeadLoss> {
-    let vocabulary = Vocabulary::new(head, shared)?;
+    let OutputHead { weight: head, softcap } = head.into();
+    let vocabulary = Vocabulary::new(head, softcap, shared)?;
     let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
     #[cfg(feature = "cuda")]
@@ -62,7 +78,7 @@ pub fn head_loss(
     }
     let mut nll_sum = 0.0;
     let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
-    of_chunks(&hidden, &head, targets, |chunk, logits| {
+    of_chunks(&hidden, &head, targets, softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
         let rows = chunk.first * width..(chunk.first + chunk.targets.len()) * width;
@@ -83,15 +99,21 @@ pub fn head_loss(
 ///
 /// # Errors
 /// As for [`head_loss`].
-pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &TensorParallel) -> Result<Vec<f32>> {
-    let vocabulary = Vocabulary::new(head, shared)?;
+pub fn log_probs<'a>(
+    hidden: &Tensor,
+    head: impl std::convert::Into<OutputHead<'a>>,
+    targets: &[u32],
+    shared: &TensorParallel,
+) -> Result<Vec<f32>> {
+    let OutputHead { weight: head, softcap } = head.into();
+    let vocabulary = Vocabulary::new(head, softcap, shared)?;
     check(hidden, head, targets, &vocabulary)?;
     #[cfg(feature = "cuda")]
     if gpu::holds(hidden) {
         return on_gpu::log_probs(&hidden.contiguous()?, &head.contiguous()?, targets, &vocabulary);
     }
     let mut out = Vec::with_capacity(targets.len());
-    of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, |chunk, logits| {
+    of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, softcap, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
         out.extend(nlls(&totals, chunk.targets).map(|nll| -nll as f32));
         Ok(())
@@ -103,8 +125,13 @@ pub fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &Tenso
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn logits(hidden: &Tensor, head: &Tensor) -> Result<Tensor> {
-    linear_wide(hidden, head)
+pub fn logits<'a>(hidden: &Tensor, head: impl std::convert::Into<OutputHead<'a>>) -> Result<Tensor> {
+    let OutputHead { weight, softcap } = head.into();
+    let logits = linear_wide(hidden, weight)?;
+    match softcap.filter(|_| logits.elem_count() > 0) {
+        Some(cap) => (logits / f64::from(cap))?.tanh()? * f64::from(cap),
+        None => Ok(logits),
+    }
 }
 
 /// Tokens whose logits exist at once, and what they are made of.
@@ -145,7 +172,7 @@ impl<'a> Chunk<'a> {
                 let one = |row: &mut [f32], target: u32| {
                     let place = vocabulary.place(target);
                     let sums = row_sums(row, place);
-                    gradient(row, target, place, scale, &sums, &sums);
+                    gradient(row, target, place, scale, &sums, &sums, vocabulary.softcap);
                     if target == IGNORE { 0.0 } else { sums.nll() }
                 };
                 rows.map(|(row, target)| pool::vectorized(|| one(row, *target))).sum::<f64>()
@@ -160,7 +187,7 @@ impl<'a> Chunk<'a> {
             let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
             for ((row, target), (sums, totals)) in rows.zip(sums.iter().zip(totals)) {
                 let place = vocabulary.place(*target);
-                pool::vectorized(|| gradient(row, *target, place, scale, sums, totals));
+                pool::vectorized(|| gradient(row, *target, place, scale, sums, totals, vocabulary.softcap));
             }
         });
         Ok(nlls(&totals, self.targets).sum())
@@ -172,19 +199,20 @@ struct Vocabulary<'a> {
     whole: usize,
     /// The tokens whose logits are computed here.
     known: Range<usize>,
+    softcap: Option<f32>,
     shared: &'a TensorParallel,
 }
 
 impl<'a> Vocabulary<'a> {
-    fn new(head: &Tensor, shared: &'a TensorParallel) -> Result<Self> {
+    fn new(head: &Tensor, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
         let own = head.dim(0)?;
         if shared.is_whole() {
-            return Ok(Self { whole: own, known: 0..own, shared });
+            return Ok(Self { whole: own, known: 0..own, softcap, shared });
         }
         let rows = shared.exchange(&[own as f64])?;
         let whole = rows.concat().iter().map(|rows| *rows as usize).sum();
         match shared.part(whole) {
-            known if known.len() == own => Ok(Self { whole, known, shared }),
+            known if known.len() == own => Ok(Self { whole, known, softcap, shared }),
             known => {
                 bail!("loss: this rank's part of a vocabulary of {whole} is {known:?}, but its head has {own} rows")
             }
@@ -253,6 +281,7 @@ fn of_chunks(
     hidden: &Tensor,
     head: &Tensor,
     targets: &[u32],
+    softcap: Option<f32>,
     mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
     let ((tokens, width), vocabulary) = (hidden.dims2()?, head.dim(0)?);
@@ -265,6 +294,12 @@ fn of_chunks(
                 let hidden = hidden.rows(first..first + targets.len());
                 let logits = &mut logits[..targets.len() * vocabulary];
                 product(hidden, head.t(), logits, Into::Fresh);
+                if let Some(cap) = softcap {
+                    let part = pool::part(logits.len(), 1);
+                    pool::map(logits.chunks_mut(part).collect(), |part: &mut [f32]| {
+                        pool::vectorized(|| part.iter_mut().for_each(|x| *x = capped(*x, cap)));
+                    });
+                }
                 work(&Chunk { first, targets, vocabulary, hidden, head }, logits)?;
             }
             Ok(())
@@ -280,17 +315,49 @@ fn row_sums(row: &mut [f32], target: Option<usize>) -> Sums {
     Sums { max, sum, of_target }
 }
 
-/// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of `target`, which is at
-/// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary.
+/// `cap * tanh(x / cap)`.
 #[inline(always)]
-fn gradient(row: &mut [f32], target: u32, place: Option<usize>, scale: f32, sums: &Sums, totals: &Sums) {
+fn capped(x: f32, cap: f32) -> f32 {
+    let u = x / cap;
+    // 1 - 2 / (e^2u + 1) loses digits where u is small: there tanh is its series up to u^9.
+    let square = u * u;
+    let terms = 1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * (62.0 / 2835.0)));
+    let closed = 1.0 - 2.0 / (exp(2.0 * u) + 1.0);
+    cap * if square < 0.0625 { u * (1.0 - square * terms) } else { closed }
+}
+
+/// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of `target`, which is at
+/// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary. With a cap, the
+/// gradient is that of the numbers that were capped.
+#[inline(always)]
+fn gradient(
+    row: &mut [f32],
+    target: u32,
+    place: Option<usize>,
+    scale: f32,
+    sums: &Sums,
+    totals: &Sums,
+    softcap: Option<f32>,
+) {
     if target == IGNORE {
         return row.fill(0.0);
     }
     let factor = totals.factor(sums, scale);
-    row.iter_mut().for_each(|x| *x *= factor);
-    if let Some(place) = place {
-        row[place] -= scale;
+    let Some(cap) = softcap else {
+        row.iter_mut().for_each(|x| *x *= factor);
+        if let Some(place) = place {
+            row[place] -= scale;
+        }
+        return;
+    };
+    // The capped logit is that of its exponential; where this is 0, so is the gradient.
+    let slope = |y: f32| 1.0 - (y / cap) * (y / cap);
+    let of_target = place.map(|place| (place, (row[place] * factor - scale) * slope(sums.of_target as f32)));
+    for x in row.iter_mut() {
+        *x = if *x > 0.0 { *x * factor * slope(sums.max + x.ln()) } else { *x };
+    }
+    if let Some((place, gradient)) = of_target {
+        row[place] = gradient;
     }
 }
 

@@ -1,55 +1,14 @@
-//! Products of matrices in f32, on the threads of this rank's pool.
+//! Products of matrices on the CPU, on the threads of this rank's pool: of f32 and bf16 in any combination, summed in f32.
+//!
+//! Attention's micro kernel computes them. Only two factors of f32 of which the right one has its rows contiguous (`dy W`,
+//! `dy^T x`) go to the `gemm` crate, which is faster there. Of `x W^T` it is not: with 2 rows of x it takes 20 times as long,
+//! with 64 twice, and as long with 1024 (`BENCHMARKS.md`).
 
 use crate::pool;
 use gemm::Parallelism;
-use std::ops::Range;
+use ringspan::kernel::product::{Arithmetic, Output};
 
-/// A matrix in a slice, by its strides.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    data: &'a [f32],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
-}
-
-impl<'a> Matrix<'a> {
-    /// Row after row.
-    ///
-    /// # Panics
-    /// A slice of another length.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
-        assert_eq!(data.len(), rows * cols, "a matrix of {rows} x {cols}");
-        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
-    }
-
-    /// Rows that begin `stride` elements apart, of which the last may end with its elements.
-    ///
-    /// # Panics
-    /// A slice that is too short.
-    pub(crate) fn strided(data: &'a [f32], rows: usize, cols: usize, stride: usize) -> Self {
-        let needed = if rows * cols == 0 { 0 } else { (rows - 1) * stride + cols };
-        assert!(data.len() >= needed, "{rows} rows of {cols}, {stride} apart, in {} elements", data.len());
-        Self { data, rows, cols, row_stride: stride, col_stride: 1 }
-    }
-
-    /// The transpose: no element moves.
-    pub(crate) fn t(self) -> Self {
-        let Self { data, rows, cols, row_stride, col_stride } = self;
-        Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
-    }
-
-    /// Some of the rows.
-    ///
-    /// # Panics
-    /// Rows that are not there.
-    pub(crate) fn rows(self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
-        let start = (range.start * self.row_stride).min(self.data.len());
-        Self { data: &self.data[start..], rows: range.len(), ..self }
-    }
-}
+pub(crate) use ringspan::kernel::product::{Element, Matrix};
 
 /// What a product does with what is in its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,18 +19,38 @@ pub(crate) enum Into {
     Sum,
 }
 
-/// `a b` into `out`, row after row: a `[m, k]`, b `[k, n]`, out `[m, n]`.
+impl Into {
+    fn output(self, out: &mut [f32]) -> Output<'_> {
+        match self {
+            Self::Fresh => Output::Fresh(out),
+            Self::Sum => Output::Sum(out),
+        }
+    }
+}
+
+/// `a b` into `out`, row after row: a `[m, k]`, b `[k, n]`, out `[m, n]`. Two factors of bf16 are multiplied in bf16 where the
+/// processor can, which takes denormal numbers for zero; everything else is computed in f32.
 ///
 /// # Panics
 /// Sizes that do not fit.
-pub(crate) fn product(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
-    assert!(b.rows == k && out.len() == m * n, "a product of {m} x {k} and {} x {n} into {}", b.rows, out.len());
+pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [f32], into: Into) {
+    let columns_contiguous = b.strides().0 == 1;
+    match (a.as_f32(), b.as_f32()) {
+        (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, out, into),
+        _ => Arithmetic::best().product(a, b, into.output(out)),
+    }
+}
+
+fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
+    let ((m, k), (rows, n)) = (a.shape(), b.shape());
+    assert!(rows == k && out.len() == m * n, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
     let parallelism = match pool::threads() {
         1 => Parallelism::None,
         threads => Parallelism::Rayon(threads),
     };
     let (alpha, beta) = (if into == Into::Sum { 1.0 } else { 0.0 }, 1.0f32);
+    let strides = |matrix: Matrix| (matrix.strides().0 as isize, matrix.strides().1 as isize);
+    let ((a_row, a_col), (b_row, b_col)) = (strides(a), strides(b));
     // gemm writes whole vectors down the columns of its output, so it is asked for the transpose: b^T a^T.
     // SAFETY: both matrices checked when they were made that their elements lie in their slices, `out` has m n elements
     // above, and nothing else refers to it.
@@ -84,12 +63,12 @@ pub(crate) fn product(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
             n as isize,
             1,
             into == Into::Sum,
-            b.data.as_ptr(),
-            b.row_stride as isize,
-            b.col_stride as isize,
-            a.data.as_ptr(),
-            a.row_stride as isize,
-            a.col_stride as isize,
+            b.data().as_ptr(),
+            b_row,
+            b_col,
+            a.data().as_ptr(),
+            a_row,
+            a_col,
             alpha,
             beta,
             false,
@@ -103,15 +82,20 @@ pub(crate) fn product(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     fn values(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.377).sin()).collect()
     }
 
+    fn rounded(values: &[f32]) -> Vec<bf16> {
+        values.iter().map(|x| bf16::from_f32(*x)).collect()
+    }
+
     /// An element of the product, and the sum of the sizes of its terms.
     fn plain(a: Matrix, b: Matrix, (i, j): (usize, usize)) -> (f64, f64) {
-        let element = |m: Matrix, i: usize, j: usize| f64::from(m.data[i * m.row_stride + j * m.col_stride]);
-        let terms = || (0..a.cols).map(|k| element(a, i, k) * element(b, k, j));
+        let element = |m: Matrix, i: usize, j: usize| f64::from(m.data()[i * m.strides().0 + j * m.strides().1]);
+        let terms = || (0..a.shape().1).map(|k| element(a, i, k) * element(b, k, j));
         (terms().sum(), terms().map(f64::abs).sum())
     }
 
@@ -137,6 +121,35 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// The three products of a linear layer with factors of bf16 are those of the widened factors.
+    #[test]
+    fn products_with_a_factor_of_bf16_are_those_of_what_it_stands_for() {
+        let (tokens, ins, outs) = (37, 70, 50);
+        let wide = [(tokens, ins, 1), (outs, ins, 2), (tokens, outs, 3)].map(|(m, n, seed)| values(m * n, seed));
+        let narrow = wide.each_ref().map(|values| rounded(values));
+        let widened = narrow.each_ref().map(|values| values.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+        fn factors<T: Element>([x, w, dy]: &[Vec<T>; 3], (t, i, o): (usize, usize, usize)) -> [[Matrix<'_, T>; 2]; 3] {
+            let (x, w, dy) = (Matrix::new(x, t, i), Matrix::new(w, o, i), Matrix::new(dy, t, o));
+            [[x, w.t()], [dy, w], [dy.t(), x]]
+        }
+        let sizes = (tokens, ins, outs);
+        for ([a, b], [wide_a, wide_b]) in factors(&narrow, sizes).into_iter().zip(factors(&widened, sizes)) {
+            let (m, n) = (a.shape().0, b.shape().1);
+            let mut wanted = vec![0.0; m * n];
+            product(wide_a, wide_b, &mut wanted, Into::Fresh);
+            let close = |got: &[f32], factor: f32, within: f32| {
+                let wrong =
+                    |(got, wanted): (&f32, &f32)| (got - factor * wanted).abs() > within * (wanted.abs() + 1e-2);
+                assert!(!got.iter().zip(&wanted).any(wrong), "{:?} x {:?} within {within}", a.shape(), b.shape());
+            };
+            let mut out = vec![0.0; m * n];
+            product(a, b, &mut out, Into::Fresh);
+            close(&out, 1.0, 1e-4);
+            product(wide_a, b, &mut out, Into::Sum);
+            close(&out, 2.0, 2e-4);
         }
     }
 

@@ -7,8 +7,8 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan::comm::ranks::Ranks;
 use ringspan_candle::loss::IGNORE;
-use ringspan_candle::{DeviceName, Precision};
-use ringspan_models::{Config, Decoder, Lora, Origin, TARGETS, Weights};
+use ringspan_candle::{DeviceName, Precision, Weights};
+use ringspan_models::{Config, Decoder, Lora, Origin};
 use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, TrainConfig, Trial, trial};
 use std::path::PathBuf;
@@ -149,7 +149,7 @@ impl VerifyArgs {
             ensure!(self.lora_dropout.is_none(), "--lora-dropout has no effect without --lora-rank");
             return Ok(None);
         };
-        let lora = Lora::new(rank, 2.0 * rank as f64, TARGETS.map(str::to_owned).to_vec())?;
+        let lora = Lora::of_all_layers(rank, 2.0 * rank as f64)?;
         Ok(Some(lora.with_dropout(self.lora_dropout.unwrap_or(0.0))?))
     }
 

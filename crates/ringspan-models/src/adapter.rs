@@ -2,12 +2,13 @@
 
 mod config;
 
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::folder;
 use crate::lora::{Lora, is_adapter};
 use crate::origin::{Base, download};
 use candle_core::{DType, Device, Tensor};
+use ringspan_candle::Weights;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 

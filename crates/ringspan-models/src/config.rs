@@ -1,10 +1,13 @@
 //! `config.json` of a Hugging Face model, as far as the models here need it.
 
-use crate::architecture::{Architecture, completed};
 use crate::error::{Error, Result};
+use crate::registry::{self, completed};
 use crate::rope::Parameters;
 use ringspan::Mask;
+use ringspan_candle::shard::HeadCounts;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
 
 /// A model's sizes and switches, by Hugging Face's names. Keys that this crate does not need are passed over.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -32,8 +35,6 @@ pub struct Config {
     pub rms_norm_eps: f64,
     #[serde(default)]
     pub(crate) hidden_act: Option<String>,
-    #[serde(default)]
-    pub(crate) hidden_activation: Option<String>,
     /// Positions the model is made for.
     #[serde(default)]
     pub max_position_embeddings: Option<usize>,
@@ -41,8 +42,6 @@ pub struct Config {
     pub(crate) original_max_position_embeddings: Option<f64>,
     #[serde(default)]
     pub(crate) rope_theta: Option<f64>,
-    #[serde(default)]
-    pub(crate) rope_local_base_freq: Option<f64>,
     #[serde(default)]
     rope_scaling: Option<Parameters>,
     #[serde(default)]
@@ -60,37 +59,11 @@ pub struct Config {
     #[serde(default = "default_window")]
     pub(crate) sliding_window: Option<usize>,
     #[serde(default)]
-    pub(crate) use_sliding_window: Option<bool>,
-    #[serde(default)]
-    pub(crate) max_window_layers: Option<usize>,
-    #[serde(default)]
-    sliding_window_pattern: Option<usize>,
-    #[serde(default)]
-    _sliding_window_pattern: Option<usize>,
-    #[serde(default)]
     pub(crate) layer_types: Option<Vec<String>>,
-    #[serde(default)]
-    pub(crate) query_pre_attn_scalar: Option<f64>,
-    #[serde(default)]
-    pub(crate) attn_logit_softcapping: Option<f64>,
-    #[serde(default)]
-    pub(crate) final_logit_softcapping: Option<f64>,
-    #[serde(default)]
-    pub(crate) use_bidirectional_attention: Option<bool>,
     #[serde(default)]
     num_experts: Option<usize>,
     #[serde(default)]
     num_local_experts: Option<usize>,
-    #[serde(default)]
-    pub(crate) num_experts_per_tok: Option<usize>,
-    #[serde(default)]
-    pub(crate) moe_intermediate_size: Option<usize>,
-    #[serde(default)]
-    pub(crate) norm_topk_prob: Option<bool>,
-    #[serde(default)]
-    pub(crate) decoder_sparse_step: Option<usize>,
-    #[serde(default)]
-    pub(crate) mlp_only_layers: Option<Vec<usize>>,
     #[serde(default)]
     attention_dropout: Option<f64>,
     #[serde(default)]
@@ -99,12 +72,18 @@ pub struct Config {
     output_router_logits: Option<bool>,
     #[serde(default)]
     router_aux_loss_coef: Option<f64>,
+    /// The keys that this model reads and others do not have.
+    #[serde(flatten)]
+    keys: Map<String, Value>,
 }
 
 impl<'de> Deserialize<'de> for Config {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let json = completed(serde_json::Value::deserialize(deserializer)?);
-        Config::deserialize(json).map_err(serde::de::Error::custom)
+        let json = completed(Value::deserialize(deserializer)?);
+        let mut config = Config::deserialize(json).map_err(serde::de::Error::custom)?;
+        let read = registry::keys(&config.model_type);
+        config.keys.retain(|key, _| read.contains(&key.as_str()));
+        Ok(config)
     }
 }
 
@@ -126,19 +105,68 @@ impl Config {
     /// # Errors
     /// The first thing found, with what is possible.
     pub fn check(&self) -> Result<()> {
-        self.architecture().map(|_| ())
+        registry::model(self).map(drop)
     }
 
-    /// What the model is, if it can be computed.
+    /// The keys that a model has and others have not.
     ///
     /// # Errors
-    /// As [`Self::check`].
-    pub(crate) fn architecture(&self) -> Result<Architecture> {
-        self.check_sizes()?;
-        Architecture::new(self)
+    /// A key of another type.
+    pub(crate) fn keys<T: DeserializeOwned>(&self) -> Result<T> {
+        serde_json::from_value(Value::Object(self.keys.clone())).map_err(|error| Error::Config(error.to_string()))
     }
 
-    fn check_sizes(&self) -> Result<()> {
+    /// Refuses another activation than the one that a model was published with.
+    pub(crate) fn check_activation(&self, given: Option<&str>, possible: &str) -> Result<()> {
+        match given.filter(|given| *given != possible) {
+            Some(given) => {
+                Err(Error::Config(format!("hidden activation '{given}' is unknown: possible is {possible}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Tokens of a sliding window. 0 is none to some files and an error to others, so it must be said.
+    pub(crate) fn window(&self) -> Result<Option<usize>> {
+        match self.sliding_window {
+            Some(0) => Err(Error::Config("sliding_window is 0; the least is 1, null is none".into())),
+            window => Ok(window),
+        }
+    }
+
+    /// A token sees all before it, or the last tokens of a window with itself.
+    pub(crate) fn causal_within(&self, window: Option<usize>) -> Mask {
+        match window {
+            Some(window) => Mask::causal().window(Some(window.saturating_sub(1)), None),
+            None => Mask::causal(),
+        }
+    }
+
+    /// Which layers slide, if `layer_types` says it.
+    ///
+    /// # Errors
+    /// Other kinds of layers, and another number of them.
+    pub(crate) fn sliding_layers(&self) -> Result<Option<Vec<bool>>> {
+        let Some(types) = &self.layer_types else { return Ok(None) };
+        let known = ["full_attention", "sliding_attention"];
+        if types.len() != self.num_hidden_layers {
+            let problem = format!("{} layer_types for {} layers", types.len(), self.num_hidden_layers);
+            return Err(Error::Config(problem));
+        }
+        if let Some(unknown) = types.iter().find(|kind| !known.contains(&kind.as_str())) {
+            let problem = format!("layer type '{unknown}' is unknown: possible are {}", known.join(", "));
+            return Err(Error::Config(problem));
+        }
+        Ok(Some(types.iter().map(|kind| kind == known[1]).collect()))
+    }
+
+    /// Query heads H and key-value heads G.
+    pub(crate) fn heads(&self) -> HeadCounts {
+        HeadCounts { queries: self.num_attention_heads, key_values: self.num_key_value_heads() }
+    }
+
+    /// Refuses sizes that contradict each other.
+    pub(crate) fn check_sizes(&self) -> Result<()> {
         let refuse = |problem: String| Err(Error::Config(problem));
         let sizes = [
             ("vocab_size", self.vocab_size),
@@ -214,6 +242,12 @@ impl Config {
         self.initializer_range.unwrap_or(0.02)
     }
 
+    /// The same with other parameters of its rotary embedding.
+    pub(crate) fn with_rope(&self, change: impl FnOnce(Parameters) -> Parameters) -> Self {
+        let parameters = self.rope().cloned().unwrap_or_default();
+        Self { rope_parameters: Some(change(parameters)), rope_scaling: None, ..self.clone() }
+    }
+
     pub(crate) fn rope(&self) -> Option<&Parameters> {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
@@ -222,7 +256,7 @@ impl Config {
     pub(crate) fn global_rope(&self) -> (&str, f64, Option<f64>) {
         let Some(rope) = self.rope() else { return ("default", 1.0, None) };
         let own = |key: &str| rope.others.get("full_attention").and_then(|global| global.get(key));
-        let number = |key: &str| own(key).and_then(serde_json::Value::as_f64);
+        let number = |key: &str| own(key).and_then(Value::as_f64);
         let kind = own("rope_type").or_else(|| own("type")).and_then(|kind| kind.as_str());
         let factor = number("factor").or(rope.factor).unwrap_or(1.0);
         let original = number("original_max_position_embeddings").or(rope.original_max_position_embeddings);
@@ -232,17 +266,6 @@ impl Config {
     /// Experts of sparse layers: transformers 5 writes another name than the files before.
     pub fn num_experts(&self) -> Option<usize> {
         self.num_experts.or(self.num_local_experts)
-    }
-
-    /// Every how many layers one is global; the underscore is how transformers writes it.
-    pub(crate) fn sliding_window_pattern(&self) -> Option<usize> {
-        self.sliding_window_pattern.or(self._sliding_window_pattern)
-    }
-
-    /// What a token of a layer sees: all before it, or the last `sliding_window` tokens with itself. Of a configuration
-    /// that [`Self::check`] refuses it says nothing.
-    pub fn mask(&self, layer: usize) -> Mask {
-        self.architecture().map_or(Mask::causal(), |model| model.mask(layer))
     }
 
     /// Factor of the loss that keeps the load of experts even, if the model is trained with it.

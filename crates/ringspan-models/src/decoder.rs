@@ -1,26 +1,20 @@
-//! A decoder: embedding, layers, norm, head.
-//!
-//! Shape letters: T tokens at hand, C hidden size, H query heads, G key-value heads, D head width, V vocabulary.
+//! A model of a configuration, with the adapters beside its layers.
 
-use crate::architecture::Architecture;
-use crate::block::Block;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::lora::{Lora, Size, stream};
-use crate::parameters::{Parameters, Unit};
-use crate::portion::Heads;
-use crate::recompute::Keeper;
-use candle_core::{DType, Tensor, Var};
-use ringspan::Score;
-use ringspan_candle::cast::cast;
-use ringspan_candle::norm::rms_norm;
-use ringspan_candle::residual::{residual, residual_norm};
-use ringspan_candle::{Attend, TensorParallel};
+use crate::lora::{Lora, is_adapter};
+use crate::parameters::Parameters;
+use crate::registry;
+use candle_core::Tensor;
+use ringspan::Mask;
+use ringspan_candle::layers::{ForwardPass, MixtureOfExperts};
+use ringspan_candle::model::{LinearLayer, Parameter, UnitParameters};
+use ringspan_candle::shard::{HeadCounts, replica_groups};
+use ringspan_candle::{
+    Adapters, Attend, Heads, Model, ParallelRank, Portion, ReplicaGroup, ShardError, TensorParallel, Unit, Weights,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// Parameters by Hugging Face's names: f32, or bf16 on a GPU that computes in it.
-pub type Weights = BTreeMap<String, Tensor>;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const HEAD: &str = "lm_head.weight";
@@ -30,18 +24,33 @@ pub(crate) const NORM: &str = "model.norm.weight";
 #[derive(Debug, Clone)]
 pub struct Decoder {
     config: Config,
-    pub(crate) model: Architecture,
+    model: Arc<dyn Model>,
+    /// Its parameters, those of adapters among them.
+    units: Arc<BTreeMap<Unit, UnitParameters>>,
     pub(crate) lora: Option<Lora>,
-    /// The layers that have adapters, by their whole names.
-    pub(crate) adapters: Arc<BTreeMap<String, Size>>,
+    adapters: Arc<Adapters>,
 }
 
 impl Decoder {
     /// # Errors
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
-        let model = config.architecture()?;
-        Ok(Self { config, model, lora: None, adapters: Arc::default() })
+        let (model, units) = registry::model(&config)?;
+        Ok(Self { config, model, units: Arc::new(units), lora: None, adapters: Arc::new(Adapters::none()) })
+    }
+
+    /// The same with these adapters in place of any other: their matrices stand behind the weights of their layers.
+    pub(crate) fn with_adapters(mut self, lora: Lora, adapters: Adapters) -> Self {
+        let mut units = (*self.units).clone();
+        for UnitParameters { parameters, linear_layers } in units.values_mut() {
+            parameters.retain(|parameter| !is_adapter(&parameter.name));
+            let adapted = linear_layers.iter().filter_map(|layer| Some((layer, adapters.size(&layer.name)?)));
+            for (layer, size) in adapted {
+                parameters.extend(crate::lora::parameters(layer, size));
+            }
+        }
+        (self.units, self.lora, self.adapters) = (Arc::new(units), Some(lora), Arc::new(adapters));
+        self
     }
 
     /// Sizes and switches.
@@ -49,59 +58,65 @@ impl Decoder {
         &self.config
     }
 
+    /// The computation, unit by unit.
+    pub fn model(&self) -> &dyn Model {
+        &*self.model
+    }
+
+    /// Which layers have adapters beside them.
+    pub(crate) fn adapters_beside(&self) -> &Adapters {
+        &self.adapters
+    }
+
+    /// The experts of the first layer that has any: all such layers have as many.
+    pub fn mixture(&self) -> Option<&MixtureOfExperts> {
+        self.model.layers().into_iter().find_map(|layer| layer.experts())
+    }
+
     /// Experts E of each sparse layer; 0 if there is none.
     pub fn experts(&self) -> usize {
-        self.model.sparse.map_or(0, |sparse| sparse.experts)
+        self.mixture().map_or(0, |mixture| mixture.router().experts)
     }
 
     /// Share of a sparse layer's experts that a token goes to; 1 without any.
     pub fn experts_seen(&self) -> f64 {
-        self.model.sparse.map_or(1.0, |sparse| sparse.top as f64 / sparse.experts as f64)
+        self.mixture().map(MixtureOfExperts::router).map_or(1.0, |router| router.top as f64 / router.experts as f64)
     }
 
     /// Whether the feed-forward part of layer `index` is made of experts.
     pub fn is_sparse(&self, index: usize) -> bool {
-        self.model.sparse.is_some() && self.model.layers[index].sparse
+        self.model.layer(index).experts().is_some()
+    }
+
+    /// Which tokens a token sees in layer `index`.
+    pub fn mask(&self, index: usize) -> &Mask {
+        self.model.layer(index).attention().mask()
+    }
+
+    /// Query heads and key-value heads of each layer.
+    pub fn head_counts(&self) -> HeadCounts {
+        self.model.layer(0).attention().heads()
+    }
+
+    /// The heads of rank `tp.0` of the `tp.1` that share layers.
+    ///
+    /// # Errors
+    /// More ranks than query heads can be dealt to.
+    pub fn heads(&self, tp: (usize, usize)) -> Result<Heads> {
+        Ok(self.head_counts().of_rank(tp)?)
     }
 
     /// Embeddings `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
     ///
     /// # Errors
     /// Tokens outside the vocabulary.
-    pub fn embed(&self, weights: &Weights, tokens: &[u32], shared: &TensorParallel) -> Result<Tensor> {
-        let vocabulary = self.config.vocab_size;
+    pub fn embed(&self, weights: &Weights, tokens: &[u32], tp: &TensorParallel) -> Result<Tensor> {
+        let embedding = self.model.embedding();
+        let vocabulary = embedding.vocabulary();
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
             return Err(Error::Token { token, vocabulary });
         }
-        let embedding = self.get(weights, EMBEDDING)?;
-        let device = embedding.device();
-        if tokens.is_empty() {
-            return Ok(Tensor::zeros((0, self.config.hidden_size), embedding.dtype(), device)?);
-        }
-        if shared.is_whole() {
-            return self.embedding_scaled(embedding.index_select(&Tensor::new(tokens, device)?, 0)?);
-        }
-        // Each rank knows part of the vocabulary, and has zeros for other tokens.
-        let (width, known) = (self.config.hidden_size, shared.part(vocabulary));
-        let place = |token: u32| (token as usize).checked_sub(known.start).filter(|place| *place < known.len());
-        let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
-        let mut rows = vec![0.0f32; tokens.len() * width];
-        if !places.is_empty() {
-            let own = embedding.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?;
-            let own = cast(&own, DType::F32)?.to_vec1::<f32>()?;
-            let here = rows.chunks_exact_mut(width).zip(tokens).filter(|(_, token)| place(**token).is_some());
-            here.zip(own.chunks_exact(width)).for_each(|((row, _), own)| row.copy_from_slice(own));
-        }
-        let rows = cast(&Tensor::from_vec(rows, (tokens.len(), width), device)?, embedding.dtype())?;
-        self.embedding_scaled(shared.reduce(&rows)?)
-    }
-
-    /// Rows of the embedding `[T, C]` as the first layer gets them, and gradients of these as the embedding gets them.
-    pub(crate) fn embedding_scaled(&self, rows: Tensor) -> Result<Tensor> {
-        match self.model.embedding_scale {
-            1.0 => Ok(rows),
-            scale => Ok(cast(&(cast(&rows, DType::F32)? * scale)?, rows.dtype())?),
-        }
+        Ok(embedding.forward(tokens, weights, tp)?)
     }
 
     /// Layer `index`: x `[T, C]` to `[T, C]`; where ranks share layers, this rank's rows of them.
@@ -109,53 +124,7 @@ impl Decoder {
     /// # Errors
     /// Missing weights, failures of attention.
     pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
-        self.layer_keeping(weights, index, x, attend, None)
-    }
-
-    /// The same for a layer that is computed twice.
-    pub(crate) fn layer_keeping(
-        &self,
-        weights: &Weights,
-        index: usize,
-        x: &Tensor,
-        attend: &dyn Attend,
-        keeper: Option<&Keeper>,
-    ) -> Result<Tensor> {
-        if attend.positions().is_empty() {
-            // No token here, but others may wait for this part of attention, and of the experts.
-            self.take_part(weights, index, attend)?;
-            return Ok(x.clone());
-        }
-        Block { decoder: self, weights, index, keeper }.forward(x, attend)
-    }
-
-    /// What a rank without tokens does in layer `index`, `[0, C]`: attention, and then experts, whose input comes from
-    /// attention, so that the way back meets them in the order of the other ranks.
-    ///
-    /// # Errors
-    /// Failures of other ranks, and missing weights.
-    pub(crate) fn take_part(&self, weights: &Weights, index: usize, attend: &dyn Attend) -> Result<Tensor> {
-        let dim = self.config.head_dim();
-        // As many heads as the weights at hand have, so that all ranks of an attention agree.
-        let empty = |name: &str| -> Result<Tensor> {
-            let weight = self.get(weights, &format!("model.layers.{index}.self_attn.{name}.weight"))?;
-            Ok(Var::zeros((0, weight.dim(0)? / dim, dim), weight.dtype(), weight.device())?.into_inner())
-        };
-        let (q, k, v) = (empty("q_proj")?, empty("k_proj")?, empty("v_proj")?);
-        let out = attend.attention(index, &q, &k, &v, &self.model.mask(index), &self.score(index, attend)?)?;
-        let out = out.reshape((0, self.config.hidden_size))?;
-        Block { decoder: self, weights, index, keeper: None }.take_part(&out, attend)
-    }
-
-    /// From products to attention's weights in layer `index`. In training some of these may be dropped: by the heads and tokens
-    /// of the whole step, so that all meshes drop the same.
-    pub(crate) fn score(&self, index: usize, attend: &dyn Attend) -> Result<Score> {
-        let score = self.model.score.clone();
-        let rate = self.config.attention_dropout();
-        let Some(drops) = attend.drops().filter(|_| rate > 0.0) else { return Ok(score) };
-        let first_head = Heads::new(&self.config, attend.tensor_parallel().place())?.queries.start;
-        let layer = stream(&format!("model.layers.{index}.self_attn"));
-        Ok(Score { dropout: Some(drops.of_attention(rate, layer, first_head)), ..score })
+        Ok(self.model.layer(index).forward(x, &ForwardPass::new(weights, attend, &self.adapters))?)
     }
 
     /// The norm after the last layer: `[T, C]` to `[T, C]`.
@@ -163,30 +132,22 @@ impl Decoder {
     /// # Errors
     /// Missing weights.
     pub fn norm(&self, weights: &Weights, x: &Tensor) -> Result<Tensor> {
-        self.normed(weights, NORM, x)
-    }
-
-    /// The output head `[V, C]`: the embedding, if they are tied. Of a rank that shares layers, its part of the vocabulary.
-    ///
-    /// # Errors
-    /// Missing weights.
-    pub fn head(&self, weights: &Weights) -> Result<Tensor> {
-        self.get(weights, self.head_name()).cloned()
+        Ok(self.model.norm().forward_with(x, weights)?)
     }
 
     /// The parameter that is the output head.
-    pub fn head_name(&self) -> &'static str {
-        if self.config.tie_word_embeddings { EMBEDDING } else { HEAD }
+    pub fn head_name(&self) -> &str {
+        self.model.head().weight_name()
     }
 
     /// The parameter that is the embedding.
-    pub fn embedding_name(&self) -> &'static str {
-        EMBEDDING
+    pub fn embedding_name(&self) -> &str {
+        self.model.embedding().weight_name()
     }
 
     /// The parameter of the norm after the last layer.
-    pub fn norm_name(&self) -> &'static str {
-        NORM
+    pub fn norm_name(&self) -> &str {
+        self.model.norm().weight_name()
     }
 
     /// The parameters that norm and head need: with tied weights those of two units.
@@ -195,48 +156,145 @@ impl Decoder {
     /// What `parameters` returns.
     pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<Weights> {
         let mut head = parameters.unit(self, Unit::Head)?;
-        if self.config.tie_word_embeddings {
+        if self.model.head().is_tied() {
             head.extend(parameters.unit(self, Unit::Embedding)?);
         }
         Ok(head)
     }
 
-    /// x normed over its last dimension, times the parameter `name`.
-    pub(crate) fn normed(&self, weights: &Weights, name: &str, x: &Tensor) -> Result<Tensor> {
-        if x.dim(0)? == 0 {
-            return Ok(x.clone());
-        }
-        Ok(rms_norm(x, &self.norm_weight(weights, name)?, self.config.rms_norm_eps)?)
+    /// The units, in the order in which a forward pass needs them.
+    pub fn units(&self) -> impl DoubleEndedIterator<Item = Unit> + use<> {
+        let layers = (0..self.config.num_hidden_layers).map(Unit::Layer);
+        [Unit::Embedding].into_iter().chain(layers).chain([Unit::Head])
     }
 
-    /// The sum of x and y, and that normed as by [`normed`](Self::normed).
-    pub(crate) fn sum_and_norm(
-        &self,
-        weights: &Weights,
-        name: &str,
-        x: &Tensor,
-        y: &Tensor,
-    ) -> Result<(Tensor, Tensor)> {
-        if x.dim(0)? == 0 {
-            let sum = residual(x, y)?;
-            return Ok((sum.clone(), sum));
-        }
-        Ok(residual_norm(x, y, &self.norm_weight(weights, name)?, self.config.rms_norm_eps)?)
+    /// The parameters of a unit.
+    pub fn parameters(&self, unit: Unit) -> &[Parameter] {
+        self.units.get(&unit).map_or(&[], |unit| &unit.parameters)
     }
 
-    /// What a norm multiplies with.
-    fn norm_weight(&self, weights: &Weights, name: &str) -> Result<Tensor> {
-        let weight = self.get(weights, name)?;
-        match self.model.norm_offset {
-            0.0 => Ok(weight.clone()),
-            offset => Ok((cast(weight, DType::F32)? + offset)?),
+    /// The parameters of a unit with their shapes.
+    pub fn unit_shapes(&self, unit: Unit) -> Vec<(String, Vec<usize>)> {
+        self.parameters(unit).iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect()
+    }
+
+    /// All parameters with their shapes.
+    pub fn shapes(&self) -> BTreeMap<String, Vec<usize>> {
+        self.units().flat_map(|unit| self.unit_shapes(unit)).collect()
+    }
+
+    /// The linear layers of a unit, beside which adapters can stand.
+    pub fn linear_layers_of(&self, unit: Unit) -> &[LinearLayer] {
+        self.units.get(&unit).map_or(&[], |unit| &unit.linear_layers)
+    }
+
+    /// The linear layers inside layers, beside which adapters can stand.
+    pub fn linear_layers(&self) -> impl Iterator<Item = &LinearLayer> {
+        self.units.values().flat_map(|unit| &unit.linear_layers)
+    }
+
+    /// The portions of a unit's parameters that a rank computes with.
+    ///
+    /// # Errors
+    /// More ranks than heads can be dealt to.
+    pub fn portions(&self, unit: Unit, rank: ParallelRank) -> Result<Vec<Portion>> {
+        let mut all = Vec::new();
+        for Parameter { name, shape, shard, .. } in self.parameters(unit) {
+            all.extend(shard.portions(name, shape, rank)?);
         }
+        Ok(all)
+    }
+
+    /// The replica groups that a rank belongs to, in an order that is the same for all ranks.
+    ///
+    /// # Errors
+    /// As [`Self::portions`].
+    pub fn replica_groups(&self, rank: ParallelRank) -> Result<Vec<ReplicaGroup>> {
+        let specs = self.units.values().flat_map(|unit| &unit.parameters).map(|parameter| &parameter.shard);
+        Ok(replica_groups(specs, rank)?)
+    }
+
+    /// Refuses more ranks than the model can be sharded over: of a tensor-parallel group, sharing experts, and sharing the
+    /// width of an expert.
+    ///
+    /// # Errors
+    /// A dimension that is too small, with the numbers.
+    pub fn check_shares(&self, tp: usize, ep: usize, moe_tp: usize) -> Result<()> {
+        let rank = ParallelRank { tp: (0, tp), ep: (0, ep), moe_tp: (0, moe_tp) };
+        if ep * moe_tp > 1 && self.mixture().is_none() {
+            let problem = format!("ep {ep} x moe_tp {moe_tp} share experts, and {} has none", self.config.model_type);
+            return Err(ShardError::Expert(problem).into());
+        }
+        let all = self.units.values().flat_map(|unit| &unit.parameters);
+        Ok(all.filter(|parameter| !is_adapter(&parameter.name)).try_for_each(|p| p.shard.check(&p.shape, rank))?)
     }
 
     /// A parameter by name.
-    pub(crate) fn get<'a>(&self, weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
+    ///
+    /// # Errors
+    /// A parameter that is missing.
+    pub fn parameter<'a>(&self, weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
         let missing =
             || Error::Missing { name: name.to_owned(), shape: self.shapes().remove(name).unwrap_or_default() };
         weights.get(name).ok_or_else(missing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decoder(heads: usize, kv_heads: usize) -> Decoder {
+        let config = serde_json::json!({
+            "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 12, "intermediate_size": 10,
+            "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 4,
+            "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "norm_topk_prob": true,
+            "decoder_sparse_step": 2, "rope_theta": 1e4, "tie_word_embeddings": false, "hidden_act": "silu",
+        });
+        Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
+    }
+
+    /// Every element of every parameter is held by one replica group, and by all of its ranks.
+    #[test]
+    fn the_portions_of_all_ranks_are_the_model() {
+        for (heads, kv_heads, tp, ep, moe_tp) in
+            [(6, 3, 1, 1, 1), (6, 3, 2, 3, 1), (6, 2, 3, 1, 3), (6, 2, 5, 5, 2), (4, 1, 4, 2, 2), (6, 3, 3, 1, 1)]
+        {
+            let targets = crate::TARGETS.map(str::to_owned).to_vec();
+            let lora = Lora::new(3, 1.0, targets).expect("possible");
+            let decoder = decoder(heads, kv_heads).with_lora(lora).expect("possible");
+            decoder.check_shares(tp, ep, moe_tp).expect("possible");
+            for unit in decoder.units() {
+                for (name, shape) in decoder.unit_shapes(unit) {
+                    let width = shape.get(1).copied().unwrap_or(1);
+                    let mut held = vec![None; shape.iter().product()];
+                    for at in 0..tp * ep * moe_tp {
+                        let (t, e, m) = (at / (ep * moe_tp), at / moe_tp % ep, at % moe_tp);
+                        let rank = ParallelRank { tp: (t, tp), ep: (e, ep), moe_tp: (m, moe_tp) };
+                        let portions = decoder.portions(unit, rank).expect("possible");
+                        for portion in portions.iter().filter(|portion| portion.name == name) {
+                            let groups = decoder.replica_groups(rank).expect("possible");
+                            assert!(groups.contains(&portion.replicas), "{name}");
+                            assert!(!portion.is_empty(), "{name} at {rank:?}");
+                            for row in portion.rows.clone() {
+                                for column in portion.columns.clone() {
+                                    let before = held[row * width + column].replace(portion.replicas);
+                                    assert!(before.is_none_or(|before| before == portion.replicas), "{name}");
+                                }
+                            }
+                        }
+                    }
+                    assert!(held.iter().all(Option::is_some), "{name} of {tp} x {ep} x {moe_tp}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn more_ranks_than_parts_are_refused_with_the_numbers() {
+        let message = |tp, ep, moe_tp| decoder(6, 2).check_shares(tp, ep, moe_tp).expect_err("too many").to_string();
+        assert!(message(7, 1, 1).contains("7 ranks cannot share 6 query heads over 2"), "{}", message(7, 1, 1));
+        assert!(message(1, 6, 1).contains("ep 6 leaves ranks without one of the 5 experts"));
+        assert!(message(1, 1, 7).contains("width 6 of an expert"));
     }
 }

@@ -79,12 +79,9 @@ pub enum Error {
         /// The loss's factor.
         coefficient: f64,
     },
-    /// More ranks than the model's layers can be cut for.
-    #[error("tensor parallel: {0}")]
-    TensorParallel(String),
-    /// More ranks than the model's experts can be dealt to.
-    #[error("expert parallel: {0}")]
-    ExpertParallel(String),
+    /// More ranks than the model can be sharded over.
+    #[error(transparent)]
+    Shard(#[from] ringspan_candle::ShardError),
     /// A token is outside the vocabulary.
     #[error("token {token} is outside the vocabulary of {vocabulary}")]
     Token {

@@ -1,8 +1,8 @@
 //! Longer contexts than a model was made for: how far one reaches, and how its rotary embedding is stretched.
 
-use crate::architecture::completed;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::registry::completed;
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::str::FromStr;

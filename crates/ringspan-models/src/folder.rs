@@ -9,10 +9,10 @@ pub use read::{Folder, open};
 pub(crate) use write::replace;
 pub use write::{SavedType, Writer, save};
 
-use crate::architecture::completed;
 use crate::config::Config;
-use crate::decoder::Weights;
 use crate::error::{Error, Result};
+use crate::registry::completed;
+use ringspan_candle::Weights;
 use std::path::Path;
 
 pub(crate) const CONFIG: &str = "config.json";

@@ -7,12 +7,13 @@ mod tokenizer;
 pub use tokenizer::tokenizer;
 
 use crate::config::Config;
-use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM, Weights};
+use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM};
 use crate::error::{Error, Result};
 use crate::folder::check_shapes;
-use crate::rope::{Parameters, Rope};
+use crate::rope::{self, Parameters};
 use candle_core::quantized::gguf_file::{Content, Value as Entry};
 use candle_core::{Device, Tensor};
+use ringspan_candle::Weights;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -172,8 +173,7 @@ fn llama3(config: &Value, factors: &[f32]) -> std::result::Result<Value, String>
         config.check()?;
         let parse =
             |value| serde_json::from_value::<Parameters>(value).map_err(|error| Error::Config(error.to_string()));
-        let rope = Rope::new(&config, parameters.map(parse).transpose()?.as_ref(), 10_000.0)?;
-        Ok(rope.frequencies().to_vec())
+        Ok(rope::new(&config, parameters.map(parse).transpose()?.as_ref(), 10_000.0)?.frequencies)
     };
     let both = frequencies(None).and_then(|plain| Ok((plain, frequencies(Some(parameters.clone()))?)));
     let (plain, stretched) = both.map_err(|error| error.to_string())?;

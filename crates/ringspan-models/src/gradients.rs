@@ -1,12 +1,15 @@
-//! Gradients layer by layer, with recomputation: memory for one layer's graph, and what [`Keep`] says of each.
+//! Gradients layer by layer: memory for one layer's graph, and what the [`CheckpointPolicy`] says of each.
 
-use crate::decoder::{Decoder, Weights};
+mod graph;
+
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
-use crate::parameters::{Parameters, Unit};
-use crate::recompute::{Graph, Keep, Keeper, constant};
-use candle_core::{DType, Tensor};
-use ringspan_candle::cast::cast;
-use ringspan_candle::{Attend, loss};
+use crate::parameters::Parameters;
+use candle_core::Tensor;
+use graph::Graph;
+use ringspan_candle::layers::ForwardPass;
+use ringspan_candle::model::constant;
+use ringspan_candle::{ActivationStore, Attend, CheckpointPolicy, Unit, Weights};
 use std::collections::BTreeMap;
 
 /// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
@@ -31,7 +34,7 @@ pub fn loss_and_gradients<'a>(
     tokens: &[u32],
     targets: &[u32],
     scale: f32,
-    keep: impl Into<Keep<'a>>,
+    policy: impl Into<CheckpointPolicy<'a>>,
     attend: &'a dyn Attend,
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
@@ -40,55 +43,49 @@ pub fn loss_and_gradients<'a>(
     {
         return Err(Error::Unbalanced { coefficient });
     }
-    let layers = decoder.config().num_hidden_layers;
-    let shared = attend.tensor_parallel();
-    let keep = keep.into();
-    let keeper = Keeper::new(attend, keep, layers);
+    let (model, layers) = (decoder.model(), decoder.config().num_hidden_layers);
+    let (embedding, head, tp) = (model.embedding(), model.head(), attend.tensor_parallel());
+    let store = ActivationStore::new(attend, policy.into(), layers);
     let trains = |name: &str| decoder.trains(name);
-    let graph = |index: usize, weights: Weights, x: &Tensor| {
-        Graph::new(x, weights, trains, |local, x| match tokens.is_empty() {
-            false => decoder.layer_keeping(local, index, x, &keeper, Some(&keeper)),
-            // What this rank does for others.
-            true => decoder.take_part(local, index, &keeper),
-        })
+    let forward = |index: usize, weights: &Weights, x: &Tensor| {
+        let pass = ForwardPass::storing(weights, decoder.adapters_beside(), &store);
+        Ok(model.layer(index).forward(x, &pass)?)
     };
-    let mut kept = Vec::with_capacity(layers);
-    let (mut x, embedding_shape) = {
-        let embedding = parameters.unit(decoder, Unit::Embedding)?;
+    let mut inputs = Vec::with_capacity(layers);
+    let mut x = {
+        let weights = parameters.unit(decoder, Unit::Embedding)?;
         parameters.prefetch(after(layers, None))?;
-        let shape = decoder.get(&embedding, decoder.embedding_name())?.dims().to_vec();
-        (decoder.embed(&embedding, tokens, shared)?.detach(), shape)
+        decoder.embed(&weights, tokens, tp)?.detach()
     };
     for index in 0..layers {
-        let layer = parameters.unit(decoder, Unit::Layer(index))?;
+        let weights = parameters.unit(decoder, Unit::Layer(index))?;
         parameters.prefetch(after(layers, Some(index)))?;
-        keeper.forward(index)?;
-        kept.push(keeper.kept(&x, keep.storage)?);
-        x = decoder.layer_keeping(&constant(layer), index, &x, &keeper, Some(&keeper))?;
+        store.forward(index)?;
+        inputs.push(store.input(&x)?);
+        x = forward(index, &constant(weights), &x)?;
     }
     attend.experts().forward_ended(decoder.experts())?;
 
-    let head = decoder.head_parameters(parameters)?;
+    let weights = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
-    let hidden = shared.gather(&decoder.norm(&head, &x)?.detach(), tokens.len())?;
-    let loss = loss::head_loss(&hidden, &decoder.head(&head)?, targets, scale, trains(decoder.head_name()), shared)?;
-    let d_hidden = shared.reduce(&loss.d_hidden)?;
-    let norm: Weights = head.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
+    let hidden = decoder.norm(&weights, &x)?.detach();
+    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tp)?;
+    let norm: Weights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(&x, norm, trains, |local, x| decoder.norm(local, x))?;
-    let (mut dx, mut gradients) = last.backward(&d_hidden)?;
+    let (mut dx, mut gradients) = last.backward(&loss.d_hidden)?;
     let mut d_head = loss.d_head;
-    if !decoder.config().tie_word_embeddings {
-        gradients.extend(d_head.take().map(|d_head| (decoder.head_name().to_owned(), d_head)));
+    if !head.is_tied() {
+        gradients.extend(d_head.take().map(|d_head| (head.weight_name().to_owned(), d_head)));
     }
     on_gradients(Unit::Head, gradients)?;
 
-    for (index, input) in kept.into_iter().enumerate().rev() {
+    for (index, input) in inputs.into_iter().enumerate().rev() {
         let weights = parameters.unit(decoder, Unit::Layer(index))?;
         if index > 0 {
             parameters.prefetch(before(index))?;
         }
-        keeper.backward(index)?;
-        let layer = graph(index, weights, &input.tensor()?)?;
+        store.backward(index)?;
+        let layer = Graph::new(&input.tensor()?, weights, trains, |local, x| forward(index, local, x))?;
         drop(input);
         let (d_input, gradients) = layer.backward(&dx)?;
         dx = d_input;
@@ -96,13 +93,12 @@ pub fn loss_and_gradients<'a>(
     }
 
     let mut gradients = Gradients::new();
-    if trains(decoder.embedding_name()) {
-        let dx = shared.gather(&decoder.embedding_scaled(dx)?, tokens.len())?;
-        let mut gradient = scatter(&dx, tokens, shared.part(decoder.config().vocab_size).start, &embedding_shape)?;
+    if trains(embedding.weight_name()) {
+        let mut gradient = embedding.backward(&dx, tokens, tp)?;
         if let Some(d_head) = d_head {
             gradient = (gradient + d_head)?;
         }
-        gradients.insert(decoder.embedding_name().to_owned(), gradient);
+        gradients.insert(embedding.weight_name().to_owned(), gradient);
     }
     on_gradients(Unit::Embedding, gradients)?;
     Ok(loss.nll_sum)
@@ -120,36 +116,4 @@ fn after(layers: usize, layer: Option<usize>) -> Unit {
 /// The unit that a backward pass needs before the last `layers` of them; without any there is nothing to announce.
 fn before(layers: usize) -> Unit {
     layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
-}
-
-/// Rows of `dx` `[T, C]` added up by token, of those that the embedding knows from the token `first` on: `[V, C]`.
-fn scatter(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
-    if !dx.device().is_cpu() {
-        return scatter_on_gpu(dx, tokens, first, shape);
-    }
-    let width = shape.last().copied().unwrap_or(0);
-    let mut sums = vec![0.0f32; shape.iter().product()];
-    let rows: Vec<f32> = dx.flatten_all()?.to_vec1()?;
-    for (row, &token) in rows.chunks_exact(width.max(1)).zip(tokens) {
-        let at = (token as usize).checked_sub(first).map(|row| row * width);
-        if let Some(sum) = at.and_then(|at| sums.get_mut(at..at + width)) {
-            sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-        }
-    }
-    Ok(Tensor::from_vec(sums, shape, dx.device())?)
-}
-
-/// The same where rows stay on a GPU, which adds them up in f32 and in the order of the tokens, too.
-fn scatter_on_gpu(dx: &Tensor, tokens: &[u32], first: usize, shape: &[usize]) -> Result<Tensor> {
-    let known = |(row, token): (usize, &u32)| {
-        let place = (*token as usize).checked_sub(first).filter(|place| *place < shape[0])?;
-        Some((row as u32, place as u32))
-    };
-    let (rows, places): (Vec<_>, Vec<_>) = tokens.iter().enumerate().filter_map(known).unzip();
-    let zeros = Tensor::zeros(shape, DType::F32, dx.device())?;
-    if rows.is_empty() {
-        return Ok(zeros);
-    }
-    let dx = cast(&dx.contiguous()?.index_select(&Tensor::new(rows, dx.device())?, 0)?, DType::F32)?;
-    Ok(zeros.index_add(&Tensor::new(places, dx.device())?, &dx, 0)?)
 }

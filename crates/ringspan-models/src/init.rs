@@ -1,10 +1,12 @@
 //! Weights to start from.
 
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use ringspan_candle::Weights;
+use ringspan_candle::model::{Init, Parameter};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -20,10 +22,8 @@ const WORDS: u128 = 4;
 pub struct NewWeights {
     seed: u64,
     deviation: f64,
-    /// Weight of a norm.
-    norm: f32,
-    /// Shapes, and how many numbers are drawn before those of a parameter.
-    parameters: BTreeMap<String, (Vec<usize>, u128)>,
+    /// Shapes, what each parameter is drawn from, and how many numbers are drawn before those of a parameter.
+    parameters: BTreeMap<String, (Vec<usize>, Init, u128)>,
 }
 
 impl NewWeights {
@@ -38,13 +38,15 @@ impl NewWeights {
             return Err(Error::Config(problem));
         }
         let mut drawn = 0;
-        let mut numbered = |(name, shape): (String, Vec<usize>)| {
+        let all = decoder.units().flat_map(|unit| decoder.parameters(unit));
+        let by_name: BTreeMap<&String, &Parameter> = all.map(|parameter| (&parameter.name, parameter)).collect();
+        let mut numbered = |Parameter { name, shape, init, .. }: &Parameter| {
             let before = drawn;
-            drawn += if shape.len() > 1 { shape.iter().product::<usize>() as u128 } else { 0 };
-            (name, (shape, before))
+            drawn += if *init == Init::Normal { shape.iter().product::<usize>() as u128 } else { 0 };
+            (name.clone(), (shape.clone(), *init, before))
         };
-        let parameters = decoder.shapes().into_iter().map(&mut numbered).collect();
-        Ok(Self { seed, deviation, norm: 1.0 - decoder.model.norm_offset as f32, parameters })
+        let parameters = by_name.into_values().map(&mut numbered).collect();
+        Ok(Self { seed, deviation, parameters })
     }
 
     /// Whether the model has a parameter.
@@ -57,7 +59,7 @@ impl NewWeights {
     /// # Errors
     /// A parameter or rows that there are not.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Some((shape, before)) = self.parameters.get(name) else {
+        let Some((shape, init, before)) = self.parameters.get(name) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
         };
         let mut part = shape.clone();
@@ -66,10 +68,9 @@ impl NewWeights {
         };
         *first = rows.len();
         let width: usize = shape[1..].iter().product();
-        let values = match shape.len() {
-            1 if name.ends_with(".bias") => vec![0.0; rows.len()],
-            1 => vec![self.norm; rows.len()],
-            _ => {
+        let values = match init {
+            Init::Constant(value) => vec![*value; rows.len() * width],
+            Init::Normal => {
                 let mut random = ChaCha8Rng::seed_from_u64(self.seed);
                 random.set_word_pos(WORDS * (before + (rows.start * width) as u128));
                 (0..rows.len() * width).map(|_| (normal(&mut random) * self.deviation) as f32).collect()
@@ -86,7 +87,7 @@ impl Decoder {
     /// As there, and sizes that do not fit in memory.
     pub fn init(&self, seed: u64) -> Result<Weights> {
         let new = NewWeights::new(self, seed)?;
-        let whole = |(name, (shape, _)): (&String, &(Vec<usize>, u128))| {
+        let whole = |(name, (shape, ..)): (&String, &(Vec<usize>, Init, u128))| {
             Ok((name.clone(), new.read(name, 0..shape.first().copied().unwrap_or(0))?))
         };
         new.parameters.iter().map(whole).collect()

@@ -1,44 +1,47 @@
 //! Decoders on candle tensors: Llama, Qwen, Mistral, Gemma.
 //!
-//! A model knows no ranks: it computes on the tokens and with the weights at hand, and asks an
-//! [`Attend`](ringspan_candle::Attend) for attention and for their positions, its
-//! [`Experts`](ringspan_candle::Experts) for mixtures of experts, and its
-//! [`TensorParallel`](ringspan_candle::TensorParallel) for what others have of a layer. Which part of its parameters is at
-//! hand where layers are shared, [`Portion`] says, beside the model and not in it.
+//! One file a family, which reads from top to bottom: its configuration, its layers by their names in checkpoints, and what is
+//! computed. How layers are sharded over ranks, adapted and recomputed is the business of
+//! [`ringspan_candle::layers`].
 #![deny(missing_docs)]
 
 pub mod adapter;
-mod architecture;
-mod balance;
-mod block;
 mod config;
 mod decoder;
 mod error;
 mod extension;
 pub mod folder;
+mod gemma2;
+mod gemma3;
 pub mod gguf;
+mod glm4;
 pub mod gradients;
+mod granite;
 mod init;
+mod llama;
 mod lora;
+mod mistral;
+mod mixtral;
+mod olmo2;
 mod origin;
 mod parameters;
-mod portion;
-mod recompute;
+mod phi3;
+mod qwen2;
+mod qwen3;
+mod qwen3_moe;
+mod registry;
 mod rope;
-mod shapes;
+mod smollm3;
 mod tensor_file;
 pub mod texts;
 
-pub use balance::Balanced;
 pub use config::Config;
-pub use decoder::{Decoder, Weights};
+pub use decoder::Decoder;
 pub use error::{Error, Result};
 pub use extension::{Beyond, RopeScaling};
 pub use init::NewWeights;
 pub use lora::names::{Layers, Names, Pattern};
-pub use lora::{Lora, ROUTER, Size, TARGETS};
+pub use lora::{Lora, ROUTER, TARGETS};
 pub use origin::{Base, Origin};
-pub use parameters::{Parameters, Unit};
-pub use portion::{Heads, Holders, Place, Portion};
-pub use recompute::{Keep, Recompute, constant, on_device};
+pub use parameters::Parameters;
 pub use tensor_file::TensorFile;

@@ -3,16 +3,18 @@
 
 pub(crate) mod names;
 
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use names::{ALL_LINEAR, Layers, Names, Pattern, ends_with};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use ringspan_candle::Adapter;
-use std::sync::Arc;
+use ringspan_candle::lora::{layer_of, matrices, stream};
+use ringspan_candle::model::{Init, LinearLayer, Parameter};
+use ringspan_candle::shard::{ShardSpec, Split};
+use ringspan_candle::{AdapterSize, Adapters, Weights};
 
-/// The linear layers that adapters can stand beside; in sparse layers the last three are those of each expert.
+/// The linear layers that most models have; in sparse layers the last three are those of each expert.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 /// The router of sparse layers, beside which there is an adapter only if it is named. PEFT's `all-linear` names it.
@@ -40,20 +42,20 @@ pub struct Lora {
     pub(crate) alphas: Vec<(Pattern, f64)>,
 }
 
-/// The size of one adapter.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Size {
-    /// Inner width r.
-    pub rank: usize,
-    /// What the product of its matrices is multiplied with.
-    pub scale: f64,
-}
-
 impl Lora {
-    /// Adapters of one rank beside the layers whose names end so, or beside all linear layers if `all-linear` alone is named.
+    /// Adapters of one rank beside all linear layers of a model's layers, the routers of experts left out.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is no number above 0, no target, or a target that is unknown or given twice.
+    /// A rank of 0, an alpha that is no number above 0.
+    pub fn of_all_layers(rank: usize, alpha: f64) -> Result<Self> {
+        Self::beside(rank, alpha, Layers::named(Names::AllButRouters))
+    }
+
+    /// Adapters of one rank beside the layers whose names end so, or beside all linear layers if `all-linear` alone is named.
+    /// Whether a model has such layers is known when [it gets them](Decoder::with_lora).
+    ///
+    /// # Errors
+    /// A rank of 0, an alpha that is no number above 0, no target, or a target that is given twice.
     pub fn new(rank: usize, alpha: f64, targets: Vec<String>) -> Result<Self> {
         if let [word] = &targets[..]
             && word == ALL_LINEAR
@@ -61,18 +63,11 @@ impl Lora {
             return Self::beside(rank, alpha, Layers::named(Names::AllLinear));
         }
         let refuse = |problem: String| Err(Error::Lora(problem));
-        let possible = TARGETS.join(", ");
-        for target in &targets {
-            if !TARGETS.contains(&target.as_str()) && target != ROUTER {
-                let alone = if target == ALL_LINEAR { " beside other names" } else { "" };
-                return refuse(format!(
-                    "'{target}' is no layer it can stand beside{alone}: possible are {possible}, and {ROUTER}, the router of \
-                     experts; or {ALL_LINEAR} alone, for all of them"
-                ));
-            }
+        if targets.iter().any(|target| target == ALL_LINEAR) {
+            return refuse(format!("'{ALL_LINEAR}' is beside other names: it stands alone, for all of them"));
         }
         if targets.is_empty() {
-            return refuse(format!("it stands beside no layer: possible are {possible}"));
+            return refuse(format!("it stands beside no layer: name some, or {ALL_LINEAR}"));
         }
         Self::beside(rank, alpha, Layers::named(Names::Ends(targets)))
     }
@@ -123,11 +118,11 @@ impl Lora {
     ///
     /// # Errors
     /// A pattern that is too hard to compare with.
-    pub(crate) fn size(&self, layer: &str) -> Result<Size> {
+    pub(crate) fn size(&self, layer: &str) -> Result<AdapterSize> {
         let rank = first_match(&self.ranks, layer)?.unwrap_or(self.rank);
         let alpha = first_match(&self.alphas, layer)?.unwrap_or(self.alpha);
         let divisor = if self.rank_stabilized { (rank as f64).sqrt() } else { rank as f64 };
-        Ok(Size { rank, scale: alpha / divisor })
+        Ok(AdapterSize { rank, scale: alpha / divisor })
     }
 
     /// Values of a new adapter's matrix: A uniform within `1 / sqrt(from)`, as PEFT has it, B zero, so that the model
@@ -142,20 +137,6 @@ impl Lora {
         let bound = 1.0 / (shape.last().copied().unwrap_or(1).max(1) as f64).sqrt();
         let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
         (0..count).map(|_| (uniform() * bound) as f32).collect()
-    }
-
-    /// The adapter beside the layer `name` with these matrices, or a rank's parts of them; `first` is the first column of the
-    /// layer's input that is here. Each layer drops by itself, as in PEFT.
-    pub(crate) fn adapter(&self, name: &str, size: Size, a: &Tensor, b: &Tensor, first: usize) -> Adapter {
-        Adapter {
-            a: a.clone(),
-            b: b.clone(),
-            scale: size.scale,
-            dropout: self.dropout,
-            // Half of the words: the generator counts on from this.
-            layer: (stream(name) >> 1) as usize,
-            first,
-        }
     }
 
     /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.
@@ -197,19 +178,28 @@ fn first_match<T: Copy>(patterns: &[(Pattern, T)], layer: &str) -> Result<Option
     Ok(None)
 }
 
-/// A number of its own for each name, whatever others there are: FNV-1a.
-pub(crate) fn stream(name: &str) -> u64 {
-    name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 /// Whether a parameter belongs to an adapter.
 pub(crate) fn is_adapter(name: &str) -> bool {
-    name.ends_with(A) || name.ends_with(B)
+    layer_of(name).is_some()
 }
 
-/// The names of the two matrices beside the layer `name`.
-pub(crate) fn matrices(name: &str) -> [String; 2] {
-    [format!("{name}.{A}"), format!("{name}.{B}")]
+/// The two matrices beside a linear layer. The one that meets a dimension of the layer which ranks shard is sharded with it.
+pub(crate) fn parameters(layer: &LinearLayer, AdapterSize { rank, .. }: AdapterSize) -> [Parameter; 2] {
+    let whole = match layer.shard {
+        ShardSpec::Rows(Split::ExpertWidth(expert)) | ShardSpec::Columns(Split::ExpertWidth(expert)) => {
+            ShardSpec::OfExpert(expert)
+        }
+        _ => ShardSpec::Replicated,
+    };
+    let (of_a, of_b) = match layer.shard {
+        ShardSpec::Columns(_) => (layer.shard, whole),
+        ShardSpec::Rows(_) | ShardSpec::Stacked(_) => (whole, layer.shard),
+        ShardSpec::Replicated | ShardSpec::OfExpert(_) => (layer.shard, layer.shard),
+    };
+    let [a, b] = matrices(&layer.name);
+    let parameter =
+        |name, shape: [usize; 2], shard| Parameter { name, shape: shape.to_vec(), shard, init: Init::Normal };
+    [parameter(a, [rank, layer.inputs], of_a), parameter(b, [layer.outputs, rank], of_b)]
 }
 
 impl Decoder {
@@ -217,13 +207,21 @@ impl Decoder {
     ///
     /// # Errors
     /// A name that is none of a linear layer here, as the router's of a model without experts; adapters beside no layer.
-    pub fn with_lora(mut self, mut lora: Lora) -> Result<Self> {
-        let linear = self.linear_layers();
+    pub fn with_lora(self, mut lora: Lora) -> Result<Self> {
+        let linear: Vec<&str> = self.linear_layers().map(|layer| layer.name.as_str()).collect();
         let is_there = |end: &str| linear.iter().any(|layer| ends_with(layer, end));
-        let possible: Vec<&str> = TARGETS.into_iter().chain([ROUTER]).filter(|end| is_there(end)).collect();
-        if lora.layers.targets == Names::AllLinear {
+        let mut possible: Vec<&str> = Vec::new();
+        let mut named = Vec::new();
+        for layer in self.linear_layers() {
+            let end = layer.name.rsplit('.').next().unwrap_or_default();
+            if !possible.contains(&end) {
+                possible.push(end);
+                named.extend((!layer.is_router || lora.layers.targets == Names::AllLinear).then(|| end.to_owned()));
+            }
+        }
+        if let Names::AllLinear | Names::AllButRouters = &lora.layers.targets {
             // As PEFT writes them down, for readers that know the names alone.
-            lora.layers.targets = Names::Ends(possible.iter().map(|end| (*end).to_owned()).collect());
+            lora.layers.targets = Names::Ends(named);
         }
         let refuse = |problem: String| Err(Error::Lora(format!("{problem}: possible are {}", possible.join(", "))));
         if let Names::Ends(ends) = &lora.layers.targets
@@ -235,15 +233,14 @@ impl Decoder {
         let mut sizes = Vec::new();
         for layer in &linear {
             if lora.layers.has(layer)? {
-                sizes.push((layer.clone(), lora.size(layer)?));
+                sizes.push(((*layer).to_owned(), lora.size(layer)?));
             }
         }
         if sizes.is_empty() {
             return refuse(format!("it stands beside no layer of this model ({})", lora.layers.targets));
         }
-        self.adapters = Arc::new(sizes.into_iter().collect());
-        self.lora = Some(lora);
-        Ok(self)
+        let adapters = Adapters { sizes: sizes.into_iter().collect(), dropout: lora.dropout };
+        Ok(self.with_adapters(lora, adapters))
     }
 
     /// The adapters as they were asked for.
@@ -252,18 +249,13 @@ impl Decoder {
     }
 
     /// The layers that have adapters, by their whole names, with the sizes of these.
-    pub fn adapters(&self) -> impl Iterator<Item = (&str, Size)> {
-        self.adapters.iter().map(|(layer, size)| (layer.as_str(), *size))
+    pub fn adapters(&self) -> impl Iterator<Item = (&str, AdapterSize)> {
+        self.adapters_beside().sizes.iter().map(|(layer, size)| (layer.as_str(), *size))
     }
 
     /// The size of the adapter beside the layer with this whole name, if it has one.
-    pub fn adapter(&self, layer: &str) -> Option<Size> {
-        self.adapters.get(layer).copied()
-    }
-
-    /// Whether any layer whose whole name begins so has an adapter.
-    pub(crate) fn adapts_any(&self, prefix: &str) -> bool {
-        self.adapters.range(prefix.to_owned()..).next().is_some_and(|(layer, _)| layer.starts_with(prefix))
+    pub fn adapter(&self, layer: &str) -> Option<AdapterSize> {
+        self.adapters_beside().size(layer)
     }
 
     /// Whether a parameter is trained: all are, or where there are adapters those alone.

@@ -2,9 +2,10 @@
 
 use crate::adapter::{self, Description};
 use crate::config::Config;
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::{folder, gguf, texts};
+use ringspan_candle::Weights;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;

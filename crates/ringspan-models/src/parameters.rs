@@ -1,18 +1,8 @@
 //! Where a model's parameters come from: held whole, or brought here unit by unit.
 
-use crate::decoder::{Decoder, Weights};
+use crate::decoder::Decoder;
 use crate::error::Result;
-
-/// Parameters that are needed together, and travel together where ranks share them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Unit {
-    /// The embedding; with tied weights also the output head.
-    Embedding,
-    /// A layer, counted from 0.
-    Layer(usize),
-    /// The norm after the last layer and, unless it is tied, the output head.
-    Head,
-}
+use ringspan_candle::{Unit, Weights};
 
 /// A source of parameters. A model asks for its units in the order in which it computes them.
 pub trait Parameters {
@@ -35,7 +25,7 @@ impl Parameters for Weights {
     }
 
     fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
-        let of = |(name, _): (String, _)| decoder.get(self, &name).cloned().map(|tensor| (name, tensor));
+        let of = |(name, _): (String, _)| decoder.parameter(self, &name).cloned().map(|tensor| (name, tensor));
         decoder.unit_shapes(unit).into_iter().map(of).collect()
     }
 }

@@ -9,8 +9,8 @@ use candle_core::{DType, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
+use ringspan_candle::Context;
 use ringspan_candle::cast::cast;
-use ringspan_candle::{Context, loss};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -178,8 +178,8 @@ fn read_prompt(
 /// Logits `[V]` of the token that follows the one whose hidden state `[1, C]` is given.
 fn next_logits(model: &Model, rank: usize, hidden: &Tensor) -> Result<Vec<f32>> {
     let normed = model.decoder().norm(model.weights(rank), hidden)?;
-    let head = model.decoder().head(model.weights(rank))?;
-    Ok(loss::logits(&normed, &head)?.flatten_all()?.to_vec1()?)
+    let logits = model.decoder().model().head().logits(&normed, model.weights(rank))?;
+    Ok(logits.flatten_all()?.to_vec1()?)
 }
 
 /// Rank 0's token, and whether it ends the text, on every rank.

@@ -5,8 +5,8 @@ use candle_core::Tensor;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads;
-use ringspan_candle::{Attend, Devices, pool};
-use ringspan_models::{Decoder, Weights, on_device};
+use ringspan_candle::{Attend, Devices, Weights, model::on_device, pool};
+use ringspan_models::Decoder;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ impl Model {
     /// # Errors
     /// Weights without an embedding.
     pub fn new(decoder: Decoder, weights: Weights) -> Result<Self> {
-        let vocabulary = decoder.head(&weights)?.dim(0)?;
+        let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dim(0)?;
         Ok(Self { decoder, weights: vec![weights], vocabulary })
     }
 
@@ -36,7 +36,7 @@ impl Model {
     /// A GPU without memory for them.
     pub fn on(self, devices: &Devices) -> Result<Self> {
         let weights =
-            devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<ringspan_models::Result<_>>()?;
+            devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<candle_core::Result<_>>()?;
         Ok(Self { weights, ..self })
     }
 

@@ -90,8 +90,8 @@ fn score_on_rank(
     let context = Context::new(group.clone(), layout.clone(), strategy)?;
     let hidden = model.hidden(rank, &tokens, &context)?;
     let hidden = model.decoder().norm(model.weights(rank), &hidden)?;
-    let head = model.decoder().head(model.weights(rank))?;
-    let log_probs = loss::log_probs(&hidden, &head, &targets, &WHOLE)?;
-    let logits = if logits { Some(loss::logits(&hidden, &head)?.flatten_all()?.to_vec1()?) } else { None };
+    let (head, weights) = (model.decoder().model().head(), model.weights(rank));
+    let log_probs = head.log_probs(&hidden, &targets, weights, &WHOLE)?;
+    let logits = if logits { Some(head.logits(&hidden, weights)?.flatten_all()?.to_vec1()?) } else { None };
     Ok((log_probs, logits))
 }

@@ -2,7 +2,8 @@
 
 use crate::{error::Result, setup::model_error};
 use candle_core::Tensor;
-use ringspan_models::{Decoder, Weights};
+use ringspan_candle::Weights;
+use ringspan_models::Decoder;
 use serde_json::{Value, json};
 
 /// Deviation of a new embedding.

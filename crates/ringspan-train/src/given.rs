@@ -8,7 +8,8 @@ use crate::{
     start::Start,
     tokenizer::{BYTE_LEVEL, Tokenizer},
 };
-use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, Weights, folder, folder::Folder, texts};
+use ringspan_candle::Weights;
+use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, folder, folder::Folder, texts};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The forward pass without gradients.
 
 use candle_core::Tensor;
-use ringspan_candle::Attend;
-use ringspan_models::{Decoder, Parameters, Unit, constant};
+use ringspan_candle::{Attend, Unit, model::constant};
+use ringspan_models::{Decoder, Parameters};
 
 /// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm; where ranks share layers, its
 /// rows of them.

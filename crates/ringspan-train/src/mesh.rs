@@ -7,14 +7,15 @@ use crate::{
     shards::Sharing,
 };
 use ringspan::mesh::{Experts, Grid, Topology, Training};
-use ringspan_models::{Decoder, Heads, Place};
+use ringspan_candle::ParallelRank;
+use ringspan_models::Decoder;
 
 /// The mesh of a run, with the model on it.
 pub(crate) struct RunMesh {
     pub(crate) topology: Topology,
     /// Ranks that hold a copy of the model together: neighbours.
     pub(crate) sharing: Sharing,
-    places: Vec<Place>,
+    ranks: Vec<ParallelRank>,
 }
 
 impl RunMesh {
@@ -47,11 +48,11 @@ impl RunMesh {
         let place = |rank| {
             let coordinates = topology.coordinates(rank);
             let at = |name| coordinates.iter().find(|(axis, _)| *axis == name).map_or(0, |(_, at)| *at);
-            Place { tp: (at("tp"), config.tp), ep: (at("moe_ep"), ep), moe_tp: (at("moe_tp"), moe_tp) }
+            ParallelRank { tp: (at("tp"), config.tp), ep: (at("moe_ep"), ep), moe_tp: (at("moe_tp"), moe_tp) }
         };
-        let places: Vec<Place> = (0..of_copy).map(place).collect();
-        for place in &places {
-            let heads = Heads::new(decoder.config(), place.tp).map_err(model_error)?.queries.len();
+        let ranks: Vec<ParallelRank> = (0..of_copy).map(place).collect();
+        for rank in &ranks {
+            let heads = decoder.heads(rank.tp).map_err(model_error)?.queries.len();
             let (ulysses, tp) = (config.ulysses, config.tp);
             if ulysses > heads && tp > 1 {
                 return Err(Error::Settings(format!(
@@ -65,18 +66,18 @@ impl RunMesh {
                 return Err(ringspan::Error::UlyssesHeads { ulysses, heads, ranks: config.ring * ulysses }.into());
             }
         }
-        let sharing = Sharing::new(decoder, places.clone(), config.sharding == Sharding::Full)?;
-        Ok(Self { topology, sharing, places })
+        let sharing = Sharing::new(decoder, ranks.clone(), config.sharding == Sharding::Full)?;
+        Ok(Self { topology, sharing, ranks })
     }
 
     /// Where a rank stands among those that share layers.
-    pub(crate) fn place(&self, rank: usize) -> Place {
-        self.places[rank % self.places.len()]
+    pub(crate) fn parallel_rank(&self, rank: usize) -> ParallelRank {
+        self.ranks[rank % self.ranks.len()]
     }
 
-    /// All places of a copy's ranks, in rank order.
-    pub(crate) fn places(&self) -> &[Place] {
-        &self.places
+    /// The same for all ranks of a copy, in rank order.
+    pub(crate) fn parallel_ranks(&self) -> &[ParallelRank] {
+        &self.ranks
     }
 }
 

@@ -11,8 +11,9 @@ use crate::{
     shards::whole_piece,
 };
 use candle_core::{Device, Tensor};
+use ringspan_candle::{ParallelRank, Unit, Weights};
 use ringspan_models::{
-    Decoder, Origin, Place, Unit, Weights, adapter,
+    Decoder, Origin, adapter,
     folder::{SavedType, Writer},
 };
 use serde_json::Value;
@@ -102,10 +103,10 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
         refuse_used(out)?;
         config.out = out.to_owned();
     }
-    let place = Place { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
+    let place = ParallelRank { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
     let whole = |unit| {
         let portions = decoder.portions(unit, place).map_err(model_error)?;
-        let tensor = |portion: &ringspan_models::Portion| {
+        let tensor = |portion: &ringspan_candle::Portion| {
             let values = start.read(&decoder, &whole_piece(portion))?;
             Ok((portion.name.clone(), Tensor::from_vec(values, portion.whole.clone(), &Device::Cpu)?))
         };

@@ -17,8 +17,8 @@ use ringspan::{
         threads::{self, Options},
     },
 };
-use ringspan_candle::{RankDevice, context::Context, loss, pool};
-use ringspan_models::{Decoder, Origin, on_device};
+use ringspan_candle::{RankDevice, context::Context, model::on_device, pool};
+use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
 /// Tokens of the held-out text that the sample goes on from.
@@ -66,8 +66,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
             let hidden = hidden(&decoder, &weights, window, &context).map_err(model_error)?;
             let last = hidden.narrow(0, window.len() - 1, 1)?;
             let last = decoder.norm(&weights, &last).map_err(model_error)?;
-            let head = decoder.head(&weights).map_err(model_error)?;
-            let logits: Vec<f32> = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
+            let logits: Vec<f32> = decoder.model().head().logits(&last, &weights)?.flatten_all()?.to_vec1()?;
             let next = draw(&logits, &mut random);
             if Some(next) == tokenizer.end_of_text() {
                 break;

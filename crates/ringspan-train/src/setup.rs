@@ -16,9 +16,9 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
-use ringspan_candle::offload;
 use ringspan_candle::room::Room;
-use ringspan_models::{Config, Decoder, Weights};
+use ringspan_candle::{Weights, offload};
+use ringspan_models::{Config, Decoder};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},

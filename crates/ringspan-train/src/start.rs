@@ -8,7 +8,8 @@ use crate::{
     setup::model_error,
     shards::{Piece, Shards},
 };
-use ringspan_models::{Decoder, Lora, NewWeights, Weights, folder::Folder};
+use ringspan_candle::Weights;
+use ringspan_models::{Decoder, Lora, NewWeights, folder::Folder};
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, PoisonError},
@@ -145,16 +146,12 @@ impl Start {
         let mut state = State::new();
         for piece in shards.pieces() {
             for kind in kinds(&method) {
-                let name = format!("{kind}.{}", piece.portion.name);
-                let values = checkpoint.tensors.read(&name, &piece.region())?;
-                state.insert(name, Arc::new(values));
+                let values = checkpoint.tensors.read(&format!("{kind}.{}", piece.portion.name), &piece.region())?;
+                state.insert(format!("{kind}.{}", piece.portion.key()), Arc::new(values));
             }
         }
-        Optimizer::resume(
-            method,
-            state,
-            shards.pieces().map(|piece| (piece.portion.name.as_str(), piece.of_shard.len())),
-        )
+        let sizes: Vec<_> = shards.pieces().map(|piece| (piece.portion.key(), piece.of_shard.len())).collect();
+        Optimizer::resume(method, state, sizes.iter().map(|(key, size)| (&**key, *size)))
     }
 
     /// A rank has taken its pieces.

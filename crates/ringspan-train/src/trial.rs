@@ -8,8 +8,8 @@ use crate::{
     setup::Setup,
 };
 use ringspan::comm::{ranks::Ranks, threads::Options};
-use ringspan_candle::{Devices, pool};
-use ringspan_models::{Decoder, Weights};
+use ringspan_candle::{Devices, Weights, pool};
+use ringspan_models::Decoder;
 use std::collections::BTreeMap;
 
 /// What a step computes.

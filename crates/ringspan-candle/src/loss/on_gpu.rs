@@ -25,6 +25,8 @@ pub(crate) struct Job {
     width: i64,
     first: i64,
     scale: f32,
+    /// What logits are capped at; 0 where they are not.
+    softcap: f32,
 }
 
 // SAFETY: plain numbers, laid out as in C.
@@ -104,6 +106,7 @@ struct Chunks<'a> {
     targets: Tensor,
     /// The first token of the vocabulary that is known here.
     first: usize,
+    softcap: f32,
     logits: CudaStorage,
     /// Their gradient in bf16; in f32 it is written over them.
     narrow: Option<CudaStorage>,
@@ -118,6 +121,7 @@ impl<'a> Chunks<'a> {
             head,
             targets: Tensor::new(targets, hidden.device())?,
             first: vocabulary.known.start,
+            softcap: vocabulary.softcap.unwrap_or(0.0),
             logits: unwritten(hidden.device().as_cuda_device()?, &shape, DType::F32)?,
             narrow: None,
         })
@@ -157,6 +161,7 @@ impl<'a> Chunks<'a> {
                 sums: written.at,
                 width: at.dims()[1] as i64,
                 first: self.first as i64,
+                softcap: self.softcap,
                 ..Job::default()
             };
             let options = options(&at, self.hidden.dtype(), &[logits.at]);
@@ -190,6 +195,7 @@ impl<'a> Chunks<'a> {
             width: at.dims()[1] as i64,
             first: self.first as i64,
             scale,
+            softcap: self.softcap,
         };
         let options = options(&at, dtype, &[logits.at, job.gradient]);
         // SAFETY: logits of these rows, room for their gradient, as many targets, and three numbers of each row are there.

@@ -3,7 +3,7 @@
 use crate::ranks::on_ranks;
 use crate::{assert_equal, assert_within, bound, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor};
-use ringspan_candle::loss::{CHUNK, HeadLoss, IGNORE, head_loss, log_probs};
+use ringspan_candle::loss::{CHUNK, HeadLoss, IGNORE, OutputHead, head_loss, log_probs};
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{RankDevice, TensorParallel};
 
@@ -12,6 +12,7 @@ struct Case {
     hidden: Tensor,
     head: Tensor,
     targets: Vec<u32>,
+    softcap: Option<f32>,
 }
 
 const SCALE: f32 = 0.25;
@@ -24,6 +25,7 @@ impl Case {
             hidden: random(&[tokens, width], 1),
             head: (random(&[vocabulary, width], 2) * 2.0).expect("numbers"),
             targets: (0..tokens).map(target).collect(),
+            softcap: None,
         }
     }
 
@@ -36,7 +38,8 @@ impl Case {
     fn on(&self, device: &RankDevice, shared: &TensorParallel) -> Result<Results> {
         let part = shared.part(self.head.dim(0)?);
         let (hidden, head) = (device.parameter(&self.hidden)?, self.head.narrow(0, part.start, part.len())?);
-        Results::new(&hidden, &device.parameter(&head)?, &self.targets, shared)
+        let weight = &device.parameter(&head)?;
+        Results::new(&hidden, OutputHead { weight, softcap: self.softcap }, &self.targets, shared)
     }
 
     /// One number after the other, in f64.
@@ -48,8 +51,10 @@ impl Case {
         let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], vec![0.0; vocabulary * width]);
         for (token, target) in self.targets.iter().enumerate().filter(|(_, target)| **target != IGNORE) {
             let row = &hidden[token * width..(token + 1) * width];
+            let cap = |x: f64| self.softcap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
+            let slope = |y: f64| self.softcap.map(f64::from).map_or(1.0, |cap| 1.0 - (y / cap).powi(2));
             let logits: Vec<f64> =
-                head.chunks(width).map(|head| head.iter().zip(row).map(|(a, b)| a * b).sum()).collect();
+                head.chunks(width).map(|head| cap(head.iter().zip(row).map(|(a, b)| a * b).sum())).collect();
             let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let log_sum = max + logits.iter().map(|x| (x - max).exp()).sum::<f64>().ln();
             let nll = log_sum - logits[*target as usize];
@@ -57,7 +62,7 @@ impl Case {
             log_probs[token] = -nll as f32;
             for (place, logit) in logits.iter().enumerate() {
                 let hit = f64::from(u8::from(place == *target as usize));
-                let d = f64::from(SCALE) * ((logit - log_sum).exp() - hit);
+                let d = f64::from(SCALE) * ((logit - log_sum).exp() - hit) * slope(*logit);
                 for column in 0..width {
                     d_hidden[token * width + column] += d * head[place * width + column];
                     d_head[place * width + column] += d * row[column];
@@ -78,11 +83,17 @@ struct Results {
 }
 
 impl Results {
-    fn new(hidden: &Tensor, head: &Tensor, targets: &[u32], shared: &TensorParallel) -> Result<Self> {
+    fn new<'a>(
+        hidden: &Tensor,
+        head: impl Into<OutputHead<'a>>,
+        targets: &[u32],
+        shared: &TensorParallel,
+    ) -> Result<Self> {
+        let head = head.into();
         let HeadLoss { nll_sum, d_hidden, d_head } = head_loss(hidden, head, targets, SCALE, true, shared)?;
         let d_head = d_head.expect("trained");
         assert_eq!((d_hidden.dtype(), d_head.dtype()), (hidden.dtype(), DType::F32));
-        assert_eq!((d_hidden.dims(), d_head.dims()), (hidden.dims(), head.dims()));
+        assert_eq!((d_hidden.dims(), d_head.dims()), (hidden.dims(), head.weight.dims()));
         let log_probs = log_probs(hidden, head, targets, shared)?;
         Ok(Self { nll_sum, log_probs, d_hidden: numbers(&d_hidden), d_head: numbers(&d_head) })
     }
@@ -133,6 +144,22 @@ fn the_loss_of_a_head_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
+/// Caps that bend most logits, and some of them only.
+#[test]
+fn logits_are_capped() -> Result<()> {
+    let Some(gpu) = gpu() else { return Ok(()) };
+    for (softcap, vocabulary) in [(1.5, 31), (30.0, 256), (0.2, 1027)] {
+        let case = Case { softcap: Some(softcap), ..Case::new(40, 16, vocabulary) };
+        let wanted = case.in_f64();
+        case.on(&RankDevice::CPU, &WHOLE)?.assert_near(&wanted, bound(&gpu), &format!("cap {softcap} on the CPU"));
+        for gpu in [gpu.clone(), rounding(&gpu)] {
+            let what = format!("cap {softcap}, {vocabulary} in {}", gpu.precision());
+            case.on(&gpu, &WHOLE)?.assert_near(&wanted, bound(&gpu), &what);
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn no_tokens_and_none_with_a_target() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -165,7 +192,8 @@ fn parts_of_what_is_stored() -> Result<()> {
             let of = |hidden: &Tensor, head: &Tensor| -> Result<_> { Ok((part(hidden, 4)?, part(head, 20)?)) };
             let (hidden, head) = of(&hidden, &head)?;
             let (hidden_there, head_there) = of(&case.hidden, &case.head)?;
-            let wanted = Case { hidden: hidden_there, head: head_there, targets: targets.to_vec() }.in_f64();
+            let wanted =
+                Case { hidden: hidden_there, head: head_there, targets: targets.to_vec(), softcap: None }.in_f64();
             let what = format!("from row {first}, {columns} columns in {}", gpu.precision());
             Results::new(&hidden, &head, &targets, &WHOLE)?.assert_near(&wanted, bound(&gpu), &what);
         }
@@ -210,6 +238,7 @@ fn logits_beyond_what_exponentials_reach() -> Result<()> {
             hidden: (Tensor::eye(4, DType::F32, &Device::Cpu)? * 2.0)?,
             head: Tensor::from_vec(head, (vocabulary, 4), &Device::Cpu)?,
             targets: vec![0, (vocabulary - 1) as u32, 1, IGNORE],
+            softcap: None,
         };
         let wanted = case.in_f64();
         assert!(wanted.nll_sum > 2000.0, "{}", wanted.nll_sum);
@@ -237,7 +266,7 @@ fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
             let head = columns.narrow(1, column, 1)?.contiguous()?;
             let targets = vec![1, 0, IGNORE];
             let hidden = Tensor::new(&[[1f32], [0.5], [1.0]], &Device::Cpu)?;
-            let case = Case { hidden, head, targets };
+            let case = Case { hidden, head, targets, softcap: None };
             let [got, wanted] =
                 [&gpu, &RankDevice::CPU].map(|device| case.on(device, &WHOLE).expect("no error, whatever comes in"));
             let same = |got: &[f32], wanted: &[f32]| {

@@ -101,12 +101,19 @@ fn rope_equals_its_definition() {
 /// 1100 tokens are more than two chunks; some have no target.
 #[test]
 fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<()> {
+    [None, Some(0.3), Some(1.5), Some(30.0)].into_iter().try_for_each(equal_across_chunks)
+}
+
+fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
     let (tokens, width, vocabulary, scale) = (1100, 8, 19, 0.25);
     let targets: Vec<u32> =
         (0..tokens).map(|t| if t % 7 == 3 { IGNORE } else { (t * 5 % vocabulary) as u32 }).collect();
     let (hidden, head) = (random(&[tokens, width], 1), (random(&[vocabulary, width], 2) * 2.0)?);
     let (h, w) = (Var::from_tensor(&hidden)?, Var::from_tensor(&head)?);
-    let logits = h.matmul(&w.t()?)?;
+    let mut logits = h.matmul(&w.t()?)?;
+    if let Some(cap) = softcap.map(f64::from) {
+        logits = ((logits / cap)?.tanh()? * cap)?;
+    }
     let log_sum = logits.exp()?.sum_keepdim(1)?.log()?;
     let log_p = logits.broadcast_sub(&log_sum)?;
     let picked: Vec<u32> = targets.iter().map(|t| if *t == IGNORE { 0 } else { *t }).collect();
@@ -117,16 +124,17 @@ fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<(
     let gradients = (&nll * f64::from(scale))?.backward()?;
 
     let (hidden, head) = (hidden.to_dtype(DType::F32)?, head.to_dtype(DType::F32)?);
-    let got = loss::head_loss(&hidden, &head, &targets, scale, true, &WHOLE)?;
+    let head = loss::OutputHead { weight: &head, softcap };
+    let got = loss::head_loss(&hidden, head, &targets, scale, true, &WHOLE)?;
     assert!((got.nll_sum / nll.to_scalar::<f64>()? - 1.0).abs() < 1e-6);
     assert!(relative_l2(&got.d_hidden, gradients.get(&h).expect("tracked"))? < 1e-6);
     assert!(relative_l2(&got.d_head.expect("trained"), gradients.get(&w).expect("tracked"))? < 1e-6);
-    let frozen = loss::head_loss(&hidden, &head, &targets, scale, false, &WHOLE)?;
+    let frozen = loss::head_loss(&hidden, head, &targets, scale, false, &WHOLE)?;
     assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
     assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
-    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, &head, &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
+    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, head, &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
-    assert!(relative_l2(&loss::logits(&hidden, &head)?, &logits)? < 1e-6);
+    assert!(relative_l2(&loss::logits(&hidden, head)?, &logits)? < 1e-6);
     Ok(())
 }
 

@@ -178,7 +178,7 @@ mod with_gpus {
             let bench = bench(&more);
             let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
             // Wider than they are made, so that layers have a say in what follows.
-            let weights: ringspan_models::Weights =
+            let weights: ringspan_candle::Weights =
                 weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
             let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
             let prompt: Vec<u32> = (0..BLOCK as u32 - 3).map(|i| i * 7 % 257).collect();

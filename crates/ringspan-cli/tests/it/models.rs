@@ -209,6 +209,17 @@ fn score_refuses_tokens_that_do_not_fit_and_leaves_the_old_result() {
     assert!(refusal(&[good(), ("lengths", Tensor::i32(&[2], &[1, 1]))]).contains("[2]"));
 }
 
+/// The portions of a matrix that is stored as one are gathered, updated and put together apart.
+#[test]
+fn verify_passes_where_matrices_are_stored_as_one() {
+    let bench = bench();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../ringspan-models/tests/fixtures/phi3");
+    for mesh in ["--ring 2 --tp 2", "--tp 3", "--dp-shard 2 --tp 4"] {
+        let (said, _) = succeed(&bench, "verify", &format!("--model {model} {mesh} --sequence-length 21"));
+        assert!(said.contains("PASS"), "{mesh}: {said}");
+    }
+}
+
 #[test]
 fn verify_passes_on_every_mesh() {
     let bench = bench();

@@ -247,7 +247,8 @@ pub(super) fn written(lora: &Lora, base: &Path) -> Value {
     let words = |names: &Names| match names {
         Names::Ends(ends) => json!(ends),
         Names::Matching(pattern) => json!(pattern.as_str()),
-        Names::AllLinear => json!(crate::lora::names::ALL_LINEAR),
+        // A model that has adapters has named its layers.
+        Names::AllLinear | Names::AllButRouters => json!(crate::lora::names::ALL_LINEAR),
     };
     let Layers { targets, excluded, indices, lists } = &lora.layers;
     // The list that is meant where none is named has no name.

@@ -1,7 +1,12 @@
 use super::Config;
-use crate::{Decoder, Unit};
+use crate::Decoder;
 use ringspan::Mask;
+use ringspan_candle::Unit;
 use serde_json::{Value, json};
+
+fn mask(config: &Config, layer: usize) -> Mask {
+    Decoder::new(config.clone()).expect("supported").mask(layer).clone()
+}
 
 fn config(model_type: &str, more: Value) -> Config {
     let mut config = json!({
@@ -22,12 +27,15 @@ fn refused(config: Config, words: &[&str]) {
 
 #[test]
 fn unsupported_kinds_are_refused_with_what_is_possible() {
-    refused(config("mamba", json!({})), &["mamba", "llama, qwen2, qwen3, qwen3_moe, mistral, gemma3_text, gemma3"]);
+    refused(
+        config("mamba", json!({})),
+        &["mamba", "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma2, gemma3_text, glm4"],
+    );
     refused(config("llama", json!({ "hidden_act": "gelu" })), &["gelu", "silu"]);
     for key in ["rope_type", "type"] {
         let rope = |kind: &str| json!({ "rope_scaling": { key: kind, "factor": 4.0 } });
-        refused(config("qwen2", rope("su")), &["su", "default, linear, dynamic, llama3, yarn"]);
-        refused(config("llama", rope("longrope")), &["longrope", "default, linear, dynamic, llama3, yarn"]);
+        refused(config("qwen2", rope("su")), &["su", "default, linear, dynamic, llama3, yarn, longrope"]);
+        refused(config("llama", rope("longrope")), &["longrope", "short_factor", "missing"]);
     }
     refused(config("llama", json!({ "partial_rotary_factor": 0.5 })), &["partial_rotary_factor", "0.5"]);
     let own = json!({ "rope_parameters": { "sliding_attention": { "rope_theta": 1e4 } } });
@@ -111,7 +119,7 @@ fn attention_dropout_is_a_share() {
 #[test]
 fn windows_are_of_the_layers_that_hugging_face_gives_them() {
     let windowed = |window: usize| Mask::causal().window(Some(window - 1), None);
-    let all = |config: &Config| (0..3).map(|layer| config.mask(layer)).collect::<Vec<_>>();
+    let all = |config: &Config| (0..3).map(|layer| mask(config, layer)).collect::<Vec<_>>();
     let causal = vec![Mask::causal(); 3];
 
     assert_eq!(all(&config("mistral", json!({ "sliding_window": 9 }))), vec![windowed(9); 3]);
@@ -160,7 +168,7 @@ fn gemma_layers_are_local_but_every_sixth() {
         all.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
         config("gemma3_text", all)
     };
-    let global = |config: Config| (0..7).filter(|layer| config.mask(*layer) == Mask::causal()).collect::<Vec<_>>();
+    let global = |config: Config| (0..7).filter(|layer| mask(&config, *layer) == Mask::causal()).collect::<Vec<_>>();
     assert_eq!(global(gemma(json!({}))), [5]);
     assert_eq!(global(gemma(json!({ "sliding_window_pattern": 3 }))), [2, 5]);
     assert_eq!(global(gemma(json!({ "_sliding_window_pattern": 4 }))), [3]);
@@ -188,7 +196,7 @@ fn the_text_of_a_model_that_sees_images_is_read() {
     assert_eq!((config.model_type.as_str(), config.hidden_size, config.vocab_size), ("gemma3_text", 2560, 262_208));
     assert_eq!((config.num_attention_heads, config.num_key_value_heads(), config.head_dim()), (8, 4, 256));
     assert!(config.check().is_ok());
-    assert_eq!(config.mask(0), Mask::causal().window(Some(1023), None));
+    assert_eq!(mask(&config, 0), Mask::causal().window(Some(1023), None));
 }
 
 #[test]

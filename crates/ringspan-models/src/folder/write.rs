@@ -1,13 +1,13 @@
 //! Writing a model's folder, one tensor at a time.
 
 use super::{CONFIG, INDEX, SINGLE};
-use crate::architecture::completed;
-use crate::decoder::Weights;
 use crate::error::{Error, Result};
+use crate::registry::completed;
 use crate::tensor_file::TensorFile;
 use candle_core::{DType, Tensor};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
+use ringspan_candle::Weights;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Value, json};

@@ -16,6 +16,8 @@ pub enum Names {
     Matching(Pattern),
     /// All linear layers but the output head.
     AllLinear,
+    /// The same without the routers of experts.
+    AllButRouters,
 }
 
 impl Names {
@@ -29,7 +31,7 @@ impl Names {
         match self {
             Self::Ends(ends) => Ok(ends.iter().any(|end| ends_with(layer, end))),
             Self::Matching(pattern) => pattern.matches(layer),
-            Self::AllLinear => Ok(true),
+            Self::AllLinear | Self::AllButRouters => Ok(true),
         }
     }
 }
@@ -40,6 +42,7 @@ impl fmt::Display for Names {
             Self::Ends(ends) => f.write_str(&ends.join(", ")),
             Self::Matching(pattern) => write!(f, "the layers that match {}", pattern.as_str()),
             Self::AllLinear => f.write_str(ALL_LINEAR),
+            Self::AllButRouters => f.write_str("all linear layers but routers"),
         }
     }
 }

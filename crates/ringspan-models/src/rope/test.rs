@@ -1,19 +1,19 @@
-use super::Rope;
 use crate::Config;
+use ringspan_candle::layers::RotaryEmbedding;
 use serde_json::json;
 
 fn frequencies(rope: serde_json::Value) -> Vec<f64> {
     made(rope).frequencies
 }
 
-fn made(rope: serde_json::Value) -> Rope {
+fn made(rope: serde_json::Value) -> RotaryEmbedding {
     let mut config = json!({
         "model_type": "llama", "vocab_size": 8, "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 1
     });
     config.as_object_mut().expect("an object").extend(rope.as_object().expect("an object").clone());
     let config: Config = serde_json::from_value(config).expect("sizes");
-    Rope::new(&config, config.rope(), 10_000.0).expect("supported")
+    super::of_all_layers(&config).expect("supported")
 }
 
 fn close(a: f64, b: f64) -> bool {

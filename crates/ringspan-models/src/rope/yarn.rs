@@ -1,15 +1,16 @@
 //! YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs are stretched, fast ones kept, scores sharpened.
 
-use super::{Parameters, Rope};
+use super::Parameters;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use ringspan_candle::layers::RotaryEmbedding;
 use std::f64::consts::PI;
 
 /// Stretches the plain frequencies of `rope`, whose base is `theta`.
 ///
 /// # Errors
 /// Numbers that are missing or contradict each other.
-pub(super) fn stretch(rope: &mut Rope, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
+pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
     let original = parameters.original(config)?;
     // Some files give the context before and after instead of their quotient.
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);

@@ -4,7 +4,8 @@ use crate::support::{
     Batch, Spread, assert_equal, fixture, load, on_one_device, on_one_device_dropping, on_ranks, relative_l2,
 };
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, Weights, folder};
+use ringspan_candle::Weights;
+use ringspan_models::{Decoder, folder};
 use serde_json::json;
 
 const SEED: u64 = 5;

@@ -1,8 +1,9 @@
 //! Model folders: what is written comes back, and what is wrong is named.
 
 use candle_core::{DType, Device, Tensor};
+use ringspan_candle::Weights;
 use ringspan_models::folder::{SavedType, Writer};
-use ringspan_models::{Decoder, Weights, folder};
+use ringspan_models::{Decoder, folder};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::fs;

@@ -4,7 +4,7 @@ use crate::support::{Batch, assert_equal, fixture, load, on_mesh, on_one_device,
 use ringspan::LayoutKind;
 use ringspan_models::{Config, Decoder, folder};
 
-const MODELS: [&str; 12] = [
+const MODELS: [&str; 20] = [
     "llama",
     "llama_tied",
     "llama_linear",
@@ -17,6 +17,14 @@ const MODELS: [&str; 12] = [
     "qwen3_moe_balanced",
     "mistral",
     "gemma3",
+    "granite",
+    "mixtral",
+    "gemma2",
+    "olmo2",
+    "smollm3",
+    "glm4",
+    "phi3",
+    "phi3_longrope",
 ];
 const MESHES: [(usize, usize); 6] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)];
 const LAYOUTS: [LayoutKind; 3] = [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(5)];

@@ -5,7 +5,8 @@ use crate::support::{
 };
 use candle_core::{Device, Tensor};
 use ringspan::LayoutKind;
-use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, Weights, adapter, folder};
+use ringspan_candle::Weights;
+use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, adapter, folder};
 use serde_json::{Value, json};
 
 /// A model with PEFT's adapter beside it, the weights of both, and what PEFT computes.
@@ -188,17 +189,25 @@ fn adapters_that_cannot_be_are_refused() {
     };
     says(lora(0, 1.0, &["q_proj"]), &["rank is 0"]);
     says(lora(2, f64::NAN, &["q_proj"]), &["alpha is NaN"]);
-    says(lora(2, 1.0, &[]), &["q_proj, k_proj"]);
-    says(lora(2, 1.0, &["wq"]), &["'wq'", "q_proj"]);
+    says(lora(2, 1.0, &[]), &["no layer", "all-linear"]);
+    says(lora(2, 1.0, &["q_proj", "all-linear"]), &["'all-linear'", "alone"]);
     says(lora(2, 1.0, &["q_proj", "q_proj"]), &["twice"]);
     let dropping = |share| lora(2, 1.0, &["q_proj"]).and_then(|lora| lora.with_dropout(share));
     for share in [-0.1, 1.0, f64::NAN, 0.99999999] {
         says(dropping(share), &["dropout is", &share.to_string(), "below 1"]);
     }
     assert!(dropping(0.0).is_ok() && dropping(0.9999999).is_ok());
-    let (dense, ..) = load("qwen3");
-    let message = dense.with_lora(lora(2, 1.0, &["q_proj", ROUTER]).expect("possible")).expect_err("no experts");
-    assert!(message.to_string().contains("'gate'") && message.to_string().contains("up_proj"), "{message}");
+    for (model, target, possible) in [
+        ("qwen3", ROUTER, "up_proj"),
+        ("llama", "wq", "q_proj"),
+        ("phi3", "q_proj", "qkv_proj"),
+        ("mixtral", "up_proj", "w3"),
+    ] {
+        let (decoder, ..) = load(model);
+        let message = decoder.with_lora(lora(2, 1.0, &[target]).expect("possible")).expect_err("no such layer");
+        let message = message.to_string();
+        assert!(message.contains(&format!("'{target}'")) && message.contains(possible), "{message}");
+    }
 
     let out = tempfile::tempdir().expect("a folder");
     std::fs::copy(

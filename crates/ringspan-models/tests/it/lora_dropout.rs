@@ -3,7 +3,8 @@
 use crate::support::{Answer, Batch, Spread, adapted, assert_equal, on_ranks, relative_l2};
 use candle_core::Tensor;
 use ringspan::LayoutKind;
-use ringspan_models::{Decoder, ROUTER, TARGETS, Weights};
+use ringspan_candle::Weights;
+use ringspan_models::{Decoder, ROUTER, TARGETS};
 
 fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), spread: Spread) -> Answer {
     on_ranks(decoder, weights, batch, LayoutKind::Zigzag, Spread { drops: Some(seed), ..spread })

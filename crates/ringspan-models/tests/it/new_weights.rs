@@ -1,7 +1,8 @@
 //! New weights: what Hugging Face gives a new model, the same for who asks for all and for who asks for a part.
 
 use candle_core::Tensor;
-use ringspan_models::{Decoder, NewWeights, Weights};
+use ringspan_candle::Weights;
+use ringspan_models::{Decoder, NewWeights};
 use serde_json::{Value, json};
 
 fn decoder(more: Value) -> Decoder {

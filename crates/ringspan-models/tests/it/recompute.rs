@@ -8,8 +8,10 @@ use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::attention::Memory;
 use ringspan_candle::experts::{Local, Memory as MixtureMemory};
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Attend, Context, Drops, Expert, Experts, Load, Routing, TensorParallel};
-use ringspan_models::{Keep, Recompute, gradients};
+use ringspan_candle::{
+    Attend, CheckpointPolicy, Context, Drops, Expert, Experts, Load, Recompute, Routing, TensorParallel,
+};
+use ringspan_models::gradients;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -111,7 +113,7 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
         let (decoder, weights, batch, _) = load(name);
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(batch.rows, batch.len), 1).expect("a rank");
         let layout = Arc::new(layout);
-        let differentiate = |keep: Keep| {
+        let differentiate = |keep: CheckpointPolicy| {
             let answers = threads::run(1, Options::default(), |comm| {
                 let run = || {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
@@ -133,9 +135,10 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
             });
             answers.expect("runs").remove(0)
         };
-        let (loss, exact) = differentiate(Keep::default());
+        let (loss, exact) = differentiate(CheckpointPolicy::default());
         for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
-            let (rounded_loss, rounded) = differentiate(Keep { recompute, storage: Storage::Bf16, offload: None });
+            let (rounded_loss, rounded) =
+                differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None });
             assert_eq!(rounded_loss, loss, "{name}, recompute {recompute}");
             let off = |name: &String| relative_l2(&rounded[name], &exact[name]);
             let worst = exact.keys().map(off).fold(0.0, f64::max);
@@ -196,7 +199,7 @@ fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
                     let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(1)).map_err(candle_core::Error::wrap)?);
                     let context = Context::new(group, layout.clone(), Strategy::Ring)?.with_experts(noting.clone());
                     let (tokens, targets) = (&batch.tokens, &batch.targets());
-                    let keep = Keep { recompute, storage, offload: None };
+                    let keep = CheckpointPolicy { recompute, storage, offload: None };
                     let mut drop = |_, _| Ok(());
                     gradients::loss_and_gradients(&decoder, &weights, tokens, targets, 1.0, keep, &context, &mut drop)
                 };

@@ -5,8 +5,8 @@ use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Drops, Experts, TensorParallel};
-use ringspan_models::{Decoder, Error, Recompute, Unit, Weights, gradients};
+use ringspan_candle::{Attend, Drops, Experts, Recompute, TensorParallel, Unit, Weights};
+use ringspan_models::{Decoder, Error, gradients};
 
 /// Attention that looks at nothing.
 struct Values(Vec<usize>);

@@ -2,16 +2,32 @@
 
 use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
 use ringspan::LayoutKind;
-use ringspan_models::{Heads, TARGETS};
+use ringspan_models::TARGETS;
 
 /// Every model, with fewer key-value heads than ranks, with as many, with biases, tied heads, norms after layers.
 #[test]
 fn layers_spread_over_ranks_equal_hugging_face() {
-    let models = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "qwen3_moe", "qwen3_moe_balanced"];
+    let models = [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma3",
+        "qwen3_moe",
+        "qwen3_moe_balanced",
+        "granite",
+        "mixtral",
+        "gemma2",
+        "olmo2",
+        "smollm3",
+        "glm4",
+        "phi3",
+        "phi3_longrope",
+    ];
     for name in models {
         let (decoder, weights, batch, wanted) = load(name);
         for (ring, ulysses, tp) in [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2)] {
-            let most = Heads::new(decoder.config(), (0, tp)).map_or(0, |heads| heads.queries.len());
+            let most = decoder.heads((0, tp)).map_or(0, |heads| heads.queries.len());
             if most < ulysses {
                 continue;
             }

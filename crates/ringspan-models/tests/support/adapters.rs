@@ -2,7 +2,8 @@
 
 use super::{Batch, load};
 use candle_core::Tensor;
-use ringspan_models::{Decoder, Lora, Weights};
+use ringspan_candle::Weights;
+use ringspan_models::{Decoder, Lora};
 
 /// The model of a fixture with adapters beside these layers, both of whose matrices are there; with dropout where asked.
 pub(crate) fn adapted(name: &str, targets: &[&str], dropout: f64) -> (Decoder, Weights, Batch) {

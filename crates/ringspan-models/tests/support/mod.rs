@@ -12,10 +12,11 @@ use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::kept::Storage;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, Drops, ExpertParallel, Experts, TensorParallel, loss};
-use ringspan_models::{
-    Balanced, Decoder, Error, Keep, Parameters, Place, Portion, Recompute, Unit, Weights, folder, gradients,
+use ringspan_candle::{
+    Attend, Balanced, CheckpointPolicy, Context, Drops, ExpertParallel, Experts, ParallelRank, Portion, Recompute,
+    TensorParallel, Unit, Weights, loss,
 };
+use ringspan_models::{Decoder, Error, Parameters, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -103,7 +104,11 @@ impl Attend for Dense<'_> {
                 x.broadcast_as((heads, times, len, dim))?.contiguous()?.reshape((heads * times, len, dim))
             };
             let (q, k, v) = (heads(q, 1)?, heads(k, groups)?, heads(v, groups)?);
-            let scores = (q.matmul(&k.transpose(1, 2)?)? * f64::from(score.scale))?.broadcast_add(&bias)?;
+            let mut scores = (q.matmul(&k.transpose(1, 2)?)? * f64::from(score.scale))?;
+            if let Some(cap) = score.softcap.map(f64::from) {
+                scores = ((scores / cap)?.tanh()? * cap)?;
+            }
+            let scores = scores.broadcast_add(&bias)?;
             let exponentials = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
             let mut weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
             if let Some(dropout) = score.dropout {
@@ -196,9 +201,9 @@ impl Spread {
         self.ring * self.ulysses * self.tp
     }
 
-    fn place(&self, rank: usize) -> Place {
+    fn parallel_rank(&self, rank: usize) -> ParallelRank {
         let Self { tp, ep, moe_tp, .. } = *self;
-        Place { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) }
+        ParallelRank { tp: (rank % tp, tp), ep: (rank / moe_tp % ep, ep), moe_tp: (rank % moe_tp, moe_tp) }
     }
 }
 
@@ -265,7 +270,7 @@ pub(crate) fn on_ranks(
                 Some(seed) => context.with_drops(Drops::new(seed, numbers)),
                 None => context,
             };
-            let place = spread.place(rank);
+            let place = spread.parallel_rank(rank);
             let own_weights = portions_of(decoder, weights, place)?;
             let shard = |all: &[u32]| layout.shard(rank / tp, all, 1).map_err(candle_core::Error::wrap);
             let (tokens, targets) = (shard(&batch.tokens)?, shard(&batch.targets())?);
@@ -290,15 +295,19 @@ pub(crate) fn on_ranks(
 }
 
 /// The portions of whole weights that the rank at `place` holds.
-fn portions_of(decoder: &Decoder, weights: &Weights, place: Place) -> Result<Weights, Error> {
+fn portions_of(decoder: &Decoder, weights: &Weights, place: ParallelRank) -> Result<Weights, Error> {
     let mut own = Weights::new();
     for unit in decoder.units() {
-        for Portion { name, whole, rows, columns, .. } in decoder.portions(unit, place)? {
+        for Portion { name, whole, rows, columns, stacked_at, .. } in decoder.portions(unit, place)? {
             let mut part = weights[&name].narrow(0, rows.start, rows.len())?;
             if whole.len() > 1 {
                 part = part.narrow(1, columns.start, columns.len())?;
             }
-            own.insert(name, part.contiguous()?);
+            let part = match stacked_at.filter(|row| *row > 0) {
+                Some(_) => Tensor::cat(&[&own[&name], &part], 0)?,
+                None => part.contiguous()?,
+            };
+            own.insert(name, part);
         }
     }
     Ok(own)
@@ -319,21 +328,25 @@ fn add_logits(decoder: &Decoder, layout: &Layout, (rank, of): (usize, &Context),
 /// Adds what a rank has to the gradients of the whole parameters.
 fn add_gradients(
     decoder: &Decoder,
-    place: Place,
+    place: ParallelRank,
     mut own: BTreeMap<String, Vec<f32>>,
     sums: &mut BTreeMap<String, Vec<f32>>,
 ) -> Result<(), Error> {
+    let mut taken = BTreeSet::new();
     for unit in decoder.units() {
         for portion in decoder.portions(unit, place)?.iter().filter(|portion| decoder.trains(&portion.name)) {
             let (values, width) =
-                (own.remove(&portion.name).expect("every parameter has a gradient"), portion.columns.len());
+                (own.get(&portion.name).expect("every parameter has a gradient"), portion.columns.len());
+            taken.insert(portion.name.clone());
             let sum = sums.get_mut(&portion.name).expect("a known name");
-            for (row, values) in portion.rows.clone().zip(values.chunks_exact(width)) {
+            let values = values.chunks_exact(width).skip(portion.stacked_at.unwrap_or(0));
+            for (row, values) in portion.rows.clone().zip(values) {
                 let at = row * portion.width() + portion.columns.start;
                 sum[at..at + width].iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
             }
         }
     }
+    own.retain(|name, _| !taken.contains(name));
     assert!(own.is_empty(), "gradients of nothing: {:?}", own.keys());
     Ok(())
 }
@@ -353,8 +366,8 @@ fn local(
         x = decoder.layer(weights, index, &x, attend)?;
     }
     let hidden = shared.gather(&decoder.norm(weights, &x)?, tokens.len())?;
-    let logits = loss::logits(&hidden, &decoder.head(weights)?)?.flatten_all()?.to_vec1()?;
-    let differentiate = |keep: Keep| {
+    let logits = decoder.model().head().logits(&hidden, weights)?.flatten_all()?.to_vec1()?;
+    let differentiate = |keep: CheckpointPolicy| {
         let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
         let scale = 1.0 / valid as f32;
         let mut take = |unit, of_unit: gradients::Gradients| {
@@ -373,14 +386,15 @@ fn local(
         let nll = gradients::loss_and_gradients(decoder, &own, tokens, targets, scale, keep, attend, &mut take)?;
         Ok::<_, Error>((nll, gradients, order))
     };
-    let one = differentiate(Keep::default())?;
+    let one = differentiate(CheckpointPolicy::default())?;
     // Routers that are kept even serve one pass.
     if decoder.config().router_aux_loss().is_none() {
         for recompute in [Recompute::Full, Recompute::Nothing] {
             assert!(differentiate(recompute.into())? == one, "recompute {recompute} gives other gradients");
         }
         for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
-            let (nll, rounded, _) = differentiate(Keep { recompute, storage: Storage::Bf16, offload: None })?;
+            let (nll, rounded, _) =
+                differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
             // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
             let all =

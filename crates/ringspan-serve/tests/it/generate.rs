@@ -59,6 +59,20 @@ fn every_kind_of_layer_decodes_as_it_reads() {
     }
 }
 
+/// Factors and caps on logits, layers without positions, heads that turn in part, and projections that are stored as one.
+#[test]
+fn every_family_decodes_as_it_reads() {
+    for name in ["granite", "mixtral", "gemma2", "olmo2", "smollm3", "glm4", "phi3", "phi3_longrope"] {
+        let model = of_fixture(name);
+        let prompt: Vec<u32> = tokens(23, 5).into_iter().map(|token| token % 96).collect();
+        let expected = recomputed(&model, &prompt, 14);
+        assert!(expected.iter().collect::<std::collections::BTreeSet<_>>().len() > 1, "{name}: {expected:?}");
+        for place in [(1, 1), (3, 1), (2, 2)] {
+            assert_eq!(run(&model, place, &prompt, &options(14))[0].tokens, expected, "{name}, {place:?}");
+        }
+    }
+}
+
 /// A cached key cannot be turned again, so the base of the final length is taken from the first token on.
 #[test]
 fn a_base_that_depends_on_the_length_is_that_of_the_whole_text() {

@@ -2,10 +2,11 @@
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
 use ringspan::{Documents, Group, Layout, LayoutKind, Strategy};
-use ringspan_candle::{Context, loss};
-use ringspan_models::{Config, Decoder};
+use ringspan_candle::Context;
+use ringspan_models::{Config, Decoder, folder};
 use ringspan_serve::{Generation, Mesh, Model, Options, Result, Sampling, generate};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 
 pub const VOCABULARY: usize = 97;
@@ -47,6 +48,13 @@ pub fn gemma3() -> Model {
 pub fn dynamic(trained: usize) -> Model {
     let rope = serde_json::json!({ "rope_type": "dynamic", "factor": 4.0 });
     model(serde_json::json!({ "model_type": "llama", "max_position_embeddings": trained, "rope_scaling": rope }))
+}
+
+/// The tiny model of a family that is compared with Hugging Face's.
+pub fn of_fixture(name: &str) -> Model {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
+    let (config, weights) = folder::load(&fixtures.join(name)).expect("the fixture");
+    Model::new(Decoder::new(config).expect("supported"), weights).expect("an embedding")
 }
 
 fn model(more: serde_json::Value) -> Model {
@@ -100,7 +108,7 @@ fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>>
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
         let context = Context::new(group, Arc::new(layout), Strategy::Ring)?.growing_to(length);
         let hidden = model.decoder().norm(model.weights(0), &model.hidden(0, tokens, &context)?)?;
-        Ok(loss::logits(&hidden, &model.decoder().head(model.weights(0))?)?.to_vec2()?)
+        Ok(model.decoder().model().head().logits(&hidden, model.weights(0))?.to_vec2()?)
     };
     Mesh::single().run(work).expect("one rank").remove(0)
 }

@@ -15,8 +15,8 @@ use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, cotangent, loss, pool};
-use ringspan_models::{Config, Recompute};
+use ringspan_candle::{Attend, Context, Recompute, cotangent, loss, pool};
+use ringspan_models::Config;
 use ringspan_train::{Method, Optimizer, Update};
 use std::sync::Arc;
 
@@ -173,7 +173,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
     let targets: Vec<u32> = (0..tokens).map(|token| (token % vocabulary) as u32).collect();
     clock.part("loss", 1.0, 3.0 * product(vocabulary, hidden), || {
-        Ok(loss::head_loss(&x, &head, &targets, 1.0, true, &WHOLE).map(drop)?)
+        Ok(loss::head_loss(&x, head.as_tensor(), &targets, 1.0, true, &WHOLE).map(drop)?)
     })?;
 
     let scale = random(&[hidden])?;

@@ -130,17 +130,38 @@ impl Columns {
     }
 }
 
+/// Stands before the number of a slice, where a file has several of one tensor.
+const NUMBER: char = '#';
+
+/// The names of slices in a file: those of their tensors, with a number from the second slice of a tensor on.
+fn keys(slices: &[Slice]) -> Vec<String> {
+    let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
+    let key = |slice: &'_ Slice, before: usize| match before {
+        0 => slice.name.clone(),
+        _ => format!("{}{NUMBER}{before}", slice.name),
+    };
+    slices
+        .iter()
+        .map(|slice| {
+            let count = seen.entry(&slice.name).or_default();
+            *count += 1;
+            key(slice, *count - 1)
+        })
+        .collect()
+}
+
 /// Writes slices to a file, one at a time: saving needs no second copy of a model.
 pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Result<()> {
     let mut header = serde_json::Map::new();
     let begins = |slice: &'_ Slice| Region::words(slice.columns.as_ref(), slice.start);
-    let starts: BTreeMap<&str, String> = slices.iter().map(|slice| (&*slice.name, begins(slice))).collect();
+    let keys = keys(slices);
+    let starts: BTreeMap<&str, String> = keys.iter().map(String::as_str).zip(slices.iter().map(begins)).collect();
     header.insert("__metadata__".into(), serde_json::json!(starts));
     let mut end = 0;
-    for Slice { name, values, .. } in slices {
+    for (key, Slice { values, .. }) in keys.iter().zip(slices) {
         let (start, len) = (end, (**values).as_ref().len());
         end += len * 4;
-        header.insert(name.clone(), serde_json::json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]}));
+        header.insert(key.clone(), serde_json::json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]}));
     }
     let mut header = serde_json::Value::Object(header).to_string().into_bytes();
     // The format wants the data aligned to 8 bytes and allows spaces behind the header.
@@ -205,7 +226,8 @@ impl Tensors {
                 return Err(damaged(&format!("it does not say where its slice of `{name}` begins")));
             };
             let stored = Stored { region, file: self.files.len(), at: data + *from as u64 };
-            self.slices.entry(name).or_default().push(stored);
+            let tensor = name.split(NUMBER).next().unwrap_or_default().to_owned();
+            self.slices.entry(tensor).or_default().push(stored);
         }
         self.files.push((path, Mutex::new(file)));
         Ok(())
@@ -296,6 +318,19 @@ mod tests {
             let words = Region::words(a.columns.as_ref(), a.elements.start);
             prop_assert_eq!(Region::parse(&words, a.elements.len()), Some(a));
         }
+    }
+
+    #[test]
+    fn several_slices_of_a_tensor_are_read_as_one() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("shard");
+        let slice =
+            |start: usize, values: Vec<f32>| Slice { name: "w".into(), columns: None, start, values: Arc::new(values) };
+        write(&super::super::Disk, &path, &[slice(3, vec![3.0, 4.0]), slice(0, vec![0.0, 1.0, 2.0])]).expect("written");
+        let tensors = Tensors::open(vec![path]).expect("read");
+        assert_eq!((tensors.names().collect::<Vec<_>>(), tensors.len("w")), (vec!["w"], Some(5)));
+        let all = tensors.read("w", &Region { columns: None, elements: 0..5 }).expect("all of it");
+        assert_eq!(all, [0.0, 1.0, 2.0, 3.0, 4.0]);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::{
     optimizer::{Method, OptimizerKind},
     settings::Settings,
 };
-use ringspan_models::{Lora, Names, TARGETS, adapter};
+use ringspan_models::{Lora, Names, adapter};
 use std::fmt::Display;
 use std::path::Path;
 
@@ -69,7 +69,7 @@ fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
                 own.sort();
                 own == given
             }
-            Names::AllLinear => given == ["all-linear"],
+            Names::AllLinear | Names::AllButRouters => given == ["all-linear"],
             Names::Matching(_) => false,
         };
         if !same {
@@ -103,11 +103,11 @@ fn new_lora(s: &Settings) -> Result<Option<Lora>> {
     if s.model.is_none() {
         return Err(Error::Settings("--lora-rank trains adapters beside a model: name one with --model".into()));
     }
-    let targets = match &s.lora_targets {
-        Some(names) => targets(names),
-        None => TARGETS.map(str::to_owned).to_vec(),
+    let alpha = s.lora_alpha.unwrap_or(2.0 * rank as f64);
+    let lora = match &s.lora_targets {
+        Some(names) => Lora::new(rank, alpha, targets(names)),
+        None => Lora::of_all_layers(rank, alpha),
     };
-    let lora = Lora::new(rank, s.lora_alpha.unwrap_or(2.0 * rank as f64), targets);
     let lora = lora.and_then(|lora| lora.with_dropout(s.lora_dropout.unwrap_or(0.0)));
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
 }

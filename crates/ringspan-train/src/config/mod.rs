@@ -15,8 +15,8 @@ use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{DeviceName, Precision};
-use ringspan_models::{Lora, Recompute, RopeScaling, folder::SavedType};
+use ringspan_candle::{DeviceName, Precision, Recompute};
+use ringspan_models::{Lora, RopeScaling, folder::SavedType};
 pub use source::{Source, TextSource};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 

@@ -10,8 +10,7 @@ use crate::{
     settings::Settings,
 };
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{DeviceName, Precision};
-use ringspan_models::Recompute;
+use ringspan_candle::{DeviceName, Precision, Recompute};
 use std::time::Duration;
 
 impl TrainConfig {

@@ -90,7 +90,7 @@ fn a_contradiction_or_a_number_out_of_range_is_refused_with_the_numbers() {
     refused("model = 'm'\nrope-scaling = 'yarn'", &["--rope-scaling", "yarn:4"]);
     refused("rope-scaling = 'yarn:2'", &["--rope-scaling has no effect", "--model"]);
     refused("model = 'm'\nlora-rank = 0", &["rank is 0"]);
-    refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, wk'", &["'wk'", "q_proj, k_proj"]);
+    refused("model = 'm'\nlora-rank = 4\nlora-targets = 'q_proj, q_proj'", &["'q_proj'", "twice"]);
     refused("model = 'm'\nlora-rank = 4\nlora-dropout = 1.0", &["dropout is 1", "below 1"]);
     refused("steps = 5\nwarmup = 5", &["--warmup 5", "--steps 5", "at most 4"]);
     refused("sequence-length = 1", &["is 1", "at least 2"]);

@@ -4,7 +4,7 @@
 //! width.
 
 use crate::setup::Setup;
-use ringspan_models::Place;
+use ringspan_candle::ParallelRank;
 
 /// The experts of a model, as a rank sees them.
 #[derive(Debug, Clone, Copy)]
@@ -30,9 +30,9 @@ pub(super) struct Experts {
 impl Experts {
     /// None where no layer has any.
     pub(super) fn new(setup: &Setup) -> Option<Self> {
-        let (decoder, Place { ep: (_, ep), moe_tp: (_, width_ranks), .. }) = (&setup.decoder, setup.mesh.place(0));
-        let gate = |name: &str| name.contains(".experts.") && name.ends_with("gate_proj.weight");
-        let wide = setup.shapes.iter().find(|(name, _)| gate(name)).and_then(|(_, shape)| shape.first().copied())?;
+        let (decoder, ParallelRank { ep: (_, ep), moe_tp: (_, width_ranks), .. }) =
+            (&setup.decoder, setup.mesh.parallel_rank(0));
+        let wide = decoder.mixture()?.width();
         let layers = 0..decoder.config().num_hidden_layers;
         Some(Self {
             layers: layers.filter(|layer| decoder.is_sparse(*layer)).count() as u64,
@@ -42,7 +42,7 @@ impl Experts {
             ep: ep as u64,
             width_ranks: width_ranks as u64,
             has_adapters: decoder.lora().is_some(),
-            router_adapted: setup.shapes.keys().any(|name| name.contains(".mlp.gate.lora_")),
+            router_adapted: decoder.linear_layers().any(|it| it.is_router && decoder.adapter(&it.name).is_some()),
             dropping: decoder.lora().is_some_and(|lora| lora.dropout > 0.0),
         })
     }

@@ -6,8 +6,7 @@ use crate::{
     error::Result,
     observer::grouped,
 };
-use ringspan_candle::{Precision, offload};
-use ringspan_models::Recompute;
+use ringspan_candle::{Precision, Recompute, offload};
 
 /// Sequence lengths that are proposed are multiples of this.
 const STEP: u64 = 256;

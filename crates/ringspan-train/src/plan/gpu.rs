@@ -9,8 +9,7 @@ use super::{
     shape::Shape,
 };
 use crate::error::Result;
-use ringspan_candle::{kept::Storage, loss, offload};
-use ringspan_models::Recompute;
+use ringspan_candle::{Recompute, kept::Storage, loss, offload};
 
 /// Bytes of a number in f32.
 const WIDE: u64 = 4;

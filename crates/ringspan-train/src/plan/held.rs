@@ -1,7 +1,8 @@
 //! The parameters of the rank that has most of them, in numbers.
 
 use crate::{error::Result, setup::Setup};
-use ringspan_models::{Config, Place, Unit};
+use ringspan_candle::{ParallelRank, Unit};
+use ringspan_models::Config;
 use std::collections::BTreeSet;
 
 /// Of a rank: a portion is what it computes with, a shard what it keeps.
@@ -31,10 +32,10 @@ pub(super) struct Held {
 
 impl Held {
     pub(super) fn new(setup: &Setup, model: &Config) -> Result<Self> {
-        let mut seen: BTreeSet<Place> = BTreeSet::new();
+        let mut seen: BTreeSet<ParallelRank> = BTreeSet::new();
         let mut most = Self::default();
         // Ranks at the same place have the same, to within a number.
-        for (rank, _) in setup.mesh.places().iter().enumerate().filter(|(_, place)| seen.insert(**place)) {
+        for (rank, _) in setup.mesh.parallel_ranks().iter().enumerate().filter(|(_, place)| seen.insert(**place)) {
             most = most.max(Self::of(rank, setup, model)?);
         }
         Ok(most)

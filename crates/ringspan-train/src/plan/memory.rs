@@ -7,8 +7,7 @@
 use super::shape::Shape;
 use crate::error::Result;
 use ringspan::Strategy;
-use ringspan_candle::{gated_mlp, kept::Storage, loss};
-use ringspan_models::Recompute;
+use ringspan_candle::{Recompute, gated_mlp, kept::Storage, loss};
 
 /// Bytes that a rank holds of each token of the whole batch: tokens and targets, as they are and as they are dealt.
 pub(super) const OF_BATCH: u64 = 24;

@@ -20,8 +20,8 @@ use crate::{
 };
 use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
-use ringspan_candle::{DeviceName, room::Room};
-use ringspan_models::{Beyond, Config, Place, adapter};
+use ringspan_candle::{DeviceName, ParallelRank, room::Room};
+use ringspan_models::{Beyond, Config, Decoder, adapter};
 use shape::Shape;
 use std::fmt;
 
@@ -122,7 +122,7 @@ impl Plan {
             device => format!(", on {device} in {}", config.dtype),
         };
         plan.mesh = format!("{axes} = {} {place}, {threads} each{device}", config.ranks());
-        let Place { ep: (_, ep), moe_tp: (_, moe_tp), .. } = setup.mesh.place(0);
+        let ParallelRank { ep: (_, ep), moe_tp: (_, moe_tp), .. } = setup.mesh.parallel_rank(0);
         if ep * moe_tp > 1 {
             let copies = config.ranks() / (ep * moe_tp);
             plan.mesh += &format!("; experts by moe_dp {copies} x ep {ep} x moe_tp {moe_tp}");
@@ -143,7 +143,7 @@ impl Plan {
             let of_rank = |rank| layout.tokens(rank);
             plan.tokens_per_rank.extend((0..cp).flat_map(|rank| std::iter::repeat_n(of_rank(rank), config.tp)));
             if replica == 0 {
-                let schedules = layer_schedules(config, model, &layout)?;
+                let schedules = layer_schedules(config, &setup.decoder, &layout)?;
                 first = Some((layout, schedules));
             }
         }
@@ -356,14 +356,14 @@ struct LayerSchedule {
     layers: u64,
 }
 
-fn layer_schedules(config: &TrainConfig, model: &Config, layout: &Layout) -> Result<Vec<LayerSchedule>> {
+fn layer_schedules(config: &TrainConfig, decoder: &Decoder, layout: &Layout) -> Result<Vec<LayerSchedule>> {
     let mut all: Vec<LayerSchedule> = Vec::new();
-    for mask in (0..model.num_hidden_layers).map(|layer| model.mask(layer)) {
-        if let Some(same) = all.iter_mut().find(|other| *other.schedule.mask() == mask) {
+    for mask in (0..decoder.config().num_hidden_layers).map(|layer| decoder.mask(layer)) {
+        if let Some(same) = all.iter_mut().find(|other| other.schedule.mask() == mask) {
             same.layers += 1;
             continue;
         }
-        let schedule = Schedule::new(config.strategy, layout, layout, &mask, (config.ring, config.ulysses))?;
+        let schedule = Schedule::new(config.strategy, layout, layout, mask, (config.ring, config.ulysses))?;
         all.push(LayerSchedule { schedule, layers: 1 });
     }
     Ok(all)

@@ -9,8 +9,8 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
-use ringspan_candle::{DeviceName, Precision, kept::Storage};
-use ringspan_models::{Config, Heads, Recompute, TARGETS};
+use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, kept::Storage};
+use ringspan_models::Config;
 
 /// Of the rank that has most of each.
 #[derive(Clone)]
@@ -58,41 +58,34 @@ impl Shape {
         let held = Held::new(setup, model)?;
         let tp = config.tp;
         // Shares are equal to within one, and one of them has the most of everything that is dealt.
-        let of = |rank| Heads::new(model, (rank, tp)).map_err(model_error);
-        let heads = (0..tp).map(of).collect::<Result<Vec<_>>>()?.into_iter().max_by_key(|heads| heads.queries.len());
-        let heads = heads
-            .unwrap_or(Heads { queries: 0..model.num_attention_heads, key_values: 0..model.num_key_value_heads() });
+        let of = |rank| setup.decoder.heads((rank, tp)).map_err(model_error);
+        let of_ranks = (0..tp).map(of).collect::<Result<Vec<_>>>()?;
+        let fullest = (0..tp).max_by_key(|rank| of_ranks[*rank].queries.len()).unwrap_or(0);
+        let heads = of_ranks[fullest].clone();
         let experts = Experts::new(setup);
         let layers = model.num_hidden_layers as u64;
         let dense = experts.is_none_or(|experts| experts.layers < layers);
         let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
-        let input = |target: &str| match target {
-            "o_proj" => [heads.queries.len() * model.head_dim(), 0],
-            "down_proj" => [0, feed_forward],
-            "gate_proj" | "up_proj" => [0, model.hidden_size],
-            _ => [model.hidden_size, 0],
-        };
-        let output = |target: &str| match target {
-            "q_proj" => heads.queries.len() * model.head_dim(),
-            "k_proj" | "v_proj" => heads.key_values.len() * model.head_dim(),
-            "o_proj" => model.hidden_size,
-            _ => 0,
-        };
-        // Some layers may have more adapters than others.
         let decoder = &setup.decoder;
-        let most_of_layers = |numbers: &dyn Fn(&str) -> usize| {
-            let of_layer = |index: usize| -> usize {
-                let linear = |(block, name): (&str, &str)| {
-                    decoder.adapter(&format!("model.layers.{index}.{block}.{name}")).map_or(0, |_| numbers(name))
-                };
-                TARGETS.map(|name| [("self_attn", name), ("mlp", name)]).into_iter().flatten().map(linear).sum()
+        // Some layers may have more adapters than others, and the rank with most heads has most of their inputs and outputs.
+        let fullest = ParallelRank { tp: (fullest, tp), ..ParallelRank::default() };
+        let most_of_layers = |of_attention: bool, numbers: &dyn Fn([usize; 2]) -> usize| -> Result<usize> {
+            let of_layer = |index: usize| -> Result<usize> {
+                let mut sum = 0;
+                for linear in decoder.linear_layers_of(Unit::Layer(index)) {
+                    let beside = linear.name.contains(".self_attn.") == of_attention && !linear.is_of_experts();
+                    if beside && decoder.adapter(&linear.name).is_some() {
+                        sum += numbers(linear.sizes_on(fullest).map_err(model_error)?);
+                    }
+                }
+                Ok(sum)
             };
-            (0..model.num_hidden_layers).map(of_layer).max().unwrap_or(0)
+            (0..model.num_hidden_layers).try_fold(0, |most, index| Ok(most.max(of_layer(index)?)))
         };
-        let adapted = most_of_layers(&output);
+        let adapted = most_of_layers(true, &|[outputs, _]| outputs)?;
         let drops = decoder.lora().is_some_and(|lora| lora.dropout > 0.0);
-        let [dropped, feed_forward_dropped] =
-            [0, 1].map(|part| if drops { most_of_layers(&|name| input(name)[part]) } else { 0 });
+        let inputs = |of_attention| if drops { most_of_layers(of_attention, &|[_, inputs]| inputs) } else { Ok(0) };
+        let (dropped, feed_forward_dropped) = (inputs(true)?, inputs(false)?);
         let state = Optimizer::state_bytes(&config.method, held.trained as usize) as u64;
         Ok(Self {
             held,

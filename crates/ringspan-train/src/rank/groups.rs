@@ -30,7 +30,7 @@ impl Groups {
             Ok(world.split(color, key)?)
         };
         let cp = Group::new(split("cp")?, (config.ring, config.ulysses), device.kernel(config.threads)?)?;
-        let place = mesh.place(world.rank());
+        let place = mesh.parallel_rank(world.rank());
         let experts: Arc<dyn Experts + Send + Sync> = match place.ep.1 * place.moe_tp.1 {
             1 => Arc::new(Local),
             _ => Arc::new(ExpertParallel::new(experts, split("moe_ep")?, split("moe_tp")?)?),

@@ -9,7 +9,6 @@ use ringspan::{
     schedule::HeadShare,
 };
 use ringspan_candle::{RankDevice, context::Context, peak};
-use ringspan_models::Heads;
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -66,12 +65,12 @@ impl Meter {
     /// A micro-batch is computed with this.
     pub(super) fn add(&mut self, setup: &Setup, context: &Context) -> Result<()> {
         let (model, group) = (setup.decoder.config(), context.group());
-        let heads = Heads::new(model, setup.mesh.place(self.timed.rank()).tp).map_err(model_error)?;
+        let heads = setup.decoder.heads(setup.mesh.parallel_rank(self.timed.rank()).tp).map_err(model_error)?;
         let shares = HeadShare::all(heads.queries.len(), heads.key_values.len(), group.grid())?;
         let (_, ulysses) = group.grid().place(group.rank());
         let heads = shares.get(ulysses).map_or(0, |share| share.query.len()) as f64;
         for layer in 0..model.num_hidden_layers {
-            self.pairs += heads * context.schedule(&model.mask(layer))?.pairs(group.rank()) as f64;
+            self.pairs += heads * context.schedule(setup.decoder.mask(layer))?.pairs(group.rank()) as f64;
         }
         Ok(())
     }

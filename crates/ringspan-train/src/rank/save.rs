@@ -60,8 +60,12 @@ impl Rank<'_> {
     fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
         for piece in self.shards.kept() {
-            let state = self.optimizer.state_of(&piece.portion.name);
-            slices.extend(state.map(|(name, values)| piece.slice(name.clone(), values.clone())));
+            // Several portions of a parameter have a state each, and are pieces of one tensor in the checkpoint.
+            let key = piece.portion.key();
+            slices.extend(self.optimizer.state_of(&key).map(|(name, values)| {
+                let kind = name.strip_suffix(&*key).unwrap_or(name);
+                piece.slice(format!("{kind}{}", piece.portion.name), values.clone())
+            }));
         }
         let (checkpoints, ranks) = (self.checkpoints.clone(), self.writers.len());
         let name = format!("rank-{}-saving", self.world.rank());

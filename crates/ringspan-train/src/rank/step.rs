@@ -16,8 +16,10 @@ use ringspan::{
     Layout,
     comm::{Buffer, Communicator, numbers},
 };
-use ringspan_candle::{Drops, Experts, Load, context::Context, loss, tensor_parallel};
-use ringspan_models::{Balanced, Keep, Place, Unit, gradients};
+use ringspan_candle::{
+    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, Unit, Weights, context::Context, tensor_parallel,
+};
+use ringspan_models::gradients;
 use std::sync::{Arc, Mutex};
 
 /// This rank's tokens of a batch.
@@ -71,7 +73,7 @@ impl Rank<'_> {
                 &local.tokens,
                 &local.targets,
                 scale,
-                Keep {
+                CheckpointPolicy {
                     recompute: self.config.recompute,
                     storage: self.config.activations,
                     offload: self.offload.as_ref(),
@@ -107,7 +109,7 @@ impl Rank<'_> {
         self.shards.update(gradients, |piece, values, gradient| {
             // Biases and norms are vectors: pulling them to 0 regularises nothing.
             let decays = piece.portion.whole.len() > 1;
-            optimizer.update(&piece.portion.name, Update { step, lr, scale: clip, decays }, values, gradient)
+            optimizer.update(&piece.portion.key(), Update { step, lr, scale: clip, decays }, values, gradient)
         })?;
         Ok(norm)
     }
@@ -184,25 +186,25 @@ impl Rank<'_> {
         Ok(Part { tokens, targets, context })
     }
 
-    /// Of this rank's tokens `[T, C]`, behind the last norm, with the output head.
-    fn last(&self, local: &Part) -> Result<(Tensor, Tensor)> {
+    /// Hidden states of this rank's tokens `[T, C]` behind the last norm, and the parameters of the output head.
+    fn last(&self, local: &Part) -> Result<(Tensor, Weights)> {
         let decoder = &self.setup.decoder;
         let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
         let head = decoder.head_parameters(&self.shards).map_err(model_error)?;
         let last = decoder.norm(&head, &last).map_err(model_error)?;
         let last = self.groups.tensor.gather(&last, local.tokens.len())?;
-        Ok((last, decoder.head(&head).map_err(model_error)?))
+        Ok((last, head))
     }
 
     /// The logits of a batch `[B * S, V]`, 0 in padding: of all ranks, on each.
     pub(crate) fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         let local = self.local(batch)?;
         let (last, head) = self.last(&local)?;
-        let own = loss::logits(&last, &head)?.flatten_all()?.to_vec1()?;
+        let own = self.setup.decoder.model().head().logits(&last, &head)?.flatten_all()?.to_vec1()?;
         let vocabulary = self.setup.decoder.config().vocab_size;
         let mut logits = vec![0.0; batch.tokens.len() * vocabulary];
         for (rank, of_rank) in self.world.all_gather(Buffer::F32(own))?.iter().enumerate() {
-            let Place { tp: (at, ranks), .. } = self.setup.mesh.place(rank);
+            let ParallelRank { tp: (at, ranks), .. } = self.setup.mesh.parallel_rank(rank);
             let known = tensor_parallel::part(vocabulary, at, ranks);
             let (index, part) = self.part(batch, rank)?;
             let layout = self.layout(&part)?;
@@ -245,7 +247,8 @@ impl Rank<'_> {
             targets += batch.valid_targets();
             let local = self.local(&batch)?;
             let (last, head) = self.last(&local)?;
-            let log_probs = loss::log_probs(&last, &head, &local.targets, &self.groups.tensor)?;
+            let output = self.setup.decoder.model().head();
+            let log_probs = output.log_probs(&last, &local.targets, &head, &self.groups.tensor)?;
             nll -= log_probs.iter().map(|&x| f64::from(x)).sum::<f64>();
         }
         if targets == 0 {

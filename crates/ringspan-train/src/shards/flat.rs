@@ -4,8 +4,8 @@ use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
     error::{Error, Result},
 };
+use ringspan_candle::Portion;
 use ringspan_candle::transfers::{Download, Parameter};
-use ringspan_models::Portion;
 use std::ops::Range;
 
 /// Portions of a unit's parameters as one row of numbers. Shards are the same size to within one number: nothing has to
@@ -130,8 +130,8 @@ impl Flat {
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions, by their names, from the shards of all ranks.
-    pub(crate) fn whole<'a>(&'a self, shards: &[&'a [f32]]) -> Result<Vec<(&'a str, Parameter<'a>)>> {
+    /// The portions from the shards of all ranks.
+    pub(crate) fn whole<'a, 's>(&'a self, shards: &[&'s [f32]]) -> Result<Vec<(&'a Portion, Parameter<'s>)>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
             if shard.len() != expected {
@@ -139,11 +139,16 @@ impl Flat {
             }
         }
         let parameter = |(portion, place): &'a (Portion, Range<usize>)| {
-            let part = |(rank, shard): (usize, &&'a [f32])| Some(&shard[self.common(place, rank)?.1]);
+            let part = |(rank, shard): (usize, &&'s [f32])| Some(&shard[self.common(place, rank)?.1]);
             let parts = shards.iter().enumerate().filter_map(part).collect();
-            (portion.name.as_str(), Parameter { parts, shape: portion.shape().into() })
+            (portion, Parameter { parts, shape: portion.shape().into() })
         };
         Ok(self.portions.iter().map(parameter).collect())
+    }
+
+    /// The portions.
+    pub(crate) fn portions(&self) -> impl Iterator<Item = &Portion> {
+        self.portions.iter().map(|(portion, _)| portion)
     }
 
     /// Numbers of each portion.
@@ -156,9 +161,9 @@ impl Flat {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
         for (portion, place) in &self.portions {
-            let (name, shape) = (&portion.name, portion.shape());
+            let (name, shape) = (portion.key(), portion.shape());
             // Sums over passes and ranks are f32, whatever a gradient comes in.
-            let fits = gradients.take(name, |dims, values| {
+            let fits = gradients.take(&name, |dims, values| {
                 let fits = dims == shape;
                 for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {
                     if let Some((of_portion, _)) = self.common(place, rank) {
@@ -179,9 +184,10 @@ impl Flat {
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
+    use ringspan_candle::ReplicaGroup;
     use ringspan_candle::transfers::Reserved;
     use ringspan_candle::{RankDevice, Transfers};
-    use ringspan_models::{Holders, gradients::Gradients};
+    use ringspan_models::gradients::Gradients;
 
     fn shapes() -> Vec<(String, Vec<usize>)> {
         vec![("a".into(), vec![2, 3]), ("b".into(), vec![1]), ("c".into(), vec![4, 2])]
@@ -190,7 +196,7 @@ mod tests {
     fn flat(ranks: usize) -> Flat {
         let portion = |(name, whole): (String, Vec<usize>)| {
             let (rows, columns) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
-            Portion { name, whole, rows, columns, holders: Holders::All }
+            Portion { name, whole, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
         };
         Flat::new(shapes().into_iter().map(portion).collect(), ranks)
     }
@@ -222,12 +228,16 @@ mod tests {
             assert!(sizes.iter().max().zip(sizes.iter().min()).is_some_and(|(most, least)| most - least <= 1));
             assert_eq!(shards.concat(), (0..15).map(|i| i as f32).collect::<Vec<_>>());
             let shards: Vec<&[f32]> = shards.iter().map(Vec::as_slice).collect();
-            let (names, parameters): (Vec<_>, Vec<_>) = flat.whole(&shards).expect("whole shards").into_iter().unzip();
+            let (portions, parameters): (Vec<_>, Vec<_>) =
+                flat.whole(&shards).expect("whole shards").into_iter().unzip();
             assert!(parameters.iter().map(|parameter| parameter.shape.elem_count()).eq(flat.sizes()));
             let tensors = transfers().upload(Reserved::default(), &parameters).expect("a CPU");
-            for (name, tensor) in names.into_iter().zip(tensors) {
+            for (portion, tensor) in portions.into_iter().zip(tensors) {
                 let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
-                assert_eq!((tensor.dims(), values(&tensor)), (gradients()[name].dims(), values(&gradients()[name])));
+                assert_eq!(
+                    (tensor.dims(), values(&tensor)),
+                    (gradients()[&portion.name].dims(), values(&gradients()[&portion.name]))
+                );
             }
             let pieces: Vec<_> = (0..ranks).flat_map(|rank| flat.pieces(rank)).collect();
             assert_eq!(pieces.iter().map(|piece| piece.of_portion.len()).sum::<usize>(), 15);

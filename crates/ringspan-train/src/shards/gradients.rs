@@ -3,8 +3,10 @@
 use super::{Shards, Sums, exchange::UnderWay, numbers};
 use crate::error::{Error, Result};
 use ringspan::comm::Buffer;
+use ringspan_candle::Unit;
 use ringspan_candle::transfers::Download;
-use ringspan_models::{Unit, gradients::Gradients};
+use ringspan_models::gradients::Gradients;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The sums so far of a step's gradients, this rank's shards of them.
@@ -23,7 +25,7 @@ impl<'a> GradientShards<'a> {
 
     /// Takes this rank's gradients of a unit. They are on their way when this returns: to the CPU first, if a GPU has them.
     pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
-        let gradients = self.shards.transfers.download(gradients)?;
+        let gradients = self.shards.transfers.download(self.by_portion(unit, gradients)?)?;
         if gradients.is_here() {
             return self.send(unit, gradients);
         }
@@ -31,6 +33,20 @@ impl<'a> GradientShards<'a> {
             Some((before, gradients)) => self.send(before, gradients),
             None => Ok(()),
         }
+    }
+
+    /// The same with a gradient for each portion, where a parameter has several.
+    fn by_portion(&self, unit: Unit, mut gradients: Gradients) -> Result<Gradients> {
+        let (mut parts, mut whole) = (Gradients::new(), BTreeSet::new());
+        for portion in self.shards.held(unit)?.iter().flat_map(|shard| shard.flat.portions()) {
+            if let (Some(row), Some(gradient)) = (portion.stacked_at, gradients.get(&portion.name)) {
+                parts.insert(portion.key().into_owned(), gradient.narrow(0, row, portion.rows.len())?);
+                whole.insert(&portion.name);
+            }
+        }
+        gradients.retain(|name, _| !whole.contains(name));
+        gradients.extend(parts);
+        Ok(gradients)
     }
 
     /// Sends each holder its part of a unit's gradients.

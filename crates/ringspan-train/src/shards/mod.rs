@@ -20,12 +20,13 @@ use crate::{
     checkpoint::Slice,
     error::{Error, Result},
 };
+use candle_core::Tensor;
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::transfers::Reserved;
-use ringspan_candle::{RankDevice, Transfers};
-use ringspan_models::{Decoder, Parameters, Unit, Weights};
+use ringspan_candle::{RankDevice, Transfers, Unit, Weights};
+use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 
 /// This rank's shard of every unit.
@@ -207,13 +208,22 @@ impl Shards {
     fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<Weights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
-        let mut weights = Weights::new();
+        let (mut weights, mut stacked) = (Weights::new(), BTreeMap::new());
         for ((under_way, reserved), shard) in gathering.into_iter().zip(reserved).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
-            let (names, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
+            let (portions, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
             let tensors = self.transfers.upload(reserved, &parameters)?;
-            weights.extend(names.into_iter().map(str::to_owned).zip(tensors));
+            for (portion, tensor) in portions.into_iter().zip(tensors) {
+                match portion.stacked_at {
+                    None => drop(weights.insert(portion.name.clone(), tensor)),
+                    Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, tensor)),
+                }
+            }
+        }
+        for (name, parts) in stacked {
+            let parts: Vec<Tensor> = parts.into_values().collect();
+            weights.insert(name.clone(), Tensor::cat(&parts, 0)?);
         }
         Ok(weights)
     }

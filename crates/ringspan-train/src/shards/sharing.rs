@@ -2,7 +2,8 @@
 
 use super::flat::Flat;
 use crate::{error::Result, setup::model_error};
-use ringspan_models::{Decoder, Holders, Place, Portion, Unit};
+use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
+use ringspan_models::Decoder;
 
 /// The ranks of a copy, and what each is one of the holders of.
 ///
@@ -10,19 +11,19 @@ use ringspan_models::{Decoder, Holders, Place, Portion, Unit};
 /// it, and the gradient of the whole portion is the sum of theirs.
 #[derive(Debug, Clone)]
 pub(crate) struct Sharing {
-    places: Vec<Place>,
+    places: Vec<ParallelRank>,
     /// By rank, then by family.
-    holders: Vec<Vec<Holders>>,
+    groups: Vec<Vec<ReplicaGroup>>,
     /// Whether holders keep a shard each; else each keeps all.
     cut: bool,
 }
 
 impl Sharing {
     /// Ranks of a copy at these places.
-    pub(crate) fn new(decoder: &Decoder, places: Vec<Place>, cut: bool) -> Result<Self> {
-        let holders = places.iter().map(|place| decoder.holdings(*place).map_err(model_error));
-        let holders = holders.collect::<Result<_>>()?;
-        Ok(Self { places, holders, cut })
+    pub(crate) fn new(decoder: &Decoder, places: Vec<ParallelRank>, cut: bool) -> Result<Self> {
+        let groups = places.iter().map(|rank| decoder.replica_groups(*rank).map_err(model_error));
+        let groups = groups.collect::<Result<_>>()?;
+        Ok(Self { places, groups, cut })
     }
 
     /// Ranks of a copy.
@@ -32,7 +33,7 @@ impl Sharing {
 
     /// Families: each rank has as many.
     pub(crate) fn families(&self) -> usize {
-        self.holders.first().map_or(0, Vec::len)
+        self.groups.first().map_or(0, Vec::len)
     }
 
     /// Whether holders keep a shard each.
@@ -42,8 +43,8 @@ impl Sharing {
 
     /// The ranks that hold what `rank` holds as one of a family, rising.
     pub(crate) fn holders(&self, rank: usize, family: usize) -> Vec<usize> {
-        let own = self.holders[rank][family];
-        (0..self.ranks()).filter(|other| self.holders[*other][family] == own).collect()
+        let own = self.groups[rank][family];
+        (0..self.ranks()).filter(|other| self.groups[*other][family] == own).collect()
     }
 
     /// Which shard of a family a rank keeps, and of how many.
@@ -59,8 +60,8 @@ impl Sharing {
     pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
         let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
         let flat = |family| {
-            let own = self.holders[rank][family];
-            let of_family = |p: &&Portion| p.holders == own && decoder.trains(&p.name) == trained;
+            let own = self.groups[rank][family];
+            let of_family = |p: &&Portion| p.replicas == own && decoder.trains(&p.name) == trained;
             Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, family).1)
         };
         Ok((0..self.families()).map(flat).collect())
@@ -103,7 +104,7 @@ mod tests {
         let of_models =
             [decoder(), adapted()].into_iter().flat_map(|decoder| meshes.map(|mesh| (decoder.clone(), mesh)));
         for (decoder, (ranks, tp, ep, moe_tp, cut)) in of_models {
-            let place = |rank: usize| Place {
+            let place = |rank: usize| ParallelRank {
                 tp: (rank % tp, tp),
                 ep: (rank / moe_tp % ep, ep),
                 moe_tp: (rank % moe_tp, moe_tp),

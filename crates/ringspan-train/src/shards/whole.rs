@@ -4,7 +4,8 @@ use super::{Shard, Shards, Sums, numbers};
 use crate::error::{Error, Result};
 use candle_core::{Device, Tensor};
 use ringspan::comm::Buffer;
-use ringspan_models::{Decoder, Unit, Weights};
+use ringspan_candle::{Unit, Weights};
+use ringspan_models::Decoder;
 use std::collections::BTreeMap;
 
 impl Shards {

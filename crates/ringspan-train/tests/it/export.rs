@@ -63,7 +63,7 @@ fn a_stopped_run_has_a_model_of_each_of_its_checkpoints() {
     let (newest, older) = (folder::load(&config.out).unwrap().1, folder::load(&other).unwrap().1);
     let far = |name: &String| {
         let values =
-            |weights: &ringspan_models::Weights| weights[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            |weights: &ringspan_candle::Weights| weights[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let (a, b) = (values(&newest), values(&older));
         a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
     };

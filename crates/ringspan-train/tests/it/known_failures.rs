@@ -2,7 +2,8 @@
 //! `ringspan-serve`). Every rank holds real tokens, rows are ragged, and differences are relative L2.
 
 use crate::common::{run, text, tiny_model};
-use ringspan_models::{Weights, folder};
+use ringspan_candle::Weights;
+use ringspan_models::folder;
 use ringspan_train::Settings;
 use std::path::Path;
 

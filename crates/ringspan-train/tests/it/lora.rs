@@ -1,7 +1,8 @@
 //! Adapters are trained, resumed and saved on any mesh, and the model they stand beside stays as it is.
 
 use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
-use ringspan_models::{Weights, adapter, folder};
+use ringspan_candle::Weights;
+use ringspan_models::{adapter, folder};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;

@@ -3,7 +3,8 @@
 use crate::common::{Memory, run, text};
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
-use ringspan_models::{Base, Config, Decoder, Origin, Weights, adapter, folder, gguf};
+use ringspan_candle::Weights;
+use ringspan_models::{Base, Config, Decoder, Origin, adapter, folder, gguf};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
 use serde_json::json;
 use std::fs::{self, File};

@@ -2,7 +2,8 @@
 
 use crate::meshes::{meshes, meshes_of_experts};
 use ringspan::comm::ranks::Ranks;
-use ringspan_models::{Config, Decoder, Weights};
+use ringspan_candle::Weights;
+use ringspan_models::{Config, Decoder};
 use ringspan_train::{
     Settings, TrainConfig, Trial,
     data::{Batch, IGNORE, Sequence},

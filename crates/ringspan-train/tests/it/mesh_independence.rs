@@ -2,7 +2,8 @@
 
 use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use crate::meshes::{meshes, meshes_of_experts};
-use ringspan_models::{Weights, folder};
+use ringspan_candle::Weights;
+use ringspan_models::folder;
 use ringspan_train::{
     Settings, Tokenizer,
     data::{Batch, Encoder, Fit, Overlong, Packer, Position, Reading, Template, read},

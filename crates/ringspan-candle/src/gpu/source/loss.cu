@@ -14,6 +14,8 @@ struct Job {
     i64 width, first;
     // What the gradient is multiplied with.
     float scale;
+    // Logits become softcap * tanh(logit / softcap), unless it is 0.
+    float softcap;
 };
 
 static_assert(sizeof(Job) == JOB_BYTES, "the job as the host fills it");
@@ -54,6 +56,10 @@ __device__ inline Part both(const Part &a, const Part &b) {
     return {max, relative(a, max) + relative(b, max)};
 }
 
+__device__ inline float capped(float x, float cap) {
+    return cap == 0.0f ? x : cap * tanhf(x / cap);
+}
+
 extern __shared__ float shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
@@ -63,6 +69,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
 #pragma unroll 4
     for (i64 column = threadIdx.x * AT_ONCE; column < job.width; column += THREADS * AT_ONCE) {
         read<X_TYPE>(x, job.logits, from + column);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            x[n] = capped(x[n], job.softcap);
+        }
         take(part, x);
     }
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -84,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_sums(const Job job) {
     float *sums = job.sums + row * 3;
     sums[0] = part.max;
     sums[1] = part.sum;
-    sums[2] = 0 <= place && place < job.width ? element<X_TYPE>(job.logits, from + place) : 0.0f;
+    sums[2] = 0 <= place && place < job.width ? capped(element<X_TYPE>(job.logits, from + place), job.softcap) : 0.0f;
 }
 
 // scale * (softmax - 1 at the target), by sums over the whole vocabulary; 0 where there is no target.
@@ -98,7 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) loss_gradient(const Job jo
         read<X_TYPE>(x, job.logits, from + column);
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
-            x[n] = expf(x[n] - max) * factor - (column + n == place ? job.scale : 0.0f);
+            const float y = capped(x[n], job.softcap);
+            const float slope = job.softcap == 0.0f ? 1.0f : 1.0f - (y / job.softcap) * (y / job.softcap);
+            x[n] = (expf(y - max) * factor - (column + n == place ? job.scale : 0.0f)) * slope;
             x[n] = target == NO_TARGET ? 0.0f : x[n];
         }
         write<W_TYPE>(job.gradient, from + column, x);

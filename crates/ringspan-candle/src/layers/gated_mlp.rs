@@ -1,0 +1,116 @@
+//! The gated feed-forward part of a layer.
+
+use super::ForwardPass;
+use super::projection::Projection;
+use super::row_linear::reduced;
+use crate::activation::Activation;
+use crate::gated_mlp::gated_mlp;
+use crate::geglu::geglu;
+use crate::model::Scope;
+use crate::residual::residual;
+use crate::shard::{ShardSpec, Split, Stack};
+use crate::swiglu::swiglu;
+use candle_core::{Result, Tensor};
+
+/// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020), whose inner width is dealt to the ranks that share it.
+#[derive(Debug, Clone)]
+pub struct GatedMlp {
+    name: String,
+    inner: Inner,
+    down: Projection,
+    activation: Activation,
+}
+
+/// The projections to the inner width.
+#[derive(Debug, Clone)]
+enum Inner {
+    /// Gate and up.
+    Apart([Projection; 2]),
+    /// The rows of gate, then those of up, in one matrix.
+    Stacked(Projection),
+}
+
+const SPLIT: Split = Split::Even("intermediate_size");
+
+impl GatedMlp {
+    /// Adds `gate_proj`, `up_proj` and `down_proj` below `scope`; with biases, or all without.
+    #[must_use]
+    pub fn new(scope: &Scope, hidden: usize, width: usize, bias: bool, activation: Activation) -> Self {
+        let wide = |name| Projection::new(&scope.at(name), [width, hidden], bias, ShardSpec::Rows(SPLIT));
+        let inner = Inner::Apart([wide("gate_proj"), wide("up_proj")]);
+        let down = Projection::new(&scope.at("down_proj"), [hidden, width], bias, ShardSpec::Columns(SPLIT));
+        Self { name: scope.name().into(), inner, down, activation }
+    }
+
+    /// Adds `gate_up_proj`, the rows of gate before those of up, and `down_proj` below `scope`; without biases.
+    #[must_use]
+    pub fn stacked(scope: &Scope, hidden: usize, width: usize, activation: Activation) -> Self {
+        let stack = Stack::new([(width, SPLIT), (width, SPLIT)]);
+        let both = Projection::new(&scope.at("gate_up_proj"), [2 * width, hidden], false, ShardSpec::Stacked(stack));
+        let down = Projection::new(&scope.at("down_proj"), [hidden, width], false, ShardSpec::Columns(SPLIT));
+        Self { name: scope.name().into(), inner: Inner::Stacked(both), down, activation }
+    }
+
+    /// x `[rows, C]` to `[rows, C]`.
+    ///
+    /// # Errors
+    /// Missing parameters, failures of other ranks.
+    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        self.output(x, true, pass)
+    }
+
+    /// The sum of the residual stream and of what the layer makes of x, `[rows, C]` each. Its own values then need not be stored
+    /// for the backward pass.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward).
+    pub fn add_to(&self, stream: &Tensor, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        residual(stream, &self.output(x, false, pass)?)
+    }
+
+    fn output(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+        if pass.tokens() == 0 {
+            return Ok(x.clone());
+        }
+        let x = pass.gather(x)?;
+        if !self.has_biases_or_adapters(pass) {
+            let ([gate, up], down) = (self.inner_weights(pass)?, self.down.weight(pass)?);
+            let out = match pass.store() {
+                Some(store) => store.gated(&self.name, &x, [&gate, &up, down], self.activation, seen)?,
+                None => gated_mlp(&x, &gate, &up, down, self.activation)?,
+            };
+            return pass.reduce(&out);
+        }
+        let [gate, up] = match &self.inner {
+            Inner::Apart([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
+            Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
+        };
+        let hidden = match self.activation {
+            Activation::Silu => swiglu(&gate, &up)?,
+            Activation::GeluTanh => geglu(&gate, &up)?,
+        };
+        reduced(&self.down, &hidden, seen, pass)
+    }
+
+    fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
+        let inner = match &self.inner {
+            Inner::Apart(both) => both.as_slice(),
+            Inner::Stacked(both) => std::slice::from_ref(both),
+        };
+        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().beside(linear.name()).is_some();
+        inner.iter().any(is_more) || is_more(&self.down)
+    }
+
+    /// The weights of gate and up.
+    fn inner_weights(&self, pass: &ForwardPass) -> Result<[Tensor; 2]> {
+        match &self.inner {
+            Inner::Apart([gate, up]) => Ok([gate.weight(pass)?.clone(), up.weight(pass)?.clone()]),
+            Inner::Stacked(both) => halves(both.weight(pass)?, 0),
+        }
+    }
+}
+
+fn halves(x: &Tensor, dim: usize) -> Result<[Tensor; 2]> {
+    let half = x.dim(dim)? / 2;
+    Ok([x.narrow(dim, 0, half)?, x.narrow(dim, half, half)?])
+}

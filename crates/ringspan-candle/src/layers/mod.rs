@@ -1,0 +1,44 @@
+//! The layers that models are made of. A layer knows the names and shapes of its parameters and holds none: they come with
+//! each [`ForwardPass`]. It shards its work over ranks (tensor and expert parallel), applies adapters and dropout, stores for
+//! the backward pass what it is asked to, and accepts no rows, too: a rank without tokens must take part all the same.
+//!
+//! Shape letters: T tokens at hand, C hidden size, H query heads, G key-value heads, D head width, V vocabulary. Between
+//! layers x is `[T, C]`; where ranks share layers, this rank's rows of it.
+
+mod all_heads_norm;
+mod attention;
+mod column_linear;
+mod forward_pass;
+mod gated_mlp;
+mod mixture_of_experts;
+mod projection;
+mod qkv_linear;
+mod rms_norm;
+mod rotary_embedding;
+mod row_linear;
+mod vocab_embedding;
+mod vocab_head;
+
+pub use all_heads_norm::AllHeadsNorm;
+pub use attention::Attention;
+pub use column_linear::ColumnLinear;
+pub use forward_pass::ForwardPass;
+pub use gated_mlp::GatedMlp;
+pub use mixture_of_experts::{MixtureOfExperts, Router};
+pub use qkv_linear::QkvLinear;
+pub use rms_norm::RmsNorm;
+pub use rotary_embedding::{ByLength, RotaryEmbedding, inverse_frequencies};
+pub use row_linear::RowLinear;
+pub use vocab_embedding::VocabEmbedding;
+pub use vocab_head::VocabHead;
+
+use candle_core::{Result, Tensor};
+
+/// x times a factor that the model's configuration says.
+///
+/// # Errors
+/// Failures of the device.
+pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    // A GPU cannot be asked to compute nothing.
+    if factor == 1.0 || x.elem_count() == 0 { Ok(x.clone()) } else { x * factor }
+}

@@ -1,0 +1,109 @@
+//! One weight matrix, with its bias and its adapter: what all linear layers are made of.
+
+use super::ForwardPass;
+use crate::linear::linear;
+use crate::lora::{Adapter, matrices};
+use crate::model::{Init, Scope};
+use crate::residual::residual;
+use crate::shard::{ShardSpec, Split};
+use candle_core::{Result, Tensor};
+
+/// `x weight^T + bias`, and the adapter's part of it, for the rows and the shard at hand.
+#[derive(Debug, Clone)]
+pub(super) struct Projection {
+    name: String,
+    weight: String,
+    bias: Option<String>,
+    adapter: [String; 2],
+    /// Width of the whole input, and how it is dealt to ranks.
+    inputs: usize,
+    columns: Option<Split>,
+}
+
+impl Projection {
+    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`.
+    pub(super) fn new(scope: &Scope, sizes: [usize; 2], bias: bool, shard: ShardSpec) -> Self {
+        scope.linear_layer(sizes, shard, false);
+        Self::of_kind(scope, sizes, bias, shard)
+    }
+
+    /// The same for the layer that chooses the experts of tokens, which each rank holds whole.
+    pub(super) fn router(scope: &Scope, sizes: [usize; 2]) -> Self {
+        scope.linear_layer(sizes, ShardSpec::Replicated, true);
+        Self::of_kind(scope, sizes, false, ShardSpec::Replicated)
+    }
+
+    fn of_kind(scope: &Scope, [outputs, inputs]: [usize; 2], bias: bool, shard: ShardSpec) -> Self {
+        let weight = scope.parameter("weight", &[outputs, inputs], shard, Init::Normal);
+        let columns = match shard {
+            ShardSpec::Columns(split) => Some(split),
+            _ => None,
+        };
+        // Sums of columns get their bias once, whole.
+        let of_bias = if columns.is_some() { ShardSpec::Replicated } else { shard };
+        let bias = bias.then(|| scope.parameter("bias", &[outputs], of_bias, Init::Constant(0.0)));
+        Self { name: scope.name().into(), weight, bias, adapter: matrices(scope.name()), inputs, columns }
+    }
+
+    /// Its name, without `.weight`.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it has a bias.
+    pub(super) fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
+    pub(super) fn weight<'a>(&self, pass: &ForwardPass<'a>) -> Result<&'a Tensor> {
+        pass.weight(&self.weight)
+    }
+
+    pub(super) fn bias<'a>(&self, pass: &ForwardPass<'a>) -> Result<Option<&'a Tensor>> {
+        self.bias.as_ref().map(|bias| pass.weight(bias)).transpose()
+    }
+
+    /// x `[T, in]` to `[T, out]`, with the bias.
+    pub(super) fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        self.product(x, self.bias(pass)?, true, pass)
+    }
+
+    /// The same with this bias; `seen` says whether anything looks at the values of a layer that is computed again.
+    pub(super) fn product(&self, x: &Tensor, bias: Option<&Tensor>, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+        let weight = self.weight(pass)?;
+        if x.dim(0)? == 0 {
+            return linear(x, weight, bias);
+        }
+        let out = match pass.store() {
+            Some(store) => store.linear(&self.name, x, weight, bias, seen)?,
+            None => linear(x, weight, bias)?,
+        };
+        match self.adapter(pass)? {
+            Some(adapter) => residual(&out, &adapter.part(x, pass.attend().drops())?),
+            None => Ok(out),
+        }
+    }
+
+    /// The adapter beside it, if it has one.
+    pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
+        let [a, b] = &self.adapter;
+        let Some(settings) = pass.adapters().beside(&self.name) else { return Ok(None) };
+        Ok(Some(settings.adapter(pass.weight(a)?, pass.weight(b)?, self.first_column(pass)?)))
+    }
+
+    /// Where the part of the input that this rank has begins.
+    fn first_column(&self, pass: &ForwardPass) -> Result<usize> {
+        let tp = pass.attend().tensor_parallel();
+        Ok(match self.columns {
+            None => 0,
+            Some(Split::QueryHeads(heads, dim)) => {
+                heads.of_rank(tp.place()).map_err(candle_core::Error::wrap)?.queries.start * dim
+            }
+            Some(Split::KeyValueHeads(heads, dim)) => {
+                heads.of_rank(tp.place()).map_err(candle_core::Error::wrap)?.key_values.start * dim
+            }
+            Some(Split::Even(_)) => tp.part(self.inputs).start,
+            Some(Split::ExpertWidth(_)) => pass.attend().experts().part(self.inputs).start,
+        })
+    }
+}

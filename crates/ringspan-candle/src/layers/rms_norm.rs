@@ -1,0 +1,84 @@
+//! Root mean square normalisation as a layer.
+
+use super::ForwardPass;
+use crate::cast::cast;
+use crate::model::{Init, Scope, Weights};
+use crate::norm::rms_norm;
+use crate::residual::{residual, residual_norm};
+use crate::shard::ShardSpec;
+use candle_core::{DType, Result, Tensor, bail};
+
+/// `x / rms(x) * (weight + offset)` over the last dimension (Zhang and Sennrich, 2019).
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    weight: String,
+    eps: f64,
+    /// Added to the weight.
+    offset: f64,
+}
+
+impl RmsNorm {
+    /// Adds the weight `[width]`.
+    #[must_use]
+    pub fn new(scope: &Scope, width: usize, eps: f64) -> Self {
+        Self::with_offset(scope, width, eps, 0.0)
+    }
+
+    /// The same, where `offset` is added to the weight, as Gemma adds 1.
+    #[must_use]
+    pub fn with_offset(scope: &Scope, width: usize, eps: f64, offset: f64) -> Self {
+        let init = Init::Constant((1.0 - offset) as f32);
+        Self { weight: scope.parameter("weight", &[width], ShardSpec::Replicated, init), eps, offset }
+    }
+
+    /// The name of its weight.
+    #[must_use]
+    pub fn weight_name(&self) -> &str {
+        &self.weight
+    }
+
+    /// x `[.., width]`, normed.
+    ///
+    /// # Errors
+    /// A missing weight, other shapes.
+    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        self.normed(x, pass.weight(&self.weight)?)
+    }
+
+    /// The same with the weight among these parameters.
+    ///
+    /// # Errors
+    /// A missing weight, other shapes.
+    pub fn forward_with(&self, x: &Tensor, weights: &Weights) -> Result<Tensor> {
+        match weights.get(&self.weight) {
+            Some(weight) => self.normed(x, weight),
+            None => bail!("the model needs the parameter {}, which is not at hand", self.weight),
+        }
+    }
+
+    /// The sum of x and y, and that normed.
+    ///
+    /// # Errors
+    /// As for [`forward`](Self::forward).
+    pub fn add_and_norm(&self, x: &Tensor, y: &Tensor, pass: &ForwardPass) -> Result<(Tensor, Tensor)> {
+        if x.dim(0)? == 0 {
+            let sum = residual(x, y)?;
+            return Ok((sum.clone(), sum));
+        }
+        residual_norm(x, y, &self.factor(pass.weight(&self.weight)?)?, self.eps)
+    }
+
+    fn normed(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        match x.dim(0)? {
+            0 => Ok(x.clone()),
+            _ => rms_norm(x, &self.factor(weight)?, self.eps),
+        }
+    }
+
+    fn factor(&self, weight: &Tensor) -> Result<Tensor> {
+        match self.offset {
+            0.0 => Ok(weight.clone()),
+            offset => cast(weight, DType::F32)? + offset,
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! A linear layer whose inputs are dealt to the ranks that share it.
+
+use super::ForwardPass;
+use super::projection::Projection;
+use crate::model::Scope;
+use crate::shard::{HeadCounts, ShardSpec, Split};
+use candle_core::{Result, Tensor};
+
+/// `x weight^T + bias` where each rank has some columns of the weight (Shoeybi et al., 2019): all rows of this rank's inputs in,
+/// this rank's rows of the sum over ranks out.
+#[derive(Debug, Clone)]
+pub struct RowLinear(Projection);
+
+impl RowLinear {
+    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`; `split` deals the inputs.
+    #[must_use]
+    pub fn new(scope: &Scope, inputs: usize, outputs: usize, bias: bool, split: Split) -> Self {
+        Self(Projection::new(scope, [outputs, inputs], bias, ShardSpec::Columns(split)))
+    }
+
+    /// The same from heads of this width: attention's output projection.
+    #[must_use]
+    pub fn from_heads(scope: &Scope, heads: HeadCounts, head_dim: usize, outputs: usize, bias: bool) -> Self {
+        Self::new(scope, heads.queries * head_dim, outputs, bias, Split::QueryHeads(heads, head_dim))
+    }
+
+    /// x `[T, this rank's inputs]` to `[rows, outputs]`.
+    ///
+    /// # Errors
+    /// Missing parameters, failures of other ranks.
+    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        reduced(&self.0, x, true, pass)
+    }
+}
+
+/// The sum over ranks of what each has of a projection; the bias is added once.
+pub(super) fn reduced(projection: &Projection, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+    let bias = projection.bias(pass)?;
+    if pass.attend().tensor_parallel().is_whole() {
+        return projection.product(x, bias, seen, pass);
+    }
+    let sum = pass.reduce(&projection.product(x, None, seen, pass)?)?;
+    match bias.filter(|_| pass.tokens() > 0) {
+        Some(bias) => sum.broadcast_add(bias),
+        None => Ok(sum),
+    }
+}

@@ -1,0 +1,131 @@
+//! The embedding of tokens.
+
+use crate::cast::cast;
+use crate::model::{Init, Scope, Weights};
+use crate::shard::{ShardSpec, Split};
+use crate::tensor_parallel::TensorParallel;
+use candle_core::{DType, Result, Tensor, bail};
+
+/// Rows of a table `[V, C]`, of which each rank that shares the layer has some.
+#[derive(Debug, Clone)]
+pub struct VocabEmbedding {
+    weight: String,
+    vocabulary: usize,
+    width: usize,
+    /// Factor on the rows.
+    scale: f64,
+}
+
+impl VocabEmbedding {
+    /// Adds the table `[vocabulary, width]`.
+    #[must_use]
+    pub fn new(scope: &Scope, vocabulary: usize, width: usize) -> Self {
+        let shard = ShardSpec::Rows(Split::Even("vocab_size"));
+        let weight = scope.parameter("weight", &[vocabulary, width], shard, Init::Normal);
+        Self { weight, vocabulary, width, scale: 1.0 }
+    }
+
+    /// The same, where rows are multiplied with `scale`.
+    #[must_use]
+    pub fn with_scale(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// The name of the table.
+    #[must_use]
+    pub fn weight_name(&self) -> &str {
+        &self.weight
+    }
+
+    /// Tokens V.
+    #[must_use]
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// Rows `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
+    ///
+    /// # Errors
+    /// A missing table, failures of other ranks.
+    pub fn forward(&self, tokens: &[u32], weights: &Weights, tp: &TensorParallel) -> Result<Tensor> {
+        let Some(table) = weights.get(&self.weight) else {
+            bail!("the model needs the parameter {}, which is not at hand", self.weight)
+        };
+        let device = table.device();
+        if tokens.is_empty() {
+            return Tensor::zeros((0, self.width), table.dtype(), device);
+        }
+        if tp.is_whole() {
+            return self.scaled(table.index_select(&Tensor::new(tokens, device)?, 0)?);
+        }
+        // Each rank knows part of the vocabulary, and has zeros for other tokens.
+        let known = tp.part(self.vocabulary);
+        let place = |token: u32| (token as usize).checked_sub(known.start).filter(|place| *place < known.len());
+        let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
+        let mut rows = vec![0.0f32; tokens.len() * self.width];
+        if !places.is_empty() {
+            let own = table.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?;
+            let own = cast(&own, DType::F32)?.to_vec1::<f32>()?;
+            let here = rows.chunks_exact_mut(self.width).zip(tokens).filter(|(_, token)| place(**token).is_some());
+            here.zip(own.chunks_exact(self.width)).for_each(|((row, _), own)| row.copy_from_slice(own));
+        }
+        let rows = cast(&Tensor::from_vec(rows, (tokens.len(), self.width), device)?, table.dtype())?;
+        self.scaled(tp.reduce(&rows)?)
+    }
+
+    /// The gradient of the part of the table that is here, f32, from that of what [`forward`](Self::forward) returned.
+    ///
+    /// # Errors
+    /// Failures of other ranks.
+    pub fn backward(&self, d_rows: &Tensor, tokens: &[u32], tp: &TensorParallel) -> Result<Tensor> {
+        let d_rows = tp.gather(&self.scaled(d_rows.clone())?, tokens.len())?;
+        let known = tp.part(self.vocabulary);
+        let own = |token: u32| (token as usize).checked_sub(known.start).filter(|row| *row < known.len());
+        match d_rows.device().is_cpu() {
+            true => sums_by_token(&d_rows, tokens, own, [known.len(), self.width]),
+            false => sums_on_gpu(&d_rows, tokens, own, [known.len(), self.width]),
+        }
+    }
+
+    fn scaled(&self, rows: Tensor) -> Result<Tensor> {
+        match self.scale {
+            1.0 => Ok(rows),
+            scale => cast(&(cast(&rows, DType::F32)? * scale)?, rows.dtype()),
+        }
+    }
+}
+
+/// Rows of `d_rows` `[T, C]` added up by the row of the table `shape` that each token has, if it has one here.
+fn sums_by_token(
+    d_rows: &Tensor,
+    tokens: &[u32],
+    own: impl Fn(u32) -> Option<usize>,
+    shape: [usize; 2],
+) -> Result<Tensor> {
+    let [rows, width] = shape;
+    let mut sums = vec![0.0f32; rows * width];
+    let values: Vec<f32> = d_rows.flatten_all()?.to_vec1()?;
+    for (row, &token) in values.chunks_exact(width.max(1)).zip(tokens) {
+        if let Some(at) = own(token) {
+            sums[at * width..(at + 1) * width].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        }
+    }
+    Tensor::from_vec(sums, (rows, width), d_rows.device())
+}
+
+/// The same where rows stay on a GPU, which adds them up in f32 and in the order of the tokens, too.
+fn sums_on_gpu(
+    d_rows: &Tensor,
+    tokens: &[u32],
+    own: impl Fn(u32) -> Option<usize>,
+    shape: [usize; 2],
+) -> Result<Tensor> {
+    let known = tokens.iter().enumerate().filter_map(|(row, token)| Some((row as u32, own(*token)? as u32)));
+    let (rows, places): (Vec<_>, Vec<_>) = known.unzip();
+    let zeros = Tensor::zeros(&shape, DType::F32, d_rows.device())?;
+    if rows.is_empty() {
+        return Ok(zeros);
+    }
+    let selected = d_rows.contiguous()?.index_select(&Tensor::new(rows, d_rows.device())?, 0)?;
+    zeros.index_add(&Tensor::new(places, d_rows.device())?, &cast(&selected, DType::F32)?, 0)
+}

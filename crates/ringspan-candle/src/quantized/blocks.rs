@@ -1,0 +1,406 @@
+//! The blocks of each format, and the numbers that they stand for.
+//!
+//! Arithmetic is that of ggml's reference, in f32 and in its order, so numbers are equal to the bit.
+
+use super::lanes::Lanes;
+use bytemuck::{AnyBitPattern, Pod, Zeroable};
+
+/// Blocks that follow each other, as a part of a row. Their fields are bytes, so they may lie at any address.
+pub(super) trait Block<const LEN: usize>: AnyBitPattern {
+    /// Writes the numbers of blocks: LEN for each.
+    fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
+
+    /// The products of the numbers of blocks with as many of x, summed up but for the lanes.
+    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F;
+}
+
+/// A block of LEN numbers, 16 or more.
+trait Numbers<const LEN: usize>: AnyBitPattern {
+    /// Hands over its numbers, 16 at a time.
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
+}
+
+/// Takes the numbers of a block as they are decoded.
+trait Visitor<L: Lanes> {
+    /// Takes numbers 16 i to 16 i + 15.
+    fn take(&mut self, l: L, i: usize, numbers: L::F);
+}
+
+impl<B: Numbers<LEN>, const LEN: usize> Block<LEN> for B {
+    #[inline(always)]
+    fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
+        debug_assert_eq!(blocks.len() * LEN, to.len());
+        for (block, to) in blocks.iter().zip(to.as_chunks_mut::<LEN>().0) {
+            block.visit(l, &mut Store { to: to.as_chunks_mut().0 });
+        }
+    }
+
+    #[inline(always)]
+    fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F {
+        debug_assert_eq!(blocks.len() * LEN, x.len());
+        let mut sums = [l.splat(0.0); CHAINS];
+        for (block, x) in blocks.iter().zip(x.as_chunks::<LEN>().0) {
+            block.visit(l, &mut Sum { x: x.as_chunks().0, sums: &mut sums });
+        }
+        total(l, sums)
+    }
+}
+
+/// Writes numbers.
+struct Store<'a> {
+    to: &'a mut [[f32; 16]],
+}
+
+impl<L: Lanes> Visitor<L> for Store<'_> {
+    #[inline(always)]
+    fn take(&mut self, l: L, i: usize, numbers: L::F) {
+        l.store(numbers, &mut self.to[i]);
+    }
+}
+
+/// Sums that do not wait for each other.
+const CHAINS: usize = 2;
+
+/// Sums up products.
+struct Sum<'a, F> {
+    x: &'a [[f32; 16]],
+    sums: &'a mut [F; CHAINS],
+}
+
+impl<L: Lanes> Visitor<L> for Sum<'_, L::F> {
+    #[inline(always)]
+    fn take(&mut self, l: L, i: usize, numbers: L::F) {
+        let sum = &mut self.sums[i % CHAINS];
+        *sum = l.mul_add(numbers, l.load(&self.x[i]), *sum);
+    }
+}
+
+#[inline(always)]
+fn total<L: Lanes>(l: L, [a, b]: [L::F; CHAINS]) -> L::F {
+    l.add(a, b)
+}
+
+/// Calls a function that is generic in the block of a format and in its count of numbers.
+macro_rules! with_block {
+    ($format:expr, $function:ident($($argument:expr),* $(,)?)) => {{
+        use $crate::quantized::{Format, blocks};
+        match $format {
+            Format::F16 => $function::<blocks::F16, 1>($($argument),*),
+            Format::BF16 => $function::<blocks::BF16, 1>($($argument),*),
+            Format::Q4_0 => $function::<blocks::Q4_0, 32>($($argument),*),
+            Format::Q5_0 => $function::<blocks::Q5_0, 32>($($argument),*),
+            Format::Q8_0 => $function::<blocks::Q8_0, 32>($($argument),*),
+            Format::Q4K => $function::<blocks::Q4K, 256>($($argument),*),
+            Format::Q5K => $function::<blocks::Q5K, 256>($($argument),*),
+            Format::Q6K => $function::<blocks::Q6K, 256>($($argument),*),
+            Format::Iq4Nl => $function::<blocks::Iq4Nl, 32>($($argument),*),
+            Format::Mxfp4 => $function::<blocks::Mxfp4, 32>($($argument),*),
+        }
+    }};
+}
+pub(super) use with_block;
+
+/// A number of half precision. Without the processor's instruction for it, which no loop can be vectorized around.
+#[inline(always)]
+pub(super) fn half(bytes: [u8; 2]) -> f32 {
+    let bits = u32::from(u16::from_le_bytes(bytes));
+    let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
+    // The mantissa has 13 bits less than that of f32, the exponent a bias of 15 instead of 127.
+    let moved = size << 13;
+    let normal = moved.wrapping_add(112 << 23);
+    // A subnormal number is what lies above 2^-14 if it is read as if it were normal.
+    let subnormal = (f32::from_bits(moved.wrapping_add(113 << 23)) - f32::from_bits(113 << 23)).to_bits();
+    let infinite = moved | 0x7f80_0000;
+    let size = if size < 0x400 { subnormal } else { normal };
+    let size = if bits & 0x7c00 == 0x7c00 { infinite } else { size };
+    f32::from_bits(sign | size)
+}
+
+/// Blocks of one number: as many as there are lanes go together.
+macro_rules! plain {
+    ($name:ident, $widen:ident) => {
+        #[repr(C)]
+        #[derive(Clone, Copy, Pod, Zeroable)]
+        pub(super) struct $name([u8; 2]);
+
+        impl Block<1> for $name {
+            #[inline(always)]
+            fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]) {
+                debug_assert_eq!(blocks.len(), to.len());
+                let ((blocks, rest), (to, rest_to)) = (blocks.as_chunks::<16>(), to.as_chunks_mut::<16>());
+                for (blocks, to) in blocks.iter().zip(to) {
+                    l.store(l.$widen(bytemuck::cast(*blocks)), to);
+                }
+                if !rest.is_empty() {
+                    let mut last = [0.0; 16];
+                    l.store(l.$widen(bytemuck::cast(padded(rest))), &mut last);
+                    rest_to.copy_from_slice(&last[..rest.len()]);
+                }
+            }
+
+            #[inline(always)]
+            fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F {
+                debug_assert_eq!(blocks.len(), x.len());
+                let ((blocks, rest), (x, rest_x)) = (blocks.as_chunks::<16>(), x.as_chunks::<16>());
+                let mut sums = [l.splat(0.0); CHAINS];
+                for (i, (blocks, x)) in blocks.iter().zip(x).enumerate() {
+                    let sum = &mut sums[i % CHAINS];
+                    *sum = l.mul_add(l.$widen(bytemuck::cast(*blocks)), l.load(x), *sum);
+                }
+                if !rest.is_empty() {
+                    let last = l.$widen(bytemuck::cast(padded(rest)));
+                    sums[0] = l.mul_add(last, l.load(&padded(rest_x)), sums[0]);
+                }
+                total(l, sums)
+            }
+        }
+    };
+}
+
+/// Fewer than 16, and zeros.
+#[inline(always)]
+pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
+    let mut padded = [T::zeroed(); 16];
+    padded[..rest.len()].copy_from_slice(rest);
+    padded
+}
+
+plain!(F16, widen_half);
+plain!(BF16, widen_bf16);
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q4_0 {
+    scale: [u8; 2],
+    /// The first 16 numbers in the low halves, the last 16 in the high halves.
+    codes: [u8; 16],
+}
+
+impl Numbers<32> for Q4_0 {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let (scale, eight) = (l.splat_half(self.scale), l.splat_bytes(8));
+        let number = |codes| l.mul(scale, l.widen(l.sub_bytes(codes, eight)));
+        let [low, high] = l.nibbles(l.bytes(self.codes), number, number);
+        visitor.take(l, 0, low);
+        visitor.take(l, 1, high);
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q5_0 {
+    scale: [u8; 2],
+    /// The fifth bit of each number.
+    high: [[u8; 2]; 2],
+    /// As those of [`Q4_0`].
+    codes: [u8; 16],
+}
+
+impl Numbers<32> for Q5_0 {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let (codes, sixteen) = (l.bytes(self.codes), l.splat_bytes(16));
+        let with_high = |codes, high| {
+            let high = l.and(l.spread(u16::from_le_bytes(high)), sixteen);
+            l.sub_bytes(l.or(codes, high), sixteen)
+        };
+        let scale = l.splat_half(self.scale);
+        visitor.take(l, 0, l.mul(scale, l.widen(with_high(l.low(codes), self.high[0]))));
+        visitor.take(l, 1, l.mul(scale, l.widen(with_high(l.high(codes), self.high[1]))));
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q8_0 {
+    scale: [u8; 2],
+    codes: [[u8; 16]; 2],
+}
+
+impl Numbers<32> for Q8_0 {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let scale = l.splat_half(self.scale);
+        visitor.take(l, 0, l.mul(scale, l.widen(l.bytes(self.codes[0]))));
+        visitor.take(l, 1, l.mul(scale, l.widen(l.bytes(self.codes[1]))));
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q4K {
+    scale: [u8; 2],
+    minimum: [u8; 2],
+    /// Scales and minima of eight sub-blocks of 32 numbers: see [`scales_and_minima`].
+    parts: [u8; 12],
+    /// Each 32 bytes are a sub-block in their low halves, and the next one in their high halves.
+    codes: [[[u8; 16]; 2]; 4],
+}
+
+impl Numbers<256> for Q4K {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
+        for (i, [first, second]) in self.codes.iter().enumerate() {
+            let (of_low, of_high) = (parts.above(l, 2 * i), parts.above(l, 2 * i + 1));
+            let [low, high] = l.nibbles(l.bytes(*first), &of_low, &of_high);
+            visitor.take(l, 4 * i, low);
+            visitor.take(l, 4 * i + 2, high);
+            let [low, high] = l.nibbles(l.bytes(*second), &of_low, &of_high);
+            visitor.take(l, 4 * i + 1, low);
+            visitor.take(l, 4 * i + 3, high);
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q5K {
+    scale: [u8; 2],
+    minimum: [u8; 2],
+    /// As those of [`Q4K`].
+    parts: [u8; 12],
+    /// Bit i of byte j is the fifth bit of number j of sub-block i.
+    high: [[u8; 16]; 2],
+    /// As those of [`Q4K`].
+    codes: [[[u8; 16]; 2]; 4],
+}
+
+impl Numbers<256> for Q5K {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let parts = scales_and_minima(l, self.scale, self.minimum, &self.parts);
+        let one = l.splat_bytes(1);
+        for (i, codes) in self.codes.iter().enumerate() {
+            let (of_low, of_high) = (parts.above(l, 2 * i), parts.above(l, 2 * i + 1));
+            for side in 0..2 {
+                let (codes, bits) = (l.bytes(codes[side]), l.shift_right(l.bytes(self.high[side]), 2 * i as u32));
+                let fifth = l.shift_left(l.and(bits, one), 4);
+                visitor.take(l, 4 * i + side, of_low(l.or(l.low(codes), fifth)));
+                let fifth = l.shift_left(l.and(l.shift_right(bits, 1), one), 4);
+                visitor.take(l, 4 * i + 2 + side, of_high(l.or(l.high(codes), fifth)));
+            }
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Q6K {
+    /// Low four bits: of each half of the block 64 bytes, whose low halves are sub-blocks 0 and 1 of 32 numbers, and whose high
+    /// halves are sub-blocks 2 and 3.
+    low: [[[[u8; 16]; 2]; 2]; 2],
+    /// High two bits: of each half of the block 32 bytes, with those of sub-block i in bits 2 i and 2 i + 1.
+    high: [[[u8; 16]; 2]; 2],
+    /// A scale for each 16 numbers.
+    scales: [i8; 16],
+    scale: [u8; 2],
+}
+
+impl Numbers<256> for Q6K {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        let (three, offset) = (l.splat_bytes(3), l.splat_bytes(32));
+        let mut scales = [0.0; 16];
+        l.store(l.mul(l.splat_half(self.scale), l.widen(l.bytes(bytemuck::cast(self.scales)))), &mut scales);
+        for (part, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
+            for side in 0..2 {
+                let high = l.bytes(high[side]);
+                let mut number = |sub: usize, low: L::B| {
+                    let high = l.shift_left(l.and(l.shift_right(high, 2 * sub as u32), three), 4);
+                    let (i, codes) = (8 * part + 2 * sub + side, l.sub_bytes(l.or(low, high), offset));
+                    visitor.take(l, i, l.mul(l.splat(scales[i]), l.widen(codes)));
+                };
+                let lows = [l.bytes(low[0][side]), l.bytes(low[1][side])];
+                number(0, l.low(lows[0]));
+                number(1, l.low(lows[1]));
+                number(2, l.high(lows[0]));
+                number(3, l.high(lows[1]));
+            }
+        }
+    }
+}
+
+/// The steps that the codes of [`Iq4Nl`] choose from.
+const UNEVEN: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Iq4Nl {
+    scale: [u8; 2],
+    /// As those of [`Q4_0`].
+    codes: [u8; 16],
+}
+
+impl Numbers<32> for Iq4Nl {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        chosen(l, l.splat_half(self.scale), UNEVEN, self.codes, visitor);
+    }
+}
+
+/// Twice the numbers of FP4: with them, they are integers. As in ggml, there is one zero.
+const TWICE_FP4: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+#[repr(C)]
+#[derive(Clone, Copy, AnyBitPattern)]
+pub(super) struct Mxfp4 {
+    /// An exponent of two, plus 127.
+    exponent: u8,
+    /// As those of [`Q4_0`].
+    codes: [u8; 16],
+}
+
+impl Numbers<32> for Mxfp4 {
+    #[inline(always)]
+    fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
+        // Half of 2^(exponent - 127); for the two least exponents that is a subnormal number.
+        let bits = match self.exponent {
+            least @ 0..2 => 0x0020_0000 << least,
+            exponent => u32::from(exponent - 1) << 23,
+        };
+        chosen(l, l.splat(f32::from_bits(bits)), TWICE_FP4, self.codes, visitor);
+    }
+}
+
+/// Hands over the scale times the entries of a table that the halves of bytes choose.
+#[inline(always)]
+fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor: &mut impl Visitor<L>) {
+    let table = l.bytes(bytemuck::cast(table));
+    let number = |codes| l.mul(scale, l.widen(l.choose(table, codes)));
+    let [low, high] = l.nibbles(l.bytes(codes), number, number);
+    visitor.take(l, 0, low);
+    visitor.take(l, 1, high);
+}
+
+/// Scales and minima of eight sub-blocks.
+struct Parts {
+    scales: [f32; 16],
+    minima: [f32; 16],
+}
+
+impl Parts {
+    /// What codes of sub-block i stand for: the scale times the code, less the minimum.
+    #[inline(always)]
+    fn above<L: Lanes>(&self, l: L, i: usize) -> impl Fn(L::B) -> L::F {
+        let (scale, minimum) = (l.splat(self.scales[i]), l.splat(self.minima[i]));
+        move |codes| l.sub(l.mul(scale, l.widen(codes)), minimum)
+    }
+}
+
+/// Scales and minima of eight sub-blocks, six bits each before they are multiplied. The first four are the low bits of a byte
+/// each; of the last four, the low four bits share a byte, and the high two bits are above those of the first four.
+#[inline(always)]
+fn scales_and_minima<L: Lanes>(l: L, scale: [u8; 2], minimum: [u8; 2], packed: &[u8; 12]) -> Parts {
+    let (mut scales, mut minima) = ([0; 16], [0; 16]);
+    for i in 0..4 {
+        let (a, b, both) = (packed[i], packed[4 + i], packed[8 + i]);
+        (scales[i], minima[i]) = (a & 63, b & 63);
+        (scales[4 + i], minima[4 + i]) = (both & 15 | a >> 2 & 48, both >> 4 | b >> 2 & 48);
+    }
+    let mut parts = Parts { scales: [0.0; 16], minima: [0.0; 16] };
+    l.store(l.mul(l.splat_half(scale), l.widen(l.bytes(scales))), &mut parts.scales);
+    l.store(l.mul(l.splat_half(minimum), l.widen(l.bytes(minima))), &mut parts.minima);
+    parts
+}

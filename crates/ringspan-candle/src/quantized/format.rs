@@ -1,0 +1,131 @@
+//! The formats in which numbers are stored.
+
+use candle_core::quantized::GgmlDType;
+use candle_core::{Result, bail};
+use std::fmt::{self, Display, Formatter};
+
+/// How numbers are stored: in blocks that stand for a fixed count of them, in a fixed count of bytes, as ggml lays them out.
+///
+/// Displayed by the name that GGUF tools print, such as `Q4_K`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// IEEE half precision; a block is one number.
+    F16,
+    /// bfloat16; a block is one number.
+    BF16,
+    /// 4 bits a number, a scale for 32.
+    Q4_0,
+    /// 5 bits a number, a scale for 32.
+    Q5_0,
+    /// 8 bits a number, a scale for 32.
+    Q8_0,
+    /// 4 bits a number, a scale and a minimum of 6 bits for 32, factors of both for 256.
+    Q4K,
+    /// 5 bits a number, scales as those of [`Q4K`](Self::Q4K).
+    Q5K,
+    /// 6 bits a number, a scale of 8 bits for 16, a factor for 256.
+    Q6K,
+    /// 4 bits a number, which choose one of 16 uneven steps, and a scale for 32.
+    Iq4Nl,
+    /// FP4 (E2M1) with a power of two (E8M0) for 32: the microscaling format of the Open Compute Project.
+    Mxfp4,
+}
+
+/// The numbers and names that a format has.
+struct Entry {
+    /// The number of the type in GGUF files.
+    ggml: u32,
+    name: &'static str,
+    block_len: usize,
+    block_bytes: usize,
+    candle: Option<GgmlDType>,
+}
+
+impl Format {
+    /// All formats.
+    pub const ALL: [Self; 10] = [
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q5_0,
+        Self::Q8_0,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+        Self::Iq4Nl,
+        Self::Mxfp4,
+    ];
+
+    const fn entry(self) -> Entry {
+        let (ggml, name, block_len, block_bytes, candle) = match self {
+            Self::F16 => (1, "F16", 1, 2, Some(GgmlDType::F16)),
+            Self::BF16 => (30, "BF16", 1, 2, Some(GgmlDType::BF16)),
+            Self::Q4_0 => (2, "Q4_0", 32, 18, Some(GgmlDType::Q4_0)),
+            Self::Q5_0 => (6, "Q5_0", 32, 22, Some(GgmlDType::Q5_0)),
+            Self::Q8_0 => (8, "Q8_0", 32, 34, Some(GgmlDType::Q8_0)),
+            Self::Q4K => (12, "Q4_K", 256, 144, Some(GgmlDType::Q4K)),
+            Self::Q5K => (13, "Q5_K", 256, 176, Some(GgmlDType::Q5K)),
+            Self::Q6K => (14, "Q6_K", 256, 210, Some(GgmlDType::Q6K)),
+            Self::Iq4Nl => (20, "IQ4_NL", 32, 18, None),
+            Self::Mxfp4 => (39, "MXFP4", 32, 17, None),
+        };
+        Entry { ggml, name, block_len, block_bytes, candle }
+    }
+
+    /// The format of a type's number in a GGUF file; none for types that no [`QuantizedMatrix`](super::QuantizedMatrix) can be.
+    #[must_use]
+    pub fn from_ggml(number: u32) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.entry().ggml == number)
+    }
+
+    /// The format of candle's name for a type.
+    #[must_use]
+    pub fn from_candle(kind: GgmlDType) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.entry().candle == Some(kind))
+    }
+
+    /// The number of the type in GGUF files.
+    #[must_use]
+    pub fn ggml(self) -> u32 {
+        self.entry().ggml
+    }
+
+    /// Candle's name for the type, if it has one.
+    #[must_use]
+    pub fn candle(self) -> Option<GgmlDType> {
+        self.entry().candle
+    }
+
+    /// Numbers of a block.
+    #[must_use]
+    pub fn block_len(self) -> usize {
+        self.entry().block_len
+    }
+
+    /// Bytes of a block.
+    #[must_use]
+    pub fn block_bytes(self) -> usize {
+        self.entry().block_bytes
+    }
+
+    /// Bytes of a matrix.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks, and more bytes than can be counted.
+    pub fn bytes(self, rows: usize, columns: usize) -> Result<usize> {
+        let Entry { block_len, block_bytes, .. } = self.entry();
+        if !columns.is_multiple_of(block_len) {
+            bail!("{self} stores blocks of {block_len} numbers, and rows of {columns} columns are not whole blocks");
+        }
+        match (columns / block_len).checked_mul(block_bytes).and_then(|row| row.checked_mul(rows)) {
+            Some(bytes) => Ok(bytes),
+            None => bail!("a {self} matrix of {rows} x {columns} takes more bytes than there are addresses"),
+        }
+    }
+}
+
+impl Display for Format {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.pad(self.entry().name)
+    }
+}

@@ -1,0 +1,58 @@
+//! MXFP4 as the safetensors files of gpt-oss store it: codes and exponents in tensors of their own.
+
+use super::format::Format;
+use super::matrix::QuantizedMatrix;
+use crate::pool;
+use candle_core::{Result, bail};
+
+/// Numbers of a block.
+const LEN: usize = 32;
+/// Bytes of the codes of a block.
+const CODES: usize = LEN / 2;
+
+/// Where blocks go, their codes, and their exponents.
+type Part<'a> = ((&'a mut [u8], &'a [[u8; CODES]]), &'a [u8]);
+
+impl QuantizedMatrix {
+    /// The MXFP4 matrix of `rows` x `columns` of which gpt-oss's files have `codes` `[rows, columns / 32, 16]` (a tensor whose
+    /// name ends in `_blocks`) and `exponents` `[rows, columns / 32]` (`_scales`): of a tensor of experts, the part of one.
+    ///
+    /// The files have neighbours in a byte, ggml's blocks numbers that are 16 apart, so this is a copy: 17 bytes for 32 numbers.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks, and bytes that are more or less than the matrix takes.
+    pub fn from_gpt_oss(rows: usize, columns: usize, codes: &[u8], exponents: &[u8]) -> Result<Self> {
+        let bytes = Format::Mxfp4.bytes(rows, columns)?;
+        let block_bytes = Format::Mxfp4.block_bytes();
+        let blocks = bytes / block_bytes;
+        if (codes.len(), exponents.len()) != (CODES * blocks, blocks) {
+            bail!(
+                "gpt-oss stores an MXFP4 matrix of {rows} x {columns} in {} bytes of codes and {blocks} exponents, given {} and {}",
+                CODES * blocks,
+                codes.len(),
+                exponents.len()
+            );
+        }
+        let mut stored = vec![0; bytes];
+        let part = pool::part(blocks, LEN);
+        let (codes, _) = codes.as_chunks::<CODES>();
+        let parts = stored.chunks_mut(part * block_bytes).zip(codes.chunks(part)).zip(exponents.chunks(part)).collect();
+        pool::map(parts, |((to, codes), exponents): Part| {
+            for ((to, codes), exponent) in to.chunks_exact_mut(block_bytes).zip(codes).zip(exponents) {
+                to[0] = *exponent;
+                to[1..].copy_from_slice(&halves_apart(codes));
+            }
+        });
+        Self::new(Format::Mxfp4, rows, columns, stored.into())
+    }
+}
+
+/// Codes in the order of ggml: numbers i and 16 + i in byte i, instead of numbers 2 i and 2 i + 1.
+fn halves_apart(pairs: &[u8; CODES]) -> [u8; CODES] {
+    let mut codes = [0; CODES];
+    let (first, second) = pairs.split_at(CODES / 2);
+    for ((to, first), second) in codes.as_chunks_mut::<2>().0.iter_mut().zip(first).zip(second) {
+        *to = [first & 15 | second << 4, first >> 4 | second & 0xf0];
+    }
+    codes
+}

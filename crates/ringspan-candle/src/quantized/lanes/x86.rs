@@ -1,0 +1,246 @@
+//! The operations on x86-64: with AVX-512, and with AVX2 and FMA.
+
+use super::{Lanes, Work};
+use crate::quantized::blocks::half;
+use bytemuck::cast;
+use pulp::NullaryFnOnce;
+use pulp::x86::{V3, V4};
+use std::arch::x86_64::{__m128i, __m256, __m256i, __m512};
+
+/// Work with the token that proves its instructions.
+pub(super) struct Compiled<L, W> {
+    pub(super) lanes: L,
+    pub(super) work: W,
+}
+
+impl<L: Lanes, W: Work> NullaryFnOnce for Compiled<L, W> {
+    type Output = W::Output;
+
+    #[inline(always)]
+    fn call(self) -> W::Output {
+        self.work.run(self.lanes)
+    }
+}
+
+/// Operations on bytes, which both have.
+macro_rules! bytes {
+    () => {
+        type B = __m128i;
+
+        #[inline(always)]
+        fn bytes(self, bytes: [u8; 16]) -> __m128i {
+            cast(bytes)
+        }
+
+        #[inline(always)]
+        fn splat_bytes(self, byte: u8) -> __m128i {
+            self.sse2._mm_set1_epi8(byte as i8)
+        }
+
+        #[inline(always)]
+        fn and(self, a: __m128i, b: __m128i) -> __m128i {
+            self.sse2._mm_and_si128(a, b)
+        }
+
+        #[inline(always)]
+        fn or(self, a: __m128i, b: __m128i) -> __m128i {
+            self.sse2._mm_or_si128(a, b)
+        }
+
+        #[inline(always)]
+        fn sub_bytes(self, a: __m128i, b: __m128i) -> __m128i {
+            self.sse2._mm_sub_epi8(a, b)
+        }
+
+        #[inline(always)]
+        fn shift_right(self, a: __m128i, bits: u32) -> __m128i {
+            // Pairs of bytes are shifted, so bits of one come into the other.
+            let shifted = self.sse2._mm_srl_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32));
+            self.and(shifted, self.splat_bytes(0xff >> bits))
+        }
+
+        #[inline(always)]
+        fn shift_left(self, a: __m128i, bits: u32) -> __m128i {
+            self.sse2._mm_sll_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32))
+        }
+
+        #[inline(always)]
+        fn choose(self, table: __m128i, codes: __m128i) -> __m128i {
+            self.ssse3._mm_shuffle_epi8(table, codes)
+        }
+
+        #[inline(always)]
+        fn spread(self, bits: u16) -> __m128i {
+            // Each lane looks at its own bit of the byte that has it.
+            let bytes = self.choose(self.sse2._mm_set1_epi16(bits as i16), cast([[0u8; 8], [1u8; 8]]));
+            let own: __m128i = cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 2]);
+            self.sse2._mm_cmpeq_epi8(self.and(bytes, own), own)
+        }
+    };
+}
+
+impl Lanes for V4 {
+    type F = __m512;
+    bytes!();
+
+    #[inline(always)]
+    fn widen(self, codes: __m128i) -> __m512 {
+        self.avx512f._mm512_cvtepi32_ps(self.avx512f._mm512_cvtepi8_epi32(codes))
+    }
+
+    #[inline(always)]
+    fn widen_half(self, numbers: [[u8; 2]; 16]) -> __m512 {
+        self.avx512f._mm512_cvtph_ps(cast(numbers))
+    }
+
+    #[inline(always)]
+    fn widen_bf16(self, numbers: [[u8; 2]; 16]) -> __m512 {
+        let wide = self.avx512f._mm512_cvtepu16_epi32(cast(numbers));
+        cast(self.avx512f._mm512_slli_epi32::<16>(wide))
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32; 16]) -> __m512 {
+        cast(*from)
+    }
+
+    #[inline(always)]
+    fn store(self, x: __m512, to: &mut [f32; 16]) {
+        *to = cast(x);
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        self.avx512f._mm512_set1_ps(x)
+    }
+
+    #[inline(always)]
+    fn splat_half(self, x: [u8; 2]) -> __m512 {
+        self.widen_half([x; 16])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        self.avx512f._mm512_mul_ps(a, b)
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        self.avx512f._mm512_add_ps(a, b)
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        self.avx512f._mm512_sub_ps(a, b)
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        self.avx512f._mm512_fmadd_ps(a, b, c)
+    }
+
+    #[inline(always)]
+    fn sum(self, x: __m512) -> f32 {
+        self.avx512f._mm512_reduce_add_ps(x)
+    }
+
+    /// The numbers of all 16 codes fill one vector, from which codes choose: that is less work than to convert each.
+    #[inline(always)]
+    fn nibbles(
+        self,
+        bytes: __m128i,
+        of_low: impl Fn(__m128i) -> __m512,
+        of_high: impl Fn(__m128i) -> __m512,
+    ) -> [__m512; 2] {
+        let codes = cast([0u8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
+        // A choice looks at the low four bits.
+        let low = self.avx512f._mm512_cvtepu8_epi32(bytes);
+        let high = self.avx512f._mm512_srli_epi32::<4>(low);
+        [
+            self.avx512f._mm512_permutexvar_ps(low, of_low(codes)),
+            self.avx512f._mm512_permutexvar_ps(high, of_high(codes)),
+        ]
+    }
+}
+
+impl Lanes for V3 {
+    type F = [__m256; 2];
+    bytes!();
+
+    #[inline(always)]
+    fn widen(self, codes: __m128i) -> [__m256; 2] {
+        let [low, high]: [[u8; 8]; 2] = cast(codes);
+        [low, high].map(|codes| {
+            let codes = cast([codes, [0; 8]]);
+            self.avx._mm256_cvtepi32_ps(self.avx2._mm256_cvtepi8_epi32(codes))
+        })
+    }
+
+    #[inline(always)]
+    fn widen_half(self, numbers: [[u8; 2]; 16]) -> [__m256; 2] {
+        let mut wide = [0.0; 16];
+        for (wide, number) in wide.iter_mut().zip(numbers) {
+            *wide = half(number);
+        }
+        cast(wide)
+    }
+
+    #[inline(always)]
+    fn widen_bf16(self, numbers: [[u8; 2]; 16]) -> [__m256; 2] {
+        let [low, high]: [__m128i; 2] = cast(numbers);
+        [low, high].map(|numbers| {
+            let wide: __m256i = self.avx2._mm256_cvtepu16_epi32(numbers);
+            cast(self.avx2._mm256_slli_epi32::<16>(wide))
+        })
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32; 16]) -> [__m256; 2] {
+        cast(*from)
+    }
+
+    #[inline(always)]
+    fn store(self, x: [__m256; 2], to: &mut [f32; 16]) {
+        *to = cast(x);
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [__m256; 2] {
+        [self.avx._mm256_set1_ps(x); 2]
+    }
+
+    #[inline(always)]
+    fn splat_half(self, x: [u8; 2]) -> [__m256; 2] {
+        self.splat(half(x))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        [self.avx._mm256_mul_ps(a[0], b[0]), self.avx._mm256_mul_ps(a[1], b[1])]
+    }
+
+    #[inline(always)]
+    fn add(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        [self.avx._mm256_add_ps(a[0], b[0]), self.avx._mm256_add_ps(a[1], b[1])]
+    }
+
+    #[inline(always)]
+    fn sub(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        [self.avx._mm256_sub_ps(a[0], b[0]), self.avx._mm256_sub_ps(a[1], b[1])]
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
+        [self.fma._mm256_fmadd_ps(a[0], b[0], c[0]), self.fma._mm256_fmadd_ps(a[1], b[1], c[1])]
+    }
+
+    #[inline(always)]
+    fn sum(self, x: [__m256; 2]) -> f32 {
+        let both: [[f32; 8]; 2] = cast(x);
+        let mut sums = [0.0; 8];
+        for ((sum, a), b) in sums.iter_mut().zip(both[0]).zip(both[1]) {
+            *sum = a + b;
+        }
+        sums.iter().sum()
+    }
+}

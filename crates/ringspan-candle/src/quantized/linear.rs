@@ -1,0 +1,135 @@
+//! A linear layer whose weight is a quantized matrix, as one operation with a backward.
+
+use super::dots;
+use super::input::Input;
+use super::matrix::QuantizedMatrix;
+use super::tiles;
+use crate::kept::Kept;
+use crate::slices::{cpu, rows, values};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
+use std::sync::{Mutex, PoisonError};
+
+/// `x weight^T + bias` on the CPU: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32. Differentiable in x and in
+/// the bias; the weight is frozen.
+///
+/// Rows of x may lie apart (a part of a wider tensor). All arithmetic is f32. At most a tile of the weight is decoded at once, of
+/// a few MiB. Computed on the threads of the caller's pool ([`pool`](crate::pool)).
+///
+/// # Errors
+/// Other types, shapes and devices.
+pub fn linear_quantized(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tensor>) -> Result<Tensor> {
+    layer(x, weight, bias, None)
+}
+
+/// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
+/// product. x must be that of then.
+///
+/// # Errors
+/// As for [`linear_quantized`]; something known of another shape.
+pub fn linear_quantized_again(
+    x: &Tensor,
+    weight: &QuantizedMatrix,
+    bias: Option<&Tensor>,
+    known: Option<Kept>,
+) -> Result<Tensor> {
+    let shape = [x.dim(0)?, weight.dims().0];
+    let known = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
+    layer(x, weight, bias, Some(known))
+}
+
+fn layer(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tensor>, known: Option<Vec<f32>>) -> Result<Tensor> {
+    let ((_, width), (outs, weight_width)) = (x.dims2()?, weight.dims());
+    if width != weight_width || bias.is_some_and(|bias| bias.dims() != [outs]) {
+        let bias = bias.map_or(String::new(), |bias| format!(" and bias {:?}", bias.shape()));
+        bail!("linear of {:?} with weight {weight:?}{bias}: the shapes do not fit", x.shape());
+    }
+    for (what, tensor) in [("x", Some(x)), ("a bias", bias)] {
+        if let Some(tensor) = tensor.filter(|tensor| !tensor.device().is_cpu() || tensor.dtype() != DType::F32) {
+            let (dtype, device) = (tensor.dtype(), tensor.device().location());
+            bail!("a quantized weight is multiplied in f32 on the CPU, given {what} of {dtype:?} on {device:?}");
+        }
+    }
+    let op = Linear { weight: weight.clone(), known: Mutex::new(known) };
+    match bias {
+        None => rows(x)?.apply_op1(op),
+        Some(bias) => rows(x)?.apply_op2(&bias.contiguous()?, op),
+    }
+}
+
+struct Linear {
+    weight: QuantizedMatrix,
+    /// The result, if it was computed before.
+    known: Mutex<Option<Vec<f32>>>,
+}
+
+impl Linear {
+    /// The result on top of what is in `out`.
+    fn forward(
+        &self,
+        x: &CpuStorage,
+        x_at: &Layout,
+        out: impl FnOnce(usize) -> Vec<f32>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let x = Input::read(x, x_at)?;
+        let shape = Shape::from((x.tokens, self.weight.dims().0));
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let out = known.unwrap_or_else(|| {
+            let mut out = out(x.tokens);
+            let add = if x.tokens <= dots::FEW { dots::add_forward } else { tiles::add_forward };
+            add(x, &self.weight, &mut out);
+            out
+        });
+        Ok((CpuStorage::F32(out), shape))
+    }
+
+    fn backward(&self, x: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
+        if !x.track_op() {
+            return Ok(None);
+        }
+        let (tokens, outs) = d_out.dims2()?;
+        let dx = values(&d_out.contiguous()?, |dy| Ok(tiles::backward(Input::new(dy, tokens, outs), &self.weight)))?;
+        Tensor::from_vec(dx, x.shape(), x.device()).map(Some)
+    }
+}
+
+impl CustomOp1 for Linear {
+    fn name(&self) -> &'static str {
+        "quantized linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.forward(x, x_at, |tokens| vec![0.0; tokens * self.weight.dims().0])
+    }
+
+    fn bwd(&self, x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
+        self.backward(x, d_out)
+    }
+}
+
+impl CustomOp2 for Linear {
+    fn name(&self) -> &'static str {
+        "quantized linear with bias"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_at: &Layout,
+        bias: &CpuStorage,
+        bias_at: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let bias = cpu(bias, bias_at)?;
+        self.forward(x, x_at, |tokens| bias.repeat(tokens))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        bias: &Tensor,
+        _out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let d_bias = if bias.track_op() { Some(d_out.sum(0)?) } else { None };
+        Ok((self.backward(x, d_out)?, d_bias))
+    }
+}

@@ -1,0 +1,206 @@
+//! A matrix in a quantized format.
+
+use super::blocks::{Block, with_block};
+use super::format::Format;
+use super::lanes::{Lanes, Work, dispatch};
+use crate::pool;
+use bytes::Bytes;
+use candle_core::{Device, Result, Tensor, bail};
+use std::fmt::{self, Debug, Formatter};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// A frozen matrix of rows x columns in a quantized format. Each row is whole blocks, one after the other.
+///
+/// Clones, and ranges of rows, share its bytes: so do the ranks of a process. Bytes may be a part of a mapped file
+/// (`Bytes::from_owner(mmap).slice(range)`), at any address.
+#[derive(Clone)]
+pub struct QuantizedMatrix {
+    format: Format,
+    rows: usize,
+    columns: usize,
+    bytes: Bytes,
+}
+
+impl QuantizedMatrix {
+    /// A matrix of `rows` x `columns` in the layout of ggml, as GGUF files have it.
+    ///
+    /// # Errors
+    /// Rows that are not whole blocks, and bytes that are more or less than the matrix takes.
+    pub fn new(format: Format, rows: usize, columns: usize, bytes: Bytes) -> Result<Self> {
+        let needed = format.bytes(rows, columns)?;
+        if bytes.len() != needed {
+            bail!("a {format} matrix of {rows} x {columns} takes {needed} bytes, given {}", bytes.len());
+        }
+        Ok(Self { format, rows, columns, bytes })
+    }
+
+    /// How its numbers are stored.
+    #[must_use]
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// Rows and columns.
+    #[must_use]
+    pub fn dims(&self) -> (usize, usize) {
+        (self.rows, self.columns)
+    }
+
+    /// Its bytes, as they are stored.
+    #[must_use]
+    pub fn bytes(&self) -> &Bytes {
+        &self.bytes
+    }
+
+    /// Some of its rows, which share its bytes.
+    ///
+    /// # Errors
+    /// Rows that are not there.
+    pub fn rows(&self, range: Range<usize>) -> Result<Self> {
+        if range.start > range.end || range.end > self.rows {
+            bail!("rows {range:?} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
+        }
+        let bytes = self.bytes.slice(range.start * self.row_bytes()..range.end * self.row_bytes());
+        Ok(Self { rows: range.len(), bytes, ..self.clone() })
+    }
+
+    /// Some of its columns: a copy of their bytes, unless they are all. No number changes.
+    ///
+    /// # Errors
+    /// Columns that are not there, and ranges that do not begin and end at borders of blocks.
+    pub fn columns(&self, range: Range<usize>) -> Result<Self> {
+        let block = self.format.block_len();
+        if range.start > range.end || range.end > self.columns {
+            bail!("columns {range:?} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
+        }
+        if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
+            bail!(
+                "columns {range:?} of a {} matrix of {} x {}: it can be cut at multiples of {block} columns, between its blocks",
+                self.format,
+                self.rows,
+                self.columns
+            );
+        }
+        if range.len() == self.columns {
+            return Ok(self.clone());
+        }
+        let of_row = self.bytes_of(&range);
+        let mut bytes = Vec::with_capacity(self.rows * of_row.len());
+        for row in 0..self.rows {
+            bytes.extend_from_slice(&self.row(row)[of_row.clone()]);
+        }
+        Ok(Self { columns: range.len(), bytes: bytes.into(), ..self.clone() })
+    }
+
+    /// Rows in another order, or some of them, or some of them twice: row i of the result is row `order[i]`. A copy of bytes.
+    ///
+    /// # Errors
+    /// Rows that are not there.
+    pub fn select_rows(&self, order: &[usize]) -> Result<Self> {
+        let mut bytes = Vec::with_capacity(order.len().saturating_mul(self.row_bytes()));
+        for row in order {
+            if *row >= self.rows {
+                bail!("row {row} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
+            }
+            bytes.extend_from_slice(self.row(*row));
+        }
+        Ok(Self { rows: order.len(), bytes: bytes.into(), ..self.clone() })
+    }
+
+    /// All of it as a tensor of f32 on the CPU, `[rows, columns]`.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub fn dequantize(&self) -> Result<Tensor> {
+        let mut values = vec![0.0; self.rows * self.columns];
+        self.decode(0..self.rows, 0..self.columns, &mut values);
+        Tensor::from_vec(values, (self.rows, self.columns), &Device::Cpu)
+    }
+
+    /// Rows by their numbers, as an embedding is looked up: f32 on the CPU, `[rows.len(), columns]`.
+    ///
+    /// # Errors
+    /// Rows that are not there.
+    pub fn dequantize_rows(&self, rows: &[u32]) -> Result<Tensor> {
+        if let Some(row) = rows.iter().find(|row| **row as usize >= self.rows) {
+            bail!("row {row} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
+        }
+        let mut values = vec![0.0; rows.len() * self.columns];
+        if self.columns > 0 {
+            let part = pool::part(rows.len(), self.columns);
+            let parts = rows.chunks(part).zip(values.chunks_mut(part * self.columns)).collect();
+            pool::map(parts, |(rows, to): (&[u32], &mut [f32])| {
+                for (row, to) in rows.iter().zip(to.chunks_exact_mut(self.columns)) {
+                    let row = *row as usize;
+                    with_block!(self.format, decoded(self.row(row), self.row_bytes(), 0..self.row_bytes(), to));
+                }
+            });
+        }
+        Tensor::from_vec(values, (rows.len(), self.columns), &Device::Cpu)
+    }
+
+    /// Writes the numbers of some rows and columns, row after row, on the threads of this pool. The columns are whole blocks.
+    pub(super) fn decode(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
+        debug_assert_eq!(to.len(), rows.len() * columns.len());
+        if to.is_empty() {
+            return;
+        }
+        let (part, of_row) = (pool::part(rows.len(), columns.len()), self.bytes_of(&columns));
+        let stored = self.bytes_of_rows(rows).chunks(part * self.row_bytes());
+        pool::map(stored.zip(to.chunks_mut(part * columns.len())).collect(), |(rows, to): (&[u8], &mut [f32])| {
+            with_block!(self.format, decoded(rows, self.row_bytes(), of_row.clone(), to));
+        });
+    }
+
+    /// The bytes of some rows.
+    pub(super) fn bytes_of_rows(&self, rows: Range<usize>) -> &[u8] {
+        &self.bytes[rows.start * self.row_bytes()..rows.end * self.row_bytes()]
+    }
+
+    fn row(&self, row: usize) -> &[u8] {
+        self.bytes_of_rows(row..row + 1)
+    }
+
+    /// Where in a row's bytes the blocks of some columns are.
+    fn bytes_of(&self, columns: &Range<usize>) -> Range<usize> {
+        let byte = |column: usize| column / self.format.block_len() * self.format.block_bytes();
+        byte(columns.start)..byte(columns.end)
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.bytes_of(&(0..self.columns)).end
+    }
+}
+
+impl Debug for QuantizedMatrix {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "QuantizedMatrix[{} x {}; {}]", self.rows, self.columns, self.format)
+    }
+}
+
+/// Writes the numbers of a part of each row, row after row.
+fn decoded<B: Block<LEN>, const LEN: usize>(rows: &[u8], row_bytes: usize, part: Range<usize>, to: &mut [f32]) {
+    dispatch(Decoding::<B, LEN> { rows, row_bytes, part, to, blocks: PhantomData });
+}
+
+struct Decoding<'a, B, const LEN: usize> {
+    rows: &'a [u8],
+    row_bytes: usize,
+    /// Bytes of each row.
+    part: Range<usize>,
+    to: &'a mut [f32],
+    blocks: PhantomData<B>,
+}
+
+impl<B: Block<LEN>, const LEN: usize> Work for Decoding<'_, B, LEN> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let width = self.part.len() / size_of::<B>() * LEN;
+        for (row, to) in self.rows.chunks_exact(self.row_bytes).zip(self.to.chunks_exact_mut(width)) {
+            B::decode(lanes, bytemuck::cast_slice(&row[self.part.clone()]), to);
+        }
+    }
+}

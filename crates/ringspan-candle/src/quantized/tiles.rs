@@ -1,0 +1,75 @@
+//! Products with many tokens: one tile of the matrix at a time is decoded, and multiplied as any matrix of f32.
+
+use super::input::Input;
+use super::matrix::QuantizedMatrix;
+use crate::matmul::{Into, Matrix, product};
+use crate::pool;
+use std::ops::Range;
+
+/// Numbers of a tile: 4 MiB, which are in the cache when the product reads them.
+const TILE: usize = 1 << 20;
+/// Columns of a tile are a multiple of this, and so of the blocks of all formats; the product sums as many before it stores.
+const COLUMNS: usize = 512;
+/// Rows of a tile at most.
+const ROWS: usize = 1 << 14;
+/// Rows of a tile at least, where they are what is summed.
+const SUMMED: usize = 256;
+
+/// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
+///
+/// A tile is some columns of all rows, since the product packs x anew for each range of rows.
+pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
+    let rows = weight.dims().0;
+    if rows <= ROWS {
+        return add_rows(x, weight, 0..rows, out);
+    }
+    let group = rows.div_ceil(rows.div_ceil(ROWS));
+    let mut sums = vec![0.0; x.tokens * group];
+    for start in (0..rows).step_by(group) {
+        let range = start..rows.min(start + group);
+        let sums = &mut sums[..x.tokens * range.len()];
+        sums.fill(0.0);
+        add_rows(x, weight, range.clone(), sums);
+        let part = pool::part(x.tokens, range.len());
+        let parts = out.chunks_mut(part * rows).zip(sums.chunks(part * range.len())).collect();
+        pool::map(parts, |(out, sums): (&mut [f32], &[f32])| {
+            for (out, sums) in out.chunks_exact_mut(rows).zip(sums.chunks_exact(range.len())) {
+                out[range.clone()].iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+            }
+        });
+    }
+}
+
+/// The same for some rows of the weight: out `[T, rows]`.
+fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f32]) {
+    let columns = weight.dims().1;
+    if out.is_empty() {
+        return;
+    }
+    let step = (TILE / rows.len() / COLUMNS).max(1) * COLUMNS;
+    let mut tile = vec![0.0; rows.len() * step.min(columns)];
+    for start in (0..columns).step_by(step) {
+        let range = start..columns.min(start + step);
+        let tile = &mut tile[..rows.len() * range.len()];
+        weight.decode(rows.clone(), range.clone(), tile);
+        product(x.columns(range.clone()), Matrix::new(tile, rows.len(), range.len()).t(), out, Into::Sum);
+    }
+}
+
+/// `dy weight`: dy `[T, out]`, weight `[out, in]` to `[T, in]`.
+pub(super) fn backward(dy: Input, weight: &QuantizedMatrix) -> Vec<f32> {
+    let (rows, columns) = weight.dims();
+    let mut dx = vec![0.0; dy.tokens * columns];
+    if dx.is_empty() {
+        return dx;
+    }
+    let step = (TILE / columns).max(SUMMED);
+    let mut tile = vec![0.0; step.min(rows) * columns];
+    for start in (0..rows).step_by(step) {
+        let range = start..rows.min(start + step);
+        let tile = &mut tile[..range.len() * columns];
+        weight.decode(range.clone(), 0..columns, tile);
+        product(dy.columns(range.clone()), Matrix::new(tile, range.len(), columns), &mut dx, Into::Sum);
+    }
+    dx
+}

@@ -1,0 +1,48 @@
+//! The graph of one unit.
+
+use super::Gradients;
+use crate::error::Result;
+use candle_core::{Tensor, Var};
+use ringspan_candle::{Weights, cotangent};
+
+/// A computed function of an input and parameters that can still be differentiated.
+pub(crate) struct Graph {
+    input: Var,
+    /// The parameters that are trained.
+    parameters: Weights,
+    output: Tensor,
+}
+
+impl Graph {
+    /// Computes `f` of parameters and input, to be differentiated in the input and in the parameters that are trained.
+    pub(crate) fn new(
+        x: &Tensor,
+        parameters: Weights,
+        trains: impl Fn(&str) -> bool,
+        f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
+    ) -> Result<Self> {
+        let input = Var::from_tensor(x)?;
+        // A variable is taken as it is. Others are copied one by one, so that no more than a parameter is there twice.
+        let variable = |(name, tensor): (String, Tensor)| match trains(&name) {
+            true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
+            false => Ok((name, tensor.detach())),
+        };
+        let mut parameters: Weights = parameters.into_iter().map(variable).collect::<Result<_>>()?;
+        let output = f(&parameters, input.as_tensor())?;
+        parameters.retain(|name, _| trains(name));
+        Ok(Self { input, parameters, output })
+    }
+
+    /// Gradients of `sum(dy * output)`: of the input, and of each parameter that is trained.
+    pub(crate) fn backward(self, dy: &Tensor) -> Result<(Tensor, Gradients)> {
+        let mut store = cotangent::backward(&self.output, dy)?;
+        // Zeros of what took no part.
+        let mut gradient = |tensor: &Tensor| match store.remove(tensor) {
+            Some(gradient) => Ok(gradient.detach()),
+            None => tensor.zeros_like(),
+        };
+        let dx = gradient(self.input.as_tensor())?;
+        let of = |(name, tensor): (String, Tensor)| Ok((name, gradient(&tensor)?));
+        Ok((dx, self.parameters.into_iter().map(of).collect::<Result<_>>()?))
+    }
+}

@@ -1,0 +1,15 @@
+//! Mistral (Jiang et al., 2023): Llama with a sliding window in every layer.
+
+use crate::config::Config;
+use crate::error::Result;
+use crate::llama::{self, Biases};
+use crate::registry::Family;
+use ringspan_candle::Model;
+use ringspan_candle::model::ModelBuilder;
+use std::sync::Arc;
+
+pub(crate) const FAMILY: Family = Family { model_type: "mistral", keys: &[], completed: |json| json, model };
+
+fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
+    llama::with(config, builder, &config.causal_within(config.window()?), Biases::default())
+}

@@ -1,0 +1,40 @@
+//! LongRoPE (Ding et al., 2024, arXiv:2402.13753): a factor for each pair, others in long texts than in short ones.
+
+use super::Parameters;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use ringspan_candle::layers::{ByLength, RotaryEmbedding};
+
+/// Stretches the plain frequencies of `rope`. Long texts are those that pass the original context.
+///
+/// # Errors
+/// Factors that are missing, too few, too many or not above 0.
+pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
+    let pairs = rope.frequencies.len();
+    let stretched = |name: &str, factors: &Option<Vec<f64>>| {
+        let refuse = |problem: String| Err(Error::Config(format!("rope type longrope needs {name}: {problem}")));
+        let Some(factors) = factors else { return refuse("it is missing".into()) };
+        if factors.len() != pairs {
+            return refuse(format!("a factor for each of {pairs} pairs, given {}", factors.len()));
+        }
+        if let Some(factor) = factors.iter().find(|factor| !(**factor > 0.0 && factor.is_finite())) {
+            return refuse(format!("each above 0, given {factor}"));
+        }
+        // As transformers computes it, in f32.
+        let divided = |(frequency, factor): (&f64, &f64)| f64::from((1.0 / frequency) as f32 * *factor as f32).recip();
+        Ok(rope.frequencies.iter().zip(factors).map(divided).collect::<Vec<f64>>())
+    };
+    let short = stretched("short_factor", &parameters.short_factor)?;
+    let frequencies = stretched("long_factor", &parameters.long_factor)?;
+    let original = parameters.original(config)?;
+    let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
+    let factor = parameters.need("factor", parameters.factor.or_else(quotient))?;
+    rope.scale = match parameters.attention_factor {
+        Some(scale) => parameters.need("attention_factor", Some(scale))?,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / original.ln()).sqrt(),
+    };
+    rope.frequencies = short;
+    rope.by_length = Some(ByLength::Long { frequencies, original });
+    Ok(())
+}
