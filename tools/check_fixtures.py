@@ -26,6 +26,7 @@ TOOLS = pathlib.Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
+CANDLE = ROOT / "crates/ringspan-candle/tests/fixtures"
 # The folder of `--out`, and the folders in it that a script makes.
 SCRIPTS = {
     "make_model_fixtures.py": (MODELS, ["."]),
@@ -34,6 +35,7 @@ SCRIPTS = {
     "make_gguf_fixtures.py": (MODELS / "gguf", ["."]),
     "make_training_fixture.py": (TRAIN / "ten_steps", ["."]),
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
+    "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
 }
 # Needs packages that are older than those of the others.
 EXPERTS = "make_expert_adapter_fixture.py"

@@ -2,168 +2,155 @@
 
     pip install -r tools/requirements.txt && python tools/make_model_fixtures.py
 
-Each folder below crates/ringspan-models/tests/fixtures gets config.json, safetensors, and reference.safetensors:
-tokens i64 [B, S], logits f32 [B, S, V], loss f32 [1] (mean over all shifted targets), grad.<parameter> f32.
+Each folder below crates/ringspan-models/tests/fixtures gets config.json, safetensors as published models have them, and
+reference.safetensors: tokens i64 [B, S], logits f32 [B, S, V], loss f32 [1] (mean over all shifted targets),
+grad.<parameter> f32 by its name and shape in the file. A model whose short rows are computed otherwise gets
+short.safetensors with tokens and logits of one, too.
 """
 
 import argparse
 import copy
+import fnmatch
+import itertools
+import json
 import pathlib
 import shutil
+import tempfile
 
 import torch
-from safetensors.torch import save_file
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from safetensors.torch import load_file, save_file
+from tiny_mixtures import SPARSE
+from tiny_models import DENSE, Tiny
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+MODELS = DENSE | SPARSE
 ROWS, LENGTH = 2, 41
-
-SIZES = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    initializer_range=0.15,
-    attn_implementation="eager",
-    bos_token_id=1,
-    eos_token_id=2,
-)
-
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
-
-LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.5)
-# The fixture's rows are longer than what the model was trained with.
-DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=3.0)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
-YARN_FINE = YARN | dict(beta_fast=2.0, beta_slow=0.5, truncate=False, mscale=0.7, mscale_all_dim=1.3)
-
-# Two local layers, a global one, and another local one; windows shorter than a row.
-GEMMA3 = SIZES | dict(
-    num_hidden_layers=4,
-    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-    head_dim=16,
-    query_pre_attn_scalar=24,
-    sliding_window=9,
-    tie_word_embeddings=True,
-    rope_parameters={
-        "full_attention": dict(rope_type="linear", rope_theta=1000000.0, factor=8.0),
-        "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
-    },
-)
-
-# Sparse and dense layers; more experts than are chosen.
-MOE = SIZES | dict(
-    num_hidden_layers=3,
-    head_dim=16,
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    norm_topk_prob=True,
-    output_router_logits=False,
-    tie_word_embeddings=False,
-)
-
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=False)),
-    "llama_tied": (LlamaForCausalLM, LlamaConfig(**SIZES | dict(num_key_value_heads=1, tie_word_embeddings=True))),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=False)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False)),
-    "llama_linear": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters=LINEAR, tie_word_embeddings=True)),
-    "llama_dynamic": (
-        LlamaForCausalLM,
-        LlamaConfig(**SIZES | dict(max_position_embeddings=16), rope_parameters=DYNAMIC, tie_word_embeddings=True),
-    ),
-    "qwen2_yarn": (
-        Qwen2ForCausalLM,
-        Qwen2Config(**SIZES | dict(max_position_embeddings=64), rope_parameters=YARN, tie_word_embeddings=True),
-    ),
-    "qwen3_yarn": (
-        Qwen3ForCausalLM,
-        Qwen3Config(
-            **SIZES | dict(max_position_embeddings=64), head_dim=16, rope_parameters=YARN_FINE, tie_word_embeddings=True
-        ),
-    ),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA3)),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**MOE, mlp_only_layers=[1])),
-    "qwen3_moe_balanced": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(
-            **MOE
-            | dict(norm_topk_prob=False, output_router_logits=True, num_experts_per_tok=3, num_hidden_layers=2),
-            decoder_sparse_step=1,
-            router_aux_loss_coef=0.5,
-        ),
-    ),
-    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=9, tie_word_embeddings=False)),
-}
-
-
-
-def plain_rope(config) -> None:
-    config.rope_parameters = dict(rope_type="default", rope_theta=10000.0)
-
-
-# What must change the logits, or the fixture would not show it.
-ABLATIONS = {
-    "gemma3": lambda config: setattr(config, "query_pre_attn_scalar", 16),
-    "qwen3_moe": lambda config: setattr(config, "norm_topk_prob", False),
-    "qwen2_yarn": plain_rope,
-    "qwen3_yarn": plain_rope,
-    "llama_linear": plain_rope,
-    "llama_dynamic": plain_rope,
-    "llama": plain_rope,
-    "mistral": lambda config: setattr(config, "sliding_window", None),
-}
+# Experts whose scores lie closer together than this could change places where numbers are rounded otherwise.
+MARGIN = 1e-4
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
     """Norms and biases are 1 and 0 at first, which would hide a mistake in them."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             if parameter.dim() == 3:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
+            if parameter.dim() == 2 and name.endswith("_bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.float().eval()
 
 
-def as_stored(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Experts are one tensor in memory and many in files."""
-    if name.endswith(".experts.gate_up_proj"):
-        pairs = [(f"{name[:-13]}.{i}", expert.chunk(2)) for i, expert in enumerate(tensor)]
-        return [(f"{at}.{part}.weight", half) for at, both in pairs for part, half in zip(("gate_proj", "up_proj"), both)]
-    if name.endswith(".experts.down_proj"):
-        return [(f"{name[:-10]}.{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
-    return [(name, tensor)]
+def in_mxfp4(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gives experts weights that MXFP4 can hold, and all others those of bf16. Returns the experts as they are stored:
+    blocks u8 [E, out, in / 32, 16] of two codes a byte, and scales u8 [E, out, in / 32] of powers of 2."""
+    stored = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(parameter.bfloat16())
+            if name.endswith(EXPERTS):
+                experts, inputs, outputs = parameter.shape
+                scales = torch.randint(127 - 6, 127 - 2, (experts, outputs, inputs // 32), dtype=torch.uint8)
+                blocks = torch.randint(0, 256, (*scales.shape, 16), dtype=torch.uint8)
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+                stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    return stored
+
+
+def margin(router: torch.nn.Module, logits: torch.Tensor) -> float:
+    """How far apart the last chosen expert and the first other are, and so for groups where these are chosen first."""
+
+    def gap(scores: torch.Tensor, chosen: int) -> float:
+        ordered = scores.sort(dim=-1, descending=True).values
+        return (ordered[:, chosen - 1] - ordered[:, chosen]).min().item()
+
+    bias = getattr(router, "e_score_correction_bias", None)
+    scores = logits if bias is None else logits.sigmoid() + bias
+    if not getattr(router, "num_group", None):
+        return gap(scores, router.top_k)
+    grouped = scores.view(len(scores), router.num_group, -1)
+    of_groups = grouped.topk(1 if bias is None else 2, dim=-1).values.sum(dim=-1)
+    chosen = of_groups.topk(router.topk_group, dim=-1).indices
+    allowed = torch.zeros_like(of_groups).scatter_(1, chosen, 1.0).bool()
+    scores = grouped.masked_fill(~allowed.unsqueeze(-1), -1e9).flatten(1)
+    return min(gap(of_groups, router.topk_group), gap(scores, router.top_k))
+
+
+def smallest_margin(model: torch.nn.Module, tokens: torch.Tensor) -> float:
+    margins = [float("inf")]
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda router, _, output: margins.append(margin(router, output[0])))
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    return min(margins)
+
+
+def drawn(name: str, tiny: Tiny) -> tuple[torch.nn.Module, torch.Tensor, dict[str, torch.Tensor]]:
+    """A model, tokens, and its experts in MXFP4: the first whose routing does not hang on how numbers are rounded."""
+    for seed in itertools.count(sum(map(ord, name))):
+        torch.manual_seed(seed)
+        model = randomised(MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny.config)](copy.deepcopy(tiny.config)))
+        quantised = in_mxfp4(model) if tiny.mxfp4 else {}
+        tokens = torch.randint(3, tiny.config.vocab_size, (ROWS, LENGTH))
+        if smallest_margin(copy.deepcopy(model), tokens) > MARGIN:
+            return model, tokens, quantised
+
+
+def changed(model: torch.nn.Module, ablation: dict) -> torch.nn.Module:
+    """The model without a feature."""
+    config, weights = copy.deepcopy(model.config), dict(model.state_dict())
+    for key, value in copy.deepcopy(ablation).items():
+        if "*" in key:
+            names = fnmatch.filter(weights, key)
+            assert names, f"there is no {key}"
+            weights |= {name: torch.full_like(weights[name], value) for name in names}
+        else:
+            setattr(config, key, value)
+    other = type(model)(config).float().eval()
+    other.load_state_dict(weights)
+    return other
+
+
+def save(model: torch.nn.Module, quantised: dict[str, torch.Tensor], folder: pathlib.Path, shard: str) -> None:
+    """A folder as transformers writes it; with experts in MXFP4, as they are published, whatever else is bf16."""
+    if quantised:
+        model = copy.deepcopy(model).bfloat16()
+    model.save_pretrained(folder, max_shard_size=shard)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if not quantised:
+        return
+    path = folder / "model.safetensors"
+    kept = {name: weight for name, weight in load_file(path).items() if not name.endswith(EXPERTS)}
+    save_file(kept | quantised, path, metadata={"format": "pt"})
+    whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = dict(modules_to_not_convert=whole, quant_method="mxfp4")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By the names and in the shapes in which transformers stores what they are of."""
+    named = copy.deepcopy(model)
+    for parameter, of in zip(named.parameters(), model.parameters()):
+        parameter.data = of.grad
+    with tempfile.TemporaryDirectory() as folder:
+        named.save_pretrained(folder)
+        stored = load_file(pathlib.Path(folder) / "model.safetensors")
+    buffers = {name for name, _ in model.named_buffers()}
+    return {f"grad.{name}": gradient for name, gradient in stored.items() if name not in buffers}
 
 
 def write(name: str, out: pathlib.Path) -> None:
-    kind, config = MODELS[name]
-    torch.manual_seed(sum(map(ord, name)))
-    model = randomised(kind(config))
-    tokens = torch.randint(3, config.vocab_size, (ROWS, LENGTH))
+    tiny = MODELS[name]
+    model, tokens, quantised = drawn(name, tiny)
+    config = model.config
     result = model(input_ids=tokens, use_cache=False)
     loss = torch.nn.functional.cross_entropy(
         result.logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1)
@@ -171,22 +158,30 @@ def write(name: str, out: pathlib.Path) -> None:
     if getattr(config, "output_router_logits", False):
         loss = loss + config.router_aux_loss_coef * result.aux_loss
     loss.backward()
-    if name in ABLATIONS:
-        changed = copy.deepcopy(config)
-        ABLATIONS[name](changed)
-        other = kind(changed).float().eval()
-        other.load_state_dict(model.state_dict())
-        change = (other(input_ids=tokens, use_cache=False).logits - result.logits).abs().max().item()
-        assert change > 1e-2, f"{name}: the special feature changes logits by {change} only"
+    for ablation in tiny.ablations:
+        others = changed(model, ablation)(input_ids=tokens, use_cache=False).logits
+        change = (others - result.logits).abs().max().item()
+        assert change > 1e-2, f"{name}: {ablation} changes logits by {change} only"
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     # One model is sharded, to show that the index is read.
-    model.save_pretrained(folder, max_shard_size="30KB" if name == "llama" else "1GB")
-    (folder / "generation_config.json").unlink(missing_ok=True)
+    save(model, quantised, folder, shard="30KB" if name == "llama" else "1GB")
     reference = {"tokens": tokens, "logits": result.logits.detach(), "loss": loss.detach().reshape(1)}
-    for parameter_name, parameter in model.named_parameters():
-        reference |= {f"grad.{key}": value for key, value in as_stored(parameter_name, parameter.grad)}
+    reference |= gradients(model)
+    if quantised:  # Such weights are not trained.
+        reference = {key: value for key, value in reference.items() if not key.endswith(EXPERTS)}
     save_file({key: value.contiguous() for key, value in reference.items()}, folder / "reference.safetensors")
+    if tiny.short:
+        row = tokens[:1, : tiny.short].contiguous()
+        logits = model(input_ids=row, use_cache=False).logits.detach()
+        change = (logits - result.logits[:1, : tiny.short]).abs().max().item()
+        assert change > 1e-2, f"{name}: in a short row logits differ by {change} only"
+        save_file({"tokens": row, "logits": logits}, folder / "short.safetensors")
+
+    dequantise = dict(quantization_config=Mxfp4Config(dequantize=True)) if quantised else {}
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **dequantise)
+    apart = (read(input_ids=tokens, use_cache=False).logits - result.logits).abs().max().item()
+    assert apart < 1e-5, f"{name}: what was written is read as another model, with logits that are {apart} apart"
     print(f"{name}: loss {loss.item():.6f}, {sum(p.numel() for p in model.parameters())} parameters")
 
 
