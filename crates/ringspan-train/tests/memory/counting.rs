@@ -1,5 +1,6 @@
 //! What a training allocates. Counts for the whole process, so one test runs at a time.
 
+use candle_core::{DType, Device, Tensor};
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -64,6 +65,18 @@ pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
     MOST.store(before, Ordering::Relaxed);
     let made = work();
     (made, MOST.load(Ordering::Relaxed) - before)
+}
+
+/// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second cache.
+pub(crate) fn kept_by_products() -> usize {
+    let work = || {
+        let before = NOW.load(Ordering::Relaxed);
+        let [x, y] = [(64, 64), (64, 64)].map(|shape| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap());
+        drop(x.matmul(&y).unwrap());
+        drop((x, y));
+        NOW.load(Ordering::Relaxed) - before
+    };
+    std::thread::spawn(work).join().unwrap()
 }
 
 /// Trains, and removes what was written.

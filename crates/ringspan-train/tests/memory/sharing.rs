@@ -70,18 +70,20 @@ fn ranks_share(meshes: &[Mesh]) {
     let mut wrong = Vec::new();
     for &(ranks, dp_shard, ring) in meshes {
         // The peaks of ranks need not meet in each step.
-        let settings = Settings { steps: Some(6), sequence_length: Some(8), ..mesh(dp_shard, ring) };
+        let settings =
+            Settings { steps: Some(6), sequence_length: Some(8), threads: Some(1), ..mesh(dp_shard, ring) };
         let [(few, tokens), (many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
         let (few, many, tokens) = (few as f64, many as f64, tokens as f64);
         let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
         // What a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
         let each = (many - few) / (more - fewer) as f64;
         assert!((15.8..16.5).contains(&each), "{ranks} ranks: {each:.2} bytes a parameter");
-        // What does not grow with the layers, nor with tokens: whole layers.
-        let whole = (few - tokens - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
+        // What does not grow with the layers, nor with tokens: whole layers, and what the matrix products of a thread keep.
+        let kept = (ranks * counting::kept_by_products()) as f64;
+        let whole = (few - tokens - kept - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
         // Two of weights and two of gradients on each rank, of one of which the sums are in the 16 bytes already. Nothing is
         // under way on a rank alone; it has tokenizer and text instead, a third of a layer.
-        let most = if ranks == 1 { 3.3 } else { 4.0 };
+        let most = if ranks == 1 { 1.7 } else { 3.2 };
         let line = format!("{ranks} ranks: {whole:.2} layers a rank, of at most {most}");
         println!("{line}; {each:.2} bytes a parameter");
         if whole >= most {
