@@ -11,6 +11,7 @@ use crate::linear::{linear, linear_again};
 use crate::offload::Offload;
 use crate::rope::Rotation;
 use crate::tensor_parallel::TensorParallel;
+use crate::tiled::{RowFunction, tiled, tiled_again};
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 use std::cell::{Cell, RefCell};
@@ -18,7 +19,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::{fmt, str::FromStr};
 
-/// What is computed again before a layer's backward. All give the same gradients, to the last bit.
+/// What is computed again before a layer's backward. All give the same gradients: to the last bit, but for adapters and biases
+/// of a gated layer, whose gradients `Nothing` sums over all rows at once, and the others tile by tile.
 ///
 /// Kept for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value heads:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -147,7 +149,8 @@ impl<'a> ActivationStore<'a> {
         }
     }
 
-    fn keeps_products(&self) -> bool {
+    /// Whether results of products are stored, so that none is computed twice.
+    pub(crate) fn keeps_products(&self) -> bool {
         self.policy.recompute == Recompute::Nothing
     }
 
@@ -221,6 +224,22 @@ impl<'a> ActivationStore<'a> {
         }
         self.wide.borrow_mut().insert(name.to_owned(), wide);
         if seen {
+            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.policy.storage)?);
+        }
+        Ok(out)
+    }
+
+    /// A function of rows, called `name`, computed tile by tile; `seen` as for [`linear`](Self::linear).
+    pub(crate) fn tiled(&self, name: &str, x: &Tensor, function: impl RowFunction, seen: bool) -> Result<Tensor> {
+        if self.again.get() {
+            let known = self.products.borrow_mut().remove(name);
+            return match known.is_some() || !seen {
+                true => tiled_again(x, function, known),
+                false => tiled(x, function),
+            };
+        }
+        let out = tiled(x, function)?;
+        if self.keeps_products() && seen {
             self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.policy.storage)?);
         }
         Ok(out)

@@ -20,6 +20,7 @@ mod gpu;
 pub mod kept;
 pub mod layers;
 pub mod linear;
+mod links;
 mod loan;
 pub mod lora;
 pub mod loss;
@@ -41,6 +42,7 @@ pub mod shard;
 mod slices;
 pub mod swiglu;
 pub mod tensor_parallel;
+mod tiled;
 pub mod transfers;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};

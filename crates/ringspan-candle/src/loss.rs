@@ -58,6 +58,8 @@ pub struct HeadLoss {
 /// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
 /// three numbers a token, and no logits.
 ///
+/// Tokens without a target cost nothing, and their hidden states may be anything.
+///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
 pub fn head_loss<'a>(
@@ -72,17 +74,26 @@ pub fn head_loss<'a>(
     let vocabulary = Vocabulary::new(head, softcap, shared)?;
     let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
     let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
+    let (rows, targets) = with_target(targets);
     #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
-        return on_gpu::head_loss(&hidden, &head, targets, scale, trains_head, &vocabulary);
+        return on_gpu::head_loss(&hidden, &head, &rows, &targets, scale, trains_head, &vocabulary);
     }
     let mut nll_sum = 0.0;
     let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
-    of_chunks(&hidden, &head, targets, softcap, |chunk, logits| {
+    let mut d_gathered = Vec::new();
+    of_chunks(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
-        let rows = chunk.first * width..(chunk.first + chunk.targets.len()) * width;
-        product(gradient, chunk.head, &mut d_hidden[rows], Into::Fresh);
+        if let Some(rows) = span(chunk.rows) {
+            product(gradient, chunk.head, &mut d_hidden[rows.start * width..rows.end * width], Into::Fresh);
+        } else {
+            d_gathered.resize(chunk.rows.len() * width, 0.0);
+            product(gradient, chunk.head, &mut d_gathered, Into::Fresh);
+            for (row, d) in chunk.rows.iter().zip(d_gathered.chunks_exact(width)) {
+                d_hidden[row * width..(row + 1) * width].copy_from_slice(d);
+            }
+        }
         if let Some(d_head) = &mut d_head {
             product(gradient.t(), chunk.hidden, d_head, Into::Sum);
         }
@@ -107,15 +118,18 @@ pub fn log_probs<'a>(
 ) -> Result<Vec<f32>> {
     let OutputHead { weight: head, softcap } = head.into();
     let vocabulary = Vocabulary::new(head, softcap, shared)?;
-    check(hidden, head, targets, &vocabulary)?;
+    let (tokens, _) = check(hidden, head, targets, &vocabulary)?;
+    let (hidden, head, (rows, targets)) = (hidden.contiguous()?, head.contiguous()?, with_target(targets));
+    let mut out = vec![0.0; tokens];
     #[cfg(feature = "cuda")]
-    if gpu::holds(hidden) {
-        return on_gpu::log_probs(&hidden.contiguous()?, &head.contiguous()?, targets, &vocabulary);
+    if gpu::holds(&hidden) {
+        let log_probs = on_gpu::log_probs(&hidden, &head, &rows, &targets, &vocabulary)?;
+        rows.iter().zip(log_probs).for_each(|(row, log_prob)| out[*row] = log_prob);
+        return Ok(out);
     }
-    let mut out = Vec::with_capacity(targets.len());
-    of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, softcap, |chunk, logits| {
+    of_chunks(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
-        out.extend(nlls(&totals, chunk.targets).map(|nll| -nll as f32));
+        chunk.rows.iter().zip(&totals).for_each(|(row, total)| out[*row] = -total.nll() as f32);
         Ok(())
     })?;
     Ok(out)
@@ -134,11 +148,23 @@ pub fn logits<'a>(hidden: &Tensor, head: impl std::convert::Into<OutputHead<'a>>
     }
 }
 
-/// Tokens whose logits exist at once, and what they are made of.
+/// The rows of the tokens that have a target, and their targets.
+fn with_target(targets: &[u32]) -> (Vec<usize>, Vec<u32>) {
+    targets.iter().copied().enumerate().filter(|(_, target)| *target != IGNORE).unzip()
+}
+
+/// The range that ascending rows are, if none is missing between the first and the last.
+fn span(rows: &[usize]) -> Option<Range<usize>> {
+    let (first, last) = (*rows.first()?, *rows.last()?);
+    (last - first + 1 == rows.len()).then_some(first..last + 1)
+}
+
+/// Tokens with a target whose logits exist at once, and what they are made of.
 struct Chunk<'a> {
-    first: usize,
+    rows: &'a [usize],
     targets: &'a [u32],
     vocabulary: usize,
+    /// The hidden states of these tokens alone.
     hidden: Matrix<'a>,
     head: Matrix<'a>,
 }
@@ -148,14 +174,14 @@ type Rows<'a> = (&'a mut [f32], &'a [u32]);
 
 impl<'a> Chunk<'a> {
     /// The logits and targets of the chunk, in parts for the threads.
-    fn rows<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
+    fn parts<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
         let part = pool::part(self.targets.len(), self.vocabulary);
         logits.chunks_mut(part * self.vocabulary).zip(self.targets.chunks(part)).collect()
     }
 
     /// Turns logits into exponentials, row by row.
     fn sums(&self, logits: &mut [f32], vocabulary: &Vocabulary) -> Vec<Sums> {
-        let sums: Vec<Vec<Sums>> = pool::map(self.rows(logits), |(logits, targets)| {
+        let sums: Vec<Vec<Sums>> = pool::map(self.parts(logits), |(logits, targets)| {
             let of = |row: &mut [f32], target: u32| pool::vectorized(|| row_sums(row, vocabulary.place(target)));
             logits.chunks_exact_mut(self.vocabulary).zip(targets).map(|(row, target)| of(row, *target)).collect()
         });
@@ -167,13 +193,13 @@ impl<'a> Chunk<'a> {
     fn differentiate(&self, logits: &mut [f32], vocabulary: &Vocabulary, scale: f32) -> Result<f64> {
         if vocabulary.shared.is_whole() {
             // Row by row, while each is in the cache.
-            let of_rows = pool::map(self.rows(logits), |(logits, targets)| {
+            let of_rows = pool::map(self.parts(logits), |(logits, targets)| {
                 let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
                 let one = |row: &mut [f32], target: u32| {
                     let place = vocabulary.place(target);
                     let sums = row_sums(row, place);
-                    gradient(row, target, place, scale, &sums, &sums, vocabulary.softcap);
-                    if target == IGNORE { 0.0 } else { sums.nll() }
+                    gradient(row, place, scale, &sums, &sums, vocabulary.softcap);
+                    sums.nll()
                 };
                 rows.map(|(row, target)| pool::vectorized(|| one(row, *target))).sum::<f64>()
             });
@@ -183,14 +209,14 @@ impl<'a> Chunk<'a> {
         let totals = vocabulary.totals(&sums)?;
         let part = pool::part(self.targets.len(), self.vocabulary);
         let of_rows = sums.chunks(part).zip(totals.chunks(part));
-        pool::map(self.rows(logits).into_iter().zip(of_rows).collect(), |((logits, targets), (sums, totals))| {
+        pool::map(self.parts(logits).into_iter().zip(of_rows).collect(), |((logits, targets), (sums, totals))| {
             let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
             for ((row, target), (sums, totals)) in rows.zip(sums.iter().zip(totals)) {
                 let place = vocabulary.place(*target);
-                pool::vectorized(|| gradient(row, *target, place, scale, sums, totals, vocabulary.softcap));
+                pool::vectorized(|| gradient(row, place, scale, sums, totals, vocabulary.softcap));
             }
         });
-        Ok(nlls(&totals, self.targets).sum())
+        Ok(totals.iter().map(Sums::nll).sum())
     }
 }
 
@@ -271,16 +297,12 @@ impl Sums {
     }
 }
 
-/// -ln p(target) of each token; 0 where there is no target.
-fn nlls(totals: &[Sums], targets: &[u32]) -> impl Iterator<Item = f64> {
-    totals.iter().zip(targets).map(|(total, target)| if *target == IGNORE { 0.0 } else { total.nll() })
-}
-
-/// Calls `work` with the logits `[.., V]` of each chunk of tokens, in one buffer that it may write over.
+/// Calls `work` with the logits `[.., V]` of each chunk of the tokens with a target, given by their rows and targets, in one
+/// buffer that it may write over.
 fn of_chunks(
     hidden: &Tensor,
     head: &Tensor,
-    targets: &[u32],
+    (rows, targets): (&[usize], &[u32]),
     softcap: Option<f32>,
     mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
@@ -288,10 +310,18 @@ fn of_chunks(
     values(hidden, |hidden| {
         values(head, |head| {
             let (hidden, head) = (Matrix::new(hidden, tokens, width), Matrix::new(head, vocabulary, width));
-            let mut logits = vec![0.0; tokens.min(CHUNK) * vocabulary];
-            for (number, targets) in targets.chunks(CHUNK).enumerate() {
-                let first = number * CHUNK;
-                let hidden = hidden.rows(first..first + targets.len());
+            let mut logits = vec![0.0; rows.len().min(CHUNK) * vocabulary];
+            let mut gathered = Vec::new();
+            for (rows, targets) in rows.chunks(CHUNK).zip(targets.chunks(CHUNK)) {
+                let hidden = match span(rows) {
+                    Some(rows) => hidden.rows(rows),
+                    None => {
+                        gathered.clear();
+                        let row = |row: &usize| &hidden.data()[row * width..(row + 1) * width];
+                        rows.iter().for_each(|index| gathered.extend_from_slice(row(index)));
+                        Matrix::new(&gathered, rows.len(), width)
+                    }
+                };
                 let logits = &mut logits[..targets.len() * vocabulary];
                 product(hidden, head.t(), logits, Into::Fresh);
                 if let Some(cap) = softcap {
@@ -300,7 +330,7 @@ fn of_chunks(
                         pool::vectorized(|| part.iter_mut().for_each(|x| *x = capped(*x, cap)));
                     });
                 }
-                work(&Chunk { first, targets, vocabulary, hidden, head }, logits)?;
+                work(&Chunk { rows, targets, vocabulary, hidden, head }, logits)?;
             }
             Ok(())
         })
@@ -326,22 +356,18 @@ fn capped(x: f32, cap: f32) -> f32 {
     cap * if square < 0.0625 { u * (1.0 - square * terms) } else { closed }
 }
 
-/// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of `target`, which is at
+/// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of the target, which is at
 /// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary. With a cap, the
 /// gradient is that of the numbers that were capped.
 #[inline(always)]
 fn gradient(
     row: &mut [f32],
-    target: u32,
     place: Option<usize>,
     scale: f32,
     sums: &Sums,
     totals: &Sums,
     softcap: Option<f32>,
 ) {
-    if target == IGNORE {
-        return row.fill(0.0);
-    }
     let factor = totals.factor(sums, scale);
     let Some(cap) = softcap else {
         row.iter_mut().for_each(|x| *x *= factor);

@@ -1,16 +1,20 @@
 //! The gated feed-forward part of a layer.
 
 use super::ForwardPass;
-use super::projection::Projection;
+use super::projection::{Loaded, Projection};
 use super::row_linear::reduced;
 use crate::activation::Activation;
+use crate::dropout::Drops;
 use crate::gated_mlp::gated_mlp;
 use crate::geglu::geglu;
+use crate::gpu;
 use crate::model::Scope;
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::swiglu;
-use candle_core::{Result, Tensor};
+use crate::tiled::{RowFunction, tiled};
+use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 
 /// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020), whose inner width is dealt to the ranks that share it.
 #[derive(Debug, Clone)]
@@ -81,15 +85,41 @@ impl GatedMlp {
             };
             return pass.reduce(&out);
         }
+        // A GPU has no tiles, and a layer that stores its products has them all at once anyway.
+        if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.keeps_products()) {
+            return self.tiled(&x, seen, pass);
+        }
         let [gate, up] = match &self.inner {
             Inner::Apart([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
             Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
         };
-        let hidden = match self.activation {
-            Activation::Silu => swiglu(&gate, &up)?,
-            Activation::GeluTanh => geglu(&gate, &up)?,
+        reduced(&self.down, &gated(&gate, &up, self.activation)?, seen, pass)
+    }
+
+    /// The output, whose inner width exists for a tile of rows at a time.
+    fn tiled(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+        let inner = match &self.inner {
+            Inner::Apart(both) => both.as_slice(),
+            Inner::Stacked(both) => std::slice::from_ref(both),
         };
-        reduced(&self.down, &hidden, seen, pass)
+        let mut rows = GatedRows {
+            inner: inner.iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
+            down: self.down.load(pass)?,
+            activation: self.activation,
+            drops: pass.attend().drops().cloned(),
+        };
+        // The bias of a sum over ranks is added once.
+        let is_whole = pass.attend().tensor_parallel().is_whole();
+        let bias = if is_whole { None } else { rows.down.bias.take() };
+        let out = match pass.store() {
+            Some(store) => store.tiled(&self.name, x, rows, seen)?,
+            None => tiled(x, rows)?,
+        };
+        let sum = pass.reduce(&out)?;
+        match bias {
+            Some(bias) => sum.broadcast_add(&bias),
+            None => Ok(sum),
+        }
     }
 
     fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
@@ -107,6 +137,45 @@ impl GatedMlp {
             Inner::Apart([gate, up]) => Ok([gate.weight(pass)?.clone(), up.weight(pass)?.clone()]),
             Inner::Stacked(both) => halves(both.weight(pass)?, 0),
         }
+    }
+}
+
+/// The layer with its parameters, as a function of rows.
+#[derive(Clone)]
+struct GatedRows {
+    /// Gate and up, or both in one matrix.
+    inner: Vec<Loaded>,
+    down: Loaded,
+    activation: Activation,
+    drops: Option<Drops>,
+}
+
+impl RowFunction for GatedRows {
+    fn parameters(&mut self) -> Vec<&mut Tensor> {
+        self.inner.iter_mut().chain([&mut self.down]).flat_map(Loaded::parameters).collect()
+    }
+
+    fn width(&self) -> Result<usize> {
+        self.down.weight.dim(0)
+    }
+
+    fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor> {
+        let drops = self.drops.as_ref().map(|drops| drops.of(drops.tokens()[rows].to_vec()));
+        let drops = drops.as_ref();
+        let [gate, up] = match self.inner.as_slice() {
+            [gate, up] => [gate.forward(x, drops, true)?, up.forward(x, drops, true)?],
+            [both] => halves(&both.forward(x, drops, true)?, 1)?,
+            _ => bail!("a gated layer of {} inner projections", self.inner.len()),
+        };
+        self.down.forward(&gated(&gate, &up, self.activation)?, drops, seen)
+    }
+}
+
+/// `act(gate) * up`.
+fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor> {
+    match activation {
+        Activation::Silu => swiglu(gate, up),
+        Activation::GeluTanh => geglu(gate, up),
     }
 }
 

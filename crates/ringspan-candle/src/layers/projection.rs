@@ -1,7 +1,8 @@
 //! One weight matrix, with its bias and its adapter: what all linear layers are made of.
 
 use super::ForwardPass;
-use crate::linear::linear;
+use crate::dropout::Drops;
+use crate::linear::{linear, linear_again};
 use crate::lora::{Adapter, matrices};
 use crate::model::{Init, Scope};
 use crate::residual::residual;
@@ -91,6 +92,15 @@ impl Projection {
         Ok(Some(settings.adapter(pass.weight(a)?, pass.weight(b)?, self.first_column(pass)?)))
     }
 
+    /// The layer with its parameters.
+    pub(super) fn load(&self, pass: &ForwardPass) -> Result<Loaded> {
+        Ok(Loaded {
+            weight: self.weight(pass)?.clone(),
+            bias: self.bias(pass)?.cloned(),
+            adapter: self.adapter(pass)?,
+        })
+    }
+
     /// Where the part of the input that this rank has begins.
     fn first_column(&self, pass: &ForwardPass) -> Result<usize> {
         let tp = pass.attend().tensor_parallel();
@@ -105,5 +115,33 @@ impl Projection {
             Some(Split::Even(_)) => tp.part(self.inputs).start,
             Some(Split::ExpertWidth(_)) => pass.attend().experts().part(self.inputs).start,
         })
+    }
+}
+
+/// A linear layer with its parameters, which is computed where no [`ForwardPass`] is at hand.
+#[derive(Debug, Clone)]
+pub(super) struct Loaded {
+    pub(super) weight: Tensor,
+    pub(super) bias: Option<Tensor>,
+    pub(super) adapter: Option<Adapter>,
+}
+
+impl Loaded {
+    /// Weight, bias and the matrices of the adapter, as far as there are any.
+    pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let adapter = self.adapter.iter_mut().flat_map(|adapter| [&mut adapter.a, &mut adapter.b]);
+        std::iter::once(&mut self.weight).chain(&mut self.bias).chain(adapter)
+    }
+
+    /// x `[T, in]` to `[T, out]`. Without `seen` nothing looks at the values, only at gradients.
+    pub(super) fn forward(&self, x: &Tensor, drops: Option<&Drops>, seen: bool) -> Result<Tensor> {
+        let out = match seen {
+            true => linear(x, &self.weight, self.bias.as_ref())?,
+            false => linear_again(x, &self.weight, self.bias.as_ref(), None)?,
+        };
+        match &self.adapter {
+            Some(adapter) => residual(&out, &adapter.part(x, drops)?),
+            None => Ok(out),
+        }
     }
 }

@@ -4,7 +4,7 @@
 //! What is known of a row, three numbers, is brought to the CPU, where it is added up in f64: once, at the end, or of each
 //! chunk where ranks share the vocabulary, because its gradient waits for them.
 
-use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary, nlls};
+use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
 use crate::gpu::product::{Output, product};
@@ -35,10 +35,12 @@ unsafe impl DeviceRepr for Job {}
 /// Shared memory of a block: two numbers of each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / 32;
 
-/// As [`head_loss`](super::head_loss): hidden `[T, C]` and head `[V, C]`, contiguous.
+/// As [`head_loss`](super::head_loss): hidden `[T, C]` and head `[V, C]`, contiguous, for the tokens at `rows`, which have
+/// `targets`.
 pub(super) fn head_loss(
     hidden: &Tensor,
     head: &Tensor,
+    rows: &[usize],
     targets: &[u32],
     scale: f32,
     trains_head: bool,
@@ -48,6 +50,32 @@ pub(super) fn head_loss(
         let d_head = trains_head.then(|| Tensor::zeros(head.shape(), DType::F32, head.device())).transpose()?;
         return Ok(HeadLoss { nll_sum: 0.0, d_hidden: hidden.zeros_like()?, d_head });
     }
+    let Some(indices) = indices(hidden, rows)? else {
+        return of_all(hidden, head, targets, scale, trains_head, vocabulary);
+    };
+    let loss = of_all(&hidden.index_select(&indices, 0)?, head, targets, scale, trains_head, vocabulary)?;
+    let d_hidden = hidden.zeros_like()?.index_add(&indices, &loss.d_hidden, 0)?;
+    Ok(HeadLoss { d_hidden, ..loss })
+}
+
+/// The rows on the GPU, if they are not all of hidden.
+fn indices(hidden: &Tensor, rows: &[usize]) -> Result<Option<Tensor>> {
+    if rows.len() == hidden.dim(0)? {
+        return Ok(None);
+    }
+    let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+    Tensor::new(rows, hidden.device()).map(Some)
+}
+
+/// The loss of tokens that all have a target.
+fn of_all(
+    hidden: &Tensor,
+    head: &Tensor,
+    targets: &[u32],
+    scale: f32,
+    trains_head: bool,
+    vocabulary: &Vocabulary,
+) -> Result<HeadLoss> {
     let device = hidden.device().as_cuda_device()?;
     let mut d_hidden = unwritten(device, hidden.shape(), hidden.dtype())?;
     let mut d_head = trains_head.then(|| unwritten(device, head.shape(), DType::F32)).transpose()?;
@@ -69,21 +97,31 @@ pub(super) fn head_loss(
         totals = read(&Tensor::cat(&of_chunks, 0)?)?;
     }
     Ok(HeadLoss {
-        nll_sum: nlls(&totals, targets).sum(),
+        nll_sum: totals.iter().map(Sums::nll).sum(),
         d_hidden: tensor(d_hidden, hidden.shape()),
         d_head: d_head.map(|d_head| tensor(d_head, head.shape())),
     })
 }
 
-/// As [`log_probs`](super::log_probs).
-pub(super) fn log_probs(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Vec<f32>> {
+/// As [`log_probs`](super::log_probs), of the tokens at `rows`, which have `targets`.
+pub(super) fn log_probs(
+    hidden: &Tensor,
+    head: &Tensor,
+    rows: &[usize],
+    targets: &[u32],
+    vocabulary: &Vocabulary,
+) -> Result<Vec<f32>> {
     if targets.is_empty() {
         return Ok(Vec::new());
     }
+    let hidden = match indices(hidden, rows)? {
+        Some(indices) => &hidden.index_select(&indices, 0)?,
+        None => hidden,
+    };
     let mut chunks = Chunks::new(hidden, head, targets, vocabulary)?;
     let of_chunks = chunks.all().map(|rows| chunks.sums(rows)).collect::<Result<Vec<_>>>()?;
     let totals = vocabulary.totals(&read(&Tensor::cat(&of_chunks, 0)?)?)?;
-    Ok(nlls(&totals, targets).map(|nll| -nll as f32).collect())
+    Ok(totals.iter().map(|total| -total.nll() as f32).collect())
 }
 
 /// What is known of rows `[n, 3]`, on the CPU.

@@ -159,15 +159,17 @@ impl Shape {
 
     /// Numbers of the feed-forward part of a layer without experts, as part of [`Self::activations`].
     fn feed_forward_activations(&self, tokens: u64) -> u64 {
-        // The fused layer works in tiles, and knows neither biases nor adapters.
+        let tile = tokens.min(gated_mlp::TILE as u64);
+        // With biases or adapters, products are stored of all tokens or of none.
+        let rows = if self.recompute == Recompute::Nothing { tokens } else { tile };
         let wide = match (self.feed_forward_adapted, self.feed_forward_bias) {
-            (true, _) => 11 * tokens,
-            (false, true) => 6 * tokens,
-            _ => 3 * tokens.min(gated_mlp::TILE as u64),
+            (true, _) => 11 * rows,
+            (false, true) => 6 * rows,
+            _ => 3 * tile,
         };
         // Rows are gathered and summed as for attention.
         let gathered = if self.tp > 1 && self.feed_forward > 0 { 4 * tokens * self.hidden } else { 0 };
-        gathered + wide * self.feed_forward + tokens * self.feed_forward_dropped
+        gathered + wide * self.feed_forward + rows * self.feed_forward_dropped
     }
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.

@@ -98,6 +98,8 @@ fn runs() -> impl Iterator<Item = Run> {
         ("adapters, dropped", deep, (1, 1024), Settings { lora_rank: Some(8), lora_dropout: Some(0.1), ..s() }),
         ("adapters beside attention", deep, (1, 1024), Settings { lora_targets: Some(attention.into()), ..adapted() }),
         ("adapters beside wide layers", wide, (1, 1024), adapted()),
+        ("adapters, tiles", deep, (1, 4096), adapted()),
+        ("adapters, dropped, tiles", wide, (1, 4096), Settings { lora_dropout: Some(0.1), ..adapted() }),
         (
             "adapters, dropped, recompute nothing",
             other,

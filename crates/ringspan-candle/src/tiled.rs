@@ -1,0 +1,217 @@
+//! Functions of single rows, computed tile by tile, forward and backward: what they hold between input and output exists for
+//! the rows of one tile (sequence tiling; Bekman et al., 2025, arXiv:2506.13996).
+//!
+//! Shape letters: T rows, C width of the input, N width of the output.
+
+use crate::cotangent;
+use crate::gated_mlp::TILE;
+use crate::kept::Kept;
+use crate::links::LinkedGradients;
+use crate::slices::values;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, Var};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+/// A function of rows, and the parameters that it reads.
+pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
+    /// Its parameters, always in the same order.
+    fn parameters(&mut self) -> Vec<&mut Tensor>;
+
+    /// Width N of its output.
+    ///
+    /// # Errors
+    /// Parameters that are no matrices.
+    fn width(&self) -> Result<usize>;
+
+    /// `[n, C]` to `[n, N]`, differentiable: these `rows` of the whole input. Without `seen` nothing looks at the values, only
+    /// at gradients.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor>;
+}
+
+/// x `[T, C]`, f32 on the CPU, to `[T, N]`. The backward pass computes each tile again, and differentiates in x and in the
+/// parameters that are tracked.
+///
+/// # Errors
+/// What the function fails with; other types.
+pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
+    apply(x, function, None)
+}
+
+/// The same for rows that were computed before, and are now only to be differentiated: the values are `known`, or zeros where
+/// nothing looks at them.
+///
+/// # Errors
+/// As for [`tiled`]; values of another shape.
+pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<Kept>) -> Result<Tensor> {
+    let shape = [x.dim(0)?, function.width()?];
+    let values = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
+    apply(x, function, Some(values))
+}
+
+fn apply<F: RowFunction>(x: &Tensor, mut function: F, known: Option<Vec<f32>>) -> Result<Tensor> {
+    let x = x.contiguous()?;
+    let gradients = LinkedGradients::default();
+    let parameters = function.parameters();
+    let ties = gradients.tie(parameters.iter().map(|parameter| &**parameter).filter(|parameter| parameter.track_op()))?;
+    let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
+    // The graph refers to the operation, so what the operation holds must not refer to the graph. A variable has none.
+    for parameter in parameters {
+        if !parameter.is_variable() {
+            *parameter = parameter.detach();
+        }
+    }
+    let op = Tiled { x: x.detach(), function, trained, gradients, known: Mutex::new(known) };
+    x.apply_op2(&ties, op)
+}
+
+struct Tiled<F> {
+    x: Tensor,
+    function: F,
+    /// Which of the function's parameters are to be differentiated in.
+    trained: Vec<bool>,
+    gradients: LinkedGradients,
+    /// The values, if they were computed before.
+    known: Mutex<Option<Vec<f32>>>,
+}
+
+impl<F: RowFunction> Tiled<F> {
+    fn tiles(&self) -> Result<impl Iterator<Item = Range<usize>> + use<F>> {
+        let rows = self.x.dim(0)?;
+        Ok((0..rows).step_by(TILE).map(move |first| first..rows.min(first + TILE)))
+    }
+
+    fn values(&self) -> Result<Vec<f32>> {
+        let mut out = Vec::with_capacity(self.x.dim(0)? * self.function.width()?);
+        for tile in self.tiles()? {
+            let x = self.x.narrow(0, tile.start, tile.len())?;
+            values(&self.function.forward(&x, tile, true)?.contiguous()?, |tile| {
+                out.extend_from_slice(tile);
+                Ok(())
+            })?;
+        }
+        Ok(out)
+    }
+}
+
+impl<F: RowFunction> CustomOp2 for Tiled<F> {
+    fn name(&self) -> &'static str {
+        "tiled"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let shape = Shape::from((self.x.dim(0)?, self.function.width()?));
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).take();
+        Ok((CpuStorage::F32(known.map_or_else(|| self.values(), Ok)?), shape))
+    }
+
+    fn bwd(&self, x: &Tensor, ties: &Tensor, _: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let mut function = self.function.clone();
+        let mut variables = Vec::new();
+        for (parameter, trained) in function.parameters().into_iter().zip(&self.trained) {
+            if *trained {
+                let variable = Var::from_tensor(parameter)?.into_inner();
+                *parameter = variable.clone();
+                variables.push((variable, None::<Tensor>));
+            }
+        }
+        let mut dx = Vec::with_capacity(x.elem_count());
+        for tile in self.tiles()? {
+            let of_tile = Var::from_tensor(&self.x.narrow(0, tile.start, tile.len())?)?;
+            let d_out = d_out.narrow(0, tile.start, tile.len())?.contiguous()?;
+            let out = function.forward(of_tile.as_tensor(), tile, false)?;
+            let mut store = cotangent::backward(&out, &d_out)?;
+            drop(out);
+            let d_tile = store.remove(of_tile.as_tensor()).map_or_else(|| of_tile.zeros_like(), Ok)?;
+            values(&d_tile.contiguous()?, |d_tile| {
+                dx.extend_from_slice(d_tile);
+                Ok(())
+            })?;
+            for (variable, sum) in &mut variables {
+                if let Some(gradient) = store.remove(variable) {
+                    *sum = Some(match sum.take() {
+                        Some(sum) => (sum + gradient)?.detach(),
+                        None => gradient.detach(),
+                    });
+                }
+            }
+        }
+        for (number, (variable, sum)) in variables.into_iter().enumerate() {
+            self.gradients.leave(number, sum.map_or_else(|| variable.zeros_like(), Ok)?);
+        }
+        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(ties.zeros_like()?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kept::Storage;
+    use candle_core::Device;
+
+    /// `silu(x a^T) + i b`, where i is the number of the row.
+    #[derive(Clone)]
+    struct OfRows {
+        a: Tensor,
+        b: Tensor,
+    }
+
+    impl RowFunction for OfRows {
+        fn parameters(&mut self) -> Vec<&mut Tensor> {
+            vec![&mut self.a, &mut self.b]
+        }
+
+        fn width(&self) -> Result<usize> {
+            self.a.dim(0)
+        }
+
+        fn forward(&self, x: &Tensor, rows: Range<usize>, _seen: bool) -> Result<Tensor> {
+            let numbers = Tensor::arange(rows.start as f32, rows.end as f32, &Device::Cpu)?.unsqueeze(1)?;
+            x.matmul(&self.a.t()?)?.silu()? + numbers.matmul(&self.b.unsqueeze(0)?)?
+        }
+    }
+
+    fn close(got: &Tensor, wanted: &Tensor) -> Result<()> {
+        let (got, wanted) = (got.flatten_all()?.to_vec1::<f32>()?, wanted.flatten_all()?.to_vec1::<f32>()?);
+        let most = wanted.iter().fold(0f32, |most, x| most.max(x.abs()));
+        assert_eq!(got.len(), wanted.len());
+        assert!(got.iter().zip(&wanted).all(|(got, wanted)| (got - wanted).abs() <= 1e-5 * most));
+        Ok(())
+    }
+
+    #[test]
+    fn values_and_gradients_are_those_of_all_rows_at_once() -> Result<()> {
+        let random = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu);
+        for rows in [1, TILE, 2 * TILE + 37] {
+            let (x, a, b) = (random(&[rows, 3])?, random(&[5, 3])?, random(&[5])?);
+            let dy = random(&[rows, 5])?;
+            for trains_a in [true, false] {
+                let (x, var_a, b) = (Var::from_tensor(&x)?, Var::from_tensor(&a)?, Var::from_tensor(&b)?);
+                let a = if trains_a { var_a.as_tensor().clone() } else { a.clone() };
+                let function = OfRows { a, b: b.as_tensor().clone() };
+                let plain = function.forward(x.as_tensor(), 0..rows, true)?;
+                let wanted = cotangent::backward(&plain, &dy)?;
+                let known = Some(Kept::new(&plain.detach(), Storage::F32)?);
+                let all = [
+                    tiled(x.as_tensor(), function.clone())?,
+                    tiled_again(x.as_tensor(), function.clone(), known)?,
+                    tiled_again(x.as_tensor(), function, None)?,
+                ];
+                close(&all[0], &plain)?;
+                close(&all[1], &plain)?;
+                for out in all {
+                    let got = cotangent::backward(&out, &dy)?;
+                    assert_eq!(got.get(var_a.as_tensor()).is_some(), trains_a);
+                    for variable in [&x, &var_a, &b] {
+                        if let Some(wanted) = wanted.get(variable.as_tensor()) {
+                            close(got.get(variable.as_tensor()).expect("tracked"), wanted)?;
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
