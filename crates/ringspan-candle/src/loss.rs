@@ -2,16 +2,18 @@
 
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
+mod matrix;
 
 use crate::activation::exp;
 #[cfg(feature = "cuda")]
 use crate::gpu;
-use crate::linear::linear_wide;
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::values;
 use crate::tensor_parallel::TensorParallel;
+use crate::weight::Weight;
 use candle_core::{Device, Result, Tensor, bail};
+use matrix::HeadMatrix;
 use std::ops::Range;
 
 /// Target of a token that has none: padding, and the last token of a document.
@@ -24,17 +26,17 @@ pub const CHUNK: usize = 512;
 pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 
 /// The matrix of an output head, and what its logits go through.
-#[derive(Debug, Clone, Copy)]
-pub struct OutputHead<'a> {
-    /// `[V, C]`, f32 or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
-    pub weight: &'a Tensor,
+#[derive(Debug, Clone)]
+pub struct OutputHead {
+    /// `[V, C]`, f32, quantized or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
+    pub weight: Weight,
     /// Logits become `cap * tanh(logit / cap)`, if there is a cap.
     pub softcap: Option<f32>,
 }
 
-impl<'a> From<&'a Tensor> for OutputHead<'a> {
-    fn from(weight: &'a Tensor) -> Self {
-        Self { weight, softcap: None }
+impl From<&Tensor> for OutputHead {
+    fn from(weight: &Tensor) -> Self {
+        Self { weight: weight.clone().into(), softcap: None }
     }
 }
 
@@ -60,29 +62,34 @@ pub struct HeadLoss {
 ///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
-pub fn head_loss<'a>(
+pub fn head_loss(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead<'a>>,
+    head: impl std::convert::Into<OutputHead>,
     targets: &[u32],
     scale: f32,
     trains_head: bool,
     shared: &TensorParallel,
 ) -> Result<HeadLoss> {
     let OutputHead { weight: head, softcap } = head.into();
-    let vocabulary = Vocabulary::new(head, softcap, shared)?;
-    let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
-    let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
+    let vocabulary = Vocabulary::new(&head, softcap, shared)?;
+    let (tokens, width) = check(hidden, &head, targets, &vocabulary)?;
+    let hidden = hidden.contiguous()?;
+    if trains_head {
+        // A quantized head is refused.
+        head.tensor()?;
+    }
     #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
-        return on_gpu::head_loss(&hidden, &head, targets, scale, trains_head, &vocabulary);
+        return on_gpu::head_loss(&hidden, &head.tensor()?.contiguous()?, targets, scale, trains_head, &vocabulary);
     }
+    let rows = vocabulary.known.len();
     let mut nll_sum = 0.0;
-    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
+    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; rows * width]));
     of_chunks(&hidden, &head, targets, softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
         let rows = chunk.first * width..(chunk.first + chunk.targets.len()) * width;
-        product(gradient, chunk.head, &mut d_hidden[rows], Into::Fresh);
+        chunk.head.backward(gradient, &mut d_hidden[rows]);
         if let Some(d_head) = &mut d_head {
             product(gradient.t(), chunk.hidden, d_head, Into::Sum);
         }
@@ -91,7 +98,7 @@ pub fn head_loss<'a>(
     Ok(HeadLoss {
         nll_sum,
         d_hidden: Tensor::from_vec(d_hidden, (tokens, width), &Device::Cpu)?,
-        d_head: d_head.map(|d_head| Tensor::from_vec(d_head, head.shape(), &Device::Cpu)).transpose()?,
+        d_head: d_head.map(|d_head| Tensor::from_vec(d_head, (rows, width), &Device::Cpu)).transpose()?,
     })
 }
 
@@ -99,21 +106,21 @@ pub fn head_loss<'a>(
 ///
 /// # Errors
 /// As for [`head_loss`].
-pub fn log_probs<'a>(
+pub fn log_probs(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead<'a>>,
+    head: impl std::convert::Into<OutputHead>,
     targets: &[u32],
     shared: &TensorParallel,
 ) -> Result<Vec<f32>> {
     let OutputHead { weight: head, softcap } = head.into();
-    let vocabulary = Vocabulary::new(head, softcap, shared)?;
-    check(hidden, head, targets, &vocabulary)?;
+    let vocabulary = Vocabulary::new(&head, softcap, shared)?;
+    check(hidden, &head, targets, &vocabulary)?;
     #[cfg(feature = "cuda")]
     if gpu::holds(hidden) {
-        return on_gpu::log_probs(&hidden.contiguous()?, &head.contiguous()?, targets, &vocabulary);
+        return on_gpu::log_probs(&hidden.contiguous()?, &head.tensor()?.contiguous()?, targets, &vocabulary);
     }
     let mut out = Vec::with_capacity(targets.len());
-    of_chunks(&hidden.contiguous()?, &head.contiguous()?, targets, softcap, |chunk, logits| {
+    of_chunks(&hidden.contiguous()?, &head, targets, softcap, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
         out.extend(nlls(&totals, chunk.targets).map(|nll| -nll as f32));
         Ok(())
@@ -121,13 +128,14 @@ pub fn log_probs<'a>(
     Ok(out)
 }
 
-/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16.
+/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16; on a CPU, the head
+/// may be quantized.
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn logits<'a>(hidden: &Tensor, head: impl std::convert::Into<OutputHead<'a>>) -> Result<Tensor> {
+pub fn logits(hidden: &Tensor, head: impl std::convert::Into<OutputHead>) -> Result<Tensor> {
     let OutputHead { weight, softcap } = head.into();
-    let logits = linear_wide(hidden, weight)?;
+    let logits = weight.linear_wide(hidden)?;
     match softcap.filter(|_| logits.elem_count() > 0) {
         Some(cap) => (logits / f64::from(cap))?.tanh()? * f64::from(cap),
         None => Ok(logits),
@@ -140,7 +148,7 @@ struct Chunk<'a> {
     targets: &'a [u32],
     vocabulary: usize,
     hidden: Matrix<'a>,
-    head: Matrix<'a>,
+    head: HeadMatrix<'a>,
 }
 
 /// Rows of logits and their targets.
@@ -204,8 +212,8 @@ struct Vocabulary<'a> {
 }
 
 impl<'a> Vocabulary<'a> {
-    fn new(head: &Tensor, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
-        let own = head.dim(0)?;
+    fn new(head: &Weight, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
+        let own = head.dims().first().copied().unwrap_or(0);
         if shared.is_whole() {
             return Ok(Self { whole: own, known: 0..own, softcap, shared });
         }
@@ -279,21 +287,21 @@ fn nlls(totals: &[Sums], targets: &[u32]) -> impl Iterator<Item = f64> {
 /// Calls `work` with the logits `[.., V]` of each chunk of tokens, in one buffer that it may write over.
 fn of_chunks(
     hidden: &Tensor,
-    head: &Tensor,
+    head: &Weight,
     targets: &[u32],
     softcap: Option<f32>,
     mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
-    let ((tokens, width), vocabulary) = (hidden.dims2()?, head.dim(0)?);
+    let (tokens, width) = hidden.dims2()?;
     values(hidden, |hidden| {
-        values(head, |head| {
-            let (hidden, head) = (Matrix::new(hidden, tokens, width), Matrix::new(head, vocabulary, width));
+        HeadMatrix::read(head, |head| {
+            let (hidden, vocabulary) = (Matrix::new(hidden, tokens, width), head.rows());
             let mut logits = vec![0.0; tokens.min(CHUNK) * vocabulary];
             for (number, targets) in targets.chunks(CHUNK).enumerate() {
                 let first = number * CHUNK;
                 let hidden = hidden.rows(first..first + targets.len());
                 let logits = &mut logits[..targets.len() * vocabulary];
-                product(hidden, head.t(), logits, Into::Fresh);
+                head.logits(hidden, logits);
                 if let Some(cap) = softcap {
                     let part = pool::part(logits.len(), 1);
                     pool::map(logits.chunks_mut(part).collect(), |part: &mut [f32]| {
@@ -388,10 +396,10 @@ fn exponentials(row: &mut [f32]) -> (f32, f64) {
     (max, sum)
 }
 
-fn check(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
-    let ((tokens, width), (rows, head_width)) = (hidden.dims2()?, head.dims2()?);
-    if width != head_width || tokens != targets.len() || rows * width == 0 {
-        bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.shape(), targets.len());
+fn check(hidden: &Tensor, head: &Weight, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
+    let ((tokens, width), rows) = (hidden.dims2()?, vocabulary.known.len());
+    if head.dims() != [rows, width] || tokens != targets.len() || rows * width == 0 {
+        bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.dims(), targets.len());
     }
     match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary.whole) {
         Some(target) => bail!("loss: target {target} is outside the vocabulary of {}", vocabulary.whole),

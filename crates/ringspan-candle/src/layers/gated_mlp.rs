@@ -10,6 +10,7 @@ use crate::model::Scope;
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::swiglu;
+use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 
 /// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020), whose inner width is dealt to the ranks that share it.
@@ -73,11 +74,10 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        if !self.has_biases_or_adapters(pass) {
-            let ([gate, up], down) = (self.inner_weights(pass)?, self.down.weight(pass)?);
+        if let Some([gate, up, down]) = self.plain_weights(pass)? {
             let out = match pass.store() {
-                Some(store) => store.gated(&self.name, &x, [&gate, &up, down], self.activation, seen)?,
-                None => gated_mlp(&x, &gate, &up, down, self.activation)?,
+                Some(store) => store.gated(&self.name, &x, [&gate, &up, &down], self.activation, seen)?,
+                None => gated_mlp(&x, &gate, &up, &down, self.activation)?,
             };
             return pass.reduce(&out);
         }
@@ -101,12 +101,21 @@ impl GatedMlp {
         inner.iter().any(is_more) || is_more(&self.down)
     }
 
-    /// The weights of gate and up.
-    fn inner_weights(&self, pass: &ForwardPass) -> Result<[Tensor; 2]> {
-        match &self.inner {
-            Inner::Apart([gate, up]) => Ok([gate.weight(pass)?.clone(), up.weight(pass)?.clone()]),
-            Inner::Stacked(both) => halves(both.weight(pass)?, 0),
+    /// The weights of gate, up and down where all are dense and nothing stands beside them, so that one operation computes the
+    /// layer.
+    fn plain_weights(&self, pass: &ForwardPass) -> Result<Option<[Tensor; 3]>> {
+        if self.has_biases_or_adapters(pass) {
+            return Ok(None);
         }
+        let dense = |linear: &Projection| Ok::<_, candle_core::Error>(match linear.weight(pass)? {
+            Weight::Dense(weight) => Some(weight.clone()),
+            Weight::Quantized(_) => None,
+        });
+        let inner = match &self.inner {
+            Inner::Apart([gate, up]) => dense(gate)?.zip(dense(up)?).map(<[Tensor; 2]>::from),
+            Inner::Stacked(both) => dense(both)?.map(|both| halves(&both, 0)).transpose()?,
+        };
+        Ok(inner.zip(dense(&self.down)?).map(|([gate, up], down)| [gate, up, down]))
     }
 }
 

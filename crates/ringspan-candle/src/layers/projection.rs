@@ -1,11 +1,11 @@
 //! One weight matrix, with its bias and its adapter: what all linear layers are made of.
 
 use super::ForwardPass;
-use crate::linear::linear;
 use crate::lora::{Adapter, matrices};
 use crate::model::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
+use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 
 /// `x weight^T + bias`, and the adapter's part of it, for the rows and the shard at hand.
@@ -55,12 +55,12 @@ impl Projection {
         self.bias.is_some()
     }
 
-    pub(super) fn weight<'a>(&self, pass: &ForwardPass<'a>) -> Result<&'a Tensor> {
+    pub(super) fn weight<'a>(&self, pass: &ForwardPass<'a>) -> Result<&'a Weight> {
         pass.weight(&self.weight)
     }
 
     pub(super) fn bias<'a>(&self, pass: &ForwardPass<'a>) -> Result<Option<&'a Tensor>> {
-        self.bias.as_ref().map(|bias| pass.weight(bias)).transpose()
+        self.bias.as_ref().map(|bias| pass.tensor(bias)).transpose()
     }
 
     /// x `[T, in]` to `[T, out]`, with the bias.
@@ -72,11 +72,11 @@ impl Projection {
     pub(super) fn product(&self, x: &Tensor, bias: Option<&Tensor>, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
         let weight = self.weight(pass)?;
         if x.dim(0)? == 0 {
-            return linear(x, weight, bias);
+            return weight.linear(x, bias);
         }
         let out = match pass.store() {
             Some(store) => store.linear(&self.name, x, weight, bias, seen)?,
-            None => linear(x, weight, bias)?,
+            None => weight.linear(x, bias)?,
         };
         match self.adapter(pass)? {
             Some(adapter) => residual(&out, &adapter.part(x, pass.attend().drops())?),
@@ -88,7 +88,7 @@ impl Projection {
     pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
         let [a, b] = &self.adapter;
         let Some(settings) = pass.adapters().beside(&self.name) else { return Ok(None) };
-        Ok(Some(settings.adapter(pass.weight(a)?, pass.weight(b)?, self.first_column(pass)?)))
+        Ok(Some(settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?)))
     }
 
     /// Where the part of the input that this rank has begins.
