@@ -7,11 +7,11 @@ use crate::dropout::Drops;
 use crate::experts::{self, Expert, Experts, Load, Pressure, Routing};
 use crate::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_keeping};
 use crate::kept::{Kept, Storage};
-use crate::linear::{linear, linear_again};
 use crate::offload::Offload;
 use crate::rope::Rotation;
 use crate::tensor_parallel::TensorParallel;
 use crate::tiled::{RowFunction, tiled, tiled_again};
+use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 use std::cell::{Cell, RefCell};
@@ -159,7 +159,7 @@ impl<'a> ActivationStore<'a> {
         &self,
         name: &str,
         x: &Tensor,
-        weight: &Tensor,
+        weight: &Weight,
         bias: Option<&Tensor>,
         seen: bool,
     ) -> Result<Tensor> {
@@ -169,7 +169,7 @@ impl<'a> ActivationStore<'a> {
 
     /// A router's logits, called `name`. They are never rounded, and kept wherever anything else is: near a tie, what was
     /// rounded would send a token to other experts than before.
-    pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Weight) -> Result<Tensor> {
         let keep = (self.keeps_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
         self.product(name, x, weight, None, true, keep)
     }
@@ -179,7 +179,7 @@ impl<'a> ActivationStore<'a> {
         &self,
         name: &str,
         x: &Tensor,
-        weight: &Tensor,
+        weight: &Weight,
         bias: Option<&Tensor>,
         seen: bool,
         keep: Option<Storage>,
@@ -187,11 +187,11 @@ impl<'a> ActivationStore<'a> {
         if self.again.get() {
             let known = self.products.borrow_mut().remove(name);
             return match known.is_some() || !seen {
-                true => linear_again(x, weight, bias, known),
-                false => linear(x, weight, bias),
+                true => weight.linear_again(x, bias, known),
+                false => weight.linear(x, bias),
             };
         }
-        let out = linear(x, weight, bias)?;
+        let out = weight.linear(x, bias)?;
         if let Some(storage) = keep {
             self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, storage)?);
         }

@@ -1,17 +1,19 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens.
 
+mod matrix;
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
 
 use crate::activation::exp;
 #[cfg(feature = "cuda")]
 use crate::gpu;
-use crate::linear::linear_wide;
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::values;
 use crate::tensor_parallel::TensorParallel;
+use crate::weight::Weight;
 use candle_core::{Device, Result, Tensor, bail};
+use matrix::HeadMatrix;
 use std::ops::Range;
 
 /// Target of a token that has none: padding, and the last token of a document.
@@ -24,17 +26,17 @@ pub const CHUNK: usize = 512;
 pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 
 /// The matrix of an output head, and what its logits go through.
-#[derive(Debug, Clone, Copy)]
-pub struct OutputHead<'a> {
-    /// `[V, C]`, f32 or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
-    pub weight: &'a Tensor,
+#[derive(Debug, Clone)]
+pub struct OutputHead {
+    /// `[V, C]`, f32, quantized or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
+    pub weight: Weight,
     /// Logits become `cap * tanh(logit / cap)`, if there is a cap.
     pub softcap: Option<f32>,
 }
 
-impl<'a> From<&'a Tensor> for OutputHead<'a> {
-    fn from(weight: &'a Tensor) -> Self {
-        Self { weight, softcap: None }
+impl From<&Tensor> for OutputHead {
+    fn from(weight: &Tensor) -> Self {
+        Self { weight: weight.clone().into(), softcap: None }
     }
 }
 
@@ -62,34 +64,40 @@ pub struct HeadLoss {
 ///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
-pub fn head_loss<'a>(
+pub fn head_loss(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead<'a>>,
+    head: impl std::convert::Into<OutputHead>,
     targets: &[u32],
     scale: f32,
     trains_head: bool,
     shared: &TensorParallel,
 ) -> Result<HeadLoss> {
     let OutputHead { weight: head, softcap } = head.into();
-    let vocabulary = Vocabulary::new(head, softcap, shared)?;
-    let (tokens, width) = check(hidden, head, targets, &vocabulary)?;
-    let (hidden, head) = (hidden.contiguous()?, head.contiguous()?);
+    let vocabulary = Vocabulary::new(&head, softcap, shared)?;
+    let (tokens, width) = check(hidden, &head, targets, &vocabulary)?;
+    let hidden = hidden.contiguous()?;
+    if trains_head {
+        // A quantized head is refused.
+        head.tensor()?;
+    }
     let (rows, targets) = with_target(targets);
     #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
+        let head = head.tensor()?.contiguous()?;
         return on_gpu::head_loss(&hidden, &head, &rows, &targets, scale, trains_head, &vocabulary);
     }
+    let known = vocabulary.known.len();
     let mut nll_sum = 0.0;
-    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; head.elem_count()]));
+    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; known * width]));
     let mut d_gathered = Vec::new();
     of_chunks(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
         let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
         if let Some(rows) = span(chunk.rows) {
-            product(gradient, chunk.head, &mut d_hidden[rows.start * width..rows.end * width], Into::Fresh);
+            chunk.head.backward(gradient, &mut d_hidden[rows.start * width..rows.end * width]);
         } else {
             d_gathered.resize(chunk.rows.len() * width, 0.0);
-            product(gradient, chunk.head, &mut d_gathered, Into::Fresh);
+            chunk.head.backward(gradient, &mut d_gathered);
             for (row, d) in chunk.rows.iter().zip(d_gathered.chunks_exact(width)) {
                 d_hidden[row * width..(row + 1) * width].copy_from_slice(d);
             }
@@ -102,7 +110,7 @@ pub fn head_loss<'a>(
     Ok(HeadLoss {
         nll_sum,
         d_hidden: Tensor::from_vec(d_hidden, (tokens, width), &Device::Cpu)?,
-        d_head: d_head.map(|d_head| Tensor::from_vec(d_head, head.shape(), &Device::Cpu)).transpose()?,
+        d_head: d_head.map(|d_head| Tensor::from_vec(d_head, (known, width), &Device::Cpu)).transpose()?,
     })
 }
 
@@ -110,19 +118,20 @@ pub fn head_loss<'a>(
 ///
 /// # Errors
 /// As for [`head_loss`].
-pub fn log_probs<'a>(
+pub fn log_probs(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead<'a>>,
+    head: impl std::convert::Into<OutputHead>,
     targets: &[u32],
     shared: &TensorParallel,
 ) -> Result<Vec<f32>> {
     let OutputHead { weight: head, softcap } = head.into();
-    let vocabulary = Vocabulary::new(head, softcap, shared)?;
-    let (tokens, _) = check(hidden, head, targets, &vocabulary)?;
-    let (hidden, head, (rows, targets)) = (hidden.contiguous()?, head.contiguous()?, with_target(targets));
+    let vocabulary = Vocabulary::new(&head, softcap, shared)?;
+    let (tokens, _) = check(hidden, &head, targets, &vocabulary)?;
+    let (hidden, (rows, targets)) = (hidden.contiguous()?, with_target(targets));
     let mut out = vec![0.0; tokens];
     #[cfg(feature = "cuda")]
     if gpu::holds(&hidden) {
+        let head = head.tensor()?.contiguous()?;
         let log_probs = on_gpu::log_probs(&hidden, &head, &rows, &targets, &vocabulary)?;
         rows.iter().zip(log_probs).for_each(|(row, log_prob)| out[*row] = log_prob);
         return Ok(out);
@@ -135,13 +144,14 @@ pub fn log_probs<'a>(
     Ok(out)
 }
 
-/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16.
+/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16; on a CPU, the head
+/// may be quantized.
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn logits<'a>(hidden: &Tensor, head: impl std::convert::Into<OutputHead<'a>>) -> Result<Tensor> {
+pub fn logits(hidden: &Tensor, head: impl std::convert::Into<OutputHead>) -> Result<Tensor> {
     let OutputHead { weight, softcap } = head.into();
-    let logits = linear_wide(hidden, weight)?;
+    let logits = weight.linear_wide(hidden)?;
     match softcap.filter(|_| logits.elem_count() > 0) {
         Some(cap) => (logits / f64::from(cap))?.tanh()? * f64::from(cap),
         None => Ok(logits),
@@ -166,7 +176,7 @@ struct Chunk<'a> {
     vocabulary: usize,
     /// The hidden states of these tokens alone.
     hidden: Matrix<'a>,
-    head: Matrix<'a>,
+    head: HeadMatrix<'a>,
 }
 
 /// Rows of logits and their targets.
@@ -230,8 +240,8 @@ struct Vocabulary<'a> {
 }
 
 impl<'a> Vocabulary<'a> {
-    fn new(head: &Tensor, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
-        let own = head.dim(0)?;
+    fn new(head: &Weight, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
+        let own = head.dims().first().copied().unwrap_or(0);
         if shared.is_whole() {
             return Ok(Self { whole: own, known: 0..own, softcap, shared });
         }
@@ -301,15 +311,15 @@ impl Sums {
 /// buffer that it may write over.
 fn of_chunks(
     hidden: &Tensor,
-    head: &Tensor,
+    head: &Weight,
     (rows, targets): (&[usize], &[u32]),
     softcap: Option<f32>,
     mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
-    let ((tokens, width), vocabulary) = (hidden.dims2()?, head.dim(0)?);
+    let (tokens, width) = hidden.dims2()?;
     values(hidden, |hidden| {
-        values(head, |head| {
-            let (hidden, head) = (Matrix::new(hidden, tokens, width), Matrix::new(head, vocabulary, width));
+        HeadMatrix::read(head, |head| {
+            let (hidden, vocabulary) = (Matrix::new(hidden, tokens, width), head.rows());
             let mut logits = vec![0.0; rows.len().min(CHUNK) * vocabulary];
             let mut gathered = Vec::new();
             for (rows, targets) in rows.chunks(CHUNK).zip(targets.chunks(CHUNK)) {
@@ -323,7 +333,7 @@ fn of_chunks(
                     }
                 };
                 let logits = &mut logits[..targets.len() * vocabulary];
-                product(hidden, head.t(), logits, Into::Fresh);
+                head.logits(hidden, logits);
                 if let Some(cap) = softcap {
                     let part = pool::part(logits.len(), 1);
                     pool::map(logits.chunks_mut(part).collect(), |part: &mut [f32]| {
@@ -360,14 +370,7 @@ fn capped(x: f32, cap: f32) -> f32 {
 /// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary. With a cap, the
 /// gradient is that of the numbers that were capped.
 #[inline(always)]
-fn gradient(
-    row: &mut [f32],
-    place: Option<usize>,
-    scale: f32,
-    sums: &Sums,
-    totals: &Sums,
-    softcap: Option<f32>,
-) {
+fn gradient(row: &mut [f32], place: Option<usize>, scale: f32, sums: &Sums, totals: &Sums, softcap: Option<f32>) {
     let factor = totals.factor(sums, scale);
     let Some(cap) = softcap else {
         row.iter_mut().for_each(|x| *x *= factor);
@@ -414,10 +417,10 @@ fn exponentials(row: &mut [f32]) -> (f32, f64) {
     (max, sum)
 }
 
-fn check(hidden: &Tensor, head: &Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
-    let ((tokens, width), (rows, head_width)) = (hidden.dims2()?, head.dims2()?);
-    if width != head_width || tokens != targets.len() || rows * width == 0 {
-        bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.shape(), targets.len());
+fn check(hidden: &Tensor, head: &Weight, targets: &[u32], vocabulary: &Vocabulary) -> Result<(usize, usize)> {
+    let ((tokens, width), rows) = (hidden.dims2()?, vocabulary.known.len());
+    if head.dims() != [rows, width] || tokens != targets.len() || rows * width == 0 {
+        bail!("loss: hidden {:?}, head {:?} and {} targets do not fit", hidden.shape(), head.dims(), targets.len());
     }
     match targets.iter().find(|&&target| target != IGNORE && target as usize >= vocabulary.whole) {
         Some(target) => bail!("loss: target {target} is outside the vocabulary of {}", vocabulary.whole),

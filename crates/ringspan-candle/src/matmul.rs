@@ -114,7 +114,9 @@ mod tests {
     /// Every way to lay out the factors, odd sizes, one row, nothing to sum, on one thread and on three.
     #[test]
     fn products_equal_f64_however_their_factors_lie() {
-        for (m, n, k) in [(1, 1, 1), (1, 37, 19), (33, 1, 5), (65, 131, 67), (300, 70, 300), (2100, 3, 5), (4, 6, 0), (0, 3, 2)] {
+        for (m, n, k) in
+            [(1, 1, 1), (1, 37, 19), (33, 1, 5), (65, 131, 67), (300, 70, 300), (2100, 3, 5), (4, 6, 0), (0, 3, 2)]
+        {
             let (stride_a, stride_b) = (k + 3, n + 1);
             let (wide_a, wide_b) = (values(m * stride_a, 1), values(k * stride_b, 2));
             let (a, a_t, b, b_t) = (values(m * k, 3), values(k * m, 4), values(k * n, 5), values(n * k, 6));

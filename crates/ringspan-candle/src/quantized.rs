@@ -19,4 +19,5 @@ mod tests;
 
 pub use format::Format;
 pub use linear::{linear_quantized, linear_quantized_again};
+pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;

@@ -55,7 +55,8 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, known: Option<Vec<f32>>) -
     let x = x.contiguous()?;
     let gradients = LinkedGradients::default();
     let parameters = function.parameters();
-    let ties = gradients.tie(parameters.iter().map(|parameter| &**parameter).filter(|parameter| parameter.track_op()))?;
+    let ties =
+        gradients.tie(parameters.iter().map(|parameter| &**parameter).filter(|parameter| parameter.track_op()))?;
     let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
     // The graph refers to the operation, so what the operation holds must not refer to the graph. A variable has none.
     for parameter in parameters {

@@ -11,7 +11,8 @@ use ringspan_candle::layers::{ForwardPass, MixtureOfExperts};
 use ringspan_candle::model::{LinearLayer, Parameter, UnitParameters};
 use ringspan_candle::shard::{HeadCounts, replica_groups};
 use ringspan_candle::{
-    Adapters, Attend, Heads, Model, ParallelRank, Portion, ReplicaGroup, ShardError, TensorParallel, Unit, Weights,
+    Adapters, Attend, Heads, Model, ParallelRank, Portion, ReplicaGroup, ShardError, StoredWeights, TensorParallel,
+    Unit,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -110,7 +111,7 @@ impl Decoder {
     ///
     /// # Errors
     /// Tokens outside the vocabulary.
-    pub fn embed(&self, weights: &Weights, tokens: &[u32], tp: &TensorParallel) -> Result<Tensor> {
+    pub fn embed(&self, weights: &StoredWeights, tokens: &[u32], tp: &TensorParallel) -> Result<Tensor> {
         let embedding = self.model.embedding();
         let vocabulary = embedding.vocabulary();
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocabulary) {
@@ -123,7 +124,7 @@ impl Decoder {
     ///
     /// # Errors
     /// Missing weights, failures of attention.
-    pub fn layer(&self, weights: &Weights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
+    pub fn layer(&self, weights: &StoredWeights, index: usize, x: &Tensor, attend: &dyn Attend) -> Result<Tensor> {
         Ok(self.model.layer(index).forward(x, &ForwardPass::new(weights, attend, &self.adapters))?)
     }
 
@@ -131,7 +132,7 @@ impl Decoder {
     ///
     /// # Errors
     /// Missing weights.
-    pub fn norm(&self, weights: &Weights, x: &Tensor) -> Result<Tensor> {
+    pub fn norm(&self, weights: &StoredWeights, x: &Tensor) -> Result<Tensor> {
         Ok(self.model.norm().forward_with(x, weights)?)
     }
 
@@ -154,7 +155,7 @@ impl Decoder {
     ///
     /// # Errors
     /// What `parameters` returns.
-    pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<Weights> {
+    pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<StoredWeights> {
         let mut head = parameters.unit(self, Unit::Head)?;
         if self.model.head().is_tied() {
             head.extend(parameters.unit(self, Unit::Embedding)?);
@@ -233,7 +234,7 @@ impl Decoder {
     ///
     /// # Errors
     /// A parameter that is missing.
-    pub fn parameter<'a>(&self, weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
+    pub fn parameter<'a, W>(&self, weights: &'a BTreeMap<String, W>, name: &str) -> Result<&'a W> {
         let missing =
             || Error::Missing { name: name.to_owned(), shape: self.shapes().remove(name).unwrap_or_default() };
         weights.get(name).ok_or_else(missing)

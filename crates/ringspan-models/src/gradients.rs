@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use graph::Graph;
 use ringspan_candle::layers::ForwardPass;
 use ringspan_candle::model::constant;
-use ringspan_candle::{ActivationStore, Attend, CheckpointPolicy, Unit, Weights};
+use ringspan_candle::{ActivationStore, Attend, CheckpointPolicy, StoredWeights, Unit};
 use std::collections::BTreeMap;
 
 /// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
@@ -47,7 +47,7 @@ pub fn loss_and_gradients<'a>(
     let (embedding, head, tp) = (model.embedding(), model.head(), attend.tensor_parallel());
     let store = ActivationStore::new(attend, policy.into(), layers);
     let trains = |name: &str| decoder.trains(name);
-    let forward = |index: usize, weights: &Weights, x: &Tensor| {
+    let forward = |index: usize, weights: &StoredWeights, x: &Tensor| {
         let pass = ForwardPass::storing(weights, decoder.adapters_beside(), &store);
         Ok(model.layer(index).forward(x, &pass)?)
     };
@@ -70,7 +70,7 @@ pub fn loss_and_gradients<'a>(
     parameters.prefetch(before(layers))?;
     let hidden = decoder.norm(&weights, &x)?.detach();
     let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tp)?;
-    let norm: Weights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
+    let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(&x, norm, trains, |local, x| decoder.norm(local, x))?;
     let (mut dx, mut gradients) = last.backward(&loss.d_hidden)?;
     let mut d_head = loss.d_head;

@@ -2,7 +2,8 @@
 
 use crate::decoder::Decoder;
 use crate::error::Result;
-use ringspan_candle::{Unit, Weights};
+use ringspan_candle::{StoredWeights, Unit, Weight};
+use std::collections::BTreeMap;
 
 /// A source of parameters. A model asks for its units in the order in which it computes them.
 pub trait Parameters {
@@ -16,16 +17,17 @@ pub trait Parameters {
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.
-    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights>;
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights>;
 }
 
-impl Parameters for Weights {
+/// Parameters that are here, dense or as they are stored.
+impl<W: Clone + Into<Weight>> Parameters for BTreeMap<String, W> {
     fn prefetch(&self, _unit: Unit) -> Result<()> {
         Ok(())
     }
 
-    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
-        let of = |(name, _): (String, _)| decoder.parameter(self, &name).cloned().map(|tensor| (name, tensor));
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights> {
+        let of = |(name, _): (String, _)| decoder.parameter(self, &name).cloned().map(|weight| (name, weight.into()));
         decoder.unit_shapes(unit).into_iter().map(of).collect()
     }
 }

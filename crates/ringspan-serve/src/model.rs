@@ -5,8 +5,9 @@ use candle_core::Tensor;
 use ringspan::attention::Group;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads;
-use ringspan_candle::{Attend, Devices, Weights, model::on_device, pool};
+use ringspan_candle::{Attend, Devices, StoredWeights, Weight, model::on_device, pool};
 use ringspan_models::Decoder;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,17 +16,18 @@ use std::time::Duration;
 pub struct Model {
     decoder: Decoder,
     /// On each device.
-    weights: Vec<Weights>,
+    weights: Vec<StoredWeights>,
     vocabulary: usize,
 }
 
 impl Model {
-    /// Takes a decoder and its weights.
+    /// Takes a decoder and its weights, dense or as they are stored.
     ///
     /// # Errors
     /// Weights without an embedding.
-    pub fn new(decoder: Decoder, weights: Weights) -> Result<Self> {
-        let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dim(0)?;
+    pub fn new<W: Into<Weight>>(decoder: Decoder, weights: BTreeMap<String, W>) -> Result<Self> {
+        let weights: StoredWeights = weights.into_iter().map(|(name, weight)| (name, weight.into())).collect();
+        let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dims().first().copied().unwrap_or(0);
         Ok(Self { decoder, weights: vec![weights], vocabulary })
     }
 
@@ -46,7 +48,7 @@ impl Model {
     }
 
     /// The numbers, where a rank computes.
-    pub fn weights(&self, rank: usize) -> &Weights {
+    pub fn weights(&self, rank: usize) -> &StoredWeights {
         &self.weights[rank % self.weights.len()]
     }
 

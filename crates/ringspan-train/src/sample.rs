@@ -17,7 +17,12 @@ use ringspan::{
         threads::{self, Options},
     },
 };
-use ringspan_candle::{RankDevice, context::Context, model::on_device, pool};
+use ringspan_candle::{
+    RankDevice,
+    context::Context,
+    model::{on_device, stored},
+    pool,
+};
 use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
@@ -53,7 +58,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     }
     let (model, weights) = Origin::at(&config.out).and_then(Origin::load).map_err(model_error)?;
     let decoder = Decoder::new(model).map_err(model_error)?;
-    let weights = on_device(&weights, device).map_err(model_error)?;
+    let weights = on_device(&stored(weights), device).map_err(model_error)?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let one = |world: Arc<dyn Communicator>| {
         let group = Arc::new(Group::new(world, (1, 1), device.kernel(config.threads)?)?);

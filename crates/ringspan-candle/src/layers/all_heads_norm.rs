@@ -45,7 +45,7 @@ impl AllHeadsNorm {
         if x.dim(0)? == 0 {
             return Ok(x.clone());
         }
-        let (weight, flat) = (pass.weight(&self.weight)?, x.flatten_from(1)?);
+        let (weight, flat) = (pass.tensor(&self.weight)?, x.flatten_from(1)?);
         let tp = pass.attend().tensor_parallel();
         if tp.is_whole() {
             return rms_norm(&flat, weight, self.eps)?.reshape(x.shape());

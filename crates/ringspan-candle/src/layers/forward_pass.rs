@@ -3,13 +3,14 @@
 use crate::activation_store::ActivationStore;
 use crate::attend::Attend;
 use crate::lora::Adapters;
-use crate::model::Weights;
+use crate::model::StoredWeights;
+use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 
 /// The parameters at hand, the way to other ranks, adapters, and where activations are stored for the backward pass.
 #[derive(Clone, Copy)]
 pub struct ForwardPass<'a> {
-    weights: &'a Weights,
+    weights: &'a StoredWeights,
     attend: &'a dyn Attend,
     adapters: &'a Adapters,
     store: Option<&'a ActivationStore<'a>>,
@@ -17,12 +18,12 @@ pub struct ForwardPass<'a> {
 
 impl<'a> ForwardPass<'a> {
     /// A pass with these parameters, `adapters` beside some of the layers.
-    pub fn new(weights: &'a Weights, attend: &'a dyn Attend, adapters: &'a Adapters) -> Self {
+    pub fn new(weights: &'a StoredWeights, attend: &'a dyn Attend, adapters: &'a Adapters) -> Self {
         Self { weights, attend, adapters, store: None }
     }
 
     /// A pass of a layer that is computed for its gradients: `store` takes what it keeps, and hands it out the second time.
-    pub fn storing(weights: &'a Weights, adapters: &'a Adapters, store: &'a ActivationStore<'a>) -> Self {
+    pub fn storing(weights: &'a StoredWeights, adapters: &'a Adapters, store: &'a ActivationStore<'a>) -> Self {
         Self { weights, attend: store, adapters, store: Some(store) }
     }
 
@@ -30,11 +31,16 @@ impl<'a> ForwardPass<'a> {
     ///
     /// # Errors
     /// A parameter that is not at hand.
-    pub fn weight(&self, name: &str) -> Result<&'a Tensor> {
-        match self.weights.get(name) {
-            Some(weight) => Ok(weight),
-            None => bail!("the model needs the parameter {name}, which is not at hand"),
-        }
+    pub fn weight(&self, name: &str) -> Result<&'a Weight> {
+        parameter(self.weights, name)
+    }
+
+    /// A parameter that is never quantized: a norm's weight, a bias, an adapter's matrix.
+    ///
+    /// # Errors
+    /// A parameter that is not at hand, and a quantized one.
+    pub fn tensor(&self, name: &str) -> Result<&'a Tensor> {
+        tensor(self.weights, name)
     }
 
     /// Attention, positions, experts and dropout.
@@ -76,4 +82,17 @@ impl<'a> ForwardPass<'a> {
     pub(crate) fn store(&self) -> Option<&'a ActivationStore<'a>> {
         self.store
     }
+}
+
+/// A parameter by its name.
+pub(super) fn parameter<'a>(weights: &'a StoredWeights, name: &str) -> Result<&'a Weight> {
+    match weights.get(name) {
+        Some(weight) => Ok(weight),
+        None => bail!("the model needs the parameter {name}, which is not at hand"),
+    }
+}
+
+/// The same of one that is never quantized.
+pub(super) fn tensor<'a>(weights: &'a StoredWeights, name: &str) -> Result<&'a Tensor> {
+    parameter(weights, name)?.tensor().map_err(|error| error.context(format!("the parameter {name}")))
 }

@@ -13,6 +13,7 @@ use crate::residual::residual;
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::swiglu;
 use crate::tiled::{RowFunction, tiled};
+use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
@@ -77,11 +78,10 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        if !self.has_biases_or_adapters(pass) {
-            let ([gate, up], down) = (self.inner_weights(pass)?, self.down.weight(pass)?);
+        if let Some([gate, up, down]) = self.plain_weights(pass)? {
             let out = match pass.store() {
-                Some(store) => store.gated(&self.name, &x, [&gate, &up, down], self.activation, seen)?,
-                None => gated_mlp(&x, &gate, &up, down, self.activation)?,
+                Some(store) => store.gated(&self.name, &x, [&gate, &up, &down], self.activation, seen)?,
+                None => gated_mlp(&x, &gate, &up, &down, self.activation)?,
             };
             return pass.reduce(&out);
         }
@@ -98,12 +98,8 @@ impl GatedMlp {
 
     /// The output, whose inner width exists for a tile of rows at a time.
     fn tiled(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
-        let inner = match &self.inner {
-            Inner::Apart(both) => both.as_slice(),
-            Inner::Stacked(both) => std::slice::from_ref(both),
-        };
         let mut rows = GatedRows {
-            inner: inner.iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
+            inner: self.inner().iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
             down: self.down.load(pass)?,
             activation: self.activation,
             drops: pass.attend().drops().cloned(),
@@ -122,21 +118,36 @@ impl GatedMlp {
         }
     }
 
-    fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
-        let inner = match &self.inner {
-            Inner::Apart(both) => both.as_slice(),
+    /// Gate and up, or both in one.
+    fn inner(&self) -> &[Projection] {
+        match &self.inner {
+            Inner::Apart(both) => both,
             Inner::Stacked(both) => std::slice::from_ref(both),
-        };
-        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().beside(linear.name()).is_some();
-        inner.iter().any(is_more) || is_more(&self.down)
+        }
     }
 
-    /// The weights of gate and up.
-    fn inner_weights(&self, pass: &ForwardPass) -> Result<[Tensor; 2]> {
-        match &self.inner {
-            Inner::Apart([gate, up]) => Ok([gate.weight(pass)?.clone(), up.weight(pass)?.clone()]),
-            Inner::Stacked(both) => halves(both.weight(pass)?, 0),
+    fn has_biases_or_adapters(&self, pass: &ForwardPass) -> bool {
+        let is_more = |linear: &Projection| linear.has_bias() || pass.adapters().beside(linear.name()).is_some();
+        self.inner().iter().any(is_more) || is_more(&self.down)
+    }
+
+    /// The weights of gate, up and down where all are dense and nothing stands beside them, so that one operation computes the
+    /// layer.
+    fn plain_weights(&self, pass: &ForwardPass) -> Result<Option<[Tensor; 3]>> {
+        if self.has_biases_or_adapters(pass) {
+            return Ok(None);
         }
+        let dense = |linear: &Projection| {
+            Ok::<_, candle_core::Error>(match linear.weight(pass)? {
+                Weight::Dense(weight) => Some(weight.clone()),
+                Weight::Quantized(_) => None,
+            })
+        };
+        let inner = match &self.inner {
+            Inner::Apart([gate, up]) => dense(gate)?.zip(dense(up)?).map(<[Tensor; 2]>::from),
+            Inner::Stacked(both) => dense(both)?.map(|both| halves(&both, 0)).transpose()?,
+        };
+        Ok(inner.zip(dense(&self.down)?).map(|([gate, up], down)| [gate, up, down]))
     }
 }
 
@@ -156,7 +167,7 @@ impl RowFunction for GatedRows {
     }
 
     fn width(&self) -> Result<usize> {
-        self.down.weight.dim(0)
+        Ok(self.down.weight.dims()[0])
     }
 
     fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor> {

@@ -128,17 +128,17 @@ impl MixtureOfExperts {
     fn logits(&self, x: &Tensor, drops: Option<&Drops>, pass: &ForwardPass) -> Result<Tensor> {
         let exact = |tensor: &Tensor| cast(tensor, DType::F32);
         let x = &exact(x)?;
-        let product = |name: &str, x: &Tensor, weight: &Tensor| match pass.store() {
-            Some(store) => store.router(name, x, weight),
-            None => linear(x, weight, None),
+        let product = |name: &str, x: &Tensor, weight: Tensor| match pass.store() {
+            Some(store) => store.router(name, x, &weight.into()),
+            None => linear(x, &weight, None),
         };
-        let logits = product(self.gate.name(), x, &exact(self.gate.weight(pass)?)?)?;
+        let logits = product(self.gate.name(), x, exact(self.gate.weight(pass)?.tensor()?)?)?;
         match self.gate.adapter(pass)? {
             // Whatever is seen of either is never rounded.
             Some(adapter) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
-                logits + product(&name, &adapter.narrow(x, drops)?, &adapter.b)?
+                logits + product(&name, &adapter.narrow(x, drops)?, adapter.b.clone())?
             }
             None => Ok(logits),
         }
@@ -149,7 +149,7 @@ impl MixtureOfExperts {
         routing.drops = routing.drops.filter(|_| self.experts.iter().flatten().any(is_adapted));
         let expert = |index: usize| -> Result<Expert> {
             let [gate, up, down] = &self.experts[index];
-            let weight = |linear: &Projection| linear.weight(pass).cloned();
+            let weight = |linear: &Projection| linear.weight(pass)?.tensor().cloned();
             Ok(Expert {
                 adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
                 gate: weight(gate)?,

@@ -2,11 +2,11 @@
 
 use super::ForwardPass;
 use crate::dropout::Drops;
-use crate::linear::{linear, linear_again};
 use crate::lora::{Adapter, matrices};
 use crate::model::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
+use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 
 /// `x weight^T + bias`, and the adapter's part of it, for the rows and the shard at hand.
@@ -56,12 +56,12 @@ impl Projection {
         self.bias.is_some()
     }
 
-    pub(super) fn weight<'a>(&self, pass: &ForwardPass<'a>) -> Result<&'a Tensor> {
+    pub(super) fn weight<'a>(&self, pass: &ForwardPass<'a>) -> Result<&'a Weight> {
         pass.weight(&self.weight)
     }
 
     pub(super) fn bias<'a>(&self, pass: &ForwardPass<'a>) -> Result<Option<&'a Tensor>> {
-        self.bias.as_ref().map(|bias| pass.weight(bias)).transpose()
+        self.bias.as_ref().map(|bias| pass.tensor(bias)).transpose()
     }
 
     /// x `[T, in]` to `[T, out]`, with the bias.
@@ -73,11 +73,11 @@ impl Projection {
     pub(super) fn product(&self, x: &Tensor, bias: Option<&Tensor>, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
         let weight = self.weight(pass)?;
         if x.dim(0)? == 0 {
-            return linear(x, weight, bias);
+            return weight.linear(x, bias);
         }
         let out = match pass.store() {
             Some(store) => store.linear(&self.name, x, weight, bias, seen)?,
-            None => linear(x, weight, bias)?,
+            None => weight.linear(x, bias)?,
         };
         match self.adapter(pass)? {
             Some(adapter) => residual(&out, &adapter.part(x, pass.attend().drops())?),
@@ -89,16 +89,12 @@ impl Projection {
     pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
         let [a, b] = &self.adapter;
         let Some(settings) = pass.adapters().beside(&self.name) else { return Ok(None) };
-        Ok(Some(settings.adapter(pass.weight(a)?, pass.weight(b)?, self.first_column(pass)?)))
+        Ok(Some(settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?)))
     }
 
     /// The layer with its parameters.
     pub(super) fn load(&self, pass: &ForwardPass) -> Result<Loaded> {
-        Ok(Loaded {
-            weight: self.weight(pass)?.clone(),
-            bias: self.bias(pass)?.cloned(),
-            adapter: self.adapter(pass)?,
-        })
+        Ok(Loaded { weight: self.weight(pass)?.clone(), bias: self.bias(pass)?.cloned(), adapter: self.adapter(pass)? })
     }
 
     /// Where the part of the input that this rank has begins.
@@ -121,23 +117,27 @@ impl Projection {
 /// A linear layer with its parameters, which is computed where no [`ForwardPass`] is at hand.
 #[derive(Debug, Clone)]
 pub(super) struct Loaded {
-    pub(super) weight: Tensor,
+    pub(super) weight: Weight,
     pub(super) bias: Option<Tensor>,
     pub(super) adapter: Option<Adapter>,
 }
 
 impl Loaded {
-    /// Weight, bias and the matrices of the adapter, as far as there are any.
+    /// Weight, bias and the matrices of the adapter, as far as there are any that can be trained.
     pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let weight = match &mut self.weight {
+            Weight::Dense(weight) => Some(weight),
+            Weight::Quantized(_) => None,
+        };
         let adapter = self.adapter.iter_mut().flat_map(|adapter| [&mut adapter.a, &mut adapter.b]);
-        std::iter::once(&mut self.weight).chain(&mut self.bias).chain(adapter)
+        weight.into_iter().chain(&mut self.bias).chain(adapter)
     }
 
     /// x `[T, in]` to `[T, out]`. Without `seen` nothing looks at the values, only at gradients.
     pub(super) fn forward(&self, x: &Tensor, drops: Option<&Drops>, seen: bool) -> Result<Tensor> {
         let out = match seen {
-            true => linear(x, &self.weight, self.bias.as_ref())?,
-            false => linear_again(x, &self.weight, self.bias.as_ref(), None)?,
+            true => self.weight.linear(x, self.bias.as_ref())?,
+            false => self.weight.linear_again(x, self.bias.as_ref(), None)?,
         };
         match &self.adapter {
             Some(adapter) => residual(&out, &adapter.part(x, drops)?),

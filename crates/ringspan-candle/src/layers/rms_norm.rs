@@ -1,12 +1,12 @@
 //! Root mean square normalisation as a layer.
 
-use super::ForwardPass;
+use super::forward_pass::{ForwardPass, tensor};
 use crate::cast::cast;
-use crate::model::{Init, Scope, Weights};
+use crate::model::{Init, Scope, StoredWeights};
 use crate::norm::rms_norm;
 use crate::residual::{residual, residual_norm};
 use crate::shard::ShardSpec;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 /// `x / rms(x) * (weight + offset)` over the last dimension (Zhang and Sennrich, 2019).
 #[derive(Debug, Clone)]
@@ -42,18 +42,15 @@ impl RmsNorm {
     /// # Errors
     /// A missing weight, other shapes.
     pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
-        self.normed(x, pass.weight(&self.weight)?)
+        self.normed(x, pass.tensor(&self.weight)?)
     }
 
     /// The same with the weight among these parameters.
     ///
     /// # Errors
     /// A missing weight, other shapes.
-    pub fn forward_with(&self, x: &Tensor, weights: &Weights) -> Result<Tensor> {
-        match weights.get(&self.weight) {
-            Some(weight) => self.normed(x, weight),
-            None => bail!("the model needs the parameter {}, which is not at hand", self.weight),
-        }
+    pub fn forward_with(&self, x: &Tensor, weights: &StoredWeights) -> Result<Tensor> {
+        self.normed(x, tensor(weights, &self.weight)?)
     }
 
     /// The sum of x and y, and that normed.
@@ -65,7 +62,7 @@ impl RmsNorm {
             let sum = residual(x, y)?;
             return Ok((sum.clone(), sum));
         }
-        residual_norm(x, y, &self.factor(pass.weight(&self.weight)?)?, self.eps)
+        residual_norm(x, y, &self.factor(pass.tensor(&self.weight)?)?, self.eps)
     }
 
     fn normed(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {

@@ -1,10 +1,11 @@
 //! The embedding of tokens.
 
+use super::forward_pass::parameter;
 use crate::cast::cast;
-use crate::model::{Init, Scope, Weights};
+use crate::model::{Init, Scope, StoredWeights};
 use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 
 /// Rows of a table `[V, C]`, of which each rank that shares the layer has some.
 #[derive(Debug, Clone)]
@@ -47,16 +48,14 @@ impl VocabEmbedding {
     ///
     /// # Errors
     /// A missing table, failures of other ranks.
-    pub fn forward(&self, tokens: &[u32], weights: &Weights, tp: &TensorParallel) -> Result<Tensor> {
-        let Some(table) = weights.get(&self.weight) else {
-            bail!("the model needs the parameter {}, which is not at hand", self.weight)
-        };
-        let device = table.device();
+    pub fn forward(&self, tokens: &[u32], weights: &StoredWeights, tp: &TensorParallel) -> Result<Tensor> {
+        let table = parameter(weights, &self.weight)?;
+        let (device, dtype) = (table.device(), table.computed_in());
         if tokens.is_empty() {
-            return Tensor::zeros((0, self.width), table.dtype(), device);
+            return Tensor::zeros((0, self.width), dtype, device);
         }
         if tp.is_whole() {
-            return self.scaled(table.index_select(&Tensor::new(tokens, device)?, 0)?);
+            return self.scaled(table.lookup(tokens)?);
         }
         // Each rank knows part of the vocabulary, and has zeros for other tokens.
         let known = tp.part(self.vocabulary);
@@ -64,12 +63,12 @@ impl VocabEmbedding {
         let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
         let mut rows = vec![0.0f32; tokens.len() * self.width];
         if !places.is_empty() {
-            let own = table.index_select(&Tensor::new(places, device)?, 0)?.flatten_all()?;
+            let own = table.lookup(&places)?.flatten_all()?;
             let own = cast(&own, DType::F32)?.to_vec1::<f32>()?;
             let here = rows.chunks_exact_mut(self.width).zip(tokens).filter(|(_, token)| place(**token).is_some());
             here.zip(own.chunks_exact(self.width)).for_each(|((row, _), own)| row.copy_from_slice(own));
         }
-        let rows = cast(&Tensor::from_vec(rows, (tokens.len(), self.width), device)?, table.dtype())?;
+        let rows = cast(&Tensor::from_vec(rows, (tokens.len(), self.width), device)?, dtype)?;
         self.scaled(tp.reduce(&rows)?)
     }
 

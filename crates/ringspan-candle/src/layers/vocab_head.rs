@@ -1,11 +1,12 @@
 //! The output head: from hidden states to logits of the vocabulary.
 
+use super::forward_pass::parameter;
 use super::{VocabEmbedding, scaled};
 use crate::loss::{self, HeadLoss, OutputHead};
-use crate::model::{Init, Scope, Weights};
+use crate::model::{Init, Scope, StoredWeights};
 use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
 /// A matrix `[V, C]`, of which each rank that shares the layer has some rows: one of its own, or the embedding.
 #[derive(Debug, Clone)]
@@ -60,11 +61,8 @@ impl VocabHead {
         self.tied
     }
 
-    fn head<'a>(&self, weights: &'a Weights) -> Result<OutputHead<'a>> {
-        match weights.get(&self.weight) {
-            Some(weight) => Ok(OutputHead { weight, softcap: self.softcap }),
-            None => bail!("the model needs the parameter {}, which is not at hand", self.weight),
-        }
+    fn head(&self, weights: &StoredWeights) -> Result<OutputHead> {
+        Ok(OutputHead { weight: parameter(weights, &self.weight)?.clone(), softcap: self.softcap })
     }
 
     /// The logits `[T, V]` of hidden states `[T, C]` behind the last norm, f32; where ranks share layers, of this rank's part of
@@ -72,7 +70,7 @@ impl VocabHead {
     ///
     /// # Errors
     /// A missing matrix, other shapes.
-    pub fn logits(&self, hidden: &Tensor, weights: &Weights) -> Result<Tensor> {
+    pub fn logits(&self, hidden: &Tensor, weights: &StoredWeights) -> Result<Tensor> {
         loss::logits(&scaled(hidden, self.scale)?, self.head(weights)?)
     }
 
@@ -84,7 +82,7 @@ impl VocabHead {
         &self,
         hidden: &Tensor,
         targets: &[u32],
-        weights: &Weights,
+        weights: &StoredWeights,
         tp: &TensorParallel,
     ) -> Result<Vec<f32>> {
         loss::log_probs(&scaled(hidden, self.scale)?, self.head(weights)?, targets, tp)
@@ -101,7 +99,7 @@ impl VocabHead {
         targets: &[u32],
         scale: f32,
         trained: bool,
-        weights: &Weights,
+        weights: &StoredWeights,
         tp: &TensorParallel,
     ) -> Result<HeadLoss> {
         let hidden = scaled(&tp.gather(hidden, targets.len())?, self.scale)?;

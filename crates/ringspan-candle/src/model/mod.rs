@@ -9,7 +9,7 @@ mod weights;
 pub use builder::{ModelBuilder, Scope};
 pub use causal_lm::CausalLm;
 pub use parameter::{Init, LinearLayer, Parameter, UnitParameters};
-pub use weights::{Weights, constant, on_device};
+pub use weights::{StoredWeights, Weights, constant, on_device, stored};
 
 use crate::layers::{Attention, ForwardPass, MixtureOfExperts, RmsNorm, VocabEmbedding, VocabHead};
 use candle_core::{Result, Tensor};

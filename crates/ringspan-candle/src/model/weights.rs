@@ -1,22 +1,37 @@
 //! Parameters with their values.
 
 use crate::device::RankDevice;
+use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use std::collections::BTreeMap;
 
-/// Parameters by their names in checkpoints: f32, or bf16 on a GPU that computes in it.
+/// Parameters by their names in checkpoints, all dense: f32, or bf16 on a GPU that computes in it.
 pub type Weights = BTreeMap<String, Tensor>;
+
+/// Parameters by their names in checkpoints, some of which may be quantized: what layers compute with.
+pub type StoredWeights = BTreeMap<String, Weight>;
+
+/// Dense parameters as layers take them.
+#[must_use]
+pub fn stored(parameters: Weights) -> StoredWeights {
+    parameters.into_iter().map(|(name, tensor)| (name, tensor.into())).collect()
+}
 
 /// The same parameters, without a graph of what is computed from them: where they come from, they may be variables.
 #[must_use]
-pub fn constant(parameters: Weights) -> Weights {
-    parameters.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect()
+pub fn constant(parameters: StoredWeights) -> StoredWeights {
+    parameters.into_iter().map(|(name, weight)| (name, weight.detach())).collect()
 }
 
-/// The same parameters on a device, in the type in which it computes; those that are there already are not copied.
+/// The same parameters on a device, in the type in which it computes; those that are there already are not copied. A GPU gets
+/// quantized matrices decoded.
 ///
 /// # Errors
 /// A GPU without memory for them.
-pub fn on_device(parameters: &Weights, device: &RankDevice) -> Result<Weights> {
-    parameters.iter().map(|(name, tensor)| Ok((name.clone(), device.parameter(tensor)?))).collect()
+pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<StoredWeights> {
+    let there = |weight: &Weight| match weight {
+        Weight::Quantized(_) if device.tensors().is_cpu() => Ok(weight.clone()),
+        _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
+    };
+    parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()
 }

@@ -56,12 +56,12 @@ fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f
     }
 }
 
-/// `dy weight`: dy `[T, out]`, weight `[out, in]` to `[T, in]`.
-pub(super) fn backward(dy: Input, weight: &QuantizedMatrix) -> Vec<f32> {
+/// Writes `dy weight`: dy `[T, out]`, weight `[out, in]`, dx `[T, in]`.
+pub(super) fn backward(dy: Input, weight: &QuantizedMatrix, dx: &mut [f32]) {
     let (rows, columns) = weight.dims();
-    let mut dx = vec![0.0; dy.tokens * columns];
+    dx.fill(0.0);
     if dx.is_empty() {
-        return dx;
+        return;
     }
     let step = (TILE / columns).max(SUMMED);
     let mut tile = vec![0.0; step.min(rows) * columns];
@@ -69,7 +69,6 @@ pub(super) fn backward(dy: Input, weight: &QuantizedMatrix) -> Vec<f32> {
         let range = start..rows.min(start + step);
         let tile = &mut tile[..range.len() * columns];
         weight.decode(range.clone(), 0..columns, tile);
-        product(dy.columns(range.clone()), Matrix::new(tile, range.len(), columns), &mut dx, Into::Sum);
+        product(dy.columns(range.clone()), Matrix::new(tile, range.len(), columns), dx, Into::Sum);
     }
-    dx
 }

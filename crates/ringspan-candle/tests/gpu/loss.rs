@@ -38,7 +38,7 @@ impl Case {
     fn on(&self, device: &RankDevice, shared: &TensorParallel) -> Result<Results> {
         let part = shared.part(self.head.dim(0)?);
         let (hidden, head) = (device.parameter(&self.hidden)?, self.head.narrow(0, part.start, part.len())?);
-        let weight = &device.parameter(&head)?;
+        let weight = device.parameter(&head)?.into();
         Results::new(&hidden, OutputHead { weight, softcap: self.softcap }, &self.targets, shared)
     }
 
@@ -83,17 +83,12 @@ struct Results {
 }
 
 impl Results {
-    fn new<'a>(
-        hidden: &Tensor,
-        head: impl Into<OutputHead<'a>>,
-        targets: &[u32],
-        shared: &TensorParallel,
-    ) -> Result<Self> {
-        let head = head.into();
-        let HeadLoss { nll_sum, d_hidden, d_head } = head_loss(hidden, head, targets, SCALE, true, shared)?;
+    fn new(hidden: &Tensor, head: impl Into<OutputHead>, targets: &[u32], shared: &TensorParallel) -> Result<Self> {
+        let head: OutputHead = head.into();
+        let HeadLoss { nll_sum, d_hidden, d_head } = head_loss(hidden, head.clone(), targets, SCALE, true, shared)?;
         let d_head = d_head.expect("trained");
         assert_eq!((d_hidden.dtype(), d_head.dtype()), (hidden.dtype(), DType::F32));
-        assert_eq!((d_hidden.dims(), d_head.dims()), (hidden.dims(), head.weight.dims()));
+        assert_eq!((d_hidden.dims(), d_head.dims()), (hidden.dims(), head.weight.dims().as_slice()));
         let log_probs = log_probs(hidden, head, targets, shared)?;
         Ok(Self { nll_sum, log_probs, d_hidden: numbers(&d_hidden), d_head: numbers(&d_head) })
     }

@@ -124,22 +124,23 @@ fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
     let gradients = (&nll * f64::from(scale))?.backward()?;
 
     let (hidden, head) = (hidden.to_dtype(DType::F32)?, head.to_dtype(DType::F32)?);
-    let head = loss::OutputHead { weight: &head, softcap };
-    let got = loss::head_loss(&hidden, head, &targets, scale, true, &WHOLE)?;
+    let head = loss::OutputHead { weight: head.into(), softcap };
+    let got = loss::head_loss(&hidden, head.clone(), &targets, scale, true, &WHOLE)?;
     assert!((got.nll_sum / nll.to_scalar::<f64>()? - 1.0).abs() < 1e-6);
     assert!(relative_l2(&got.d_hidden, gradients.get(&h).expect("tracked"))? < 1e-6);
     let d_head = got.d_head.expect("trained");
     assert!(relative_l2(&d_head, gradients.get(&w).expect("tracked"))? < 1e-6);
-    let frozen = loss::head_loss(&hidden, head, &targets, scale, false, &WHOLE)?;
+    let frozen = loss::head_loss(&hidden, head.clone(), &targets, scale, false, &WHOLE)?;
     assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
     assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
     // Nothing looks at the hidden state of a token without a target.
     let mut rows = hidden.to_vec2::<f32>()?;
     rows.iter_mut().zip(&targets).filter(|(_, target)| **target == IGNORE).for_each(|(row, _)| row.fill(f32::NAN));
-    let unseen = loss::head_loss(&Tensor::new(rows, &Device::Cpu)?, head, &targets, scale, true, &WHOLE)?;
+    let unseen = loss::head_loss(&Tensor::new(rows, &Device::Cpu)?, head.clone(), &targets, scale, true, &WHOLE)?;
     assert_eq!(unseen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
     assert_eq!(unseen.d_head.expect("trained").to_vec2::<f32>()?, d_head.to_vec2::<f32>()?);
-    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, head, &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
+    let log_probs =
+        Tensor::from_vec(loss::log_probs(&hidden, head.clone(), &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
     assert!(relative_l2(&loss::logits(&hidden, head)?, &logits)? < 1e-6);
     Ok(())

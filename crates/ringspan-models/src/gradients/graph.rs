@@ -3,7 +3,7 @@
 use super::Gradients;
 use crate::error::Result;
 use candle_core::{Tensor, Var};
-use ringspan_candle::{Weights, cotangent};
+use ringspan_candle::{StoredWeights, Weights, cotangent};
 
 /// A computed function of an input and parameters that can still be differentiated.
 pub(crate) struct Graph {
@@ -17,20 +17,24 @@ impl Graph {
     /// Computes `f` of parameters and input, to be differentiated in the input and in the parameters that are trained.
     pub(crate) fn new(
         x: &Tensor,
-        parameters: Weights,
+        parameters: StoredWeights,
         trains: impl Fn(&str) -> bool,
-        f: impl FnOnce(&Weights, &Tensor) -> Result<Tensor>,
+        f: impl FnOnce(&StoredWeights, &Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
         let input = Var::from_tensor(x)?;
         // A variable is taken as it is. Others are copied one by one, so that no more than a parameter is there twice.
-        let variable = |(name, tensor): (String, Tensor)| match trains(&name) {
-            true => Ok((name, Var::from_tensor(&tensor)?.into_inner())),
-            false => Ok((name, tensor.detach())),
-        };
-        let mut parameters: Weights = parameters.into_iter().map(variable).collect::<Result<_>>()?;
-        let output = f(&parameters, input.as_tensor())?;
-        parameters.retain(|name, _| trains(name));
-        Ok(Self { input, parameters, output })
+        let (mut weights, mut trained) = (StoredWeights::new(), Weights::new());
+        for (name, weight) in parameters {
+            if !trains(&name) {
+                weights.insert(name, weight.detach());
+                continue;
+            }
+            let variable = Var::from_tensor(weight.tensor()?)?.into_inner();
+            weights.insert(name.clone(), variable.clone().into());
+            trained.insert(name, variable);
+        }
+        let output = f(&weights, input.as_tensor())?;
+        Ok(Self { input, parameters: trained, output })
     }
 
     /// Gradients of `sum(dy * output)`: of the input, and of each parameter that is trained.

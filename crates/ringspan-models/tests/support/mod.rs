@@ -11,10 +11,11 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
 use ringspan_candle::kept::Storage;
+use ringspan_candle::model::stored;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{
     Attend, Balanced, CheckpointPolicy, Context, Drops, ExpertParallel, Experts, ParallelRank, Portion, Recompute,
-    TensorParallel, Unit, Weights, loss,
+    StoredWeights, TensorParallel, Unit, Weights, loss,
 };
 use ringspan_models::{Decoder, Error, Parameters, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -361,12 +362,13 @@ fn local(
     attend: &dyn Attend,
 ) -> Result<(Answer, Vec<Unit>), Error> {
     let shared = attend.tensor_parallel();
-    let mut x = decoder.embed(weights, tokens, shared)?;
+    let whole = stored(weights.clone());
+    let mut x = decoder.embed(&whole, tokens, shared)?;
     for index in 0..decoder.config().num_hidden_layers {
-        x = decoder.layer(weights, index, &x, attend)?;
+        x = decoder.layer(&whole, index, &x, attend)?;
     }
-    let hidden = shared.gather(&decoder.norm(weights, &x)?, tokens.len())?;
-    let logits = decoder.model().head().logits(&hidden, weights)?.flatten_all()?.to_vec1()?;
+    let hidden = shared.gather(&decoder.norm(&whole, &x)?, tokens.len())?;
+    let logits = decoder.model().head().logits(&hidden, &whole)?.flatten_all()?.to_vec1()?;
     let differentiate = |keep: CheckpointPolicy| {
         let (mut gradients, mut order) = (BTreeMap::new(), Vec::new());
         let scale = 1.0 / valid as f32;
@@ -415,8 +417,8 @@ impl Parameters for Own<'_> {
         Ok(())
     }
 
-    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<Weights, Error> {
-        let of = |(name, _): (String, _)| self.0.get(&name).map(|tensor| (name, tensor.clone()));
+    fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights, Error> {
+        let of = |(name, _): (String, _)| self.0.get(&name).map(|tensor| (name, tensor.clone().into()));
         Ok(decoder.unit_shapes(unit).into_iter().filter_map(of).collect())
     }
 }

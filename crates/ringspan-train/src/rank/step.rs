@@ -17,7 +17,8 @@ use ringspan::{
     comm::{Buffer, Communicator, numbers},
 };
 use ringspan_candle::{
-    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, Unit, Weights, context::Context, tensor_parallel,
+    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, StoredWeights, Unit, context::Context,
+    tensor_parallel,
 };
 use ringspan_models::gradients;
 use std::sync::{Arc, Mutex};
@@ -187,7 +188,7 @@ impl Rank<'_> {
     }
 
     /// Hidden states of this rank's tokens `[T, C]` behind the last norm, and the parameters of the output head.
-    fn last(&self, local: &Part) -> Result<(Tensor, Weights)> {
+    fn last(&self, local: &Part) -> Result<(Tensor, StoredWeights)> {
         let decoder = &self.setup.decoder;
         let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
         let head = decoder.head_parameters(&self.shards).map_err(model_error)?;

@@ -25,7 +25,7 @@ use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
 use ringspan_candle::transfers::Reserved;
-use ringspan_candle::{RankDevice, Transfers, Unit, Weights};
+use ringspan_candle::{RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 
@@ -205,10 +205,10 @@ impl Shards {
     }
 
     /// The portions of the unit, when all shards are here.
-    fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<Weights> {
+    fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<StoredWeights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
-        let (mut weights, mut stacked) = (Weights::new(), BTreeMap::new());
+        let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
         for ((under_way, reserved), shard) in gathering.into_iter().zip(reserved).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
@@ -216,14 +216,14 @@ impl Shards {
             let tensors = self.transfers.upload(reserved, &parameters)?;
             for (portion, tensor) in portions.into_iter().zip(tensors) {
                 match portion.stacked_at {
-                    None => drop(weights.insert(portion.name.clone(), tensor)),
+                    None => drop(weights.insert(portion.name.clone(), tensor.into())),
                     Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, tensor)),
                 }
             }
         }
         for (name, parts) in stacked {
             let parts: Vec<Tensor> = parts.into_values().collect();
-            weights.insert(name.clone(), Tensor::cat(&parts, 0)?);
+            weights.insert(name.clone(), Tensor::cat(&parts, 0)?.into());
         }
         Ok(weights)
     }
@@ -245,7 +245,7 @@ impl Parameters for Shards {
         Ok(())
     }
 
-    fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<Weights> {
+    fn unit(&self, _decoder: &Decoder, unit: Unit) -> ringspan_models::Result<StoredWeights> {
         let whole = || {
             let ahead = match self.ahead.take() {
                 Some((announced, ahead)) if announced == unit => ahead,

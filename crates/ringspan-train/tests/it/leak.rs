@@ -26,7 +26,7 @@ fn batch(change: Option<usize>) -> Batch {
 /// Log-probability of every target of the batch, in the batch's order.
 fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f32> {
     let decoder = Decoder::new(serde_json::from_value::<Config>(tiny_config()).unwrap()).unwrap();
-    let weights = decoder.init(5).unwrap();
+    let weights = ringspan_candle::model::stored(decoder.init(5).unwrap());
     let ranks = ring * ulysses;
     let layout = Arc::new(Layout::new(layout.parse().unwrap(), &batch.documents().unwrap(), ranks).unwrap());
     let parts = threads::run(ranks, Options::default(), |world| {

@@ -70,8 +70,7 @@ fn ranks_share(meshes: &[Mesh]) {
     let mut wrong = Vec::new();
     for &(ranks, dp_shard, ring) in meshes {
         // The peaks of ranks need not meet in each step.
-        let settings =
-            Settings { steps: Some(6), sequence_length: Some(8), threads: Some(1), ..mesh(dp_shard, ring) };
+        let settings = Settings { steps: Some(6), sequence_length: Some(8), threads: Some(1), ..mesh(dp_shard, ring) };
         let [(few, tokens), (many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
         let (few, many, tokens) = (few as f64, many as f64, tokens as f64);
         let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
