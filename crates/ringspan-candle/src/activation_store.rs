@@ -7,6 +7,7 @@ use crate::dropout::Drops;
 use crate::experts::{self, Expert, Experts, Load, Pressure, Routing};
 use crate::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_keeping};
 use crate::kept::{Kept, Storage};
+use crate::linear_adapted::Frozen;
 use crate::offload::Offload;
 use crate::rope::Rotation;
 use crate::tensor_parallel::TensorParallel;
@@ -163,35 +164,56 @@ impl<'a> ActivationStore<'a> {
         bias: Option<&Tensor>,
         seen: bool,
     ) -> Result<Tensor> {
-        let keep = (self.keeps_products() && seen).then_some(self.policy.storage);
-        self.product(name, x, weight, bias, seen, keep)
+        self.product(
+            name,
+            seen,
+            self.keep(seen),
+            || weight.linear(x, bias),
+            |known| weight.linear_again(x, bias, known),
+        )
+    }
+
+    /// A linear layer with an adapter beside it, called `name`: x, and B of the adapter with what it is multiplied with; `seen`
+    /// as for [`linear`](Self::linear).
+    pub(crate) fn adapted(
+        &self,
+        name: &str,
+        x: &Tensor,
+        frozen: Frozen,
+        [narrow, b]: [&Tensor; 2],
+        seen: bool,
+    ) -> Result<Tensor> {
+        let again = |known| frozen.with_adapter_again(x, narrow, b, known);
+        self.product(name, seen, self.keep(seen), || frozen.with_adapter(x, narrow, b), again)
+    }
+
+    /// How the result of a product is stored, if it is.
+    fn keep(&self, seen: bool) -> Option<Storage> {
+        (self.keeps_products() && seen).then_some(self.policy.storage)
     }
 
     /// A router's logits, called `name`. They are never rounded, and kept wherever anything else is: near a tie, what was
     /// rounded would send a token to other experts than before.
     pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Weight) -> Result<Tensor> {
         let keep = (self.keeps_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
-        self.product(name, x, weight, None, true, keep)
+        self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_again(x, None, known))
     }
 
-    /// A linear layer, kept as `keep` says.
+    /// What `compute` makes, kept as `keep` says; the second time what `again` makes of what was kept, or of nothing where
+    /// nothing looks at the values.
     fn product(
         &self,
         name: &str,
-        x: &Tensor,
-        weight: &Weight,
-        bias: Option<&Tensor>,
         seen: bool,
         keep: Option<Storage>,
+        compute: impl FnOnce() -> Result<Tensor>,
+        again: impl FnOnce(Option<Kept>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         if self.again.get() {
             let known = self.products.borrow_mut().remove(name);
-            return match known.is_some() || !seen {
-                true => weight.linear_again(x, bias, known),
-                false => weight.linear(x, bias),
-            };
+            return if known.is_some() || !seen { again(known) } else { compute() };
         }
-        let out = weight.linear(x, bias)?;
+        let out = compute()?;
         if let Some(storage) = keep {
             self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, storage)?);
         }
@@ -231,18 +253,8 @@ impl<'a> ActivationStore<'a> {
 
     /// A function of rows, called `name`, computed tile by tile; `seen` as for [`linear`](Self::linear).
     pub(crate) fn tiled(&self, name: &str, x: &Tensor, function: impl RowFunction, seen: bool) -> Result<Tensor> {
-        if self.again.get() {
-            let known = self.products.borrow_mut().remove(name);
-            return match known.is_some() || !seen {
-                true => tiled_again(x, function, known),
-                false => tiled(x, function),
-            };
-        }
-        let out = tiled(x, function)?;
-        if self.keeps_products() && seen {
-            self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.policy.storage)?);
-        }
-        Ok(out)
+        let again = |known| tiled_again(x, function.clone(), known);
+        self.product(name, seen, self.keep(seen), || tiled(x, function.clone()), again)
     }
 
     /// The angles of the model's rotary embedding `id`, made by `make` once.

@@ -20,6 +20,7 @@ mod gpu;
 pub mod kept;
 pub mod layers;
 pub mod linear;
+mod linear_adapted;
 mod links;
 mod loan;
 pub mod lora;
@@ -45,6 +46,7 @@ pub mod tensor_parallel;
 mod tiled;
 pub mod transfers;
 mod weight;
+mod weight_matrix;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
 pub use attend::Attend;

@@ -1,6 +1,5 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens.
 
-mod matrix;
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
 
@@ -12,8 +11,8 @@ use crate::pool;
 use crate::slices::values;
 use crate::tensor_parallel::TensorParallel;
 use crate::weight::Weight;
+use crate::weight_matrix::WeightMatrix;
 use candle_core::{Device, Result, Tensor, bail};
-use matrix::HeadMatrix;
 use std::ops::Range;
 
 /// Target of a token that has none: padding, and the last token of a document.
@@ -176,7 +175,7 @@ struct Chunk<'a> {
     vocabulary: usize,
     /// The hidden states of these tokens alone.
     hidden: Matrix<'a>,
-    head: HeadMatrix<'a>,
+    head: WeightMatrix<'a>,
 }
 
 /// Rows of logits and their targets.
@@ -318,7 +317,7 @@ fn of_chunks(
 ) -> Result<()> {
     let (tokens, width) = hidden.dims2()?;
     values(hidden, |hidden| {
-        HeadMatrix::read(head, |head| {
+        WeightMatrix::read(head, |head| {
             let (hidden, vocabulary) = (Matrix::new(hidden, tokens, width), head.rows());
             let mut logits = vec![0.0; rows.len().min(CHUNK) * vocabulary];
             let mut gathered = Vec::new();
@@ -333,7 +332,7 @@ fn of_chunks(
                     }
                 };
                 let logits = &mut logits[..targets.len() * vocabulary];
-                head.logits(hidden, logits);
+                head.forward(hidden, logits);
                 if let Some(cap) = softcap {
                     let part = pool::part(logits.len(), 1);
                     pool::map(logits.chunks_mut(part).collect(), |part: &mut [f32]| {

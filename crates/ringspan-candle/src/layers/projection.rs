@@ -2,6 +2,7 @@
 
 use super::ForwardPass;
 use crate::dropout::Drops;
+use crate::linear_adapted::Frozen;
 use crate::lora::{Adapter, matrices};
 use crate::model::{Init, Scope};
 use crate::residual::residual;
@@ -75,11 +76,19 @@ impl Projection {
         if x.dim(0)? == 0 {
             return weight.linear(x, bias);
         }
+        let adapter = self.adapter(pass)?;
+        if let (Some(adapter), Some(frozen)) = (&adapter, Frozen::new(weight, bias)) {
+            let narrow = adapter.narrow(x, pass.attend().drops())?;
+            return match pass.store() {
+                Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], seen),
+                None => frozen.with_adapter(x, &narrow, &adapter.b),
+            };
+        }
         let out = match pass.store() {
             Some(store) => store.linear(&self.name, x, weight, bias, seen)?,
             None => weight.linear(x, bias)?,
         };
-        match self.adapter(pass)? {
+        match adapter {
             Some(adapter) => residual(&out, &adapter.part(x, pass.attend().drops())?),
             None => Ok(out),
         }
@@ -135,6 +144,13 @@ impl Loaded {
 
     /// x `[T, in]` to `[T, out]`. Without `seen` nothing looks at the values, only at gradients.
     pub(super) fn forward(&self, x: &Tensor, drops: Option<&Drops>, seen: bool) -> Result<Tensor> {
+        if let (Some(adapter), Some(frozen)) = (&self.adapter, Frozen::new(&self.weight, self.bias.as_ref())) {
+            let narrow = adapter.narrow(x, drops)?;
+            return match seen {
+                true => frozen.with_adapter(x, &narrow, &adapter.b),
+                false => frozen.with_adapter_again(x, &narrow, &adapter.b, None),
+            };
+        }
         let out = match seen {
             true => self.weight.linear(x, self.bias.as_ref())?,
             false => self.weight.linear_again(x, self.bias.as_ref(), None)?,

@@ -134,7 +134,7 @@ impl Shape {
             1 => 12 * tokens * self.hidden,
             // Before attention rows are gathered, and behind it there are partial sums of all of them. Adapters gather and sum
             // beside their layers; the factor was found by the allocator.
-            _ => (10 * rows + if self.has_adapters { 7 } else { 4 } * tokens) * self.hidden,
+            _ => (10 * rows + if self.has_adapters { 5 } else { 4 } * tokens) * self.hidden,
         };
         let again = match self.recompute {
             Recompute::Full => 3 * tokens * both,
@@ -151,8 +151,9 @@ impl Shape {
             products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
-        // Found by the allocator.
-        let adapted = if self.experts.is_some() { 3 } else { 2 } * self.adapted;
+        // Found by the allocator. Beside a feed-forward part without experts nothing of attention's adapters is left.
+        let all_sparse = self.experts.is_some_and(|experts| experts.layers == self.layers);
+        let adapted = if all_sparse { 3 * self.adapted } else { 0 };
         let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)
     }
@@ -161,9 +162,9 @@ impl Shape {
     fn feed_forward_activations(&self, tokens: u64) -> u64 {
         let tile = tokens.min(gated_mlp::TILE as u64);
         // With biases or adapters, products are stored of all tokens or of none.
-        let rows = if self.recompute == Recompute::Nothing { tokens } else { tile };
+        let (rows, of_adapters) = if self.recompute == Recompute::Nothing { (tokens, 5) } else { (tile, 8) };
         let wide = match (self.feed_forward_adapted, self.feed_forward_bias) {
-            (true, _) => 11 * rows,
+            (true, _) => of_adapters * rows,
             (false, true) => 6 * rows,
             _ => 3 * tile,
         };

@@ -1,0 +1,155 @@
+//! A frozen linear layer and the adapter beside it, as one operation with a backward: neither has an output of its own.
+//!
+//! Shape letters: T rows, R inner width of the adapter.
+
+use crate::kept::Kept;
+use crate::matmul::{Into, Matrix, product};
+use crate::slices::{cpu, values};
+use crate::weight::Weight;
+use crate::weight_matrix::WeightMatrix;
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use std::sync::{Mutex, PoisonError};
+
+/// A frozen linear layer on the CPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Frozen<'a> {
+    weight: &'a Weight,
+    bias: Option<&'a Tensor>,
+}
+
+impl<'a> Frozen<'a> {
+    /// The layer of weight `[out, in]` and bias `[out]`, if neither is trained and both are on the CPU.
+    pub(crate) fn new(weight: &'a Weight, bias: Option<&'a Tensor>) -> Option<Self> {
+        let is_trained = match weight {
+            Weight::Dense(weight) => weight.track_op(),
+            Weight::Quantized(_) => false,
+        };
+        let is_frozen = !is_trained && bias.is_none_or(|bias| !bias.track_op());
+        let is_here = weight.device().is_cpu() && weight.computed_in() == DType::F32;
+        (is_frozen && is_here).then_some(Self { weight, bias })
+    }
+
+    /// `x weight^T + bias + narrow b^T`: x `[T, in]`, narrow `[T, R]`, b `[out, R]` to `[T, out]`, f32; differentiable in x, narrow
+    /// and b.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub(crate) fn with_adapter(self, x: &Tensor, narrow: &Tensor, b: &Tensor) -> Result<Tensor> {
+        self.apply(x, narrow, b, None)
+    }
+
+    /// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
+    /// product.
+    ///
+    /// # Errors
+    /// As for [`with_adapter`](Self::with_adapter); something known of another shape.
+    pub(crate) fn with_adapter_again(
+        self,
+        x: &Tensor,
+        narrow: &Tensor,
+        b: &Tensor,
+        known: Option<Kept>,
+    ) -> Result<Tensor> {
+        let shape = [x.dim(0)?, b.dim(0)?];
+        let known = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
+        self.apply(x, narrow, b, Some(known))
+    }
+
+    fn apply(self, x: &Tensor, narrow: &Tensor, b: &Tensor, known: Option<Vec<f32>>) -> Result<Tensor> {
+        let ((tokens, width), (outs, rank)) = (x.dims2()?, b.dims2()?);
+        let bias = self.bias.map(|bias| bias.dims().to_vec());
+        let fits = self.weight.dims() == [outs, width]
+            && narrow.dims() == [tokens, rank]
+            && bias.as_ref().is_none_or(|bias| *bias == [outs]);
+        if !fits {
+            let (x, weight, narrow, b) = (x.dims(), self.weight.dims(), narrow.dims(), b.dims());
+            bail!("linear of {x:?} and {narrow:?} with {weight:?}, {b:?} and bias {bias:?}: the shapes do not fit");
+        }
+        let (weight, bias) = (self.weight.detach(), self.bias.map(Tensor::contiguous).transpose()?);
+        let op = AdaptedLinear { weight, bias, known: Mutex::new(known) };
+        x.contiguous()?.apply_op3(&narrow.contiguous()?, &b.contiguous()?, op)
+    }
+}
+
+struct AdaptedLinear {
+    weight: Weight,
+    bias: Option<Tensor>,
+    /// The result, if it was computed before.
+    known: Mutex<Option<Vec<f32>>>,
+}
+
+impl AdaptedLinear {
+    /// The gradient of x, rows of `width`.
+    fn dx(&self, dy: Matrix, width: usize) -> Result<Vec<f32>> {
+        let mut dx = vec![0.0; dy.shape().0 * width];
+        WeightMatrix::read(&self.weight, |weight| {
+            weight.backward(dy, &mut dx);
+            Ok(dx)
+        })
+    }
+}
+
+impl CustomOp3 for AdaptedLinear {
+    fn name(&self) -> &'static str {
+        "linear with adapter"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_at: &Layout,
+        narrow: &CpuStorage,
+        narrow_at: &Layout,
+        b: &CpuStorage,
+        b_at: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let ((tokens, width), (outs, rank)) = (x_at.shape().dims2()?, b_at.shape().dims2()?);
+        let shape = Shape::from((tokens, outs));
+        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok((CpuStorage::F32(known), shape));
+        }
+        let x = Matrix::new(cpu(x, x_at)?, tokens, width);
+        let (narrow, b) = (Matrix::new(cpu(narrow, narrow_at)?, tokens, rank), Matrix::new(cpu(b, b_at)?, outs, rank));
+        let mut out = vec![0.0; tokens * outs];
+        WeightMatrix::read(&self.weight, |weight| {
+            weight.forward(x, &mut out);
+            Ok(())
+        })?;
+        product(narrow, b.t(), &mut out, Into::Sum);
+        if let Some(bias) = &self.bias {
+            values(bias, |bias| {
+                let rows = out.chunks_exact_mut(outs.max(1));
+                rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
+                Ok(())
+            })?;
+        }
+        Ok((CpuStorage::F32(out), shape))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        narrow: &Tensor,
+        b: &Tensor,
+        _out: &Tensor,
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let ((tokens, width), (outs, rank)) = (x.dims2()?, b.dims2()?);
+        let (mut d_narrow, mut d_b) = (vec![0.0; tokens * rank], vec![0.0; outs * rank]);
+        let dx = values(&d_out.contiguous()?, |dy| {
+            let dy = Matrix::new(dy, tokens, outs);
+            values(b, |b| {
+                product(dy, Matrix::new(b, outs, rank), &mut d_narrow, Into::Fresh);
+                Ok(())
+            })?;
+            values(narrow, |narrow| {
+                product(dy.t(), Matrix::new(narrow, tokens, rank), &mut d_b, Into::Fresh);
+                Ok(())
+            })?;
+            if x.track_op() { self.dx(dy, width).map(Some) } else { Ok(None) }
+        })?;
+        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
+        let dx = dx.map(|dx| tensor(dx, x)).transpose()?;
+        Ok((dx, Some(tensor(d_narrow, narrow)?), Some(tensor(d_b, b)?)))
+    }
+}
