@@ -55,6 +55,11 @@ impl From<Recompute> for CheckpointPolicy<'_> {
     }
 }
 
+impl Recompute {
+    /// All of them, those that compute most again first.
+    pub const ALL: [Self; 3] = [Self::Full, Self::KeepAttention, Self::Nothing];
+}
+
 impl FromStr for Recompute {
     type Err = ringspan::Error;
 
@@ -345,7 +350,7 @@ mod tests {
 
     #[test]
     fn policies_are_read_as_they_are_written_and_others_refused() {
-        for policy in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
+        for policy in Recompute::ALL {
             assert_eq!(policy.to_string().parse::<Recompute>().expect("its own name"), policy);
         }
         let refused = "none".parse::<Recompute>().err().map(|error| error.to_string()).unwrap_or_default();

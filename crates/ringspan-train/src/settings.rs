@@ -155,8 +155,8 @@ pub struct Settings {
     /// f32. Parameters, sums of gradients and the optimiser stay f32, on the CPU [default: f32]
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     pub dtype: Option<String>,
-    /// What is computed again for the backward pass, to save memory: full, keep-attention, nothing
-    /// [default: keep-attention]
+    /// What is computed again for the backward pass, to save memory: full, keep-attention, nothing, or auto, as little as the
+    /// memory that is free when the run begins allows [default: keep-attention]
     #[arg(long, help_heading = "Mesh")]
     pub recompute: Option<String>,
     /// Type in which is stored what the backward pass needs of the forward pass: f32, or bf16, which takes half the memory

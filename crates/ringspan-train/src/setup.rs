@@ -17,7 +17,7 @@ use crate::{
     tokenizer::Tokenizer,
 };
 use ringspan_candle::room::Room;
-use ringspan_candle::{Weights, offload};
+use ringspan_candle::{Recompute, Weights, offload};
 use ringspan_models::{Config, Decoder};
 use serde_json::Value;
 use std::{
@@ -55,6 +55,8 @@ pub(crate) struct Setup {
     /// The token that ends what is learned, where there is one.
     pub(crate) end: Option<u32>,
     pub(crate) plan: Plan,
+    /// What is computed again for the backward pass.
+    pub(crate) recompute: Recompute,
 }
 
 impl Setup {
@@ -90,27 +92,49 @@ impl Setup {
             setup.losses = saved.progress.losses;
             setup.start = setup.start.with_checkpoint(saved, &setup.decoder)?;
         }
-        setup.plan = Plan::new(config, &setup, &model_config)?;
+        setup.make_plan(config, Vec::new())?;
         Ok(setup)
     }
 
     /// A model that is here, and one batch.
     pub(crate) fn of_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
+        let Some(recompute) = config.recompute else {
+            let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
+            return Err(Error::Settings(format!(
+                "--recompute auto needs a plan of a training: possible here are {possible}"
+            )));
+        };
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
         let start = Start::weights(weights, ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::fed(Feed::Tokens(batch), identity);
         let lr = config.lr(steps(config, &data.feed))?;
-        Ok(Self::of(Value::Null, decoder, mesh, start, None, data, lr))
+        Ok(Self { recompute, ..Self::of(Value::Null, decoder, mesh, start, None, data, lr) })
     }
 
-    /// Holds the plan to what the GPUs of this process's ranks have room for.
-    pub(crate) fn meet(&mut self, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
-        let mut plan = std::mem::take(&mut self.plan);
-        let met = plan.meet(config, self, gpus);
+    /// Makes the plan, and holds it to what the GPUs of this process's ranks have room for, as far as they are known. Unless
+    /// it is given what is computed again, that is as little as there is room for.
+    pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
+        let auto = || Recompute::ALL.into_iter().rev().collect();
+        for recompute in config.recompute.map_or_else(auto, |given| vec![given]) {
+            self.make_plan_with(recompute, config, gpus.clone())?;
+            if self.plan.leaves_room() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same with this computed again.
+    pub(crate) fn make_plan_with(&mut self, recompute: Recompute, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
+        self.recompute = recompute;
+        let mut plan = Plan::new(config, self, self.decoder.config())?;
+        if !gpus.is_empty() {
+            plan.meet(config, self, gpus)?;
+        }
         self.plan = plan;
-        met
+        Ok(())
     }
 
     /// Without a plan, at the first step.
@@ -128,6 +152,7 @@ impl Setup {
         let Dataset { feed, held_out, identity: data, notes, warnings, end } = data;
         Self {
             plan: Plan::default(),
+            recompute: Recompute::default(),
             config_json,
             decoder,
             mesh,

@@ -17,10 +17,11 @@ use crate::{
     setup::{Setup, write_settings},
     tokenizer::Tokenizer,
 };
+use ringspan::comm::Buffer;
 use ringspan::comm::agree::Setting;
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::threads::Options;
-use ringspan_candle::{DeviceName, Devices, pool};
+use ringspan_candle::{DeviceName, Devices, Recompute, pool};
 use std::{
     path::PathBuf,
     sync::{Mutex, PoisonError, atomic::AtomicBool},
@@ -92,10 +93,11 @@ pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer:
         // Also without a GPU here: others ask who shares theirs.
         let rooms = opened.as_ref().unwrap_or(&Devices::CPU).rooms(ranks, config.ranks())?;
         match opened {
-            Ok(_) => setup.meet(config, rooms)?,
+            Ok(_) => setup.make_plan(config, rooms)?,
             Err(error) => setup.plan.gpus_unknown = error.to_string(),
         }
     }
+    agree_on_recompute(ranks, config, &mut setup)?;
     Ok(setup.plan)
 }
 
@@ -119,9 +121,10 @@ pub fn train_on(
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
     if devices.are_gpus() {
         let rooms = devices.rooms(ranks, config.ranks())?;
-        setup.meet(config, rooms)?;
+        setup.make_plan(config, rooms)?;
         possible(&setup.plan)?;
     }
+    agree_on_recompute(ranks, config, &mut setup)?;
     let on_a_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
     let predicted_gpu_memory = setup.plan.gpu_bytes() * on_a_gpu as u64;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
@@ -179,6 +182,23 @@ pub fn train_on(
         predicted_gpu_memory,
         peak_gpu_memory,
     })
+}
+
+/// Where processes chose by the memory of their machines what is computed again, all take the most of it.
+fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &mut Setup) -> Result<()> {
+    let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(()) };
+    let own = Recompute::ALL.iter().position(|recompute| *recompute == setup.recompute).unwrap_or(0);
+    let all = comm.all_gather(Buffer::U8(vec![own as u8]))?;
+    let chosen = all.iter().filter_map(|buffer| match &**buffer {
+        Buffer::U8(chosen) => chosen.first().map(|chosen| usize::from(*chosen)),
+        _ => None,
+    });
+    let most = chosen.min().unwrap_or(own);
+    if most < own {
+        let gpus = std::mem::take(&mut setup.plan.gpus);
+        setup.make_plan_with(Recompute::ALL[most], config, gpus)?;
+    }
+    Ok(())
 }
 
 /// Refuses what does not fit, before any work.

@@ -231,7 +231,7 @@ impl TrainConfig {
             dtype,
             local_ranks: None,
             allocated: None,
-            recompute: s.recompute.as_deref().map_or(Ok(Recompute::default()), str::parse)?,
+            recompute: recompute(s.recompute.as_deref())?,
             activations: s.activations.as_deref().map_or(Ok(Storage::default()), str::parse)?,
             offload_activations,
             deadline,
@@ -261,5 +261,17 @@ impl TrainConfig {
             config.lr(steps)?;
         }
         Ok(config)
+    }
+}
+
+/// None for `auto`.
+fn recompute(given: Option<&str>) -> Result<Option<Recompute>> {
+    match given {
+        None => Ok(Some(Recompute::default())),
+        Some("auto") => Ok(None),
+        Some(given) => given.parse().map(Some).map_err(|_| {
+            let possible = "auto, full, keep-attention, nothing";
+            ringspan::Error::Unknown { what: "recompute", given: given.into(), possible }.into()
+        }),
     }
 }

@@ -20,7 +20,7 @@ use crate::{
 };
 use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
-use ringspan_candle::{DeviceName, ParallelRank, room::Room};
+use ringspan_candle::{DeviceName, ParallelRank, Recompute, room::Room};
 use ringspan_models::{Beyond, Config, Decoder, adapter};
 use shape::Shape;
 use std::fmt;
@@ -71,6 +71,10 @@ pub struct Plan {
     pub gpus: Vec<Room>,
     /// Why they were not, in words; empty where they were, or the CPU computes.
     pub gpus_unknown: String,
+    /// What is computed again for the backward pass.
+    pub recompute: Recompute,
+    /// Whether that follows from the memory that is free.
+    pub recompute_is_auto: bool,
     /// Bytes that each layer keeps of a token for its backward.
     pub kept_per_token: u64,
     /// Why it does not fit into memory, with the nearest setting that does; none if it fits.
@@ -96,6 +100,8 @@ impl Plan {
             data: setup.data.summary.clone(),
             documents: setup.notes.clone(),
             data_warnings: setup.warnings.clone(),
+            recompute: setup.recompute,
+            recompute_is_auto: config.recompute.is_none(),
             steps: setup.lr.steps,
             first_step: setup.first_step,
             passes: match setup.feed {
@@ -205,6 +211,13 @@ impl Plan {
             ));
         }
         Ok(())
+    }
+
+    /// Whether a tenth of the memory that is free would be left, where the system tells: no prediction is exact.
+    pub(crate) fn leaves_room(&self) -> bool {
+        let leaves = |needed: u64, free: u64| needed as u128 * 10 <= free as u128 * 9;
+        let here = ringspan::memory::available().is_none_or(|free| leaves(self.rank_bytes() * self.load.ranks, free));
+        here && self.gpus.iter().all(|gpu| leaves(self.gpu_bytes() * gpu.ranks as u64, gpu.free))
     }
 
     /// Bytes of the fullest rank, of the CPU's memory.
@@ -428,6 +441,10 @@ impl fmt::Display for Plan {
             writeln!(f, "           about {most} a rank of a GPU's, most {moment}: {}", parts(&self.gpu_memory))?;
         }
         writeln!(f, "           {kept} bytes a token and layer wait for the backward pass{there}")?;
+        if self.recompute_is_auto {
+            let room = if self.leaves_room() { "the least for which there is room" } else { "for want of room" };
+            writeln!(f, "           --recompute auto is {}, {room}", self.recompute)?;
+        }
         for Room { name, free, total, ranks: count } in &self.gpus {
             let (free, total) = (bytes(*free), bytes(*total));
             writeln!(f, "           {free} of {total} is free on {name}, for {}", ranks(*count))?;

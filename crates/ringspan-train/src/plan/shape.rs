@@ -110,7 +110,7 @@ impl Shape {
             ulysses: config.ulysses,
             tp: tp as u64,
             strategy: config.strategy,
-            recompute: config.recompute,
+            recompute: setup.recompute,
             storage: config.activations,
             offloads: config.offload_activations,
             computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),

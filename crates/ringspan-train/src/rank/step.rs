@@ -75,7 +75,7 @@ impl Rank<'_> {
                 &local.targets,
                 scale,
                 CheckpointPolicy {
-                    recompute: self.config.recompute,
+                    recompute: self.setup.recompute,
                     storage: self.config.activations,
                     offload: self.offload.as_ref(),
                 },

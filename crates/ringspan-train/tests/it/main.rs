@@ -22,6 +22,7 @@ mod mesh_independence;
 mod metrics;
 mod mixture;
 mod new_model;
+mod recompute;
 mod refusals;
 mod resume;
 mod sparse_settings;
