@@ -28,6 +28,21 @@ fn every_mesh_drops_the_same() {
     }
 }
 
+/// One rank computes the gated layers of so many tokens in three tiles, each of four in one.
+#[test]
+fn tiles_of_a_long_sequence_drop_the_same_as_ranks_that_need_one() {
+    for (name, targets) in [("llama", TARGETS.as_slice()), ("phi3", &["qkv_proj", "gate_up_proj", "down_proj"])] {
+        let (decoder, weights, short) = adapted(name, targets, 0.3);
+        let tokens: Vec<u32> = short.tokens.iter().copied().cycle().take(2500).collect();
+        let batch = Batch { rows: 1, len: tokens.len(), tokens };
+        let one = dropped(5, (&decoder, &weights, &batch), Spread::default());
+        for (ring, tp) in [(4, 1), (2, 2)] {
+            let spread = Spread { ring, tp, ..Spread::default() };
+            assert_equal(&format!("{name}, {spread:?}"), &dropped(5, (&decoder, &weights, &batch), spread), &one);
+        }
+    }
+}
+
 /// Experts and their router, dealt to ranks whole and by their width: tokens travel, and what is dropped of them stays.
 #[test]
 fn experts_drop_the_same_wherever_they_are() {

@@ -10,6 +10,7 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
+use ringspan_candle::gated_mlp::TILE;
 use ringspan_candle::kept::Storage;
 use ringspan_candle::model::stored;
 use ringspan_candle::tensor_parallel::WHOLE;
@@ -391,16 +392,22 @@ fn local(
     let one = differentiate(CheckpointPolicy::default())?;
     // Routers that are kept even serve one pass.
     if decoder.config().router_aux_loss().is_none() {
+        // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
+        let all = |gradients: &BTreeMap<String, Vec<f32>>| gradients.values().flatten().copied().collect::<Vec<_>>();
+        // Gradients of adapters beside a gated layer are sums over tiles, unless the layer stores its products.
+        let in_tiles = decoder.lora().is_some() && tokens.len() > TILE;
         for recompute in [Recompute::Full, Recompute::Nothing] {
-            assert!(differentiate(recompute.into())? == one, "recompute {recompute} gives other gradients");
+            let (nll, gradients, order) = differentiate(recompute.into())?;
+            let is_equal = match in_tiles && recompute == Recompute::Nothing {
+                true => relative_l2(&all(&gradients), &all(&one.1)) < 1e-6,
+                false => gradients == one.1,
+            };
+            assert!(is_equal && (nll, &order) == (one.0, &one.2), "recompute {recompute} gives other gradients");
         }
-        for recompute in [Recompute::Full, Recompute::KeepAttention, Recompute::Nothing] {
+        for recompute in Recompute::ALL {
             let (nll, rounded, _) =
                 differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
-            // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
-            let all =
-                |gradients: &BTreeMap<String, Vec<f32>>| gradients.values().flatten().copied().collect::<Vec<_>>();
             let off = relative_l2(&all(&rounded), &all(&one.1));
             assert!(off < 1e-2, "recompute {recompute}: gradients are off by {off:e} in bf16");
         }
