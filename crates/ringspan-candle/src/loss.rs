@@ -1,8 +1,8 @@
 //! Cross entropy over a vocabulary without ever holding the logits of all tokens.
 
+mod matrix;
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
-mod matrix;
 
 use crate::activation::exp;
 #[cfg(feature = "cuda")]

@@ -1,10 +1,11 @@
 //! A parameter's values, as a layer is given them.
 
 use crate::cast::cast;
-use crate::linear::{linear, linear_again, linear_wide};
 use crate::kept::Kept;
+use crate::linear::{linear, linear_again, linear_wide};
 use crate::quantized::{QuantizedMatrix, linear_quantized, linear_quantized_again};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
 
 /// The values of a parameter: a tensor, or a frozen matrix that stays in memory as its file stores it.
 ///
@@ -88,6 +89,17 @@ impl Weight {
         }
     }
 
+    /// Some of its rows, in f32 where it is quantized.
+    ///
+    /// # Errors
+    /// Rows that are not there.
+    pub fn rows(&self, range: Range<usize>) -> Result<Tensor> {
+        match self {
+            Self::Dense(tensor) => tensor.narrow(0, range.start, range.len()),
+            Self::Quantized(matrix) => matrix.rows(range)?.dequantize(),
+        }
+    }
+
     /// The same without a graph of what it is computed from.
     #[must_use]
     pub fn detach(&self) -> Self {
@@ -116,9 +128,7 @@ impl Weight {
     pub(crate) fn linear_again(&self, x: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => linear_again(x, weight, bias, known),
-            Self::Quantized(weight) => {
-                in_f32(x, bias, |x, bias| linear_quantized_again(x, weight, bias, known))
-            }
+            Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_again(x, weight, bias, known)),
         }
     }
 

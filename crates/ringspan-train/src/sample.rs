@@ -17,7 +17,12 @@ use ringspan::{
         threads::{self, Options},
     },
 };
-use ringspan_candle::{RankDevice, context::Context, model::{on_device, stored}, pool};
+use ringspan_candle::{
+    RankDevice,
+    context::Context,
+    model::{on_device, stored},
+    pool,
+};
 use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 

@@ -107,10 +107,12 @@ impl GatedMlp {
         if self.has_biases_or_adapters(pass) {
             return Ok(None);
         }
-        let dense = |linear: &Projection| Ok::<_, candle_core::Error>(match linear.weight(pass)? {
-            Weight::Dense(weight) => Some(weight.clone()),
-            Weight::Quantized(_) => None,
-        });
+        let dense = |linear: &Projection| {
+            Ok::<_, candle_core::Error>(match linear.weight(pass)? {
+                Weight::Dense(weight) => Some(weight.clone()),
+                Weight::Quantized(_) => None,
+            })
+        };
         let inner = match &self.inner {
             Inner::Apart([gate, up]) => dense(gate)?.zip(dense(up)?).map(<[Tensor; 2]>::from),
             Inner::Stacked(both) => dense(both)?.map(|both| halves(&both, 0)).transpose()?,

@@ -1,7 +1,7 @@
 //! The embedding of tokens.
 
-use crate::cast::cast;
 use super::forward_pass::parameter;
+use crate::cast::cast;
 use crate::model::{Init, Scope, StoredWeights};
 use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;

@@ -83,12 +83,7 @@ struct Results {
 }
 
 impl Results {
-    fn new(
-        hidden: &Tensor,
-        head: impl Into<OutputHead>,
-        targets: &[u32],
-        shared: &TensorParallel,
-    ) -> Result<Self> {
+    fn new(hidden: &Tensor, head: impl Into<OutputHead>, targets: &[u32], shared: &TensorParallel) -> Result<Self> {
         let head: OutputHead = head.into();
         let HeadLoss { nll_sum, d_hidden, d_head } = head_loss(hidden, head.clone(), targets, SCALE, true, shared)?;
         let d_head = d_head.expect("trained");

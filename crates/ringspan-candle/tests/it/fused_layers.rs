@@ -132,7 +132,8 @@ fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
     let frozen = loss::head_loss(&hidden, head.clone(), &targets, scale, false, &WHOLE)?;
     assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
     assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
-    let log_probs = Tensor::from_vec(loss::log_probs(&hidden, head.clone(), &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
+    let log_probs =
+        Tensor::from_vec(loss::log_probs(&hidden, head.clone(), &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
     assert!(relative_l2(&loss::logits(&hidden, head)?, &logits)? < 1e-6);
     Ok(())

@@ -17,7 +17,8 @@ use ringspan::{
     comm::{Buffer, Communicator, numbers},
 };
 use ringspan_candle::{
-    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, StoredWeights, Unit, context::Context, tensor_parallel,
+    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, StoredWeights, Unit, context::Context,
+    tensor_parallel,
 };
 use ringspan_models::gradients;
 use std::sync::{Arc, Mutex};
