@@ -33,6 +33,7 @@ SCRIPTS = {
     "make_adapter_fixture.py": (MODELS, ["llama_lora", "adapters"]),
     "make_expert_adapter_fixture.py": (MODELS / "qwen3_moe_lora", ["."]),
     "make_gguf_fixtures.py": (MODELS / "gguf", ["."]),
+    "make_gguf_family_fixtures.py": (MODELS / "gguf_families", ["."]),
     "make_training_fixture.py": (TRAIN / "ten_steps", ["."]),
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),

@@ -5,6 +5,7 @@ use crate::kept::Kept;
 use crate::linear::{linear, linear_again, linear_wide};
 use crate::quantized::{QuantizedMatrix, linear_quantized, linear_quantized_again};
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::ops::Range;
 
 /// The values of a parameter: a tensor, or a frozen matrix that stays in memory as its file stores it.
 ///
@@ -85,6 +86,17 @@ impl Weight {
         match self {
             Self::Dense(tensor) => Ok(tensor.clone()),
             Self::Quantized(matrix) => matrix.dequantize(),
+        }
+    }
+
+    /// Some of its rows, in f32 where it is quantized.
+    ///
+    /// # Errors
+    /// Rows that are not there.
+    pub fn rows(&self, range: Range<usize>) -> Result<Tensor> {
+        match self {
+            Self::Dense(tensor) => tensor.narrow(0, range.start, range.len()),
+            Self::Quantized(matrix) => matrix.rows(range)?.dequantize(),
         }
     }
 

@@ -88,6 +88,7 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
         say::write(&(rest + end)).context("cannot write to standard output")?;
     }
     eprintln!("{}", summary(&generations, &cached, tokens.len(), stream.stopped()));
+    model.held(&mesh.devices).iter().for_each(say::note);
     Ok(())
 }
 

@@ -55,13 +55,16 @@ impl ModelArgs {
     pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
         let origin = Origin::at(&self.path).context("--model")?;
         let json = origin.config_json()?;
-        let (mut config, weights) = origin.load()?;
+        let (mut config, lora, weights) = origin.load_stored()?;
         if let Some(scaling) = &self.rope_scaling {
             config = serde_json::from_value(scaling.apply(&json, None)?)?;
         }
         let heads = config.num_attention_heads;
         ringspan::schedule::HeadShare::all(heads, config.num_key_value_heads(), (mesh.ring, mesh.ulysses).into())?;
-        let decoder = Decoder::new(config)?;
+        let mut decoder = Decoder::new(config)?;
+        if let Some(lora) = lora {
+            decoder = decoder.with_lora(lora)?;
+        }
         let model = Model::new(decoder, weights).with_context(|| format!("the model in {}", self.path.display()))?;
         Ok(model.on(&mesh.devices)?)
     }

@@ -63,6 +63,7 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
     let input = Batch { tokens: &batch.tokens, documents: &batch.documents };
     let scores = ringspan_serve::score(&model, &mesh, input, args.layout, args.strategy, args.logits)?;
     let Some(scores) = scores else { return Ok(()) };
+    model.held(&mesh.devices).iter().for_each(say::note);
     let seconds = began.elapsed().as_secs_f64();
 
     let TokenBatch { rows, len, .. } = batch;

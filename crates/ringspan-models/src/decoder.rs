@@ -14,7 +14,7 @@ use ringspan_candle::{
     Adapters, Attend, Heads, Model, ParallelRank, Portion, ReplicaGroup, ShardError, StoredWeights, TensorParallel,
     Unit,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -192,6 +192,14 @@ impl Decoder {
     /// The linear layers inside layers, beside which adapters can stand.
     pub fn linear_layers(&self) -> impl Iterator<Item = &LinearLayer> {
         self.units.values().flat_map(|unit| &unit.linear_layers)
+    }
+
+    /// The parameters that layers compute with as a file stores them: the matrices of linear layers, of the embedding and of the
+    /// output head. Routers and experts take dense ones.
+    pub fn stored_matrices(&self) -> BTreeSet<String> {
+        let linear = self.linear_layers().filter(|layer| !layer.is_of_experts());
+        let of_layers = linear.map(|layer| format!("{}.weight", layer.name));
+        of_layers.chain([self.embedding_name().to_owned(), self.head_name().to_owned()]).collect()
     }
 
     /// The portions of a unit's parameters that a rank computes with.

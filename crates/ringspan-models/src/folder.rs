@@ -12,7 +12,7 @@ pub use write::{SavedType, Writer, save};
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::registry::completed;
-use ringspan_candle::Weights;
+use ringspan_candle::{StoredWeights, Weights};
 use std::path::Path;
 
 pub(crate) const CONFIG: &str = "config.json";
@@ -29,6 +29,17 @@ pub fn load(folder: &Path) -> Result<(Config, Weights)> {
         Ok((name.clone(), folder.read(name, 0..shape.first().copied().unwrap_or(0))?))
     };
     let weights = folder.shapes().iter().map(read).collect::<Result<_>>()?;
+    Ok((folder.config().clone(), weights))
+}
+
+/// The same with matrices of bf16 and f16 as they are stored; everything else is f32.
+///
+/// # Errors
+/// As for [`load`].
+pub fn load_stored(folder: &Path) -> Result<(Config, StoredWeights)> {
+    let folder = open(folder)?;
+    let read = |name: &String| Ok((name.clone(), folder.read_stored(name)?));
+    let weights = folder.shapes().keys().map(read).collect::<Result<_>>()?;
     Ok((folder.config().clone(), weights))
 }
 

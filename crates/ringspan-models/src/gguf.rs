@@ -1,52 +1,75 @@
-//! Models in one GGUF file, as llama.cpp keeps them: read to f32, whatever they are quantised to.
+//! Models in one GGUF file, as llama.cpp keeps them: matrices as they are stored, or decoded to f32.
 //!
 //! The file's metadata becomes a `config.json`, so a model that was read here can be saved as a folder.
 
+mod family;
+mod file;
+mod metadata;
+mod rope;
 mod tokenizer;
 
-pub use tokenizer::tokenizer;
+pub use tokenizer::{ChatTemplate, chat_template, tokenizer};
 
 use crate::config::Config;
 use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::folder::check_shapes;
-use crate::rope::{self, Parameters};
-use candle_core::quantized::gguf_file::{Content, Value as Entry};
-use candle_core::{Device, Tensor};
-use ringspan_candle::Weights;
+use candle_core::Tensor;
+use family::{GgufFamily, Pairs};
+use file::GgufFile;
+use metadata::Metadata;
+use ringspan_candle::{StoredWeights, Weight, Weights};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::BufReader;
 use std::path::Path;
-
-/// Models whose tensors are known by GGUF's names.
-const MODELS: &str = "llama, qwen2, qwen3";
-/// Factors on the rotary embedding's waves, where they are more than one number.
-const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// Reads a model: its configuration, and its weights as f32.
 ///
 /// # Errors
 /// A file that is missing, corrupt or of another model, and tensors that do not fit it.
 pub fn load(path: &Path) -> Result<(Config, Weights)> {
-    let (mut file, content) = open(path)?;
-    let config = config(path, &mut file, &content)?;
-    let decoder = Decoder::new(config.clone()).map_err(|error| broken(path, &error))?;
-    let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads());
-    let mut weights = Weights::new();
-    // A map's order is no order; errors name the first tensor.
-    let names: BTreeSet<&String> = content.tensor_infos.keys().filter(|name| *name != ROPE_FACTORS).collect();
-    for stored in names {
-        let name = parameter(stored).ok_or_else(|| broken(path, &format!("tensor {stored} is unknown")))?;
-        let mut tensor = read(path, &mut file, &content, stored)?;
-        if config.model_type == "llama" && (name.contains(".q_proj.") || name.contains(".k_proj.")) {
-            let heads = if name.contains(".q_proj.") { heads } else { kv_heads };
-            tensor = halves_together(&tensor, heads).map_err(|error| broken(path, &format!("{stored}: {error}")))?;
+    let (config, weights) = load_stored(path)?;
+    // One by one: what was decoded is let go before the next.
+    let decoded = |(name, weight): (String, Weight)| Ok((name, weight.to_tensor()?));
+    Ok((config, weights.into_iter().map(decoded).collect::<Result<_>>()?))
+}
+
+/// Reads a model: its configuration, and its weights as the file stores them. What layers cannot compute with so is decoded to
+/// f32: norms, biases, routers and experts, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
+///
+/// # Errors
+/// As for [`load`].
+pub fn load_stored(path: &Path) -> Result<(Config, StoredWeights)> {
+    let file = GgufFile::open(path)?;
+    let metadata = Metadata::new(&file);
+    let family = GgufFamily::of(&metadata)?;
+    let config: Config = serde_json::from_value(json(&metadata, family)?).map_err(|error| file.broken(&error))?;
+    let decoder = Decoder::new(config.clone()).map_err(|error| file.broken(&error))?;
+    let (as_stored, mut weights) = (decoder.stored_matrices(), StoredWeights::new());
+    for stored in file.names().filter(|name| !rope::is_factors(name)) {
+        let name = parameter(family, stored).ok_or_else(|| file.broken(&format!("tensor {stored} is unknown")))?;
+        let weight = file.matrix(stored)?;
+        let refused = |error: candle_core::Error| file.broken(&format!("{stored}: {error}"));
+        match name.split_once("{}") {
+            Some((before, behind)) => {
+                let [experts, rows, _] = *file.shape(stored).unwrap_or_default() else {
+                    return Err(file.broken(&format!("{stored}: experts are [experts, rows, columns]")));
+                };
+                for expert in 0..experts {
+                    let own = rows_of(&weight, expert * rows..(expert + 1) * rows).map_err(refused)?;
+                    weights.insert(format!("{before}{expert}{behind}"), own.into());
+                }
+            }
+            None => {
+                let shape = file.shape(stored).unwrap_or_default();
+                let weight = converted(family, &config, &name, weight).map_err(refused)?;
+                let weight =
+                    if as_stored.contains(&name) { weight } else { shaped(&weight, shape).map_err(refused)? };
+                weights.insert(name, weight);
+            }
         }
-        weights.insert(name, tensor);
     }
-    check_shapes(&decoder.shapes(), weights.iter().map(|(name, tensor)| (name, tensor.dims())))?;
+    let shapes: Vec<(&String, Vec<usize>)> = weights.iter().map(|(name, weight)| (name, weight.dims())).collect();
+    check_shapes(&decoder.shapes(), shapes.iter().map(|(name, shape)| (*name, shape.as_slice())))?;
     Ok((config, weights))
 }
 
@@ -55,144 +78,63 @@ pub fn load(path: &Path) -> Result<(Config, Weights)> {
 /// # Errors
 /// A file that is missing or corrupt, and metadata that is missing or speaks of another model.
 pub fn config_json(path: &Path) -> Result<Value> {
-    let (mut file, content) = open(path)?;
-    json(path, &mut file, &content)
+    let file = GgufFile::open(path)?;
+    let metadata = Metadata::new(&file);
+    json(&metadata, GgufFamily::of(&metadata)?)
 }
 
-fn broken(path: &Path, problem: &impl ToString) -> Error {
-    Error::Format { path: path.to_owned(), problem: problem.to_string() }
-}
-
-fn open(path: &Path) -> Result<(BufReader<File>, Content)> {
-    let file = File::open(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
-    let mut file = BufReader::new(file);
-    let content = Content::read(&mut file).map_err(|error| broken(path, &format!("not a whole GGUF file: {error}")))?;
-    Ok((file, content))
-}
-
-fn read(path: &Path, file: &mut BufReader<File>, content: &Content, name: &str) -> Result<Tensor> {
-    let tensor = content.tensor(file, name, &Device::Cpu).and_then(|tensor| tensor.dequantize(&Device::Cpu));
-    tensor.map_err(|error| broken(path, &format!("tensor {name}: {error}")))
-}
-
-fn config(path: &Path, file: &mut BufReader<File>, content: &Content) -> Result<Config> {
-    serde_json::from_value(json(path, file, content)?).map_err(|error| broken(path, &error))
-}
-
-fn json(path: &Path, file: &mut BufReader<File>, content: &Content) -> Result<Value> {
-    let text = |key: &str| content.metadata.get(key).and_then(|entry| entry.to_string().ok()).map(String::as_str);
-    let model = text("general.architecture").unwrap_or_default();
-    if !MODELS.split(", ").any(|known| known == model) {
-        return Err(broken(path, &format!("general.architecture '{model}' is unknown: possible are {MODELS}")));
-    }
-    let own = |key: &str| content.metadata.get(&format!("{model}.{key}"));
-    let number = |key: &str| own(key).and_then(number);
-    let need = |key: &str| {
-        let whole = number(key).filter(|x| *x >= 0.0 && x.fract() == 0.0).map(|x| x as u64);
-        whole.ok_or_else(|| broken(path, &format!("{model}.{key} is missing or no count")))
+fn json(metadata: &Metadata, family: &GgufFamily) -> Result<Value> {
+    let Some(embedding) = metadata.file().shape("token_embd.weight") else {
+        return Err(metadata.file().broken(&"tensor token_embd.weight is missing"));
     };
-    let Some(embedding) = content.tensor_infos.get("token_embd.weight") else {
-        return Err(broken(path, &"tensor token_embd.weight is missing"));
-    };
-    let (hidden, heads) = (need("embedding_length")?, need("attention.head_count")?);
-    let dim = number("attention.key_length").or_else(|| number("rope.dimension_count")).map(|dim| dim as u64);
-    let dim = dim.unwrap_or(hidden / heads.max(1));
-    let has = |name: &str| content.tensor_infos.contains_key(name);
+    let (hidden, heads) = (metadata.need("embedding_length")?, metadata.need("attention.head_count")?);
+    let turned = metadata.count("rope.dimension_count")?;
+    let of_head = metadata.count("attention.key_length")?.or(turned.filter(|_| !family.partial_rotary));
+    let dim = of_head.unwrap_or(hidden / heads.max(1));
     let mut config = json!({
-        "architectures": [match model { "llama" => "LlamaForCausalLM", "qwen2" => "Qwen2ForCausalLM", _ => "Qwen3ForCausalLM" }],
-        "model_type": model,
-        "vocab_size": embedding.shape.dims().first().copied().unwrap_or(0),
+        "architectures": [family.class],
+        "model_type": family.model_type,
+        "vocab_size": embedding.first().copied().unwrap_or(0),
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length")?,
-        "num_hidden_layers": need("block_count")?,
+        "intermediate_size": metadata.need("feed_forward_length")?,
+        "num_hidden_layers": metadata.need("block_count")?,
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv").map_or(heads, |heads| heads as u64),
+        "num_key_value_heads": metadata.count("attention.head_count_kv")?.unwrap_or(heads),
         "head_dim": dim,
         "hidden_act": "silu",
-        "max_position_embeddings": need("context_length")?,
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon").unwrap_or(1e-6),
-        "rope_theta": number("rope.freq_base").unwrap_or(10_000.0),
-        "tie_word_embeddings": !has("output.weight"),
-        "attention_bias": model == "llama" && has("blk.0.attn_q.bias"),
+        "max_position_embeddings": metadata.need("context_length")?,
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon").unwrap_or(1e-6),
+        "rope_theta": metadata.number("rope.freq_base").unwrap_or(10_000.0),
+        "sliding_window": metadata.count("attention.sliding_window")?.filter(|window| *window > 0),
+        "tie_word_embeddings": !metadata.has("output.weight"),
+        "attention_bias": false,
         "torch_dtype": "float32",
     });
-    for (key, name) in
-        [("bos_token_id", "tokenizer.ggml.bos_token_id"), ("eos_token_id", "tokenizer.ggml.eos_token_id")]
-    {
-        if let Some(token) = content.metadata.get(name).and_then(self::number) {
-            config[key] = json!(token as u64);
-        }
+    if let Some(turned) = turned.filter(|turned| *turned != dim) {
+        // Refused by models that turn whole heads.
+        config["partial_rotary_factor"] = json!(turned as f64 / dim.max(1) as f64);
     }
-    let kind = own("rope.scaling.type").and_then(|kind| kind.to_string().ok()).map(String::as_str);
-    let scaling = match kind {
-        None | Some("none") => None,
-        Some(kind @ ("linear" | "yarn")) => {
-            let mut scaling = json!({ "rope_type": kind, "factor": number("rope.scaling.factor") });
-            if let (Some(length), "yarn") = (number("rope.scaling.original_context_length"), kind) {
-                scaling["original_max_position_embeddings"] = json!(length as u64);
-            }
-            Some(scaling)
-        }
-        Some(other) => {
-            let problem = format!("{model}.rope.scaling.type '{other}' is unknown: possible are none, linear, yarn");
-            return Err(broken(path, &problem));
-        }
-    };
-    if has(ROPE_FACTORS) {
-        let factors = read(path, file, content, ROPE_FACTORS)?.flatten_all()?.to_vec1::<f32>()?;
-        config["rope_scaling"] = llama3(&config, &factors).map_err(|problem| broken(path, &problem))?;
-    } else if let Some(scaling) = scaling {
+    let token = |name: &str| metadata.of_file(&format!("tokenizer.ggml.{name}_token_id")).map(|token| token as u64);
+    if let Some(token) = token("bos") {
+        config["bos_token_id"] = json!(token);
+    }
+    // What ends a turn ends a text, too.
+    let mut ends: Vec<u64> = ["eos", "eot", "eom"].into_iter().filter_map(token).collect();
+    ends.dedup();
+    match ends[..] {
+        [] => {}
+        [end] => config["eos_token_id"] = json!(end),
+        _ => config["eos_token_id"] = json!(ends),
+    }
+    (family.config)(metadata, &mut config)?;
+    if let Some(scaling) = rope::scaling(metadata, &config)? {
         config["rope_scaling"] = scaling;
     }
     Ok(config)
 }
 
-fn number(entry: &Entry) -> Option<f64> {
-    match entry {
-        Entry::F32(x) => Some(f64::from(*x)),
-        Entry::F64(x) => Some(*x),
-        Entry::I8(x) => Some(f64::from(*x)),
-        Entry::I16(x) => Some(f64::from(*x)),
-        Entry::I32(x) => Some(f64::from(*x)),
-        Entry::I64(x) => Some(*x as f64),
-        other => other.to_u64().ok().map(|x| x as f64),
-    }
-}
-
-/// Llama 3.1's stretching, from what it came to: files keep the quotients of waves, not the numbers behind them. All
-/// published models differ in the factor only, so that is read off, and the rest is checked.
-fn llama3(config: &Value, factors: &[f32]) -> std::result::Result<Value, String> {
-    let factor = factors.iter().copied().fold(1.0, f32::max);
-    let parameters = json!({
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192
-    });
-    let frequencies = |parameters: Option<Value>| -> Result<Vec<f64>> {
-        let config: Config =
-            serde_json::from_value(config.clone()).map_err(|error| Error::Config(error.to_string()))?;
-        config.check()?;
-        let parse =
-            |value| serde_json::from_value::<Parameters>(value).map_err(|error| Error::Config(error.to_string()));
-        Ok(rope::new(&config, parameters.map(parse).transpose()?.as_ref(), 10_000.0)?.frequencies)
-    };
-    let both = frequencies(None).and_then(|plain| Ok((plain, frequencies(Some(parameters.clone()))?)));
-    let (plain, stretched) = both.map_err(|error| error.to_string())?;
-    let same = |((plain, stretched), factor): ((&f64, &f64), &f32)| {
-        (plain / stretched / f64::from(*factor) - 1.0).abs() < 1e-3
-    };
-    if plain.len() == factors.len() && plain.iter().zip(&stretched).zip(factors).all(same) {
-        return Ok(parameters);
-    }
-    Err(format!(
-        "the {} factors of {ROPE_FACTORS} are not those of Llama 3.1 for heads of {}: possible are low_freq_factor 1, \
-         high_freq_factor 4 and 8192 original positions",
-        factors.len(),
-        2 * plain.len()
-    ))
-}
-
-/// Hugging Face's name of a tensor.
-fn parameter(stored: &str) -> Option<String> {
+/// Hugging Face's name of a tensor; of a tensor of experts with `{}` in the place of an expert's number.
+fn parameter(family: &GgufFamily, stored: &str) -> Option<String> {
     match stored {
         "token_embd.weight" => return Some(EMBEDDING.into()),
         "output_norm.weight" => return Some(NORM.into()),
@@ -201,29 +143,53 @@ fn parameter(stored: &str) -> Option<String> {
     }
     let (layer, rest) = stored.strip_prefix("blk.")?.split_once('.')?;
     let (part, kind) = rest.rsplit_once('.').filter(|(_, kind)| ["weight", "bias"].contains(kind))?;
-    let part = match part {
-        "attn_norm" => "input_layernorm",
-        "ffn_norm" => "post_attention_layernorm",
-        "attn_q" => "self_attn.q_proj",
-        "attn_k" => "self_attn.k_proj",
-        "attn_v" => "self_attn.v_proj",
-        "attn_output" => "self_attn.o_proj",
-        "attn_q_norm" => "self_attn.q_norm",
-        "attn_k_norm" => "self_attn.k_norm",
-        "ffn_gate" => "mlp.gate_proj",
-        "ffn_up" => "mlp.up_proj",
-        "ffn_down" => "mlp.down_proj",
-        _ => return None,
-    };
-    let layer: usize = layer.parse().ok()?;
+    let (layer, part): (usize, _) = (layer.parse().ok()?, family.part(part)?);
     Some(format!("model.layers.{layer}.{part}.{kind}"))
 }
 
-/// Llama's queries and keys are stored with the two elements of a pair beside each other; here, as at Hugging Face,
-/// they are half a head apart. Rows `[H * D, ..]`.
-fn halves_together(x: &Tensor, heads: usize) -> candle_core::Result<Tensor> {
-    let rows = x.dim(0)?;
-    let width = x.elem_count() / rows.max(1);
-    let dim = rows / heads;
-    x.reshape((heads, dim / 2, 2, width))?.transpose(1, 2)?.contiguous()?.reshape(x.shape())
+/// A tensor as Hugging Face's models have it: without what llama.cpp's converter changed.
+fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -> candle_core::Result<Weight> {
+    if family.one_in_norms && name.ends_with("norm.weight") {
+        return Ok((weight.to_tensor()? - 1.0)?.into());
+    }
+    let heads = match () {
+        () if family.pairs == Pairs::Unchanged => return Ok(weight),
+        () if name.contains(".q_proj.") => config.num_attention_heads,
+        () if name.contains(".k_proj.") => config.num_key_value_heads(),
+        () => return Ok(weight),
+    };
+    // A bias is one row of as many numbers.
+    let rows = if name.ends_with("bias") { weight.dims()[1] } else { weight.dims()[0] };
+    let dim = rows / heads.max(1);
+    if dim * heads != rows || !dim.is_multiple_of(2) {
+        candle_core::bail!("{rows} rows are not {heads} heads of pairs");
+    }
+    let order: Vec<usize> = (0..rows).map(|row| neighbour(row, dim)).collect();
+    match weight {
+        Weight::Quantized(matrix) => Ok(matrix.select_rows(&order)?.into()),
+        Weight::Dense(tensor) => {
+            let order = Tensor::from_vec(order.iter().map(|row| *row as u32).collect(), rows, tensor.device())?;
+            Ok(tensor.index_select(&order, usize::from(name.ends_with("bias")))?.into())
+        }
+    }
+}
+
+/// The row of a file that is row `row` where the elements of a pair are half a head of width `dim` apart: in the file they are
+/// neighbours.
+fn neighbour(row: usize, dim: usize) -> usize {
+    let (head, at) = (row / dim * dim, row % dim);
+    head + 2 * (at % (dim / 2)) + at / (dim / 2)
+}
+
+/// Some rows of a matrix in f32.
+fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Tensor> {
+    match weight {
+        Weight::Dense(tensor) => tensor.narrow(0, rows.start, rows.len())?.contiguous(),
+        Weight::Quantized(matrix) => matrix.rows(rows)?.dequantize(),
+    }
+}
+
+/// A tensor in f32 and in its shape.
+fn shaped(weight: &Weight, shape: &[usize]) -> candle_core::Result<Weight> {
+    weight.to_tensor()?.reshape(shape).map(Weight::Dense)
 }

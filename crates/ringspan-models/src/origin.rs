@@ -4,8 +4,10 @@ use crate::adapter::{self, Description};
 use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
+use crate::lora::Lora;
 use crate::{folder, gguf, texts};
-use ringspan_candle::Weights;
+use ringspan_candle::model::stored;
+use ringspan_candle::{StoredWeights, Weight, Weights};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -49,6 +51,17 @@ impl Base {
         match self {
             Self::Folder(path) => folder::load(path),
             Self::Gguf(path) => gguf::load(path),
+        }
+    }
+
+    /// The configuration, and the weights: matrices as the files store them.
+    ///
+    /// # Errors
+    /// Files that are missing or corrupt.
+    pub fn load_stored(&self) -> Result<(Config, StoredWeights)> {
+        match self {
+            Self::Folder(path) => folder::load_stored(path),
+            Self::Gguf(path) => gguf::load_stored(path),
         }
     }
 }
@@ -107,6 +120,26 @@ impl Origin {
         Ok((config, adapter.lora.merge(weights)?))
     }
 
+    /// The configuration, and the weights: matrices as the files store them. An adapter is merged into dense matrices; beside
+    /// others it stays, its settings and its matrices among the weights.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub fn load_stored(self) -> Result<(Config, Option<Lora>, StoredWeights)> {
+        let (config, mut weights) = self.base().load_stored()?;
+        let Self::Adapter(_, adapter) = &self else { return Ok((config, None, weights)) };
+        let decoder = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?;
+        let matrices = self.adapter(&decoder)?;
+        if weights.values().any(|weight| matches!(weight, Weight::Quantized(_))) {
+            weights.extend(stored(matrices));
+            return Ok((config, Some(adapter.lora.clone()), weights));
+        }
+        let dense = weights.into_iter().map(|(name, weight)| Ok((name, weight.to_tensor()?)));
+        let mut dense: Weights = dense.collect::<Result<_>>()?;
+        dense.extend(matrices);
+        Ok((config, None, stored(adapter.lora.merge(dense)?)))
+    }
+
     /// The matrices of the adapter that `decoder` has; none of a model as it is.
     ///
     /// # Errors
@@ -142,6 +175,17 @@ impl Origin {
     /// A file that is missing or corrupt, and what is no token.
     pub fn end_tokens(&self) -> Result<Vec<u32>> {
         texts::end_tokens(&self.folders(), &self.config_json()?)
+    }
+
+    /// The template by which conversations become text in a GGUF file, if it has one; folders have it in files of their own.
+    ///
+    /// # Errors
+    /// A file that is missing or corrupt.
+    pub fn chat_template(&self) -> Result<Option<gguf::ChatTemplate>> {
+        match self.base() {
+            Base::Gguf(path) => gguf::chat_template(path),
+            Base::Folder(_) => Ok(None),
+        }
     }
 
     /// The tokenizer, if there is one: `tokenizer.json`, or what a GGUF file holds; without the cuts and the padding that

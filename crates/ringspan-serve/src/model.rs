@@ -17,6 +17,8 @@ pub struct Model {
     decoder: Decoder,
     /// On each device.
     weights: Vec<StoredWeights>,
+    /// Bytes of each format in which they came.
+    stored: BTreeMap<String, usize>,
     vocabulary: usize,
 }
 
@@ -28,7 +30,15 @@ impl Model {
     pub fn new<W: Into<Weight>>(decoder: Decoder, weights: BTreeMap<String, W>) -> Result<Self> {
         let weights: StoredWeights = weights.into_iter().map(|(name, weight)| (name, weight.into())).collect();
         let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dims().first().copied().unwrap_or(0);
-        Ok(Self { decoder, weights: vec![weights], vocabulary })
+        let mut stored: BTreeMap<String, usize> = BTreeMap::new();
+        for weight in weights.values() {
+            let format = match weight {
+                Weight::Dense(tensor) => tensor.dtype().as_str().to_uppercase(),
+                Weight::Quantized(matrix) => matrix.format().to_string(),
+            };
+            *stored.entry(format).or_default() += weight.bytes();
+        }
+        Ok(Self { decoder, weights: vec![weights], stored, vocabulary })
     }
 
     /// The same with its weights on the devices of the ranks that will compute with it, in the type in which these compute:
@@ -40,6 +50,20 @@ impl Model {
         let weights =
             devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<candle_core::Result<_>>()?;
         Ok(Self { weights, ..self })
+    }
+
+    /// How its weights lie on the devices that compute with it, in words: in which formats, in how many bytes. None where files
+    /// store f32 alone.
+    pub fn held(&self, devices: &Devices) -> Option<String> {
+        if self.stored.keys().all(|format| format == "F32") {
+            return None;
+        }
+        let each = self.stored.iter().map(|(format, bytes)| format!("{:.1} MB in {format}", *bytes as f64 / 1e6));
+        let each = each.collect::<Vec<_>>().join(", ");
+        Some(match devices.are_gpus() {
+            true => format!("weights: {each} in the file; expanded to {} on the GPU", devices.of(0).precision()),
+            false => format!("weights: {each}, held as they are stored"),
+        })
     }
 
     /// The computation.

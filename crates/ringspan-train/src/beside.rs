@@ -40,6 +40,11 @@ fn of_tokenizer(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
     let beside = |name: &str| tokenizer.folder().map(|folder| folder.join(name)).filter(|path| path.exists());
     let template = config.chat_template.clone().or_else(|| beside(TEMPLATE));
     let others = [TOKENIZER_CONFIG, OLDER[0], OLDER[1]].map(|name| (name, beside(name)));
+    let origin = origin_of(config)?;
+    let of_file = origin.map(|origin| origin.chat_template().map_err(model_error)).transpose()?.flatten();
+    if let (None, Some(template)) = (&template, of_file) {
+        write_file(&config.out.join(TEMPLATE), template.source.as_bytes())?;
+    }
     for (name, from) in [(TEMPLATE, template)].into_iter().chain(others) {
         if let Some(from) = from {
             write_file(&config.out.join(name), &std::fs::read(&from).map_err(Error::io("read", &from))?)?;
@@ -48,9 +53,14 @@ fn of_tokenizer(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
     Ok(())
 }
 
+/// The model that training began with.
+fn origin_of(config: &TrainConfig) -> Result<Option<Origin>> {
+    config.model.as_ref().map(|path| Origin::at(path).map_err(model_error)).transpose()
+}
+
 /// The generation config of the model that training began with; empty where there is none.
 fn given(config: &TrainConfig) -> Result<Map<String, Value>> {
-    let origin = config.model.as_ref().map(|path| Origin::at(path).map_err(model_error)).transpose()?;
+    let origin = origin_of(config)?;
     let shape = config.model_config.as_ref().filter(|_| config.tokenizer.is_none());
     let mut folders: Vec<&Path> = origin.iter().flat_map(Origin::folders).collect();
     folders.extend(shape.and_then(|path| if path.is_dir() { Some(path.as_path()) } else { path.parent() }));

@@ -10,9 +10,11 @@ use crate::{
     error::{Error, Result},
     feed::Feed,
     observer::{Observer, grouped},
+    setup::model_error,
     tokenizer::Tokenizer,
 };
 use ringspan_candle::pool;
+use ringspan_models::Origin;
 use std::{
     ops::ControlFlow,
     path::{Path, PathBuf},
@@ -183,6 +185,13 @@ struct SourceOfText {
     said: Vec<String>,
 }
 
+/// The template in the model's own file, where that is GGUF's.
+fn template_of_file(config: &TrainConfig) -> Result<Option<Template>> {
+    let Some(path) = &config.model else { return Ok(None) };
+    let template = Origin::at(path).and_then(|origin| origin.chat_template()).map_err(model_error)?;
+    template.map(|template| Template::of_file(template, path)).transpose()
+}
+
 impl<'a, 'w> Reader<'a, 'w> {
     fn new(
         config: &'a TrainConfig,
@@ -198,7 +207,10 @@ impl<'a, 'w> Reader<'a, 'w> {
                 Ok(template) => (template, None),
                 Err(error) => (None, Some(error.to_string())),
             },
-            (None, None) => (None, None),
+            (None, None) => match template_of_file(config) {
+                Ok(template) => (template, None),
+                Err(error) => (None, Some(error.to_string())),
+            },
         };
         Ok(Self { config, tokenizer, vocabulary, folder: &folder.path, template, no_template, watcher })
     }

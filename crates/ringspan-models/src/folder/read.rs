@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 use crate::tensor_file::TensorFile;
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
+use ringspan_candle::Weight;
+use ringspan_candle::quantized::{Format, QuantizedMatrix};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,6 +27,8 @@ pub struct Folder {
     config: Config,
     shapes: BTreeMap<String, Vec<usize>>,
     stored: BTreeMap<String, Stored>,
+    /// The parameters that layers can compute with as they are stored.
+    matrices: BTreeSet<String>,
 }
 
 /// Where a parameter is.
@@ -58,7 +62,7 @@ pub fn open(folder: &Path) -> Result<Folder> {
     }
     let shapes = decoder.shapes();
     check_shapes(&shapes, stored.iter().map(|(name, stored)| (name, stored.shape.as_slice())))?;
-    Ok(Folder { config, shapes, stored })
+    Ok(Folder { config, shapes, stored, matrices: decoder.stored_matrices() })
 }
 
 /// Whether tensors are the parameters of a model.
@@ -102,9 +106,7 @@ impl Folder {
     /// # Errors
     /// A parameter or rows that there are not, and what the file system says.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Some(Stored { file, dtype, start, shape }) = self.stored.get(name) else {
-            return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
-        };
+        let Stored { file, dtype, start, shape } = self.of(name)?;
         let mut part = shape.clone();
         let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
             return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
@@ -117,6 +119,54 @@ impl Folder {
         reader.seek(SeekFrom::Start(at)).map_err(io)?;
         let values = values(&mut reader, *dtype, rows.len() * width).map_err(io)?;
         Ok(Tensor::from_vec(values, part, &Device::Cpu)?)
+    }
+}
+
+impl Folder {
+    /// A parameter as layers compute with it: a matrix of bf16 or f16 as it is stored, everything else in f32.
+    ///
+    /// # Errors
+    /// A parameter that there is not, and what the file system says.
+    pub fn read_stored(&self, name: &str) -> Result<Weight> {
+        let rows = 0..self.of(name)?.shape.first().copied().unwrap_or(0);
+        match self.format(name) {
+            Some(_) => Ok(self.read_matrix(name, rows)?.into()),
+            None => Ok(self.read(name, rows)?.into()),
+        }
+    }
+
+    /// The format of a matrix that layers can compute with as it is stored; none of other parameters.
+    pub fn format(&self, name: &str) -> Option<Format> {
+        let Stored { dtype, shape, .. } = self.stored.get(name).filter(|_| self.matrices.contains(name))?;
+        match dtype {
+            Dtype::BF16 if shape.len() == 2 => Some(Format::BF16),
+            Dtype::F16 if shape.len() == 2 => Some(Format::F16),
+            _ => None,
+        }
+    }
+
+    /// Some rows of such a matrix. Nothing else is read.
+    ///
+    /// # Errors
+    /// A parameter that is none, rows that there are not, and what the file system says.
+    pub fn read_matrix(&self, name: &str, rows: Range<usize>) -> Result<QuantizedMatrix> {
+        let Stored { file, dtype, start, shape } = self.of(name)?;
+        let (Some(format), &[all, columns]) = (self.format(name), &shape[..]) else {
+            return Err(Error::Unknown { name: name.to_owned(), shape: shape.clone() });
+        };
+        if rows.start > rows.end || rows.end > all {
+            return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
+        }
+        let io = |source| Error::Io { path: file.clone(), source };
+        let mut reader = File::open(file).map_err(io)?;
+        let mut bytes = vec![0; format.bytes(rows.len(), columns)?];
+        let at = start + (rows.start * columns * size(*dtype)) as u64;
+        reader.seek(SeekFrom::Start(at)).and_then(|_| reader.read_exact(&mut bytes)).map_err(io)?;
+        Ok(QuantizedMatrix::new(format, rows.len(), columns, bytes.into())?)
+    }
+
+    fn of(&self, name: &str) -> Result<&Stored> {
+        self.stored.get(name).ok_or_else(|| Error::Unknown { name: name.to_owned(), shape: Vec::new() })
     }
 }
 

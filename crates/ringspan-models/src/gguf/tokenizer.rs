@@ -1,21 +1,16 @@
-//! The tokenizer in a GGUF file: byte-level BPE, as Llama 3 and Qwen have it.
+//! The tokenizer in a GGUF file, and the template of conversations.
 
-use super::{broken, open};
+mod byte_level;
+mod sentence_piece;
+
+use super::file::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
-use candle_core::quantized::tokenizer::TokenizerFromGguf;
+use serde_json::json;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
-/// Ways to cut text before pairs are merged: what files call it, what candle does, and whether whole words that are
-/// tokens are taken as they are, and the text begins with a token, if the file does not say.
-const CUTS: [(&str, &str, bool); 5] = [
-    ("llama-bpe", "llama3", true),
-    ("llama3", "llama3", true),
-    ("llama-v3", "llama3", true),
-    ("qwen2", "qwen2", false),
-    ("gpt-2", "gpt2", false),
-];
+const MODEL: &str = "tokenizer.ggml.model";
 
 /// Builds the tokenizer of a GGUF file from its metadata.
 ///
@@ -23,23 +18,53 @@ const CUTS: [(&str, &str, bool); 5] = [
 /// A file that is missing or corrupt, one without a tokenizer, and kinds that are unknown: a text cut in another way
 /// than the model has learnt would be read, and be wrong.
 pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
-    let (_, mut content) = open(path)?;
-    let text = |key: &str| content.metadata.get(key).and_then(|value| value.to_string().ok()).cloned();
-    let kind = text("tokenizer.ggml.model").unwrap_or_default();
-    if kind != "gpt2" {
-        let problem = format!("tokenizer.ggml.model '{kind}' is unknown: possible is gpt2, byte-level BPE");
-        return Err(broken(path, &problem));
+    let file = GgufFile::open(path)?;
+    let kind = text(&file, MODEL).unwrap_or_default().to_owned();
+    match kind.as_str() {
+        "gpt2" => byte_level::tokenizer(file),
+        "llama" => sentence_piece::tokenizer(&file),
+        _ => Err(file.broken(&format!(
+            "{MODEL} '{kind}' is unknown: possible are gpt2, byte-level BPE, and llama, SentencePiece's BPE"
+        ))),
     }
-    let cut = text("tokenizer.ggml.pre").unwrap_or_default();
-    let Some((_, known, llama)) = CUTS.into_iter().find(|(name, ..)| *name == cut) else {
-        let names = CUTS.map(|(name, ..)| name).join(", ");
-        return Err(broken(path, &format!("tokenizer.ggml.pre '{cut}' is unknown: possible are {names}")));
-    };
-    content.metadata.insert("tokenizer.ggml.pre".into(), Value::String(known.into()));
-    if llama {
-        for key in ["tokenizer.ggml.ignore_merges", "tokenizer.ggml.add_bos_token"] {
-            content.metadata.entry(key.into()).or_insert(Value::Bool(true));
+}
+
+/// The template by which a model's conversations become text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChatTemplate {
+    /// In Jinja.
+    pub source: String,
+    /// What the template knows the special tokens as: `bos_token` and so on, and their texts.
+    pub tokens: serde_json::Map<String, serde_json::Value>,
+}
+
+/// The template in a GGUF file, if it has one.
+///
+/// # Errors
+/// A file that is missing or corrupt.
+pub fn chat_template(path: &Path) -> Result<Option<ChatTemplate>> {
+    let file = GgufFile::open(path)?;
+    let Some(source) = text(&file, "tokenizer.chat_template").map(str::to_owned) else { return Ok(None) };
+    let mut tokens = serde_json::Map::new();
+    if let Some(Value::Array(all)) = file.metadata.get("tokenizer.ggml.tokens") {
+        for (name, key) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
+            let number = id(&file, &format!("tokenizer.ggml.{key}_token_id"));
+            if let Some(Value::String(token)) = number.and_then(|number| all.get(number as usize)) {
+                tokens.insert(format!("{name}_token"), json!(token));
+            }
         }
     }
-    Tokenizer::from_gguf(&content).map_err(|error| broken(path, &format!("tokenizer: {error}")))
+    Ok(Some(ChatTemplate { source, tokens }))
+}
+
+fn text<'a>(file: &'a GgufFile, key: &str) -> Option<&'a str> {
+    file.metadata.get(key).and_then(|value| value.to_string().ok()).map(String::as_str)
+}
+
+fn id(file: &GgufFile, key: &str) -> Option<u32> {
+    file.metadata.get(key).and_then(|value| value.to_u32().ok())
+}
+
+fn flag(file: &GgufFile, key: &str) -> Option<bool> {
+    file.metadata.get(key).and_then(|value| value.to_bool().ok())
 }

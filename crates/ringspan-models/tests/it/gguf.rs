@@ -192,6 +192,8 @@ fn files_that_cannot_be_read_say_why() {
     contains(&refusal(Path::new("nowhere.gguf")), &["nowhere.gguf"]);
     let arch = ("general.architecture", Value::String("mamba".into()));
     contains(&message(&[arch], &[]), &["mamba", "llama, qwen2, qwen3"]);
+    let all = "gemma2, gemma3, olmo2, glm4, phi3, smollm3, granite";
+    contains(&message(&[("general.architecture", Value::String("mamba".into()))], &[]), &[all]);
     contains(&message(&[("llama.block_count", Value::F32(1.5))], &[]), &["llama.block_count"]);
     contains(&message(&[("llama.block_count", Value::U64(u64::MAX))], &[]), &["num_hidden_layers"]);
     contains(&message(&[("llama.attention.head_count", Value::U32(0))], &[]), &["num_attention_heads is 0"]);
@@ -217,7 +219,8 @@ fn tokenizers_that_would_cut_otherwise_are_refused() {
         gguf::tokenizer(file.path()).expect_err("must be refused").to_string()
     };
     let text = |text: &str| Value::String(text.into());
-    contains(&message(&[("tokenizer.ggml.model", text("llama"))]), &["'llama'", "gpt2"]);
+    contains(&message(&[("tokenizer.ggml.model", text("llama"))]), &["tokenizer.ggml.scores"]);
+    contains(&message(&[("tokenizer.ggml.model", text("rwkv"))]), &["'rwkv'", "gpt2", "llama"]);
     contains(&message(&[("tokenizer.ggml.pre", text("falcon"))]), &["'falcon'", "llama-bpe", "qwen2"]);
     contains(&message(&[("tokenizer.ggml.tokens", Value::U32(1))]), &["tokenizer.ggml.tokens"]);
     contains(&gguf::tokenizer(&file(MODEL)).expect_err("none there").to_string(), &["tokenizer.ggml.model"]);

@@ -13,4 +13,5 @@ mod lora_dropout;
 mod new_weights;
 mod recompute;
 mod refusals;
+mod stored_weights;
 mod tensor_parallel;

@@ -6,6 +6,7 @@ use crate::{
     tokenizer::TOKENIZER_CONFIG,
 };
 use minijinja::{Environment, ErrorKind, Value as Term, value::Kwargs};
+use ringspan_models::gguf::ChatTemplate;
 use serde::Serialize;
 use serde_json::Value;
 use std::{
@@ -63,6 +64,14 @@ impl Template {
             _ => return Ok(None),
         };
         Self::parse(source, config, &config_path).map(Some)
+    }
+
+    /// The template that a model's own file holds.
+    ///
+    /// # Errors
+    /// [`Error::Template`] for a damaged one.
+    pub fn of_file(template: ChatTemplate, path: &Path) -> Result<Self> {
+        Self::parse(template.source, template.tokens, path)
     }
 
     /// The template in a file of its own; the tokenizer's folder, where there is one, names the special tokens.

@@ -1,0 +1,57 @@
+//! Gemma 2 and Gemma 3. Files have their norms' weights with 1 added.
+
+use super::{GgufFamily, Metadata, Pairs};
+use crate::error::Result;
+use serde_json::{Value, json};
+
+pub(super) const GEMMA2: GgufFamily = GgufFamily {
+    architecture: "gemma2",
+    sparse: false,
+    model_type: "gemma2",
+    class: "Gemma2ForCausalLM",
+    config: |metadata, config| {
+        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if let Some(cap) = metadata.number(key) {
+                config[key] = json!(cap);
+            }
+        }
+        of_both(metadata, config, 46)
+    },
+    parts: &[
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+    ],
+    pairs: Pairs::Unchanged,
+    one_in_norms: true,
+    partial_rotary: false,
+};
+
+pub(super) const GEMMA3: GgufFamily = GgufFamily {
+    architecture: "gemma3",
+    model_type: "gemma3_text",
+    class: "Gemma3ForCausalLM",
+    config: |metadata, config| {
+        config["rope_local_base_freq"] = json!(metadata.number("rope.freq_base_swa").unwrap_or(10_000.0));
+        config["sliding_window_pattern"] = json!(metadata.count("attention.sliding_window_pattern")?.unwrap_or(6));
+        // Refused by the model, which was never published with it.
+        if let Some(cap) = metadata.number("final_logit_softcapping").filter(|cap| *cap != 0.0) {
+            config["final_logit_softcapping"] = json!(cap);
+        }
+        of_both(metadata, config, 62)
+    },
+    ..GEMMA2
+};
+
+/// Keys of both; the model of 27B parameters, with `layers` layers, divides scores by the root of another number than the width
+/// of a head.
+fn of_both(metadata: &Metadata, config: &mut Value, layers: u64) -> Result<()> {
+    let scalar = match metadata.need("block_count")? == layers {
+        true => metadata.need("embedding_length")? as f64 / metadata.need("attention.head_count")?.max(1) as f64,
+        false => config["head_dim"].as_f64().unwrap_or(256.0),
+    };
+    config["query_pre_attn_scalar"] = json!(scalar);
+    config["hidden_activation"] = json!("gelu_pytorch_tanh");
+    config["hidden_act"] = json!("gelu_pytorch_tanh");
+    Ok(())
+}

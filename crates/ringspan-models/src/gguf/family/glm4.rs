@@ -1,0 +1,23 @@
+//! GLM-4: part of a head turns, norms on both sides, gate and up in one matrix.
+
+use super::{GgufFamily, Pairs};
+use serde_json::json;
+
+pub(super) const GLM4: GgufFamily = GgufFamily {
+    architecture: "glm4",
+    sparse: false,
+    model_type: "glm4",
+    class: "Glm4ForCausalLM",
+    config: |metadata, config| {
+        config["attention_bias"] = json!(metadata.has("blk.0.attn_q.bias"));
+        Ok(())
+    },
+    parts: &[
+        ("post_attention_norm", "post_self_attn_layernorm"),
+        ("ffn_up", "mlp.gate_up_proj"),
+        ("post_ffw_norm", "post_mlp_layernorm"),
+    ],
+    pairs: Pairs::Unchanged,
+    one_in_norms: false,
+    partial_rotary: true,
+};

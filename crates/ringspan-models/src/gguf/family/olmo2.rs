@@ -1,0 +1,15 @@
+//! OLMo 2: norms behind attention and feed-forward layers, and of all heads at once.
+
+use super::{GgufFamily, Pairs, no_more};
+
+pub(super) const OLMO2: GgufFamily = GgufFamily {
+    architecture: "olmo2",
+    sparse: false,
+    model_type: "olmo2",
+    class: "Olmo2ForCausalLM",
+    config: no_more,
+    parts: &[("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")],
+    pairs: Pairs::Unchanged,
+    one_in_norms: false,
+    partial_rotary: false,
+};

@@ -1,0 +1,271 @@
+//! A GGUF file: its metadata, and where its tensors lie.
+//!
+//! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. Candle's own reader refuses a whole file for one
+//! tensor of a type that it does not know.
+
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use candle_core::quantized::gguf_file::{Content, Value, VersionedMagic};
+use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
+use candle_core::{Device, Tensor};
+use ringspan_candle::Weight;
+use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// An open file.
+pub(super) struct GgufFile {
+    path: PathBuf,
+    file: File,
+    pub(super) metadata: HashMap<String, Value>,
+    tensors: BTreeMap<String, TensorInfo>,
+    /// Byte from which offsets count.
+    data: u64,
+}
+
+/// Where a tensor is.
+#[derive(Debug, Clone)]
+struct TensorInfo {
+    /// Outermost first, as tensors have it; the file has the innermost first.
+    shape: Vec<usize>,
+    /// The number of its type.
+    kind: u32,
+    offset: u64,
+}
+
+/// The types that are decoded when they are read, because no product takes them as they are stored.
+const DECODED: [(u32, GgmlDType); 7] = [
+    (0, GgmlDType::F32),
+    (3, GgmlDType::Q4_1),
+    (7, GgmlDType::Q5_1),
+    (9, GgmlDType::Q8_1),
+    (10, GgmlDType::Q2K),
+    (11, GgmlDType::Q3K),
+    (15, GgmlDType::Q8K),
+];
+
+/// Dimensions of a tensor at most, as in ggml.
+const MOST_DIMS: u32 = 4;
+/// Depth of arrays in arrays that is still believed.
+const MOST_NESTED: usize = 4;
+
+impl GgufFile {
+    /// Opens a file and reads what stands before its tensors.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io { path: path.to_owned(), source };
+        let file = File::open(path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
+        let mut header = Header { reader: BufReader::new(file), at: 0, length };
+        let (metadata, tensors) = header.read().map_err(|problem| broken(path, &problem))?;
+        let alignment = match metadata.get("general.alignment").map(Value::to_u32) {
+            None => 32,
+            Some(Ok(alignment)) if alignment > 0 => u64::from(alignment),
+            Some(_) => return Err(broken(path, &"general.alignment is no number above 0")),
+        };
+        let data = header.at.next_multiple_of(alignment);
+        Ok(Self { path: path.to_owned(), file: header.reader.into_inner(), metadata, tensors, data })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// An error that names the file.
+    pub(super) fn broken(&self, problem: &impl ToString) -> Error {
+        broken(&self.path, problem)
+    }
+
+    /// The names of the tensors, in order.
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+        self.tensors.keys()
+    }
+
+    /// The shape of a tensor, if it is there.
+    pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|tensor| tensor.shape.as_slice())
+    }
+
+    /// What candle makes a tokenizer of.
+    pub(super) fn into_metadata(self) -> Content {
+        let Self { metadata, data, .. } = self;
+        Content { magic: VersionedMagic::GgufV3, metadata, tensor_infos: HashMap::new(), tensor_data_offset: data }
+    }
+
+    /// A tensor as rows of its last dimension, `[product of the others, last]`: as it is stored where products take it so, and
+    /// else in f32.
+    pub(super) fn matrix(&self, name: &str) -> Result<Weight> {
+        let TensorInfo { shape, kind, offset } = self.info(name)?;
+        let columns = shape.last().copied().unwrap_or(1);
+        let rows: usize = shape[..shape.len().saturating_sub(1)].iter().product();
+        let refused = |error: candle_core::Error| broken(&self.path, &format!("tensor {name}: {error}"));
+        if let Some(format) = Format::from_ggml(kind) {
+            let bytes = format.bytes(rows, columns).map_err(refused)?;
+            let bytes = self.bytes(name, offset, bytes)?;
+            return QuantizedMatrix::new(format, rows, columns, bytes)
+                .map(Weight::Quantized)
+                .map_err(|error| self.broken(&format!("tensor {name}: {error}")));
+        }
+        let Some((_, known)) = DECODED.into_iter().find(|(number, _)| *number == kind) else {
+            let formats = Format::ALL.map(|format| format.to_string()).into_iter();
+            let all: Vec<String> = formats.chain(DECODED.map(|(_, known)| format!("{known:?}"))).collect();
+            let problem = format!("tensor {name} is of type {kind}, which is unknown: possible are {}", all.join(", "));
+            return Err(self.broken(&problem));
+        };
+        if !columns.is_multiple_of(known.block_size()) {
+            let problem = format!("tensor {name}: rows of {columns} are not whole blocks of {}", known.block_size());
+            return Err(self.broken(&problem));
+        }
+        let bytes = self.bytes(name, offset, rows * columns / known.block_size() * known.type_size())?;
+        qtensor_from_ggml(known, &bytes, vec![rows, columns], &Device::Cpu)
+            .and_then(|tensor| tensor.dequantize(&Device::Cpu))
+            .map(Weight::Dense)
+            .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
+    }
+
+    /// A tensor in f32, in its shape.
+    pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
+        let shape = self.info(name)?.shape;
+        let tensor = self.matrix(name)?.to_tensor().and_then(|tensor| tensor.reshape(shape));
+        tensor.map_err(|error| self.broken(&format!("tensor {name}: {error}")))
+    }
+
+    fn info(&self, name: &str) -> Result<TensorInfo> {
+        self.tensors.get(name).cloned().ok_or_else(|| self.broken(&format!("tensor {name} is missing")))
+    }
+
+    fn bytes(&self, name: &str, offset: u64, count: usize) -> Result<Bytes> {
+        let io = |source| Error::Io { path: self.path.clone(), source };
+        let length = self.file.metadata().map_err(io)?.len();
+        let start = self.data.checked_add(offset).filter(|start| start.checked_add(count as u64) <= Some(length));
+        let Some(start) = start else {
+            let problem = format!("not a whole GGUF file: tensor {name} of {count} bytes ends behind its {length}");
+            return Err(broken(&self.path, &problem));
+        };
+        let mut bytes = vec![0; count];
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes)).map_err(io)?;
+        Ok(bytes.into())
+    }
+}
+
+fn broken(path: &Path, problem: &impl ToString) -> Error {
+    Error::Format { path: path.to_owned(), problem: problem.to_string() }
+}
+
+/// What stands before the tensors, while it is read.
+struct Header {
+    reader: BufReader<File>,
+    at: u64,
+    length: u64,
+}
+
+/// What a part of a header is, or why it is none.
+type Part<T> = std::result::Result<T, String>;
+
+impl Header {
+    fn read(&mut self) -> Part<(HashMap<String, Value>, BTreeMap<String, TensorInfo>)> {
+        if &self.bytes::<4>()? != b"GGUF" {
+            return Err("not a GGUF file: it does not begin with GGUF".into());
+        }
+        let version = self.u32()?;
+        if !(2..=3).contains(&version) {
+            return Err(format!("GGUF version {version} is unknown: possible are 2, 3, little-endian"));
+        }
+        let (tensors, entries) = (self.count(24)?, self.count(12)?);
+        let mut metadata = HashMap::new();
+        let mut infos = BTreeMap::new();
+        // In the file the tensors are counted first, and the metadata come first.
+        for _ in 0..entries {
+            let key = self.text()?;
+            let kind = self.u32()?;
+            let value = self.value(kind, 0).map_err(|problem| format!("{key}: {problem}"))?;
+            metadata.insert(key, value);
+        }
+        for _ in 0..tensors {
+            let name = self.text()?;
+            let info = self.info().map_err(|problem| format!("tensor {name}: {problem}"))?;
+            if infos.insert(name.clone(), info).is_some() {
+                return Err(format!("tensor {name} is there twice"));
+            }
+        }
+        Ok((metadata, infos))
+    }
+
+    fn info(&mut self) -> Part<TensorInfo> {
+        let dims = self.u32()?;
+        if !(1..=MOST_DIMS).contains(&dims) {
+            return Err(format!("{dims} dimensions: possible are 1 to {MOST_DIMS}"));
+        }
+        let mut shape = (0..dims).map(|_| self.size()).collect::<Part<Vec<usize>>>()?;
+        shape.reverse();
+        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
+        // A byte holds two elements or more in no type that is here.
+        if elements.is_none_or(|elements| elements as u64 / 8 > self.length) {
+            return Err(format!("a shape of {shape:?} in a file of {} bytes", self.length));
+        }
+        Ok(TensorInfo { shape, kind: self.u32()?, offset: self.u64()? })
+    }
+
+    fn value(&mut self, kind: u32, depth: usize) -> Part<Value> {
+        Ok(match kind {
+            0 => Value::U8(u8::from_le_bytes(self.bytes()?)),
+            1 => Value::I8(i8::from_le_bytes(self.bytes()?)),
+            2 => Value::U16(u16::from_le_bytes(self.bytes()?)),
+            3 => Value::I16(i16::from_le_bytes(self.bytes()?)),
+            4 => Value::U32(self.u32()?),
+            5 => Value::I32(i32::from_le_bytes(self.bytes()?)),
+            6 => Value::F32(f32::from_le_bytes(self.bytes()?)),
+            7 => Value::Bool(self.bytes::<1>()? != [0]),
+            8 => Value::String(self.text()?),
+            9 if depth < MOST_NESTED => {
+                let kind = self.u32()?;
+                let count = self.count(1)?;
+                Value::Array((0..count).map(|_| self.value(kind, depth + 1)).collect::<Part<_>>()?)
+            }
+            10 => Value::U64(self.u64()?),
+            11 => Value::I64(i64::from_le_bytes(self.bytes()?)),
+            12 => Value::F64(f64::from_le_bytes(self.bytes()?)),
+            other => return Err(format!("a value of type {other} is unknown")),
+        })
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Part<[u8; N]> {
+        let mut bytes = [0; N];
+        self.reader.read_exact(&mut bytes).map_err(|error| format!("not a whole GGUF file: {error}"))?;
+        self.at += N as u64;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Part<u32> {
+        self.bytes().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Part<u64> {
+        self.bytes().map(u64::from_le_bytes)
+    }
+
+    fn size(&mut self) -> Part<usize> {
+        let size = self.u64()?;
+        usize::try_from(size).map_err(|_| format!("a size of {size}"))
+    }
+
+    /// How many things follow of which each takes `least` bytes. A broken file must not ask for more memory than it is long.
+    fn count(&mut self, least: u64) -> Part<usize> {
+        let count = self.size()?;
+        match (count as u64).checked_mul(least) {
+            Some(bytes) if bytes <= self.length - self.at.min(self.length) => Ok(count),
+            _ => Err(format!("not a whole GGUF file: {count} entries in {} bytes", self.length)),
+        }
+    }
+
+    fn text(&mut self) -> Part<String> {
+        let count = self.count(1)?;
+        let mut text = vec![0; count];
+        self.reader.read_exact(&mut text).map_err(|error| format!("not a whole GGUF file: {error}"))?;
+        self.at += count as u64;
+        // Tokens of some models are no whole characters.
+        Ok(String::from_utf8(text).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+    }
+}

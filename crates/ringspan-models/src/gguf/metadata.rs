@@ -1,0 +1,80 @@
+//! What a GGUF file says of its model.
+
+use super::file::GgufFile;
+use crate::error::Result;
+use candle_core::quantized::gguf_file::Value;
+
+/// The metadata of a model of one architecture, and which tensors there are.
+pub(super) struct Metadata<'a> {
+    file: &'a GgufFile,
+    /// Before the names of its keys.
+    pub(super) architecture: &'a str,
+}
+
+impl<'a> Metadata<'a> {
+    pub(super) fn new(file: &'a GgufFile) -> Self {
+        let architecture = file.metadata.get("general.architecture").and_then(|name| name.to_string().ok());
+        Self { file, architecture: architecture.map_or("", String::as_str) }
+    }
+
+    pub(super) fn file(&self) -> &'a GgufFile {
+        self.file
+    }
+
+    fn own(&self, key: &str) -> Option<&'a Value> {
+        self.file.metadata.get(&format!("{}.{key}", self.architecture))
+    }
+
+    /// A number of the architecture.
+    pub(super) fn number(&self, key: &str) -> Option<f64> {
+        self.own(key).and_then(number)
+    }
+
+    /// A count of the architecture, if it is there.
+    ///
+    /// # Errors
+    /// Something else than a count.
+    pub(super) fn count(&self, key: &str) -> Result<Option<u64>> {
+        match (self.own(key), self.number(key).filter(|x| *x >= 0.0 && x.fract() == 0.0)) {
+            (None, _) => Ok(None),
+            (_, Some(whole)) => Ok(Some(whole as u64)),
+            (Some(_), None) => Err(self.file.broken(&format!("{}.{key} is missing or no count", self.architecture))),
+        }
+    }
+
+    /// The same of a count that must be there.
+    ///
+    /// # Errors
+    /// A count that is not.
+    pub(super) fn need(&self, key: &str) -> Result<u64> {
+        let missing = || self.file.broken(&format!("{}.{key} is missing or no count", self.architecture));
+        self.count(key)?.ok_or_else(missing)
+    }
+
+    /// A text of the architecture.
+    pub(super) fn text(&self, key: &str) -> Option<&'a str> {
+        self.own(key).and_then(|text| text.to_string().ok()).map(String::as_str)
+    }
+
+    /// A number of the whole file, as `tokenizer.ggml.bos_token_id`.
+    pub(super) fn of_file(&self, key: &str) -> Option<f64> {
+        self.file.metadata.get(key).and_then(number)
+    }
+
+    /// Whether a tensor is there.
+    pub(super) fn has(&self, tensor: &str) -> bool {
+        self.file.shape(tensor).is_some()
+    }
+}
+
+fn number(entry: &Value) -> Option<f64> {
+    match entry {
+        Value::F32(x) => Some(f64::from(*x)),
+        Value::F64(x) => Some(*x),
+        Value::I8(x) => Some(f64::from(*x)),
+        Value::I16(x) => Some(f64::from(*x)),
+        Value::I32(x) => Some(f64::from(*x)),
+        Value::I64(x) => Some(*x as f64),
+        other => other.to_u64().ok().map(|x| x as f64),
+    }
+}

@@ -1,0 +1,88 @@
+//! How a file says that a rotary embedding is stretched.
+
+use super::metadata::Metadata;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::rope::{self, Parameters};
+use serde_json::{Value, json};
+
+/// Factors on all pairs of Llama 3's rotary embedding.
+const FACTORS: &str = "rope_freqs.weight";
+/// Factors for short and for long texts.
+const BY_LENGTH: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+
+/// Whether a tensor belongs to the rotary embedding, and is no parameter.
+pub(super) fn is_factors(tensor: &str) -> bool {
+    tensor == FACTORS || BY_LENGTH.contains(&tensor)
+}
+
+/// The factors for short and for long texts, where they are there.
+pub(super) fn pair_factors(metadata: &Metadata) -> Result<[Option<Vec<f32>>; 2]> {
+    let [short, long] = BY_LENGTH.map(|name| metadata.has(name).then(|| factors(metadata, name)).transpose());
+    Ok([short?, long?])
+}
+
+fn factors(metadata: &Metadata, name: &str) -> Result<Vec<f32>> {
+    Ok(metadata.file().tensor(name)?.flatten_all()?.to_vec1::<f32>()?)
+}
+
+/// `rope_scaling` of the configuration as it is so far, if the rotary embedding is stretched.
+///
+/// # Errors
+/// A way that is unknown, and factors that no known way has.
+pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Value>> {
+    if metadata.has(FACTORS) {
+        let factors = factors(metadata, FACTORS)?;
+        return llama3(config, &factors).map(Some).map_err(|problem| metadata.file().broken(&problem));
+    }
+    match metadata.text("rope.scaling.type") {
+        None | Some("none") => Ok(None),
+        // Its factors are tensors, which only some families have.
+        Some("longrope") if metadata.has(BY_LENGTH[0]) => Ok(None),
+        Some(kind @ ("linear" | "yarn")) => {
+            let mut scaling = json!({ "rope_type": kind, "factor": metadata.number("rope.scaling.factor") });
+            if let (Some(length), "yarn") = (metadata.count("rope.scaling.original_context_length")?, kind) {
+                scaling["original_max_position_embeddings"] = json!(length);
+            }
+            Ok(Some(scaling))
+        }
+        Some(other) => {
+            let architecture = metadata.architecture;
+            let problem =
+                format!("{architecture}.rope.scaling.type '{other}' is unknown: possible are none, linear, yarn");
+            Err(metadata.file().broken(&problem))
+        }
+    }
+}
+
+/// Llama 3.1's stretching, from what it came to: files keep the quotients of waves, not the numbers behind them. All
+/// published models differ in the factor only, so that is read off, and the rest is checked.
+fn llama3(config: &Value, factors: &[f32]) -> std::result::Result<Value, String> {
+    let factor = factors.iter().copied().fold(1.0, f32::max);
+    let parameters = json!({
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192
+    });
+    let frequencies = |parameters: Option<Value>| -> Result<Vec<f64>> {
+        let config: Config =
+            serde_json::from_value(config.clone()).map_err(|error| Error::Config(error.to_string()))?;
+        config.check()?;
+        let parse =
+            |value| serde_json::from_value::<Parameters>(value).map_err(|error| Error::Config(error.to_string()));
+        Ok(rope::new(&config, parameters.map(parse).transpose()?.as_ref(), 10_000.0)?.frequencies)
+    };
+    let both = frequencies(None).and_then(|plain| Ok((plain, frequencies(Some(parameters.clone()))?)));
+    let (plain, stretched) = both.map_err(|error| error.to_string())?;
+    let same = |((plain, stretched), factor): ((&f64, &f64), &f32)| {
+        (plain / stretched / f64::from(*factor) - 1.0).abs() < 1e-3
+    };
+    if plain.len() == factors.len() && plain.iter().zip(&stretched).zip(factors).all(same) {
+        return Ok(parameters);
+    }
+    Err(format!(
+        "the {} factors of {FACTORS} are not those of Llama 3.1 for heads of {}: possible are low_freq_factor 1, \
+         high_freq_factor 4 and 8192 original positions",
+        factors.len(),
+        2 * plain.len()
+    ))
+}

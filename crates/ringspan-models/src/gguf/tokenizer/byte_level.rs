@@ -1,0 +1,101 @@
+//! Byte-level BPE, as Llama 3, Qwen, GPT-2 and others have it: they differ in how text is cut before pairs are merged.
+
+use super::{GgufFile, text};
+use crate::error::Result;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::quantized::tokenizer::TokenizerFromGguf;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::tokenizer::SplitDelimiterBehavior::Isolated;
+use tokenizers::{PreTokenizerWrapper, Tokenizer};
+
+/// A way to cut text before pairs are merged.
+struct Cut {
+    /// What files call it.
+    names: &'static [&'static str],
+    /// What candle takes for everything else: `qwen2` normalises to NFC.
+    candle: &'static str,
+    /// Whether whole words that are tokens are taken as they are, and texts begin with a token, if the file does not say.
+    begins: bool,
+    /// Where words end, if not as candle has it.
+    words: Words,
+}
+
+/// Where words end.
+enum Words {
+    /// As candle has it for this cut.
+    Candle,
+    /// Each match of a pattern is a word.
+    Pattern(&'static str),
+    /// As in GPT-2.
+    Gpt2,
+    /// As in GPT-2, with each digit a word of its own.
+    Digits,
+}
+
+/// The pattern of GPT-4o's tokenizer.
+const O200K: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+/// The pattern of Mistral's tokenizers of this kind.
+const TEKKEN: &str = concat!(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
+
+const CUTS: [Cut; 7] = [
+    Cut { names: &["llama-bpe", "llama3", "llama-v3"], candle: "llama3", begins: true, words: Words::Candle },
+    Cut { names: &["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"], candle: "llama3", begins: false, words: Words::Candle },
+    Cut { names: &["qwen2", "deepseek-r1-qwen", "stablelm2"], candle: "qwen2", begins: false, words: Words::Candle },
+    Cut { names: &["gpt-2", "phi-2", "olmo"], candle: "gpt2", begins: false, words: Words::Gpt2 },
+    Cut { names: &["smollm", "refact", "starcoder"], candle: "gpt2", begins: false, words: Words::Digits },
+    Cut { names: &["gpt-4o"], candle: "llama3", begins: false, words: Words::Pattern(O200K) },
+    Cut { names: &["tekken"], candle: "llama3", begins: true, words: Words::Pattern(TEKKEN) },
+];
+
+/// Builds the tokenizer of a file whose kind is `gpt2`.
+pub(super) fn tokenizer(file: GgufFile) -> Result<Tokenizer> {
+    let pre = text(&file, "tokenizer.ggml.pre").unwrap_or_default().to_owned();
+    let Some(cut) = CUTS.iter().find(|cut| cut.names.contains(&pre.as_str())) else {
+        let names = CUTS.iter().flat_map(|cut| cut.names).copied().collect::<Vec<_>>().join(", ");
+        return Err(file.broken(&format!("tokenizer.ggml.pre '{pre}' is unknown: possible are {names}")));
+    };
+    let path = file.path().to_owned();
+    let broken = |error: &dyn std::fmt::Display| crate::error::Error::Format {
+        path: path.clone(),
+        problem: format!("tokenizer: {error}"),
+    };
+    let mut content = file.into_metadata();
+    content.metadata.insert("tokenizer.ggml.pre".into(), Value::String(cut.candle.into()));
+    if cut.begins {
+        for key in ["tokenizer.ggml.ignore_merges", "tokenizer.ggml.add_bos_token"] {
+            content.metadata.entry(key.into()).or_insert(Value::Bool(true));
+        }
+    }
+    let mut tokenizer = Tokenizer::from_gguf(&content).map_err(|error| broken(&error))?;
+    if let Some(words) = cut.words.pre_tokenizer().map_err(|error| broken(&error))? {
+        tokenizer.with_pre_tokenizer(Some(words));
+    }
+    Ok(tokenizer)
+}
+
+impl Words {
+    fn pre_tokenizer(&self) -> tokenizers::Result<Option<PreTokenizerWrapper>> {
+        let gpt2 = ByteLevel::new(false, true, true);
+        Ok(match self {
+            Self::Candle => None,
+            Self::Gpt2 => Some(gpt2.into()),
+            Self::Digits => Some(Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into()),
+            Self::Pattern(pattern) => {
+                let split = Split::new(SplitPattern::Regex((*pattern).into()), Isolated, false)?;
+                Some(Sequence::new(vec![split.into(), ByteLevel::new(false, true, false).into()]).into())
+            }
+        })
+    }
+}

@@ -1,0 +1,314 @@
+"""A tiny GGUF file of each family that ringspan reads, with matrices in several formats, beside transformers' logits for the
+numbers that the gguf package decodes of them; and a tokenizer of SentencePiece's kind with texts and their tokens.
+
+    pip install -r tools/requirements.txt && python tools/make_gguf_family_fixtures.py
+
+The names and changes of tensors are those of llama.cpp's converter: rows of queries and keys permuted (Llama, Granite,
+SmolLM3), 1 added to the weights of norms (Gemma), experts stacked.
+"""
+
+import argparse
+import json
+import pathlib
+
+import gguf
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from sentence_pieces import Pieces
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoConfig
+
+FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures/gguf_families")
+FORMATS = ["Q8_0", "Q4_0", "BF16", "Q5_0", "F16", "IQ4_NL", "Q4_1"]
+COMMON = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+)
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+PLAIN = dict(rope_parameters=ROPE)
+FACTORS = dict(short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[1.0 + i for i in range(8)])
+
+# For each family: what transformers calls it, its keys, its names of parts, and its metadata beside those of all.
+FAMILIES = {
+    "llama": ("llama", PLAIN | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False), {}, {}),
+    "mixtral": (
+        "mixtral",
+        PLAIN | dict(num_local_experts=3, num_experts_per_tok=2, tie_word_embeddings=False),
+        {},
+        {"expert_count": 3, "expert_used_count": 2},
+    ),
+    "qwen2": ("qwen2", PLAIN | dict(tie_word_embeddings=True), {}, {}),
+    "qwen3": ("qwen3", PLAIN | dict(head_dim=32, tie_word_embeddings=True), {}, {"attention.key_length": 32}),
+    "qwen3moe": (
+        "qwen3_moe",
+        PLAIN | dict(head_dim=32, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True),
+        {},
+        {
+            "attention.key_length": 32,
+            "expert_count": 3,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        PLAIN
+        | dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=5)
+        | dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+        GEMMA,
+        {
+            "attention.key_length": 32,
+            "attention.sliding_window": 5,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=5, num_hidden_layers=6, hidden_size=32)
+        | dict(intermediate_size=64)
+        | dict(
+            rope_parameters={
+                "full_attention": dict(rope_type="linear", factor=4.0, rope_theta=1e6),
+                "sliding_attention": ROPE,
+            }
+        ),
+        GEMMA,
+        {
+            "attention.key_length": 32,
+            "attention.sliding_window": 5,
+            "rope.freq_base": 1e6,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 4.0,
+        },
+    ),
+    "olmo2": (
+        "olmo2",
+        PLAIN | dict(tie_word_embeddings=False),
+        {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
+        {},
+    ),
+    "glm4": (
+        "glm4",
+        dict(head_dim=32, partial_rotary_factor=0.5, attention_bias=True, tie_word_embeddings=False)
+        | dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
+        {
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "mlp.gate_up_proj": "ffn_up",
+        },
+        {"attention.key_length": 32, "rope.dimension_count": 16},
+    ),
+    "phi3": (
+        "phi3",
+        dict(
+            sliding_window=7,
+            original_max_position_embeddings=16,
+            tie_word_embeddings=False,
+            rope_parameters=ROPE | dict(rope_type="longrope", original_max_position_embeddings=16, **FACTORS),
+        ),
+        {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+        {
+            "attention.sliding_window": 7,
+            "rope.dimension_count": 16,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(16) / np.log(16))),
+        },
+    ),
+    "smollm3": ("smollm3", PLAIN | dict(num_hidden_layers=4, no_rope_layer_interval=4), {}, {}),
+    "granite": (
+        "granite",
+        PLAIN
+        | dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0)
+        | dict(tie_word_embeddings=True),
+        {},
+        {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0},
+    ),
+}
+ARCHITECTURES = {"mixtral": "llama"}
+# llama.cpp turns neighbours in these.
+NEIGHBOURS = {"llama", "mixtral", "smollm3", "granite"}
+
+
+def pairs_together(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The two elements that are turned together lie half a head apart; llama.cpp wants them side by side."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def halves_together(weight: np.ndarray, heads: int) -> np.ndarray:
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def encoded(values: np.ndarray, kind: str, random: np.random.Generator) -> np.ndarray:
+    """Bytes of a format; the gguf package cannot encode IQ4_NL, so its codes are drawn."""
+    if kind != "IQ4_NL":
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+    blocks = values.size // 32
+    scale = random.uniform(0.0005, 0.002, (blocks, 1)).astype(np.float16).view(np.uint8)
+    codes = random.integers(0, 256, (blocks, 16), dtype=np.uint8)
+    return np.concatenate([scale, codes], axis=1).reshape(*values.shape[:-1], -1)
+
+
+def write_model(name: str, out: pathlib.Path) -> None:
+    model_type, keys, parts, metadata = FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **(SIZES | keys), attn_implementation="eager")
+    torch.manual_seed(len(name))
+    random = np.random.default_rng(len(name))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    architecture = ARCHITECTURES.get(name, name)
+    writer = gguf.GGUFWriter(out / f"{name}.gguf", architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in ({"rope.freq_base": 10000.0} | metadata).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
+    if name == "phi3":
+        for kind in ["short", "long"]:
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(FACTORS[f"{kind}_factor"], dtype=np.float32))
+    tied, changed, count = config.tie_word_embeddings, {}, 0
+    for path, values in model.state_dict().items():
+        if path == "lm_head.weight" and tied:
+            continue
+        values = (torch.randn(values.shape) * 0.15).numpy()
+        if path.endswith("norm.weight") and not name.startswith("gemma"):
+            values = values + 1
+        part, _, suffix = path.removeprefix("model.").rpartition(".")
+        if path.endswith(("gate_up_proj", "down_proj")):
+            part, suffix = path.removeprefix("model."), "weight"
+        stored = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}.get(part)
+        pieces = [(stored, values)]
+        if stored is None:
+            _, layer, part = part.split(".", 2)
+            if part == "mlp.experts.gate_up_proj":
+                pieces = list(zip(["ffn_gate_exps", "ffn_up_exps"], np.split(values, 2, axis=1)))
+            else:
+                pieces = [((COMMON | parts)[part], values)]
+            pieces = [(f"blk.{layer}.{stored}", values) for stored, values in pieces]
+        decoded = []
+        for stored, values in pieces:
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part.split(".")[-1])
+            if name in NEIGHBOURS and heads:
+                values = pairs_together(values, heads)
+            if name.startswith("gemma") and path.endswith("norm.weight"):
+                values = values + 1
+            values = np.ascontiguousarray(values, dtype=np.float32)
+            if values.ndim == 1 or part == "mlp.gate":
+                writer.add_tensor(f"{stored}.{suffix}", values)
+            else:
+                kind, count = FORMATS[count % len(FORMATS)], count + 1
+                raw = encoded(values, kind, random)
+                writer.add_tensor(f"{stored}.{suffix}", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+                values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
+            if name.startswith("gemma") and path.endswith("norm.weight"):
+                values = values - 1
+            if name in NEIGHBOURS and heads:
+                values = halves_together(values, heads)
+            decoded.append(values)
+        changed[path] = torch.from_numpy(np.concatenate(decoded, axis=1 if len(decoded) > 1 else 0))
+    if tied:
+        changed["lm_head.weight"] = changed["model.embed_tokens.weight"]
+    close(writer)
+    model.load_state_dict(changed)
+    tokens = torch.arange(3, 27)[None] * 7 % config.vocab_size
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0].float().numpy()
+    save_file({"tokens": tokens[0].to(torch.int32).numpy(), "logits": logits}, out / f"{name}.safetensors")
+    print(f"{name}: {count} matrices, {(out / f'{name}.gguf').stat().st_size} bytes, logits near {np.abs(logits).mean():.2f}")
+
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "  In 1984, 12345 foxes didn't jump;\n\n\tthey'd wait -- naïve, déjà vu!  ",
+    "<turn>The fox\n\nand   the dog<end>\n",
+    "漢字 and e\u0301mojis 🦊🦊",
+]
+
+
+def write_tokenizer(name: str, prefix: bool, out: pathlib.Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    trainer = trainers.BpeTrainer(vocab_size=160, show_progress=False)
+    tokenizer.train_from_iterator([text for text in TEXTS[:2] if text] * 3, trainer)
+    trained = json.loads(tokenizer.to_str())["model"]
+    merged = ["".join(pair) for pair in trained["merges"]]
+    letters = [token for token in sorted(trained["vocab"]) if token not in merged]
+    kinds = gguf.TokenType
+    tokens = [("<unk>", 0.0, kinds.UNKNOWN), ("<s>", 0.0, kinds.CONTROL), ("<end>", 0.0, kinds.CONTROL)]
+    tokens += [("<turn>", 0.0, kinds.USER_DEFINED), ("\n\n", 0.0, kinds.USER_DEFINED)]
+    tokens += [(f"<0x{byte:02X}>", 0.0, kinds.BYTE) for byte in range(256)]
+    tokens += [(piece, -float(rank), kinds.NORMAL) for rank, piece in enumerate(dict.fromkeys(merged + letters + ["▁"]))]
+    path = out / f"tokenizer-{name}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _, _ in tokens])
+    writer.add_token_scores([score for _, score, _ in tokens])
+    writer.add_token_types([kind for _, _, kind in tokens])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_space_prefix(prefix)
+    writer.add_chat_template("{{ bos_token }}{% for message in messages %}<turn>{{ message['content'] }}{% endfor %}")
+    close(writer)
+    pieces = Pieces(gguf.GGUFReader(path))
+    wanted = [dict(text=text, tokens=pieces.encode(text)) for text in TEXTS]
+    (out / f"tokenizer-{name}.json").write_text(json.dumps(wanted, indent=1) + "\n")
+    print(f"tokenizer-{name}: {len(tokens)} tokens, {[len(one['tokens']) for one in wanted]}")
+
+
+def close(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=FIXTURES)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    for name in FAMILIES:
+        write_model(name, out)
+    for name, prefix in [("gemma", False), ("llama", True)]:
+        write_tokenizer(name, prefix, out)
+
+
+if __name__ == "__main__":
+    main()
