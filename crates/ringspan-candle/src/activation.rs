@@ -12,6 +12,32 @@ pub enum Activation {
     GeluTanh,
 }
 
+/// `(up + 1) gate / (1 + e^(-alpha gate))`, where gate is at most `limit`, and up within it on both sides: gpt-oss (OpenAI,
+/// 2025, arXiv:2508.10925).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClampedSwiglu {
+    /// How steep the gate is.
+    pub alpha: f32,
+    /// The bound.
+    pub limit: f32,
+}
+
+impl ClampedSwiglu {
+    pub(crate) fn value(self, gate: f32, up: f32) -> f32 {
+        self.with_slopes(gate, up).0
+    }
+
+    /// The value, and its derivatives in gate and up: 0 beyond the bounds.
+    pub(crate) fn with_slopes(self, gate: f32, up: f32) -> (f32, f32, f32) {
+        let Self { alpha, limit } = self;
+        let (open, free) = (gate <= limit, (-limit..=limit).contains(&up));
+        let (gate, up) = (gate.min(limit), up.clamp(-limit, limit) + 1.0);
+        let s = 1.0 / (1.0 + exp(-alpha * gate));
+        let slope = up * s * (1.0 + alpha * gate * (1.0 - s));
+        (up * gate * s, if open { slope } else { 0.0 }, if free { gate * s } else { 0.0 })
+    }
+}
+
 /// sqrt(8 / pi)
 const SLOPE: f32 = 2.0 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FRAC_1_SQRT_2;
 const CUBE: f32 = 0.044_715;
@@ -111,6 +137,29 @@ mod tests {
                 let slope = (plain(at + h) - plain(at - h)) / (2.0 * h);
                 assert!((f64::from(y) - plain(at)).abs() < 3e-7 * at.abs().max(1.0), "{act:?} of {x} is {y}");
                 assert!((f64::from(dy) - slope).abs() < 2e-6, "slope of {act:?} at {x} is {dy}, not {slope}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_clamped_gate_has_the_slopes_of_its_definition_in_f64() {
+        let act = ClampedSwiglu { alpha: 1.702, limit: 1.3 };
+        let plain = |gate: f64, up: f64| {
+            let (gate, up) = (gate.min(1.3), up.clamp(-1.3, 1.3));
+            (up + 1.0) * gate / (1.0 + (-1.702 * gate).exp())
+        };
+        for gate in (-80..80).map(|step| step as f32 / 30.0) {
+            for up in (-60..60).map(|step| step as f32 / 29.0) {
+                let (y, d_gate, d_up) = act.with_slopes(gate, up);
+                let (at, of, h) = (f64::from(gate), f64::from(up), 1e-5);
+                assert!((f64::from(y) - plain(at, of)).abs() < 1e-6, "{gate}, {up}: {y}");
+                // Between the bounds, and beyond them; on one the slope is another on each side.
+                let slopes = [plain(at + h, of) - plain(at - h, of), plain(at, of + h) - plain(at, of - h)];
+                for (got, wanted, value) in [(d_gate, slopes[0], gate), (d_up, slopes[1], up)] {
+                    let on_a_bound = (value.abs() - 1.3).abs() < 1e-4;
+                    let near = (f64::from(got) - wanted / (2.0 * h)).abs() < 1e-5;
+                    assert!(near || on_a_bound, "{gate}, {up}: {got}");
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Where layers store activations of the forward pass for the backward pass, and what is recomputed instead.
 
 use crate::activation::Activation;
-use crate::attend::Attend;
+use crate::attend::{Attend, AttentionInputs};
 use crate::attention::Memory;
 use crate::dropout::Drops;
 use crate::experts::{self, Expert, Experts, Load, Pressure, Routing};
@@ -269,21 +269,13 @@ impl<'a> ActivationStore<'a> {
 }
 
 impl Attend for ActivationStore<'_> {
-    fn attention(
-        &self,
-        layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        mask: &Mask,
-        score: &Score,
-    ) -> Result<Tensor> {
+    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
         if self.policy.recompute == Recompute::Full {
-            return self.attend.attention(layer, q, k, v, mask, score);
+            return self.attend.attention(layer, inputs, mask, score);
         }
         let mut layers = self.attentions.borrow_mut();
         let memory = layers.entry(layer).or_insert_with(|| Memory::new(self.policy.storage));
-        let out = self.attend.attention_keeping(memory, layer, q, k, v, mask, score)?;
+        let out = self.attend.attention_keeping(memory, layer, inputs, mask, score)?;
         if let Some(offload) = self.policy.offload {
             memory.away(offload)?;
         }
@@ -329,6 +321,10 @@ impl Experts for ActivationStore<'_> {
 
     fn part(&self, whole: usize) -> Range<usize> {
         self.attend.experts().part(whole)
+    }
+
+    fn held(&self, experts: usize) -> Range<usize> {
+        self.attend.experts().held(experts)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {

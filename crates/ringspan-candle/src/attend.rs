@@ -7,35 +7,51 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
-/// Attention as a model sees it. T tokens are at hand, H query heads share G key-value heads of width D and Dv.
-///
-/// Who else holds tokens, and how keys and values reach this rank, is the implementation's business.
+/// What attention is computed of: T tokens are at hand, H query heads share G key-value heads of width D and Dv.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionInputs<'a> {
+    /// Queries `[T, H, D]`.
+    pub q: &'a Tensor,
+    /// Keys `[T, G, D]`.
+    pub k: &'a Tensor,
+    /// Values `[T, G, Dv]`.
+    pub v: &'a Tensor,
+    /// The score `[H]` of a key whose value is 0, which every query of a head sees; none without sinks.
+    pub sinks: Option<&'a Tensor>,
+}
+
+impl<'a> AttentionInputs<'a> {
+    /// Inputs without sinks.
+    #[must_use]
+    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
+        Self { q, k, v, sinks: None }
+    }
+}
+
+/// Attention as a model sees it. Who else holds tokens, and how keys and values reach this rank, is the implementation's
+/// business.
 pub trait Attend {
-    /// Attention of `layer`: q `[T, H, D]`, k `[T, G, D]`, v `[T, G, Dv]` to `[T, H, Dv]`, differentiable in q, k and v.
-    /// The numbers in `score` are constants: a model that would train its sinks or slopes gets no gradient of them.
+    /// Attention of `layer`, `[T, H, Dv]`, differentiable in its inputs. The numbers in `score` are constants; sinks are not
+    /// among them.
     ///
     /// # Errors
     /// Shapes that do not fit, and failures of other ranks.
-    fn attention(&self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Mask, score: &Score)
-    -> Result<Tensor>;
+    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor>;
 
     /// The same for a layer that is computed twice: the first call fills `memory`, the second empties it and computes nothing
     /// but the backward. Without this method attention is computed twice.
     ///
     /// # Errors
     /// As for [`attention`](Self::attention).
-    #[expect(clippy::too_many_arguments, reason = "those of attention, and one more")]
     fn attention_keeping(
         &self,
         _memory: &mut Memory,
         layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        inputs: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        self.attention(layer, q, k, v, mask, score)
+        self.attention(layer, inputs, mask, score)
     }
 
     /// The position of each of the T tokens inside its document.

@@ -1,18 +1,20 @@
 //! Attention over a group of ranks as one candle operation with a backward.
 
+use crate::attend::AttentionInputs;
 use crate::cast::cast;
 use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
 use crate::offload::Offload;
-use candle_core::{CpuStorage, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
-#[cfg(feature = "cuda")]
+use crate::slices;
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
 use ringspan::kernel::{Floats, Statistics};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k and v.
+/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient of
+/// sinks is what this rank's queries contribute: the sum over ranks is that of all.
 ///
 /// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32 or, on a GPU, bf16, in which keys and values then travel;
 /// sums are f32, and rounded once. All ranks must call this in the same order,
@@ -26,12 +28,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub fn attention(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    inputs: &AttentionInputs,
     score: Score,
 ) -> Result<Tensor> {
-    attention_keeping(group, schedule, q, k, v, score, &mut Memory::default())
+    attention_keeping(group, schedule, inputs, score, &mut Memory::default())
 }
 
 /// What attention computed: output `[T, H, Dv]` and the softmax's maxima and sums `[H, T]`, where it was computed.
@@ -85,23 +85,69 @@ impl Memory {
 pub fn attention_keeping(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+    &AttentionInputs { q, k, v, sinks }: &AttentionInputs,
     score: Score,
     memory: &mut Memory,
 ) -> Result<Tensor> {
     let before = memory.kept.take();
     let first = before.is_none();
     let (out, statistics) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.statistics));
-    let (group_of_op, schedule) = (group.clone(), schedule.clone());
-    let op = Attention { group: group_of_op, schedule, score, out: Mutex::new(out), statistics: statistics.clone() };
+    let (group_of_op, schedule, d_sinks) = (group.clone(), schedule.clone(), OfSinks::default());
+    let op = Attention {
+        group: group_of_op,
+        schedule,
+        score: with_sinks(score, sinks)?,
+        out: Mutex::new(out),
+        statistics: statistics.clone(),
+        d_sinks: d_sinks.clone(),
+    };
+    let linked = match sinks.filter(|sinks| sinks.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
+        Some(sinks) => &q.contiguous()?.apply_op2(sinks, LinkSinks { d_sinks })?,
+        None => q,
+    };
     let readable = |tensor| loan::readable(group.kernel(), tensor);
-    let out = readable(q)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
+    let out = readable(linked)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
     if first {
         memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, statistics });
     }
     out.to_device(q.device())
+}
+
+/// The same with the values of these sinks `[H]`.
+pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> {
+    match sinks {
+        Some(sinks) => Ok(Score { sinks: Some(cast(&sinks.detach(), DType::F32)?.to_vec1()?), ..score }),
+        None => Ok(score),
+    }
+}
+
+/// The gradient of sinks, on its way from attention's backward pass to theirs.
+type OfSinks = Arc<Mutex<Vec<f32>>>;
+
+/// Queries as they are. A candle operation has three arguments, which are q, k and v in attention's: the backward pass of
+/// attention comes first and leaves the gradient of sinks here.
+struct LinkSinks {
+    d_sinks: OfSinks,
+}
+
+impl CustomOp2 for LinkSinks {
+    fn name(&self) -> &'static str {
+        "link-sinks"
+    }
+
+    fn cpu_fwd(&self, q: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(slices::cpu(q, layout)?.to_vec()), layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, q: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((q.affine(layout, 1.0, 0.0)?, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _q: &Tensor, sinks: &Tensor, _out: &Tensor, dq: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let d_sinks = std::mem::take(&mut *self.d_sinks.lock().unwrap_or_else(PoisonError::into_inner));
+        let d_sinks = cast(&Tensor::from_vec(d_sinks, sinks.shape(), sinks.device())?, sinks.dtype())?;
+        Ok((Some(dq.clone()), Some(d_sinks)))
+    }
 }
 
 /// One call. Candle gives an operation one output, so the statistics wait here for the backward pass.
@@ -112,6 +158,7 @@ struct Attention {
     /// Computed before.
     out: Mutex<Option<kept::Kept>>,
     statistics: OnTheWay,
+    d_sinks: OfSinks,
 }
 
 impl Attention {
@@ -213,6 +260,7 @@ impl CustomOp3 for Attention {
         let saved = Forward { out: out.data()?, statistics, peak_bytes: 0 };
         let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
             .map_err(candle_core::Error::wrap)?;
+        *self.d_sinks.lock().unwrap_or_else(PoisonError::into_inner) = gradients.d_sinks;
         let tensor = |values, like: &Tensor| {
             cast(&loan::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)
         };

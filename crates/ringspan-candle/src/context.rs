@@ -1,6 +1,6 @@
 //! Attention for a model whose tokens are spread over a group of ranks.
 
-use crate::attend::Attend;
+use crate::attend::{Attend, AttentionInputs};
 use crate::attention::{Memory, attention, attention_keeping};
 use crate::dropout::Drops;
 use crate::experts::{Experts, Local};
@@ -90,29 +90,19 @@ impl Context {
 }
 
 impl Attend for Context {
-    fn attention(
-        &self,
-        _layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        mask: &Mask,
-        score: &Score,
-    ) -> Result<Tensor> {
-        attention(&self.group, &self.schedule(mask)?, q, k, v, score.clone())
+    fn attention(&self, _layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+        attention(&self.group, &self.schedule(mask)?, inputs, score.clone())
     }
 
     fn attention_keeping(
         &self,
         memory: &mut Memory,
         _layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        inputs: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        attention_keeping(&self.group, &self.schedule(mask)?, q, k, v, score.clone(), memory)
+        attention_keeping(&self.group, &self.schedule(mask)?, inputs, score.clone(), memory)
     }
 
     fn positions(&self) -> &[usize] {

@@ -119,6 +119,10 @@ impl Experts for ExpertParallel {
     fn part(&self, whole: usize) -> Range<usize> {
         part(whole, self.width.rank(), self.width.size())
     }
+
+    fn held(&self, experts: usize) -> Range<usize> {
+        part(experts, self.ep.rank(), self.ep.size())
+    }
 }
 
 /// Where tokens go, as it travels: the `top` experts of each and, where something is dropped, behind them its number among

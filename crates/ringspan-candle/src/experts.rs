@@ -2,51 +2,20 @@
 //!
 //! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to, I width of an expert.
 
+mod expert;
 mod mixture;
 mod on_gpu;
 mod part;
+mod stacked;
 
+pub use expert::{Expert, ExpertStack, GatedExpert, StackedExpert};
 pub use mixture::{Memory, mixed, mixed_keeping};
 
 use crate::dropout::Drops;
-use crate::lora::Adapter;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-
-/// The parameters of one expert, a gated feed-forward layer without biases; where ranks share its width, a rank's part.
-#[derive(Debug, Clone)]
-pub struct Expert {
-    /// `[I, C]`.
-    pub gate: Tensor,
-    /// `[I, C]`.
-    pub up: Tensor,
-    /// `[C, I]`.
-    pub down: Tensor,
-    /// What stands beside gate, up and down.
-    pub adapters: [Option<Adapter>; 3],
-}
-
-impl Expert {
-    /// One without adapters.
-    #[must_use]
-    pub fn plain(gate: Tensor, up: Tensor, down: Tensor) -> Self {
-        Self { gate, up, down, adapters: Default::default() }
-    }
-
-    /// Gate, up and down, and behind them the two matrices of each adapter there is.
-    pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
-        let adapters = self.adapters.iter().flatten().flat_map(|adapter| [&adapter.a, &adapter.b]);
-        [&self.gate, &self.up, &self.down].into_iter().chain(adapters)
-    }
-
-    /// The same without a graph.
-    pub(crate) fn detach(&self) -> Self {
-        let adapters = self.adapters.each_ref().map(|adapter| adapter.as_ref().map(Adapter::detach));
-        Self { gate: self.gate.detach(), up: self.up.detach(), down: self.down.detach(), adapters }
-    }
-}
 
 /// A choice that is not computed here.
 pub const NOWHERE: u32 = u32::MAX;
@@ -123,6 +92,9 @@ pub trait Experts {
     /// The part of an expert's width that is here, of `whole`. Who wraps another hands on its own.
     fn part(&self, whole: usize) -> Range<usize>;
 
+    /// Which of a layer's `experts` are here. Who wraps another hands on its own.
+    fn held(&self, experts: usize) -> Range<usize>;
+
     /// What the router of `layer` did with this rank's tokens; called once in a forward pass, and again where a layer
     /// is recomputed.
     ///
@@ -175,6 +147,10 @@ impl Experts for Local {
 
     fn part(&self, whole: usize) -> Range<usize> {
         0..whole
+    }
+
+    fn held(&self, experts: usize) -> Range<usize> {
+        0..experts
     }
 }
 

@@ -49,12 +49,12 @@ mod weight;
 mod weight_matrix;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
-pub use attend::Attend;
+pub use attend::{Attend, AttentionInputs};
 pub use context::Context;
 pub use device::{DeviceName, Devices, RankDevice};
 pub use dropout::Drops;
 pub use expert_parallel::ExpertParallel;
-pub use experts::{Expert, Experts, Load, Routing};
+pub use experts::{Expert, Experts, GatedExpert, Load, Routing};
 pub use lora::{Adapter, AdapterSize, Adapters};
 pub use model::{Model, StoredWeights, Unit, Weights};
 pub use offload::Offload;

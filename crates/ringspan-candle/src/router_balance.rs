@@ -108,6 +108,10 @@ impl Experts for Balanced {
         self.inner.part(whole)
     }
 
+    fn held(&self, experts: usize) -> Range<usize> {
+        self.inner.held(experts)
+    }
+
     fn routed(&self, layer: usize, load: Load) -> Result<()> {
         if let State::Watching(layers) = &mut *self.state() {
             layers.insert(layer, load.clone());

@@ -37,16 +37,34 @@ pub enum ReplicaGroup {
     WholeExperts(usize),
 }
 
-/// The part of a parameter that a rank computes with: a rectangle of a matrix, or a stretch of a vector.
+impl ReplicaGroup {
+    /// The ranks that hold the same of an expert as `rank` does: its part of the width, or what all have that share the width.
+    fn of_experts(rank: ParallelRank, of_width: bool) -> Self {
+        let ParallelRank { ep, moe_tp, .. } = rank;
+        match (ep.1, moe_tp.1, of_width) {
+            (1, 1, _) | (1, _, false) => Self::All,
+            // The same ranks hold the expert's own matrices, of which no other rank has a part.
+            (_, 1, _) => Self::Experts(ep.0),
+            (.., true) => Self::Experts(ep.0 * moe_tp.1 + moe_tp.0),
+            (.., false) => Self::WholeExperts(ep.0),
+        }
+    }
+}
+
+/// The part of a parameter that a rank computes with: a rectangle of a matrix, or a stretch of a vector. A tensor of more
+/// dimensions is seen as a matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Portion {
     /// The parameter.
     pub name: String,
     /// Shape of the whole parameter.
     pub whole: Vec<usize>,
-    /// Rows of a matrix, elements of a vector.
+    /// The dimension at which columns begin: the parameter is seen as a matrix, whose rows are the dimensions before this one and
+    /// whose columns are this one and those behind it.
+    pub dim: usize,
+    /// Rows of the matrix, elements of a vector.
     pub rows: Range<usize>,
-    /// Columns of a matrix; one for a vector.
+    /// Columns of the matrix; one for a vector.
     pub columns: Range<usize>,
     /// Where a rank's tensor is made of several portions, one behind the other: the row at which this one begins.
     pub stacked_at: Option<usize>,
@@ -57,10 +75,13 @@ pub struct Portion {
 impl Portion {
     /// Its shape.
     pub fn shape(&self) -> Vec<usize> {
-        match self.whole.len() {
-            1 => vec![self.rows.len()],
-            _ => vec![self.rows.len(), self.columns.len()],
+        let mut shape = self.whole.clone();
+        let in_row = self.whole[1..self.dim].iter().product::<usize>().max(1);
+        shape[0] = self.rows.len() / in_row;
+        if let [_, behind @ ..] = &self.whole[self.dim..] {
+            shape[self.dim] = self.columns.len() / behind.iter().product::<usize>().max(1);
         }
+        shape
     }
 
     /// Elements.
@@ -83,7 +104,7 @@ impl Portion {
 
     /// Columns of the whole parameter.
     pub fn width(&self) -> usize {
-        self.whole.get(1).copied().unwrap_or(1)
+        self.whole[self.dim..].iter().product()
     }
 }
 
@@ -100,6 +121,17 @@ pub enum ShardSpec {
     Columns(Split),
     /// Each rank has some rows of each of several matrices that are stored as one, one behind the other.
     Stacked(Stack),
+    /// One tensor of all experts of a layer, its first dimension: each rank has some of them, and of these all or a part.
+    Experts(Option<WidthDim>),
+}
+
+/// The dimension of a tensor of all experts in which their width lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WidthDim {
+    /// Which dimension.
+    pub dim: usize,
+    /// Neighbouring elements of it that belong together: 2 where gate and up alternate.
+    pub each: usize,
 }
 
 /// Up to three matrices, or vectors, stored one behind the other: the rows of each, and how these are dealt.
@@ -236,12 +268,13 @@ impl ShardSpec {
                 }
                 Ok(all)
             }
+            Self::Experts(width) => Ok(vec![of_experts(*width, name, whole, rank)]),
             _ => Ok(self.portion(name, whole, rank)?.into_iter().collect()),
         }
     }
 
     fn portion(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Option<Portion>, ShardError> {
-        let (all, width) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
+        let (all, width) = (0..whole[0], 0..whole[1..].iter().product());
         let size = match self {
             Self::Columns(_) => width.end,
             _ => all.end,
@@ -251,7 +284,8 @@ impl ShardSpec {
             Self::Columns(_) => (all, range),
             _ => (range, width),
         };
-        Ok(Some(Portion { name: name.to_owned(), whole: whole.to_vec(), rows, columns, stacked_at: None, replicas }))
+        let (name, whole) = (name.to_owned(), whole.to_vec());
+        Ok(Some(Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas }))
     }
 
     /// A rank's part of the dimension that is dealt, and who has the same.
@@ -263,12 +297,8 @@ impl ShardSpec {
         Ok(Some(match self {
             Self::Replicated | Self::Stacked(_) => (0..size, ReplicaGroup::All),
             Self::OfExpert(expert) if !expert.is_on(ep) => return Ok(None),
-            Self::OfExpert(_) => match (ep.1, moe_tp.1) {
-                (1, _) => (0..size, ReplicaGroup::All),
-                // The same ranks hold the expert's own matrices, of which no other rank has a part.
-                (_, 1) => (0..size, ReplicaGroup::Experts(ep.0)),
-                _ => (0..size, ReplicaGroup::WholeExperts(ep.0)),
-            },
+            Self::OfExpert(_) => (0..size, ReplicaGroup::of_experts(rank, false)),
+            Self::Experts(width) => (0..size, ReplicaGroup::of_experts(rank, width.is_some())),
             Self::Rows(split) | Self::Columns(split) => match *split {
                 Split::Even(_) => (part(size, tp.0, tp.1), own),
                 Split::QueryHeads(heads, dim) => (wide(heads.of_rank(tp)?.queries, dim), own),
@@ -279,11 +309,7 @@ impl ShardSpec {
                     (wide(of_rank, dim), replicas)
                 }
                 Split::ExpertWidth(expert) if !expert.is_on(ep) => return Ok(None),
-                Split::ExpertWidth(_) => {
-                    let shared = ep.1 * moe_tp.1 > 1;
-                    let group = ReplicaGroup::Experts(ep.0 * moe_tp.1 + moe_tp.0);
-                    (part(size, moe_tp.0, moe_tp.1), if shared { group } else { ReplicaGroup::All })
-                }
+                Split::ExpertWidth(_) => (part(size, moe_tp.0, moe_tp.1), ReplicaGroup::of_experts(rank, true)),
             },
         }))
     }
@@ -300,6 +326,11 @@ impl ShardSpec {
                 let one = |(rows, split): (usize, Split)| Self::Rows(split).check(&[rows], rank);
                 return stack.parts().try_for_each(one);
             }
+            Self::Experts(width) => {
+                let expert = Split::ExpertWidth(ExpertIndex { index: 0, experts: whole[0] });
+                let size = width.map_or(moe_tp, |WidthDim { dim, each }| whole[dim] / each);
+                return Self::Rows(expert).check(&[size], rank);
+            }
             Self::Rows(split) => (split, whole[0]),
             Self::Columns(split) => (split, whole.get(1).copied().unwrap_or(1)),
         };
@@ -314,6 +345,27 @@ impl ShardSpec {
             }
             Split::Even(_) | Split::ExpertWidth(_) => Ok(()),
         }
+    }
+}
+
+/// A rank's portion of a tensor of all experts.
+fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: ParallelRank) -> Portion {
+    let ParallelRank { ep, moe_tp, .. } = rank;
+    let WidthDim { dim, each } = width.unwrap_or(WidthDim { dim: 1, each: 1 });
+    let (in_row, behind) = (whole[1..dim].iter().product::<usize>(), whole[dim + 1..].iter().product::<usize>());
+    let own = match width {
+        Some(_) => part(whole[dim] / each, moe_tp.0, moe_tp.1),
+        None => 0..whole[dim] / each,
+    };
+    let experts = part(whole[0], ep.0, ep.1);
+    Portion {
+        name: name.to_owned(),
+        whole: whole.to_vec(),
+        dim,
+        rows: experts.start * in_row..experts.end * in_row,
+        columns: own.start * each * behind..own.end * each * behind,
+        stacked_at: None,
+        replicas: ReplicaGroup::of_experts(rank, width.is_some()),
     }
 }
 

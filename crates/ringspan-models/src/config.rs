@@ -160,6 +160,20 @@ impl Config {
         Ok(Some(types.iter().map(|kind| kind == known[1]).collect()))
     }
 
+    /// What tokens see in each layer: where `layer_types` does not say it, a window in the first, and in every second one.
+    ///
+    /// # Errors
+    /// As for [`Self::sliding_layers`]; no window for a layer that slides.
+    pub(crate) fn alternating_masks(&self) -> Result<Vec<Mask>> {
+        let alternating = || (0..self.num_hidden_layers).map(|layer| layer.is_multiple_of(2)).collect();
+        let slides = self.sliding_layers()?.unwrap_or_else(alternating);
+        let width = self.window()?;
+        if let Some(layer) = slides.iter().position(|slides| *slides).filter(|_| width.is_none()) {
+            return Err(Error::Config(format!("layer {layer} is sliding_attention, which needs a sliding_window")));
+        }
+        Ok(slides.into_iter().map(|slides| self.causal_within(width.filter(|_| slides))).collect())
+    }
+
     /// Query heads H and key-value heads G.
     pub(crate) fn heads(&self) -> HeadCounts {
         HeadCounts { queries: self.num_attention_heads, key_values: self.num_key_value_heads() }

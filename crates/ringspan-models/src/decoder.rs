@@ -28,6 +28,8 @@ pub struct Decoder {
     model: Arc<dyn Model>,
     /// Its parameters, those of adapters among them.
     units: Arc<BTreeMap<Unit, UnitParameters>>,
+    /// The parameters that no gradient trains.
+    buffers: Arc<BTreeSet<String>>,
     pub(crate) lora: Option<Lora>,
     adapters: Arc<Adapters>,
 }
@@ -37,7 +39,10 @@ impl Decoder {
     /// What [`Config::check`] refuses.
     pub fn new(config: Config) -> Result<Self> {
         let (model, units) = registry::model(&config)?;
-        Ok(Self { config, model, units: Arc::new(units), lora: None, adapters: Arc::new(Adapters::none()) })
+        let all = units.values().flat_map(|unit| &unit.parameters);
+        let buffers = all.filter(|parameter| parameter.is_buffer).map(|buffer| buffer.name.clone()).collect();
+        let (units, buffers, adapters) = (Arc::new(units), Arc::new(buffers), Arc::new(Adapters::none()));
+        Ok(Self { config, model, units, buffers, lora: None, adapters })
     }
 
     /// The same with these adapters in place of any other: their matrices stand behind the weights of their layers.
@@ -62,6 +67,11 @@ impl Decoder {
     /// The computation, unit by unit.
     pub fn model(&self) -> &dyn Model {
         &*self.model
+    }
+
+    /// Whether a parameter is stored with the others and trained by no gradient.
+    pub(crate) fn is_buffer(&self, name: &str) -> bool {
+        self.buffers.contains(name)
     }
 
     /// Which layers have adapters beside them.
@@ -97,6 +107,12 @@ impl Decoder {
     /// Query heads and key-value heads of each layer.
     pub fn head_counts(&self) -> HeadCounts {
         self.model.layer(0).attention().heads()
+    }
+
+    /// Widths of a head: of queries and keys, and of values.
+    pub fn head_dims(&self) -> [usize; 2] {
+        let of_config = self.config.head_dim();
+        self.model.layer(0).attention().head_dims().unwrap_or([of_config, of_config])
     }
 
     /// The heads of rank `tp.0` of the `tp.1` that share layers.
@@ -263,6 +279,16 @@ mod tests {
         Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
     }
 
+    /// Experts in one tensor for each parameter, and heads with sinks.
+    fn stacked() -> Decoder {
+        let config = serde_json::json!({
+            "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 12, "intermediate_size": 6,
+            "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
+            "num_local_experts": 5, "num_experts_per_tok": 2,
+        });
+        Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
+    }
+
     /// Every element of every parameter is held by one replica group, and by all of its ranks.
     #[test]
     fn the_portions_of_all_ranks_are_the_model() {
@@ -271,11 +297,10 @@ mod tests {
         {
             let targets = crate::TARGETS.map(str::to_owned).to_vec();
             let lora = Lora::new(3, 1.0, targets).expect("possible");
-            let decoder = decoder(heads, kv_heads).with_lora(lora).expect("possible");
-            decoder.check_shares(tp, ep, moe_tp).expect("possible");
-            for unit in decoder.units() {
+            let adapted = decoder(heads, kv_heads).with_lora(lora).expect("possible");
+            for (decoder, unit) in [adapted, stacked()].iter().flat_map(|it| it.units().map(move |unit| (it, unit))) {
+                decoder.check_shares(tp, ep, moe_tp).expect("possible");
                 for (name, shape) in decoder.unit_shapes(unit) {
-                    let width = shape.get(1).copied().unwrap_or(1);
                     let mut held = vec![None; shape.iter().product()];
                     for at in 0..tp * ep * moe_tp {
                         let (t, e, m) = (at / (ep * moe_tp), at / moe_tp % ep, at % moe_tp);
@@ -287,7 +312,7 @@ mod tests {
                             assert!(!portion.is_empty(), "{name} at {rank:?}");
                             for row in portion.rows.clone() {
                                 for column in portion.columns.clone() {
-                                    let before = held[row * width + column].replace(portion.replicas);
+                                    let before = held[row * portion.width() + column].replace(portion.replicas);
                                     assert!(before.is_none_or(|before| before == portion.replicas), "{name}");
                                 }
                             }

@@ -1,5 +1,6 @@
 //! Model folders as Hugging Face lays them out: `config.json`, and safetensors in one file or in shards with an index.
 
+mod mxfp4;
 mod names;
 mod read;
 mod write;

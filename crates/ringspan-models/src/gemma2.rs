@@ -59,7 +59,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     let scalar = positive("query_pre_attn_scalar", keys.query_pre_attn_scalar)?;
     let softcap = cap("attn_logit_softcapping", keys.attn_logit_softcapping)?;
     let score = Score { softcap, ..Score::new(1.0 / scalar.sqrt()) };
-    let (masks, rope) = (masks(config)?, Arc::new(rope::of_all_layers(config)?));
+    let (masks, rope) = (config.alternating_masks()?, Arc::new(rope::of_all_layers(config)?));
     let norm = |scope: &Scope| RmsNorm::with_offset(scope, config.hidden_size, config.rms_norm_eps, 1.0);
     let layer = |index: usize, scope: &Scope| {
         GemmaLayer::new(config, index, scope, rope.clone(), masks[index].clone(), score.clone())
@@ -68,19 +68,6 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     model.embed_tokens = model.embed_tokens.with_scale(f64::from((config.hidden_size as f64).sqrt() as f32));
     model.lm_head = model.lm_head.with_softcap(cap("final_logit_softcapping", keys.final_logit_softcapping)?);
     Ok(Arc::new(model))
-}
-
-/// What tokens see in each layer: a window in every other one, the first among them.
-fn masks(config: &Config) -> Result<Vec<Mask>> {
-    let slides = match config.sliding_layers()? {
-        Some(slides) => slides,
-        None => (0..config.num_hidden_layers).map(|layer| layer.is_multiple_of(2)).collect(),
-    };
-    let width = config.window()?;
-    if let Some(layer) = slides.iter().position(|slides| *slides).filter(|_| width.is_none()) {
-        return Err(Error::Config(format!("layer {layer} is sliding_attention, which needs a sliding_window")));
-    }
-    Ok(slides.into_iter().map(|slides| config.causal_within(width.filter(|_| slides))).collect())
 }
 
 #[derive(Debug)]

@@ -8,6 +8,7 @@
 pub mod adapter;
 mod config;
 mod decoder;
+mod deepseek;
 mod error;
 mod extension;
 pub mod folder;
@@ -15,6 +16,7 @@ mod gemma2;
 mod gemma3;
 pub mod gguf;
 mod glm4;
+mod gpt_oss;
 pub mod gradients;
 mod granite;
 mod init;

@@ -194,11 +194,16 @@ pub(crate) fn parameters(layer: &LinearLayer, AdapterSize { rank, .. }: AdapterS
     let (of_a, of_b) = match layer.shard {
         ShardSpec::Columns(_) => (layer.shard, whole),
         ShardSpec::Rows(_) | ShardSpec::Stacked(_) => (whole, layer.shard),
-        ShardSpec::Replicated | ShardSpec::OfExpert(_) => (layer.shard, layer.shard),
+        ShardSpec::Replicated | ShardSpec::OfExpert(_) | ShardSpec::Experts(_) => (layer.shard, layer.shard),
     };
     let [a, b] = matrices(&layer.name);
-    let parameter =
-        |name, shape: [usize; 2], shard| Parameter { name, shape: shape.to_vec(), shard, init: Init::Normal };
+    let parameter = |name, shape: [usize; 2], shard| Parameter {
+        name,
+        shape: shape.to_vec(),
+        shard,
+        init: Init::Normal,
+        is_buffer: false,
+    };
     [parameter(a, [rank, layer.inputs], of_a), parameter(b, [layer.outputs, rank], of_b)]
 }
 
@@ -258,9 +263,9 @@ impl Decoder {
         self.adapters_beside().size(layer)
     }
 
-    /// Whether a parameter is trained: all are, or where there are adapters those alone.
+    /// Whether a parameter is trained: all but buffers are, or where there are adapters those alone.
     pub fn trains(&self, name: &str) -> bool {
-        self.lora.is_none() || is_adapter(name)
+        if self.lora.is_none() { !self.is_buffer(name) } else { is_adapter(name) }
     }
 
     /// `weights` with new adapters.

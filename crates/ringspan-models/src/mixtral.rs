@@ -40,7 +40,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
         let problem = format!("num_experts_per_tok is {top}; with {experts} experts possible are 1 to {experts}");
         return Err(Error::Config(problem));
     }
-    let router = Router { experts, top, normalised: true };
+    let router = Router { normalised: true, ..Router::new(experts, top) };
     let (mask, rope) =
         (config.causal_within(config.window()?), Arc::new(rope::new(config, config.rope(), 1_000_000.0)?));
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);

@@ -74,7 +74,7 @@ fn router(config: &Config, keys: &Keys) -> Result<(Router, usize)> {
         let problem = format!("num_experts_per_tok is {top}; with {experts} experts possible are 1 to {experts}");
         return Err(Error::Config(problem));
     }
-    Ok((Router { experts, top, normalised: keys.norm_topk_prob.unwrap_or(false) }, width))
+    Ok((Router { normalised: keys.norm_topk_prob.unwrap_or(false), ..Router::new(experts, top) }, width))
 }
 
 #[derive(Debug)]

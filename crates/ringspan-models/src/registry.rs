@@ -2,7 +2,10 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::{gemma2, gemma3, glm4, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3};
+use crate::{
+    deepseek, gemma2, gemma3, glm4, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
+    smollm3,
+};
 use ringspan_candle::Model;
 use ringspan_candle::layers::{RmsNorm, VocabEmbedding, VocabHead};
 use ringspan_candle::model::{CausalLm, Layer, ModelBuilder, Scope, Unit, UnitParameters};
@@ -23,7 +26,7 @@ pub(crate) struct Family {
 }
 
 /// The families there are.
-const FAMILIES: [Family; 13] = [
+const FAMILIES: [Family; 16] = [
     llama::FAMILY,
     qwen2::FAMILY,
     qwen3::FAMILY,
@@ -37,6 +40,9 @@ const FAMILIES: [Family; 13] = [
     olmo2::FAMILY,
     phi3::FAMILY,
     smollm3::FAMILY,
+    deepseek::V2,
+    deepseek::V3,
+    gpt_oss::FAMILY,
 ];
 
 /// Declares the keys of `config.json` that a family reads beside those of [`Config`], with a list of their names.

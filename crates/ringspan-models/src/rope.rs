@@ -1,7 +1,7 @@
 //! Angles of the rotary embedding, and how they are stretched for longer contexts.
 
 mod longrope;
-mod yarn;
+pub(crate) mod yarn;
 
 use crate::config::Config;
 use crate::error::{Error, Result};

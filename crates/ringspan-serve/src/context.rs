@@ -8,7 +8,7 @@ use ringspan::{Mask, Run};
 use ringspan_candle::decode::decode;
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, Drops, Experts, TensorParallel};
+use ringspan_candle::{Attend, AttentionInputs, Context, Drops, Experts, TensorParallel};
 use std::cell::RefCell;
 
 /// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
@@ -26,17 +26,9 @@ impl<'a> Prefill<'a> {
 }
 
 impl Attend for Prefill<'_> {
-    fn attention(
-        &self,
-        layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        mask: &Mask,
-        score: &Score,
-    ) -> Result<Tensor> {
-        self.cache.borrow_mut().append(layer, k, v)?;
-        self.context.attention(layer, q, k, v, mask, score)
+    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+        self.cache.borrow_mut().append(layer, inputs.k, inputs.v)?;
+        self.context.attention(layer, inputs, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -81,15 +73,8 @@ impl<'a> Decode<'a> {
 }
 
 impl Attend for Decode<'_> {
-    fn attention(
-        &self,
-        layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        mask: &Mask,
-        score: &Score,
-    ) -> Result<Tensor> {
+    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+        let AttentionInputs { q, k, v, sinks } = *inputs;
         let tokens = q.dim(0)?;
         if tokens != 1 {
             bail!("decoding takes one token at a time, not {tokens}");
@@ -107,7 +92,7 @@ impl Attend for Decode<'_> {
         // Query and keys count in one frame, whose length only end-aligned masks look at.
         let frame = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
-        decode(self.group, mask, &tokens, [q, &k, &v], score)
+        decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks }, score)
     }
 
     fn positions(&self) -> &[usize] {

@@ -2,7 +2,8 @@
 //!
 //! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of one expert.
 
-use super::part::{Part, Wide};
+use super::part::GatedPart;
+use super::stacked::StackedPart;
 use super::{Expert, NOWHERE, Routing, on_gpu};
 use crate::gpu;
 use crate::kept::{Kept, Storage};
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Memory {
     storage: Storage,
     /// Of each expert with tokens, in their order; none of a GPU.
-    kept: Option<Vec<Wide>>,
+    kept: Option<Vec<Products>>,
 }
 
 impl Memory {
@@ -88,27 +89,42 @@ pub fn mixed_keeping(
     let mut known = known.into_iter().flatten();
     let gradients = Arc::new(Mutex::new(HashMap::new()));
     let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), Vec::new());
+    let mut link = |parameter: &Tensor| {
+        let op = Link { gradients: gradients.clone(), key: links.len() };
+        links.push(parameter.contiguous()?.apply_op1(op)?);
+        Ok::<_, candle_core::Error>(links.len())
+    };
+    let (mut linked, mut stack_linked) = (0, None);
     for index in order {
-        let expert = expert(index as usize)?;
-        let first_link = links.len();
-        for parameter in expert.parameters() {
-            let op = Link { gradients: gradients.clone(), key: links.len() };
-            links.push(parameter.contiguous()?.apply_op1(op)?);
-        }
-        let slots = slots.remove(&index).unwrap_or_default();
-        let part = Part::new(&expert, routing.drops.as_ref(), slots, top);
-        let wide = match known.next() {
-            Some(wide) => wide.of(part.wide()?)?,
-            None => {
-                let [gate, up] = part.products(&inputs)?;
-                part.add_output([&gate, &up], &factors, &mut out)?;
-                Wide { gate: Kept::new(&gate, memory.storage)?, up: Kept::new(&up, memory.storage)? }
+        let (expert, slots) = (expert(index as usize)?, slots.remove(&index).unwrap_or_default());
+        let first_link = match (&expert, stack_linked) {
+            (Expert::Stacked(_), Some(first_link)) => first_link,
+            _ => linked,
+        };
+        let part = match &expert {
+            Expert::Gated(expert) => {
+                expert.parameters().try_for_each(|parameter| link(parameter).map(|links| linked = links))?;
+                Part::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
+            }
+            Expert::Stacked(expert) => {
+                // All experts of a stack have the same parameters.
+                if stack_linked.is_none() {
+                    stack_linked = Some(linked);
+                    for parameter in expert.stack.parameters() {
+                        linked = link(parameter)?;
+                    }
+                }
+                Part::Stacked(StackedPart::new(expert, slots, top))
             }
         };
-        parts.push(Linked { part, wide, first_link });
+        let products = match known.next() {
+            Some(products) => products.of(part.wide()?)?,
+            None => part.compute(&inputs, &factors, &mut out, memory.storage)?,
+        };
+        parts.push(Linked { part, products, first_link });
     }
     if first {
-        memory.kept = Some(parts.iter().map(|linked| linked.wide.clone()).collect());
+        memory.kept = Some(parts.iter().map(|linked| linked.products.clone()).collect());
     }
     // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
     let links = if links.is_empty() { Tensor::zeros(1, DType::F32, x.device())? } else { Tensor::cat(&links, 0)? };
@@ -130,8 +146,58 @@ struct Mixed {
 /// An expert with tokens, what its backward needs, and the number of its first parameter among the links.
 struct Linked {
     part: Part,
-    wide: Wide,
+    products: Products,
     first_link: usize,
+}
+
+/// An expert with its tokens.
+enum Part {
+    Gated(GatedPart),
+    Stacked(StackedPart),
+}
+
+/// Products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one, `[n, 2 I]`, as they wait for the
+/// backward.
+#[derive(Debug, Clone)]
+struct Products(Vec<Kept>);
+
+impl Products {
+    /// Itself, if they have this shape.
+    fn of(self, shape: [usize; 2]) -> Result<Self> {
+        match self.0.iter().find(|product| product.dims() != shape) {
+            Some(other) => {
+                bail!("a mixture kept products {:?} of an expert, and now they are {shape:?}", other.dims())
+            }
+            None => Ok(self),
+        }
+    }
+}
+
+impl Part {
+    /// The shape of its products.
+    fn wide(&self) -> Result<[usize; 2]> {
+        match self {
+            Self::Gated(part) => part.wide(),
+            Self::Stacked(part) => part.wide(),
+        }
+    }
+
+    /// Adds the expert's output for its tokens of x `[T, C]`, times the factors `[T, K]`, to `out` `[T, C]`.
+    fn compute(&self, x: &Tensor, factors: &[f32], out: &mut [f32], storage: Storage) -> Result<Products> {
+        let products = match self {
+            Self::Gated(part) => {
+                let [gate, up] = part.products(x)?;
+                part.add_output([&gate, &up], factors, out)?;
+                vec![gate, up]
+            }
+            Self::Stacked(part) => {
+                let both = part.product(x)?;
+                part.add_output(&both, factors, out)?;
+                vec![both]
+            }
+        };
+        Ok(Products(products.iter().map(|product| Kept::new(product, storage)).collect::<Result<_>>()?))
+    }
 }
 
 /// Of the parameters that were linked, by number.
@@ -172,9 +238,25 @@ impl CustomOp3 for Mixed {
         let factors = weights.flatten_all()?.to_vec1::<f32>()?;
         let d_out = d_out.contiguous()?;
         let (mut dx, mut d_factors) = (vec![0.0; tokens * width], vec![0.0; tokens * self.top]);
-        for Linked { part, wide, first_link } in &self.parts {
-            let of_part = part.backward(wide, x, &factors, &d_out, &mut dx, &mut d_factors)?;
-            locked(&self.gradients).extend((*first_link..).zip(of_part).filter_map(|(key, d)| Some((key, d?))));
+        let leave = |first_link: usize, gradients: Vec<Option<Tensor>>| {
+            locked(&self.gradients).extend((first_link..).zip(gradients).filter_map(|(key, d)| Some((key, d?))));
+        };
+        let mut of_stack = None;
+        for Linked { part, products, first_link } in &self.parts {
+            match (part, &products.0[..]) {
+                (Part::Gated(part), [gate, up]) => {
+                    let of_part = part.backward([gate, up], x, &factors, &d_out, &mut dx, &mut d_factors)?;
+                    leave(*first_link, of_part);
+                }
+                (Part::Stacked(part), [both]) => {
+                    let (_, gradients) = of_stack.get_or_insert_with(|| (*first_link, part.gradients()));
+                    part.backward(both, x, &factors, &d_out, (&mut dx, &mut d_factors), gradients)?;
+                }
+                (_, products) => bail!("an expert has {} products that wait for its backward", products.len()),
+            }
+        }
+        if let Some((first_link, gradients)) = of_stack {
+            leave(first_link, gradients.tensors()?);
         }
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
         Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(links.zeros_like()?)))

@@ -1,6 +1,6 @@
 //! The same on a GPU, of candle's operations: the tokens of all experts are gathered once, and their outputs added up once.
 
-use super::{Expert, NOWHERE, Routing};
+use super::{Expert, ExpertStack, GatedExpert, NOWHERE, Routing, StackedExpert};
 use crate::activation::Activation;
 use crate::cast::cast;
 use crate::dropout::Drops;
@@ -34,7 +34,11 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     for (index, slots) in &slots {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         let drops = routing.drops.as_ref().map(|drops| drops.of_rows(&tokens));
-        outputs.push(output(&rows.narrow(0, first, slots.len())?, &expert(*index as usize)?, drops.as_ref())?);
+        let rows = rows.narrow(0, first, slots.len())?;
+        outputs.push(match expert(*index as usize)? {
+            Expert::Gated(expert) => output(&rows, &expert, drops.as_ref())?,
+            Expert::Stacked(expert) => stacked(&rows, &expert)?,
+        });
         first += slots.len();
     }
     let weighted = cast(&Tensor::cat(&outputs, 0)?, DType::F32)?.broadcast_mul(&factors.reshape((count, 1))?)?;
@@ -42,8 +46,8 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
 }
 
 /// One expert's output: x `[n, C]` to `[n, C]`, of which `drops` drops what goes into adapters.
-fn output(x: &Tensor, expert: &Expert, drops: Option<&Drops>) -> Result<Tensor> {
-    let Expert { gate, up, down, adapters } = expert;
+fn output(x: &Tensor, expert: &GatedExpert, drops: Option<&Drops>) -> Result<Tensor> {
+    let GatedExpert { gate, up, down, adapters } = expert;
     if adapters.iter().all(Option::is_none) {
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
@@ -53,4 +57,22 @@ fn output(x: &Tensor, expert: &Expert, drops: Option<&Drops>) -> Result<Tensor> 
     };
     let [of_gate, of_up, of_down] = adapters;
     through(&swiglu(&through(x, gate, of_gate)?, &through(x, up, of_up)?)?, down, of_down)
+}
+
+/// The output of one expert of a stack: x `[n, C]` to `[n, C]`.
+fn stacked(x: &Tensor, StackedExpert { stack, index }: &StackedExpert) -> Result<Tensor> {
+    let ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias } = &**stack;
+    let product = x.matmul(&gate_up.get(*index)?)?.broadcast_add(&gate_up_bias.get(*index)?)?;
+    let (rows, wide) = product.dims2()?;
+    let pairs = product.reshape((rows, wide / 2, 2))?;
+    let (alpha, limit) = (f64::from(activation.alpha), f64::from(activation.limit));
+    let gate = pairs.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?.minimum(limit)?;
+    let up = pairs.narrow(2, 1, 1)?.squeeze(2)?.contiguous()?.clamp(-limit, limit)?;
+    // x times the sigmoid of alpha x.
+    let opened = ((gate * alpha)?.silu()? * (1.0 / alpha))?;
+    let out = ((up + 1.0)? * opened)?.matmul(&down.get(*index)?)?;
+    match adds_down_bias {
+        true => out.broadcast_add(&down_bias.get(*index)?),
+        false => Ok(out),
+    }
 }

@@ -2,33 +2,16 @@
 //!
 //! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert.
 
-use super::Expert;
+use super::GatedExpert;
 use crate::dropout::Drops;
 use crate::kept::Kept;
 use crate::lora::Adapter;
 use crate::slices::values;
-use candle_core::{Device, Result, Tensor, bail};
-
-/// Products of one expert's tokens with its gate and up, `[n, I]` each, as they wait for the backward.
-#[derive(Debug, Clone)]
-pub(super) struct Wide {
-    pub(super) gate: Kept,
-    pub(super) up: Kept,
-}
-
-impl Wide {
-    /// Itself, if it has this shape.
-    pub(super) fn of(self, shape: [usize; 2]) -> Result<Self> {
-        if self.gate.dims() != shape {
-            bail!("a mixture kept products {:?} of an expert, and now they are {shape:?}", self.gate.dims());
-        }
-        Ok(self)
-    }
-}
+use candle_core::{Device, Result, Tensor};
 
 /// One expert with its tokens, without a graph.
-pub(super) struct Part {
-    expert: Expert,
+pub(super) struct GatedPart {
+    expert: GatedExpert,
     /// Which of gate, up and down need gradients; adapters do, where there are any.
     trained: [bool; 3],
     /// What is dropped of the tokens.
@@ -38,9 +21,9 @@ pub(super) struct Part {
     slots: Vec<u32>,
 }
 
-impl Part {
+impl GatedPart {
     /// The tokens of these `slots`, of which each token has `top`.
-    pub(super) fn new(expert: &Expert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
+    pub(super) fn new(expert: &GatedExpert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         Self {
             trained: [&expert.gate, &expert.up, &expert.down].map(Tensor::track_op),
@@ -81,11 +64,11 @@ impl Part {
         self.expert.adapters.each_ref().map(Option::as_ref)
     }
 
-    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`; returns the gradients of what [`Expert::parameters`] are,
+    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`; returns the gradients of what [`GatedExpert::parameters`] are,
     /// in their order, where they are trained.
     pub(super) fn backward(
         &self,
-        wide: &Wide,
+        [gate, up]: [&Kept; 2],
         x: &Tensor,
         factors: &[f32],
         d_out: &Tensor,
@@ -101,7 +84,7 @@ impl Part {
         if let Some([d_hidden, _]) = &down_back {
             unscaled = (unscaled + d_hidden)?;
         }
-        let (gate, up) = (wide.gate.tensor()?, wide.up.tensor()?);
+        let (gate, up) = (gate.tensor()?, up.tensor()?);
         let [hidden, d_gate, d_up] = self.gated(&gate, &up, &unscaled, factors, d_factors)?;
         let mut rows = (d_gate.matmul(&self.expert.gate)? + d_up.matmul(&self.expert.up)?)?;
         let (gate_back, up_back) = (back(of_gate, &d_gate)?, back(of_up, &d_up)?);
@@ -161,12 +144,12 @@ impl Part {
     }
 }
 
-fn gathered(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
+pub(super) fn gathered(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     x.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)
 }
 
 /// Adds the rows `[n, C]`, each times its factor, to those of their tokens.
-fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &mut [f32]) -> Result<()> {
+pub(super) fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &mut [f32]) -> Result<()> {
     let width = rows.dim(1)?;
     values(&rows.contiguous()?, |rows| {
         for (n, (row, &token)) in rows.chunks_exact(width.max(1)).zip(tokens).enumerate() {

@@ -1,9 +1,10 @@
 //! Attention as a layer: which tokens a token sees, and how products become weights.
 
 use super::ForwardPass;
+use crate::attend::AttentionInputs;
 use crate::lora::stream;
-use crate::model::Scope;
-use crate::shard::HeadCounts;
+use crate::model::{Init, Scope};
+use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
@@ -18,19 +19,49 @@ pub struct Attention {
     dropout: f64,
     /// Number of the layer, by which it drops apart from others.
     stream: u64,
+    sinks: Option<String>,
+    /// Widths D and Dv, where they are not those of the model's configuration.
+    head_dims: Option<[usize; 2]>,
 }
 
 impl Attention {
     /// Attention of the layer `index`, whose parameters stand at `scope`.
     #[must_use]
     pub fn new(scope: &Scope, index: usize, heads: HeadCounts, mask: Mask, score: Score) -> Self {
-        Self { index, heads, mask, score, dropout: 0.0, stream: stream(scope.name()) }
+        let stream = stream(scope.name());
+        Self { index, heads, mask, score, dropout: 0.0, stream, sinks: None, head_dims: None }
     }
 
     /// The same, with a share of its weights dropped in training.
     #[must_use]
     pub fn with_dropout(self, dropout: f64) -> Self {
         Self { dropout, ..self }
+    }
+
+    /// The same with a sink for each query head, the parameter `sinks` `[H]` at `scope`: a score that every query sees, of a
+    /// value that is 0 (Xiao et al., 2023, arXiv:2309.17453).
+    #[must_use]
+    pub fn with_sinks(self, scope: &Scope) -> Self {
+        let shard = ShardSpec::Rows(Split::QueryHeads(self.heads, 1));
+        Self { sinks: Some(scope.parameter("sinks", &[self.heads.queries], shard, Init::Normal)), ..self }
+    }
+
+    /// The same with heads of these widths: D of queries and keys, Dv of values.
+    #[must_use]
+    pub fn with_head_dims(self, query_key: usize, value: usize) -> Self {
+        Self { head_dims: Some([query_key, value]), ..self }
+    }
+
+    /// The widths D of queries and keys and Dv of values, where they are not those of the model's configuration.
+    #[must_use]
+    pub fn head_dims(&self) -> Option<[usize; 2]> {
+        self.head_dims
+    }
+
+    /// Whether its heads have sinks.
+    #[must_use]
+    pub fn has_sinks(&self) -> bool {
+        self.sinks.is_some()
     }
 
     /// Its heads.
@@ -51,7 +82,9 @@ impl Attention {
     /// Shapes that do not fit, and failures of other ranks.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let attend = pass.attend();
-        attend.attention(self.index, q, k, v, &self.mask, &self.score(pass)?)?.flatten_from(1)
+        let sinks = self.sinks.as_ref().map(|sinks| pass.tensor(sinks)).transpose()?;
+        let inputs = AttentionInputs { q, k, v, sinks };
+        attend.attention(self.index, &inputs, &self.mask, &self.score(pass)?)?.flatten_from(1)
     }
 
     /// From products to weights. Some weights may be dropped in training: by the heads and tokens of the whole step, so that

@@ -4,38 +4,33 @@
 
 use super::ForwardPass;
 use super::projection::Projection;
-use crate::cast::cast;
+use super::router::{Router, RouterLayer};
+use super::stacked_experts::StackedExperts;
+use crate::activation::ClampedSwiglu;
 use crate::dropout::Drops;
-use crate::experts::{Expert, Load, Routing, pressed};
-use crate::linear::linear;
-use crate::lora::Adapter;
+use crate::experts::{Expert, GatedExpert, Routing};
 use crate::model::Scope;
 use crate::residual::residual;
 use crate::shard::{ExpertIndex, ShardSpec, Split};
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use std::ops::Range;
 
-/// How a token's experts are chosen.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Router {
-    /// Experts E.
-    pub experts: usize,
-    /// Experts K that a token goes to.
-    pub top: usize,
-    /// Whether a token's K weights are made to sum to 1.
-    pub normalised: bool,
-}
-
-/// Experts, each a gated feed-forward layer without biases, and the router that sends tokens to them. Ranks share experts, the
-/// width of each, or both.
+/// Experts, each a gated feed-forward layer, and the router that sends tokens to them. Ranks share experts, the width of each,
+/// or both.
 #[derive(Debug, Clone)]
 pub struct MixtureOfExperts {
     index: usize,
-    router: Router,
     width: usize,
-    gate: Projection,
+    router: RouterLayer,
+    experts: Experts,
+}
+
+#[derive(Debug, Clone)]
+enum Experts {
     /// Gate, up and down of each.
-    experts: Vec<[Projection; 3]>,
+    Apart(Vec<[Projection; 3]>),
+    /// All in one tensor for each parameter.
+    Stacked(StackedExperts),
 }
 
 impl MixtureOfExperts {
@@ -62,15 +57,30 @@ impl MixtureOfExperts {
             let (gate, up) = (wide(gate), wide(up));
             [gate, up, Projection::new(&scope.at(down), [hidden, width], false, ShardSpec::Columns(split))]
         };
-        let experts = (0..router.experts).map(expert).collect();
-        let gate = Projection::router(&scope.at("gate"), [router.experts, hidden]);
-        Self { index, router, width, gate, experts }
+        let experts = Experts::Apart((0..router.experts).map(expert).collect());
+        Self { index, width, router: RouterLayer::new(&scope.at("gate"), hidden, router), experts }
+    }
+
+    /// Adds the experts of layer `index` in tensors of all, `experts.gate_up_proj` and so on of this width, and the router
+    /// `router` below `scope`.
+    #[must_use]
+    pub fn stacked(
+        scope: &Scope,
+        index: usize,
+        hidden: usize,
+        width: usize,
+        router: Router,
+        activation: ClampedSwiglu,
+    ) -> Self {
+        let experts = StackedExperts::new(&scope.at("experts"), [router.experts, hidden, width], activation);
+        let router = RouterLayer::new(&scope.at("router"), hidden, router);
+        Self { index, width, router, experts: Experts::Stacked(experts) }
     }
 
     /// How experts are chosen.
     #[must_use]
     pub fn router(&self) -> Router {
-        self.router
+        self.router.router
     }
 
     /// Width I of an expert.
@@ -88,34 +98,24 @@ impl MixtureOfExperts {
     }
 
     fn output(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
-        if x.dim(0)? == 0 {
-            return self.without_tokens(x, pass);
+        let (attend, experts) = (pass.attend(), pass.attend().experts());
+        // A rank has its rows of the tokens that it shares, or none: it may compute experts of others all the same.
+        let rows = if x.dim(0)? == 0 { 0..0 } else { attend.tensor_parallel().part(pass.tokens()) };
+        let drops = self.drops(rows, pass);
+        let choices = match x.dim(0)? {
+            0 => self.router.nothing(x)?,
+            _ => self.router.forward(x, drops.as_ref(), experts.pressures(self.index), pass)?,
+        };
+        experts.routed(self.index, choices.load)?;
+        let drops = drops.filter(|_| self.has_adapters(pass));
+        let routing = Routing { chosen: choices.chosen, weights: choices.weights, drops };
+        match &self.experts {
+            Experts::Apart(all) => experts.mix(self.index, x, &routing, &|index| apart(&all[index], pass)),
+            Experts::Stacked(all) => {
+                let stack = all.here(pass)?;
+                experts.mix(self.index, x, &routing, &|index| stack.expert(index))
+            }
         }
-        let attend = pass.attend();
-        // A rank has its rows of the tokens that it shares.
-        let drops = self.drops(attend.tensor_parallel().part(pass.tokens()), pass);
-        let experts = attend.experts();
-        let mut probabilities = softmax(&self.logits(x, drops.as_ref(), pass)?)?;
-        for pressure in experts.pressures(self.index) {
-            probabilities = pressed(&probabilities, pressure)?;
-        }
-        let rows = probabilities.to_vec2::<f32>()?;
-        let chosen: Vec<u32> = rows.iter().flat_map(|row| largest(row, self.router.top)).collect();
-        experts.routed(self.index, load(&rows, &chosen, self.router.experts))?;
-        let places = Tensor::from_slice(&chosen, (rows.len(), self.router.top), probabilities.device())?;
-        let mut weights = probabilities.gather(&places, 1)?;
-        if self.router.normalised {
-            weights = weights.broadcast_div(&weights.sum_keepdim(D::Minus1)?)?;
-        }
-        self.mix(x, Routing { chosen, weights, drops }, pass)
-    }
-
-    /// What a rank without tokens does: it may compute experts of others. x `[0, C]` to `[0, C]`.
-    fn without_tokens(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
-        pass.attend().experts().routed(self.index, load(&[], &[], self.router.experts))?;
-        // Made from x, as a router's are: the way back visits both on every rank, in one order.
-        let weights = cast(&x.reshape((0, self.router.top))?, DType::F32)?;
-        self.mix(x, Routing { chosen: Vec::new(), weights, drops: self.drops(0..0, pass) }, pass)
     }
 
     /// The numbers that are dropped of these tokens on their way into adapters, if any are.
@@ -124,63 +124,22 @@ impl MixtureOfExperts {
         Some(drops.of(drops.tokens()[tokens].to_vec()))
     }
 
-    /// The router's logits `[T, E]`, f32 whatever the model computes in: near a tie, what is rounded goes to another expert.
-    fn logits(&self, x: &Tensor, drops: Option<&Drops>, pass: &ForwardPass) -> Result<Tensor> {
-        let exact = |tensor: &Tensor| cast(tensor, DType::F32);
-        let x = &exact(x)?;
-        let product = |name: &str, x: &Tensor, weight: Tensor| match pass.store() {
-            Some(store) => store.router(name, x, &weight.into()),
-            None => linear(x, &weight, None),
-        };
-        let logits = product(self.gate.name(), x, exact(self.gate.weight(pass)?.tensor()?)?)?;
-        match self.gate.adapter(pass)? {
-            // Whatever is seen of either is never rounded.
-            Some(adapter) => {
-                let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
-                let name = format!("{}.lora_B", self.gate.name());
-                logits + product(&name, &adapter.narrow(x, drops)?, adapter.b.clone())?
-            }
-            None => Ok(logits),
+    /// Whether any expert has an adapter beside it.
+    fn has_adapters(&self, pass: &ForwardPass) -> bool {
+        match &self.experts {
+            Experts::Apart(all) => all.iter().flatten().any(|linear| pass.adapters().beside(linear.name()).is_some()),
+            Experts::Stacked(_) => false,
         }
     }
-
-    fn mix(&self, x: &Tensor, mut routing: Routing, pass: &ForwardPass) -> Result<Tensor> {
-        let is_adapted = |linear: &Projection| pass.adapters().beside(linear.name()).is_some();
-        routing.drops = routing.drops.filter(|_| self.experts.iter().flatten().any(is_adapted));
-        let expert = |index: usize| -> Result<Expert> {
-            let [gate, up, down] = &self.experts[index];
-            let weight = |linear: &Projection| linear.weight(pass)?.tensor().cloned();
-            Ok(Expert {
-                adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
-                gate: weight(gate)?,
-                up: weight(up)?,
-                down: weight(down)?,
-            })
-        };
-        pass.attend().experts().mix(self.index, x, &routing, &expert)
-    }
 }
 
-/// Over the last dimension of `[T, E]`.
-fn softmax(logits: &Tensor) -> Result<Tensor> {
-    // Subtracting a constant of the row changes nothing, so the maximum needs no gradient.
-    let exponentials = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
-    exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
-}
-
-/// Places of the `count` largest of a row, largest first; of equal ones the first, so that every mesh chooses the same.
-fn largest(row: &[f32], count: usize) -> Vec<u32> {
-    let mut places: Vec<u32> = (0..row.len() as u32).collect();
-    places.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
-    places.truncate(count);
-    places
-}
-
-fn load(rows: &[Vec<f32>], chosen: &[u32], experts: usize) -> Load {
-    let mut load = Load { chosen: vec![0.0; experts], probability: vec![0.0; experts], tokens: rows.len() as f64 };
-    chosen.iter().for_each(|&expert| load.chosen[expert as usize] += 1.0);
-    for row in rows {
-        load.probability.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
-    }
-    load
+/// The parameters of an expert that has matrices of its own.
+fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
+    let weight = |linear: &Projection| linear.weight(pass)?.tensor().cloned();
+    Ok(Expert::Gated(GatedExpert {
+        adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
+        gate: weight(gate)?,
+        up: weight(up)?,
+        down: weight(down)?,
+    }))
 }

@@ -9,6 +9,7 @@ use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
 use crate::weight::Weight;
 use candle_core::{Result, Tensor};
+use std::borrow::Cow;
 
 /// `x weight^T + bias`, and the adapter's part of it, for the rows and the shard at hand.
 #[derive(Debug, Clone)]
@@ -20,31 +21,37 @@ pub(super) struct Projection {
     /// Width of the whole input, and how it is dealt to ranks.
     inputs: usize,
     columns: Option<Split>,
+    /// Whether each rank holds it whole, and so computes its own rows.
+    replicated: bool,
 }
 
 impl Projection {
     /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`.
     pub(super) fn new(scope: &Scope, sizes: [usize; 2], bias: bool, shard: ShardSpec) -> Self {
         scope.linear_layer(sizes, shard, false);
-        Self::of_kind(scope, sizes, bias, shard)
+        Self::of_kind(scope, sizes, bias.then_some(Init::Constant(0.0)), shard)
     }
 
-    /// The same for the layer that chooses the experts of tokens, which each rank holds whole.
-    pub(super) fn router(scope: &Scope, sizes: [usize; 2]) -> Self {
-        scope.linear_layer(sizes, ShardSpec::Replicated, true);
-        Self::of_kind(scope, sizes, false, ShardSpec::Replicated)
+    /// The same for the layer that chooses the experts of tokens, which each rank holds whole. An adapter can stand beside it
+    /// only if it is `adaptable`.
+    pub(super) fn router(scope: &Scope, sizes: [usize; 2], bias: bool, adaptable: bool) -> Self {
+        if adaptable {
+            scope.linear_layer(sizes, ShardSpec::Replicated, true);
+        }
+        Self::of_kind(scope, sizes, bias.then_some(Init::Normal), ShardSpec::Replicated)
     }
 
-    fn of_kind(scope: &Scope, [outputs, inputs]: [usize; 2], bias: bool, shard: ShardSpec) -> Self {
+    fn of_kind(scope: &Scope, [outputs, inputs]: [usize; 2], bias: Option<Init>, shard: ShardSpec) -> Self {
         let weight = scope.parameter("weight", &[outputs, inputs], shard, Init::Normal);
         let columns = match shard {
             ShardSpec::Columns(split) => Some(split),
             _ => None,
         };
+        let replicated = shard == ShardSpec::Replicated;
         // Sums of columns get their bias once, whole.
         let of_bias = if columns.is_some() { ShardSpec::Replicated } else { shard };
-        let bias = bias.then(|| scope.parameter("bias", &[outputs], of_bias, Init::Constant(0.0)));
-        Self { name: scope.name().into(), weight, bias, adapter: matrices(scope.name()), inputs, columns }
+        let bias = bias.map(|init| scope.parameter("bias", &[outputs], of_bias, init));
+        Self { name: scope.name().into(), weight, bias, adapter: matrices(scope.name()), inputs, columns, replicated }
     }
 
     /// Its name, without `.weight`.
@@ -78,7 +85,7 @@ impl Projection {
         }
         let adapter = self.adapter(pass)?;
         if let (Some(adapter), Some(frozen)) = (&adapter, Frozen::new(weight, bias)) {
-            let narrow = adapter.narrow(x, pass.attend().drops())?;
+            let narrow = adapter.narrow(x, self.drops(pass).as_deref())?;
             return match pass.store() {
                 Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], seen),
                 None => frozen.with_adapter(x, &narrow, &adapter.b),
@@ -89,9 +96,18 @@ impl Projection {
             None => weight.linear(x, bias)?,
         };
         match adapter {
-            Some(adapter) => residual(&out, &adapter.part(x, pass.attend().drops())?),
+            Some(adapter) => residual(&out, &adapter.part(x, self.drops(pass).as_deref())?),
             None => Ok(out),
         }
+    }
+
+    /// What is dropped of the rows at hand.
+    fn drops<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, Drops>> {
+        let (drops, tp) = (pass.attend().drops()?, pass.attend().tensor_parallel());
+        Some(match self.replicated && !tp.is_whole() {
+            true => Cow::Owned(drops.of(drops.tokens()[tp.part(pass.tokens())].to_vec())),
+            false => Cow::Borrowed(drops),
+        })
     }
 
     /// The adapter beside it, if it has one.

@@ -56,8 +56,17 @@ impl Scope<'_> {
     /// Adds a parameter `name` below this place, and returns its whole name.
     pub fn parameter(&self, name: &str, shape: &[usize], shard: ShardSpec, init: Init) -> String {
         let name = format!("{}.{name}", self.prefix);
-        let parameter = Parameter { name: name.clone(), shape: shape.to_vec(), shard, init };
+        let parameter = Parameter { name: name.clone(), shape: shape.to_vec(), shard, init, is_buffer: false };
         self.with_unit(|unit| unit.parameters.push(parameter));
+        name
+    }
+
+    /// Adds a parameter that no gradient trains, which each rank holds whole.
+    pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> String {
+        let name = format!("{}.{name}", self.prefix);
+        let (name_of, shape, shard) = (name.clone(), shape.to_vec(), ShardSpec::Replicated);
+        let buffer = Parameter { name: name_of, shape, shard, init, is_buffer: true };
+        self.with_unit(|unit| unit.parameters.push(buffer));
         name
     }
 

@@ -13,6 +13,8 @@ pub struct Parameter {
     pub shard: ShardSpec,
     /// What it is in a new model.
     pub init: Init,
+    /// Whether it is stored with the others and trained by no gradient.
+    pub is_buffer: bool,
 }
 
 /// What a parameter is in a new model.

@@ -7,7 +7,7 @@ use ringspan::comm::Communicator;
 use ringspan::{Documents, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::kept::Storage;
 use ringspan_candle::transfers::{Parameter, Reserved};
-use ringspan_candle::{Attend, Context, Precision, RankDevice, Transfers, loss};
+use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, Transfers, loss};
 use std::sync::Arc;
 
 /// On every mesh, of heads that tensor cores take (24) and of others (12), and with what was kept.
@@ -40,7 +40,7 @@ fn blocks_of_bf16_take_half_the_bytes_of_f32() {
             let (rows, before) = (layout.tokens(comm.rank()), comm.bytes_sent());
             let context = Context::new(group(comm.clone(), (3, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
             let [q, k, v] = [4, 2, 2].map(|heads| device.parameter(&random(&[rows, heads, 16], 3)));
-            context.attention(0, &q?, &k?, &v?, &Mask::causal(), &Score::new(0.3))?;
+            context.attention(0, &AttentionInputs::new(&q?, &k?, &v?), &Mask::causal(), &Score::new(0.3))?;
             Ok(comm.bytes_sent() - before)
         })
     };
@@ -112,7 +112,10 @@ fn a_kernel_of_the_cpu_refuses_tensors_in_bf16() -> Result<()> {
     let kernel = RankDevice::CPU.kernel(1).map_err(candle_core::Error::wrap)?;
     let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
     let x = gpu.parameter(&random(&[5, 2, 8], 1))?;
-    let refused = context.attention(0, &x, &x, &x, &Mask::causal(), &Score::new(0.3)).expect_err("a CPU").to_string();
+    let refused = context
+        .attention(0, &AttentionInputs::new(&x, &x, &x), &Mask::causal(), &Score::new(0.3))
+        .expect_err("a CPU")
+        .to_string();
     assert!(refused.contains("F32") && refused.contains("BF16"), "{refused}");
     Ok(())
 }

@@ -24,7 +24,9 @@ use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::residual;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
-use ringspan_candle::{Adapter, Drops, Expert, Experts, Precision, RankDevice, Routing, cotangent, geglu as gemma};
+use ringspan_candle::{
+    Adapter, Drops, Expert, Experts, GatedExpert, Precision, RankDevice, Routing, cotangent, geglu as gemma,
+};
 use std::sync::Arc;
 
 /// The first GPU; none where there is none, and a test has nothing to do.
@@ -215,7 +217,7 @@ fn mixture(adapted: bool) {
             };
             // One stands beside nothing.
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));
-            Ok(Expert { adapters, ..Expert::plain(gate, up, down) })
+            Ok(Expert::Gated(GatedExpert { adapters, ..GatedExpert::plain(gate, up, down) }))
         };
         let mut memory = Memory::new(Storage::F32);
         let first = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;

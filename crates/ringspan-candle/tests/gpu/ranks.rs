@@ -10,7 +10,7 @@ use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy
 use ringspan_candle::attention::Memory;
 use ringspan_candle::decode::decode;
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Attend, Context, RankDevice, collective};
+use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, collective};
 use std::sync::Arc;
 
 /// Of each rank, values and gradients.
@@ -116,9 +116,12 @@ impl Mesh {
                 };
                 let (q, k, v) = (part(0, 4)?, part(4, 2)?, part(6, 2)?);
                 let (mask, score) = (Mask::causal(), Score::new(0.3));
-                let Some(storage) = self.again else { return context.attention(0, &q, &k, &v, &mask, &score) };
+                let Some(storage) = self.again else {
+                    return context.attention(0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
+                };
                 let mut memory = Memory::new(storage);
-                let mut call = || context.attention_keeping(&mut memory, 0, &q, &k, &v, &mask, &score);
+                let mut call =
+                    || context.attention_keeping(&mut memory, 0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
                 // The graph of the first time is gone when it is computed again.
                 drop(call()?);
                 call()
@@ -191,7 +194,7 @@ fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<(
             let mut x = random(&[40, 4, 8], 5 + own).to_device(device.tensors())?;
             for _ in 0..4 {
                 let (q, k) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);
-                let out = context.attention(0, &q, &k, &x, &Mask::causal(), &Score::new(0.3))?;
+                let out = context.attention(0, &AttentionInputs::new(&q, &k, &x), &Mask::causal(), &Score::new(0.3))?;
                 q.zero_set()?;
                 k.zero_set()?;
                 x = ((out * 2.0)? + &q)?;
@@ -214,7 +217,9 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
             Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 20), 1).map_err(candle_core::Error::wrap)?;
         let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
         let inputs = [[20, 4, 8], [20, 2, 8], [20, 2, 8]].map(|shape| random(&shape, 3));
-        let attend = |x: &[Tensor]| context.attention(0, &x[0], &x[1], &x[2], &Mask::causal(), &Score::new(0.3));
+        let attend = |x: &[Tensor]| {
+            context.attention(0, &AttentionInputs::new(&x[0], &x[1], &x[2]), &Mask::causal(), &Score::new(0.3))
+        };
         let there: Vec<Tensor> = inputs.iter().map(|x| x.to_device(device.tensors())).collect::<Result<_>>()?;
         attend(&there)?;
         Ok(results(device, &inputs, &|_, x| attend(x)))
@@ -259,7 +264,13 @@ fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
                         };
                         let (q, k, v) = (on(&[1, 4, dim], 9)?, cache(20)?, cache(40)?);
                         let tokens = Tokens { queries: &query, keys: layout.runs(own), frames: (held, held) };
-                        let out = decode(&group, &Mask::causal(), &tokens, [&q, &k, &v], &Score::new(0.3))?;
+                        let out = decode(
+                            &group,
+                            &Mask::causal(),
+                            &tokens,
+                            &AttentionInputs::new(&q, &k, &v),
+                            &Score::new(0.3),
+                        )?;
                         assert!(out.device().same_device(device.tensors()));
                         assert_eq!(out.dtype(), q.dtype());
                         Ok(numbers(&out))

@@ -1,10 +1,12 @@
 //! Gated layers and mixtures of experts equal their definition in f64, forward and backward.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
+use ringspan_candle::activation::ClampedSwiglu;
+use ringspan_candle::experts::{ExpertStack, StackedExpert};
 use ringspan_candle::experts::{Local, Memory, Pressure, mixed, mixed_keeping, pressed};
 use ringspan_candle::geglu::geglu;
 use ringspan_candle::kept::Storage;
-use ringspan_candle::{Adapter, Drops, Expert, Experts, Routing};
+use ringspan_candle::{Adapter, Drops, Expert, Experts, GatedExpert, Routing};
 
 fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
@@ -50,9 +52,9 @@ fn geglu_equals_its_definition() {
 }
 
 /// Expert `index` of parameters that stand one after the other: gate, up, down of each.
-fn of(parameters: &[Tensor], index: usize) -> Result<Expert> {
+fn of(parameters: &[Tensor], index: usize) -> Result<GatedExpert> {
     let [gate, up, down] = [0, 1, 2].map(|which| parameters[3 * index + which].clone());
-    Ok(Expert::plain(gate, up, down))
+    Ok(GatedExpert::plain(gate, up, down))
 }
 
 /// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
@@ -75,7 +77,7 @@ fn a_mixture_of_experts_equals_its_definition() {
             let row = x[0].narrow(0, token, 1)?;
             let mut sum = row.zeros_like()?;
             for slot in 0..2 {
-                let Expert { gate, up, down, .. } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
+                let GatedExpert { gate, up, down, .. } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
                 let gate = row.matmul(&gate.t()?)?;
                 let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * row.matmul(&up.t()?)?)?;
                 let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
@@ -87,13 +89,13 @@ fn a_mixture_of_experts_equals_its_definition() {
     };
     let fused = |x: &[Tensor]| {
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
-        Local.mix(0, &x[0], &routing, &|index| of(&x[2..], index))
+        Local.mix(0, &x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()))
     };
     compare(&inputs(), fused, plain);
 }
 
 /// The same with adapters of inner width 3 beside all but expert 3's up, which drop two fifths of their inputs.
-fn adapted(x: &[Tensor], index: usize) -> Result<Expert> {
+fn adapted(x: &[Tensor], index: usize) -> Result<GatedExpert> {
     let mut expert = of(&x[2..], index)?;
     let adapter = |which: usize| {
         let at = 14 + 6 * index + 2 * which;
@@ -131,7 +133,7 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
             let row = x[0].narrow(0, token, 1)?;
             let mut sum = row.zeros_like()?;
             for slot in 0..2 {
-                let Expert { gate, up, down, adapters: [of_gate, of_up, of_down] } =
+                let GatedExpert { gate, up, down, adapters: [of_gate, of_up, of_down] } =
                     adapted(x, CHOSEN[2 * token + slot] as usize)?;
                 let gate = through(&row, token, &gate, &of_gate)?;
                 let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * through(&row, token, &up, &of_up)?)?;
@@ -144,15 +146,15 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
     };
     let fused = |x: &[Tensor]| {
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
-        Local.mix(0, &x[0], &routing, &|index| adapted(x, index))
+        Local.mix(0, &x[0], &routing, &|index| Ok(adapted(x, index)?.into()))
     };
     compare(&adapted_inputs(), fused, plain);
     // Computed twice, as a layer is whose products are kept.
     let kept = |x: &[Tensor]| {
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
         let mut memory = Memory::default();
-        let once = mixed_keeping(&x[0], &routing, &|index| adapted(x, index), &mut memory)?.detach();
-        once + mixed_keeping(&x[0], &routing, &|index| adapted(x, index), &mut memory)?
+        let once = mixed_keeping(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?.detach();
+        once + mixed_keeping(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?
     };
     compare(&adapted_inputs(), kept, plain);
 }
@@ -167,7 +169,7 @@ fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
             |(at, var): (usize, &Var)| if trained(at) { var.as_tensor().clone() } else { var.as_detached_tensor() };
         let x: Vec<Tensor> = vars.iter().enumerate().map(of).collect();
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
-        let y = mixed(&x[0], &routing, &|index| adapted(&x, index))?;
+        let y = mixed(&x[0], &routing, &|index| Ok(adapted(&x, index)?.into()))?;
         let store = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
         vars.iter().map(|var| store.get(var).map(|d| d.flatten_all()?.to_vec1()).transpose()).collect()
     };
@@ -181,7 +183,8 @@ fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
 fn what_is_dropped_of_other_tokens_is_refused() {
     let x = inputs();
     let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(Drops::new(1, vec![0; 4])) };
-    let message = mixed(&x[0], &routing, &|index| of(&x[2..], index)).expect_err("four of five").to_string();
+    let message =
+        mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("four of five").to_string();
     assert!(message.contains("4 tokens") && message.contains("fit 5"), "{message}");
 }
 
@@ -190,14 +193,61 @@ fn what_is_dropped_of_other_tokens_is_refused() {
 fn a_mixture_takes_strided_inputs() {
     let fused = |x: &[Tensor]| {
         let (strided, weights) = (x[0].t()?.contiguous()?.t()?, (x[1].t()?.contiguous()?.t()? * 1.0)?);
-        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, drops: None }, &|index| of(&x[2..], index))
+        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, drops: None }, &|index| {
+            Ok(of(&x[2..], index)?.into())
+        })
     };
     let plain = |x: &[Tensor]| {
         let single = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), drops: None };
-        mixed(&single[0], &routing, &|index| of(&single[2..], index))?.to_dtype(DType::F64)
+        mixed(&single[0], &routing, &|index| Ok(of(&single[2..], index)?.into()))?.to_dtype(DType::F64)
     };
     compare(&inputs(), fused, plain);
+}
+
+/// Experts in one tensor, whose gate and up alternate and are clamped: gradients are those of the whole tensors.
+#[test]
+fn a_mixture_of_stacked_experts_equals_its_definition() {
+    let (experts, width, wide) = (4, 6, 5);
+    let activation = ClampedSwiglu { alpha: 1.4, limit: 0.9 };
+    let shapes: [&[usize]; 4] =
+        [&[experts, width, 2 * wide], &[experts, 2 * wide], &[experts, wide, width], &[experts, width]];
+    let mut all = inputs()[..2].to_vec();
+    all.extend(shapes.iter().enumerate().map(|(which, shape)| random(shape, 70 + which)));
+    let plain = |x: &[Tensor]| {
+        let mut rows = Vec::new();
+        for token in 0..5 {
+            let row = x[0].narrow(0, token, 1)?;
+            let mut sum = row.zeros_like()?;
+            for slot in 0..2 {
+                let index = CHOSEN[2 * token + slot] as usize;
+                let both = row.matmul(&x[2].get(index)?)?.broadcast_add(&x[3].get(index)?)?.reshape((wide, 2))?;
+                let gate = both.narrow(1, 0, 1)?.reshape((1, wide))?.minimum(0.9)?;
+                let up = both.narrow(1, 1, 1)?.reshape((1, wide))?.clamp(-0.9, 0.9)?;
+                let opened = (&gate / (((&gate * -1.4)?.exp()? + 1.0)?))?;
+                let y = ((up + 1.0)? * opened)?.matmul(&x[4].get(index)?)?.broadcast_add(&x[5].get(index)?)?;
+                sum = (sum + y.broadcast_mul(&x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?)?)?;
+            }
+            rows.push(sum);
+        }
+        Tensor::cat(&rows, 0)
+    };
+    let mix = |x: &[Tensor], memory: &mut Memory| {
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
+        let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
+        let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
+        let stack = std::sync::Arc::new(stack);
+        let expert = |index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index }));
+        mixed_keeping(&x[0], &routing, &expert, memory)
+    };
+    compare(&all, |x| mix(x, &mut Memory::default()), plain);
+    // Computed twice, as a layer is whose products are kept.
+    let twice = |x: &[Tensor]| {
+        let mut memory = Memory::default();
+        let once = mix(x, &mut memory)?.detach();
+        once + mix(x, &mut memory)?
+    };
+    compare(&all, twice, plain);
 }
 
 #[test]
@@ -206,7 +256,7 @@ fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
     let asked = std::cell::RefCell::new(Vec::new());
     mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None }, &|index| {
         asked.borrow_mut().push(index);
-        of(&x[2..], index)
+        Ok(of(&x[2..], index)?.into())
     })?;
     assert_eq!(*asked.borrow(), [0, 1, 3]);
     let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, drops: None };
@@ -220,7 +270,7 @@ fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
     let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
     let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
-    let y = mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)?;
+    let y = mixed_keeping(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)?;
     let gradients = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
     let of = |var: &Var| match gradients.get(var) {
         Some(gradient) => gradient.flatten_all()?.to_vec1(),
@@ -257,7 +307,7 @@ fn products_of_other_choices_are_refused() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let mix = |chosen: [u32; 10], memory: &mut Memory| {
         let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), drops: None };
-        mixed_keeping(&x[0], &routing, &|index| of(&x[2..], index), memory)
+        mixed_keeping(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)
     };
     let refused = |chosen: [u32; 10], words: [&str; 2]| -> Result<()> {
         let mut memory = Memory::default();
@@ -274,7 +324,7 @@ fn products_of_other_choices_are_refused() -> Result<()> {
 fn choices_that_do_not_fit_the_tokens_are_refused() {
     let x = inputs();
     let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), drops: None };
-    let message = mixed(&x[0], &routing, &|index| of(&x[2..], index)).expect_err("nine of ten").to_string();
+    let message = mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("nine of ten").to_string();
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }
 

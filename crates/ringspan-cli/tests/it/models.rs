@@ -220,6 +220,23 @@ fn verify_passes_where_matrices_are_stored_as_one() {
     }
 }
 
+/// Heads whose values are narrower than keys, sinks, and experts in one tensor: whole, adapted and dealt.
+#[test]
+fn verify_passes_for_families_whose_layers_are_of_their_own() {
+    let bench = bench();
+    for name in ["deepseek_v2", "deepseek_v3", "gpt_oss", "gpt_oss_mxfp4"] {
+        let model = format!("{}/../ringspan-models/tests/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
+        for flags in [
+            "--ring 2 --tp 2",
+            "--dp-shard 2 --ring 2 --tp 2 --ep 2",
+            "--ring 2 --tp 2 --lora-rank 4 --lora-dropout 0.2",
+        ] {
+            let (said, _) = succeed(&bench, "verify", &format!("--model {model} {flags} --sequence-length 21"));
+            assert!(said.contains("PASS") && !said.contains("FAIL"), "{name}, {flags}: {said}");
+        }
+    }
+}
+
 #[test]
 fn verify_passes_on_every_mesh() {
     let bench = bench();

@@ -225,3 +225,42 @@ fn sparse_layers_are_those_that_hugging_face_gives_experts() {
     assert_eq!(moe(json!({ "router_aux_loss_coef": 0.5, "output_router_logits": true })).router_aux_loss(), Some(0.5));
     assert_eq!(moe(json!({ "output_router_logits": true })).router_aux_loss(), Some(0.001));
 }
+
+#[test]
+fn what_deepseek_is_not_computed_with_is_refused() {
+    let of = |version: &str, more: Value| {
+        let mut keys = json!({ "num_key_value_heads": 4, "num_experts_per_tok": 2, "n_routed_experts": 6, "n_group": 2,
+            "topk_group": 1 });
+        keys.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+        config(version, keys)
+    };
+    for version in ["deepseek_v2", "deepseek_v3"] {
+        assert!(Decoder::new(of(version, json!({}))).is_ok(), "{version}");
+        refused(of(version, json!({ "num_key_value_heads": 2 })), &["num_key_value_heads is 2", "4"]);
+        refused(of(version, json!({ "moe_layer_freq": 2 })), &["moe_layer_freq is 2", "1"]);
+        refused(of(version, json!({ "mlp_bias": true })), &["mlp_bias", "false"]);
+        refused(of(version, json!({ "kv_lora_rank": 0 })), &["kv_lora_rank is 0"]);
+        refused(of(version, json!({ "num_experts_per_tok": 7 })), &["num_experts_per_tok is 7", "n_routed_experts 6"]);
+        refused(of(version, json!({ "topk_method": "random" })), &["topk_method is 'random'", version]);
+        refused(of(version, json!({ "qk_rope_head_dim": 7 })), &["7", "odd"]);
+    }
+    refused(of("deepseek_v2", json!({ "norm_topk_prob": true })), &["norm_topk_prob true", "false"]);
+    refused(of("deepseek_v2", json!({ "scoring_func": "sigmoid" })), &["scoring_func 'sigmoid'", "softmax"]);
+    refused(of("deepseek_v3", json!({ "n_group": 4 })), &["n_group is 4", "6 experts"]);
+    refused(of("deepseek_v3", json!({ "topk_group": 3 })), &["topk_group 3"]);
+    refused(of("deepseek_v3", json!({ "n_group": 6, "topk_group": 2 })), &["at least 2"]);
+    refused(of("deepseek_v3", json!({ "num_experts_per_tok": 4 })), &["a token's 4 experts"]);
+}
+
+#[test]
+fn what_gpt_oss_is_not_computed_with_is_refused() {
+    let of = |more| config("gpt_oss", more);
+    assert!(Decoder::new(of(json!({}))).is_ok());
+    refused(of(json!({ "quantization_config": { "quant_method": "fp8" } })), &["\"fp8\"", "mxfp4"]);
+    refused(of(json!({ "swiglu_limit": 0.0 })), &["swiglu_limit is 0"]);
+    refused(of(json!({ "num_experts_per_tok": 0 })), &["num_experts_per_tok is 0", "128"]);
+    refused(of(json!({ "sliding_window": null })), &["layer 0", "sliding_window"]);
+    let masks = Decoder::new(of(json!({ "sliding_window": 5 }))).expect("supported");
+    let plain = (0..3).map(|layer| *masks.mask(layer) == Mask::causal());
+    assert_eq!(plain.collect::<Vec<_>>(), [false, true, false]);
+}

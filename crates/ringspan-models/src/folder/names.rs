@@ -1,5 +1,7 @@
 //! From the tensors of a file to the parameters of a model: other prefixes, parts that are no text, experts in one.
 
+use std::collections::BTreeMap;
+
 /// A parameter, and where in a stored tensor it is.
 #[derive(Debug, PartialEq)]
 pub(super) struct Part {
@@ -9,12 +11,16 @@ pub(super) struct Part {
     pub(super) shape: Vec<usize>,
 }
 
-/// The parameters that the tensor `name` of `shape` holds; none if it belongs to no decoder.
-pub(super) fn parts(name: &str, shape: &[usize], tied: bool) -> Vec<Part> {
+/// The parameters that the tensor `name` of `shape` holds, of a model that has those of `known`; none if it belongs to no
+/// decoder.
+pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Vec<Part> {
     let Some(name) = of_text(name) else { return Vec::new() };
     // Some folders hold the tied matrix twice.
     if name.ends_with("rotary_emb.inv_freq") || (tied && name == crate::decoder::HEAD) {
         return Vec::new();
+    }
+    if known.contains_key(&name) {
+        return vec![Part { name, start: 0, shape: shape.to_vec() }];
     }
     // Transformers keeps the experts of a layer in one tensor, and some files do.
     if let (Some(prefix), [experts, both, width]) = (name.strip_suffix("experts.gate_up_proj"), shape) {
@@ -53,9 +59,10 @@ fn of_text(name: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::{Part, parts};
+    use std::collections::BTreeMap;
 
     fn names(name: &str) -> Vec<String> {
-        parts(name, &[4, 2], false).into_iter().map(|part| part.name).collect()
+        parts(name, &[4, 2], false, &BTreeMap::new()).into_iter().map(|part| part.name).collect()
     }
 
     #[test]
@@ -70,11 +77,11 @@ mod tests {
 
     #[test]
     fn experts_in_one_tensor_are_parts_of_it() {
-        let both = parts("model.layers.3.mlp.experts.gate_up_proj", &[2, 6, 5], false);
+        let both = parts("model.layers.3.mlp.experts.gate_up_proj", &[2, 6, 5], false, &BTreeMap::new());
         let part = |name: &str, start: usize| Part { name: name.into(), start, shape: vec![3, 5] };
         assert_eq!(both[0], part("model.layers.3.mlp.experts.0.gate_proj.weight", 0));
         assert_eq!(both[3], part("model.layers.3.mlp.experts.1.up_proj.weight", 45));
-        let down = parts("model.layers.3.mlp.experts.down_proj", &[2, 5, 3], false);
+        let down = parts("model.layers.3.mlp.experts.down_proj", &[2, 5, 3], false, &BTreeMap::new());
         let last = Part { name: "model.layers.3.mlp.experts.1.down_proj.weight".into(), start: 15, shape: vec![5, 3] };
         assert_eq!((down.len(), &down[1]), (2, &last));
     }

@@ -1,5 +1,6 @@
 //! Reading a model's folder: headers at once, tensors or some of their rows when they are asked for.
 
+use super::mxfp4;
 use super::names::parts;
 use super::{CONFIG, INDEX, SINGLE, parse};
 use crate::config::Config;
@@ -33,12 +34,14 @@ pub struct Folder {
 
 /// Where a parameter is.
 #[derive(Debug, Clone)]
-struct Stored {
-    file: PathBuf,
-    dtype: Dtype,
+pub(super) struct Stored {
+    pub(super) file: PathBuf,
+    pub(super) dtype: Dtype,
     /// Byte of the file where it begins.
-    start: u64,
-    shape: Vec<usize>,
+    pub(super) start: u64,
+    pub(super) shape: Vec<usize>,
+    /// The exponents of one in MXFP4, whose codes are at `start`.
+    pub(super) exponents: Option<Box<Self>>,
 }
 
 /// Opens a model's folder: reads its configuration and the headers of its files.
@@ -52,15 +55,15 @@ pub fn open(folder: &Path) -> Result<Folder> {
         Error::Config(problem) => Error::Format { path, problem },
         other => other,
     })?;
-    let mut stored = BTreeMap::new();
+    let (shapes, mut stored) = (decoder.shapes(), BTreeMap::new());
     for file in files(folder)? {
-        for (name, parameter) in tensors(&file, config.tie_word_embeddings)? {
+        for (name, parameter) in tensors(&file, config.tie_word_embeddings, &shapes)? {
             if stored.insert(name.clone(), parameter).is_some() {
                 return Err(Error::Format { path: file, problem: format!("tensor {name} is in another file, too") });
             }
         }
     }
-    let shapes = decoder.shapes();
+    let stored = mxfp4::joined(stored)?;
     check_shapes(&shapes, stored.iter().map(|(name, stored)| (name, stored.shape.as_slice())))?;
     Ok(Folder { config, shapes, stored, matrices: decoder.stored_matrices() })
 }
@@ -106,12 +109,15 @@ impl Folder {
     /// # Errors
     /// A parameter or rows that there are not, and what the file system says.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let Stored { file, dtype, start, shape } = self.of(name)?;
+        let stored @ Stored { file, dtype, start, shape, exponents } = self.of(name)?;
         let mut part = shape.clone();
         let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
             return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
         };
         *first = rows.len();
+        if let Some(exponents) = exponents {
+            return mxfp4::read(stored, exponents, rows);
+        }
         let width: usize = shape[1..].iter().product();
         let at = start + (rows.start * width * size(*dtype)) as u64;
         let io = |source| Error::Io { path: file.clone(), source };
@@ -150,7 +156,7 @@ impl Folder {
     /// # Errors
     /// A parameter that is none, rows that there are not, and what the file system says.
     pub fn read_matrix(&self, name: &str, rows: Range<usize>) -> Result<QuantizedMatrix> {
-        let Stored { file, dtype, start, shape } = self.of(name)?;
+        let Stored { file, dtype, start, shape, .. } = self.of(name)?;
         let (Some(format), &[all, columns]) = (self.format(name), &shape[..]) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: shape.clone() });
         };
@@ -219,17 +225,20 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// The parameters in a file, by its header.
-fn tensors(path: &Path, tied: bool) -> Result<Vec<(String, Stored)>> {
+fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Result<Vec<(String, Stored)>> {
     let format = |problem: String| Error::Format { path: path.to_owned(), problem };
     let TensorFile { metadata, data, .. } = TensorFile::open(path)?;
     let mut all = Vec::new();
     for (name, TensorInfo { dtype, shape, data_offsets }) in metadata.tensors() {
-        for part in parts(&name, shape, tied) {
-            if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) {
+        for part in parts(&name, shape, tied, known) {
+            if !matches!(dtype, Dtype::F32 | Dtype::BF16 | Dtype::F16) && !mxfp4::is_part(&name, *dtype) {
                 return Err(format(format!("tensor {name} is {dtype:?}: possible are F32, BF16, F16")));
             }
             let start = data + (data_offsets.0 + part.start * size(*dtype)) as u64;
-            all.push((part.name, Stored { file: path.to_owned(), dtype: *dtype, start, shape: part.shape }));
+            all.push((
+                part.name,
+                Stored { file: path.to_owned(), dtype: *dtype, start, shape: part.shape, exponents: None },
+            ));
         }
     }
     // A map's order is no order; errors name the first tensor.

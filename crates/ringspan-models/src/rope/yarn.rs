@@ -46,6 +46,18 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
     Ok(())
 }
 
+/// The factor on the scores of models that sharpen them beside what `attention_factor` does, as DeepSeek does.
+///
+/// # Errors
+/// A factor that is missing.
+pub(crate) fn on_scores(config: &Config) -> Result<f64> {
+    let Some(parameters) = config.rope().filter(|parameters| parameters.kind() != "default") else { return Ok(1.0) };
+    match parameters.mscale_all_dim.filter(|strength| *strength != 0.0) {
+        Some(strength) => Ok(sharpening(parameters.need("factor", parameters.factor)?, strength).powi(2)),
+        None => Ok(1.0),
+    }
+}
+
 /// Longer contexts make attention flatter; this factor on queries and on keys makes up for it.
 fn sharpening(factor: f64, strength: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * strength * factor.ln() + 1.0 }

@@ -5,7 +5,17 @@ use ringspan::LayoutKind;
 
 #[test]
 fn experts_spread_over_ranks_equal_hugging_face() {
-    for name in ["qwen3_moe", "qwen3_moe_balanced", "mixtral"] {
+    let models = [
+        "qwen3_moe",
+        "qwen3_moe_balanced",
+        "mixtral",
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "deepseek_v3",
+        "gpt_oss",
+        "gpt_oss_balanced",
+    ];
+    for name in models {
         let (decoder, weights, batch, wanted) = load(name);
         for (ring, ulysses, ep, moe_tp) in
             [(2, 1, 2, 1), (3, 1, 3, 1), (2, 1, 1, 2), (4, 1, 2, 1), (2, 2, 2, 2), (4, 1, 4, 1), (3, 1, 1, 3)]
@@ -20,20 +30,22 @@ fn experts_spread_over_ranks_equal_hugging_face() {
 /// Ranks without tokens compute experts all the same, there and back, and meet the others in the same order.
 #[test]
 fn ranks_without_tokens_compute_the_experts_of_others() {
-    let (decoder, weights, whole, _) = load("qwen3_moe");
-    let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
-    let (one, _) = on_one_device(&decoder, &weights, &short);
-    for (ring, ulysses, ep, moe_tp) in [(6, 1, 3, 1), (6, 1, 3, 2), (3, 2, 2, 3), (1, 4, 4, 1), (4, 1, 1, 4)] {
-        let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
-        let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
-        assert_equal(&format!("3 tokens, {spread:?}"), &many, &one);
+    for name in ["qwen3_moe", "deepseek_v2", "gpt_oss"] {
+        let (decoder, weights, whole, _) = load(name);
+        let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
+        let (one, _) = on_one_device(&decoder, &weights, &short);
+        for (ring, ulysses, ep, moe_tp) in [(6, 1, 3, 1), (6, 1, 3, 2), (3, 2, 2, 3), (1, 4, 4, 1), (4, 1, 1, 4)] {
+            let spread = Spread { ring, ulysses, ep, moe_tp, ..Spread::default() };
+            let many = on_ranks(&decoder, &weights, &short, LayoutKind::Contiguous, spread);
+            assert_equal(&format!("{name}, 3 tokens, {spread:?}"), &many, &one);
+        }
     }
 }
 
 /// An adapter is where its expert is, and cut as it is.
 #[test]
 fn adapters_of_experts_go_where_their_experts_go() {
-    for name in ["qwen3_moe", "qwen3_moe_balanced", "mixtral"] {
+    for name in ["qwen3_moe", "qwen3_moe_balanced", "mixtral", "deepseek_v3"] {
         let (decoder, weights, batch) = adapted(name, &["all-linear"], 0.0);
         let (one, _) = on_one_device(&decoder, &weights, &batch);
         for (ring, ulysses, tp, ep, moe_tp) in [

@@ -387,3 +387,27 @@ fn a_failed_save_leaves_the_old_files_and_names_the_place() {
     let message = folder::save(&file, &config(false), &weights).expect_err("a file is in the way").to_string();
     contains(&message, &[SINGLE]);
 }
+
+/// Half of a parameter in MXFP4 is named, and so are shapes that do not fit.
+#[test]
+fn halves_of_matrices_in_mxfp4_are_refused() {
+    let whole = crate::support::fixture("gpt_oss_mxfp4");
+    let tensors = candle_core::safetensors::load(whole.join("model.safetensors"), &Device::Cpu).expect("the fixture");
+    let name = "model.layers.0.mlp.experts.down_proj";
+    let refused = |change: &dyn Fn(&mut HashMap<String, Tensor>)| {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::copy(whole.join("config.json"), folder.path().join("config.json")).expect("copied");
+        let mut tensors = tensors.clone();
+        change(&mut tensors);
+        candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).expect("saved");
+        refusal(folder.path())
+    };
+    let [codes, exponents] = ["blocks", "scales"].map(|end| format!("{name}_{end}"));
+    contains(&refused(&|all| drop(all.remove(&exponents))), &[&codes, "no exponents"]);
+    contains(&refused(&|all| drop(all.remove(&codes))), &[&exponents, "no codes"]);
+    let fewer = |all: &mut HashMap<String, Tensor>| {
+        let narrow = all[&exponents].narrow(0, 0, 3).and_then(|tensor| tensor.contiguous()).expect("three experts");
+        all.insert(exponents.clone(), narrow);
+    };
+    contains(&refused(&fewer), &[&codes, "[3, 32, 2]"]);
+}

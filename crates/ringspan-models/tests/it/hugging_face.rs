@@ -1,10 +1,10 @@
 //! Logits, loss and every gradient of each model equal Hugging Face's, on one device and on many ranks.
 
-use crate::support::{Batch, assert_equal, fixture, load, on_mesh, on_one_device, relative_l2};
+use crate::support::{Batch, Spread, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2};
 use ringspan::LayoutKind;
 use ringspan_models::{Config, Decoder, folder};
 
-const MODELS: [&str; 20] = [
+const MODELS: [&str; 25] = [
     "llama",
     "llama_tied",
     "llama_linear",
@@ -25,6 +25,11 @@ const MODELS: [&str; 20] = [
     "glm4",
     "phi3",
     "phi3_longrope",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gpt_oss",
+    "gpt_oss_balanced",
 ];
 const MESHES: [(usize, usize); 6] = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)];
 const LAYOUTS: [LayoutKind; 3] = [LayoutKind::Zigzag, LayoutKind::Contiguous, LayoutKind::Striped(5)];
@@ -54,7 +59,7 @@ fn every_model_equals_hugging_face_on_every_mesh() {
 /// What the comparison can see: a window off by one, another stretching or another epsilon are far outside its bounds.
 #[test]
 fn a_model_that_is_slightly_another_differs() {
-    let changes: [(&str, &str, serde_json::Value); 15] = [
+    let changes: [(&str, &str, serde_json::Value); 33] = [
         ("mistral", "/sliding_window", 10.into()),
         ("mistral", "/sliding_window", 8.into()),
         ("llama", "/rope_parameters/factor", 7.9.into()),
@@ -70,6 +75,24 @@ fn a_model_that_is_slightly_another_differs() {
         ("gemma3", "/query_pre_attn_scalar", 25.into()),
         ("gemma3", "/layer_types/2", "sliding_attention".into()),
         ("qwen3_moe", "/norm_topk_prob", false.into()),
+        ("deepseek_v2", "/topk_method", "greedy".into()),
+        ("deepseek_v2", "/topk_group", 2.into()),
+        ("deepseek_v2", "/routed_scaling_factor", 1.5.into()),
+        ("deepseek_v2", "/rope_parameters/mscale", 0.8.into()),
+        ("deepseek_v2", "/rope_parameters/mscale_all_dim", 1.2.into()),
+        ("deepseek_v2_lite", "/num_experts_per_tok", 1.into()),
+        ("deepseek_v3", "/n_group", 1.into()),
+        ("deepseek_v3", "/norm_topk_prob", false.into()),
+        ("deepseek_v3", "/routed_scaling_factor", 1.5.into()),
+        ("deepseek_v3", "/rope_interleave", false.into()),
+        ("deepseek_v3", "/rope_parameters/mscale_all_dim", 0.9.into()),
+        ("gpt_oss", "/layer_types/0", "full_attention".into()),
+        ("gpt_oss", "/layer_types/1", "sliding_attention".into()),
+        ("gpt_oss", "/swiglu_limit", 0.81.into()),
+        ("gpt_oss", "/swiglu_alpha", 1.41.into()),
+        ("gpt_oss", "/num_experts_per_tok", 3.into()),
+        ("gpt_oss", "/rope_parameters/truncate", true.into()),
+        ("gpt_oss", "/rope_parameters/beta_slow", 0.3.into()),
     ];
     for (name, key, value) in changes {
         let (_, weights, batch, wanted) = load(name);
@@ -94,7 +117,7 @@ fn gradients_come_from_the_head_to_the_embedding() {
 /// More ranks than tokens: some hold none, and must still take part.
 #[test]
 fn ranks_without_tokens_take_part() {
-    for name in ["llama", "llama_tied", "qwen3", "qwen3_moe_balanced", "gemma3"] {
+    for name in ["llama", "llama_tied", "qwen3", "qwen3_moe_balanced", "gemma3", "deepseek_v2", "gpt_oss"] {
         let (decoder, weights, whole, _) = load(name);
         let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
         let (one, _) = on_one_device(&decoder, &weights, &short);
@@ -102,5 +125,30 @@ fn ranks_without_tokens_take_part() {
             let many = on_mesh(&decoder, &weights, &short, LayoutKind::Contiguous, (ring, ulysses));
             assert_equal(&format!("{name}, 3 tokens, ring {ring} x ulysses {ulysses}"), &many, &one);
         }
+    }
+}
+
+/// Experts as published files have them, in MXFP4, are read as what they stand for; they are saved as what they became.
+#[test]
+fn experts_in_mxfp4_equal_hugging_face() {
+    let (decoder, weights, batch, wanted) = load("gpt_oss_mxfp4");
+    for (ring, ep, moe_tp) in [(1, 1, 1), (2, 2, 1), (2, 1, 2)] {
+        let spread = Spread { ring, ep, moe_tp, ..Spread::default() };
+        let mut got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+        // What is stored in MXFP4 is not trained by transformers.
+        let quantised = |name: &String| name.ends_with("gate_up_proj") || name.ends_with("down_proj");
+        assert_eq!(got.gradients.keys().filter(|name| quantised(name)).count(), 4);
+        got.gradients.retain(|name, _| !quantised(name));
+        assert_equal(&format!("gpt_oss_mxfp4, {spread:?}"), &got, &wanted);
+    }
+    let out = tempfile::tempdir().expect("a folder");
+    let config = folder::config_json(&fixture("gpt_oss_mxfp4")).expect("JSON");
+    folder::save(out.path(), &config, &weights).expect("saved");
+    let saved = folder::config_json(out.path()).expect("JSON");
+    assert!(config.get("quantization_config").is_some() && saved.get("quantization_config").is_none(), "{saved}");
+    let (_, again) = folder::load(out.path()).expect("a model");
+    for (name, tensor) in &weights {
+        let values = |tensor: &candle_core::Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
+        assert_eq!((tensor.dims(), values(tensor)), (again[name].dims(), values(&again[name])), "{name}");
     }
 }

@@ -12,8 +12,9 @@ fn dropped(seed: u64, (decoder, weights, batch): (&Decoder, &Weights, &Batch), s
 
 #[test]
 fn every_mesh_drops_the_same() {
-    for (name, ep) in [("qwen3", 1), ("qwen3_moe", 2)] {
-        let (decoder, weights, batch) = adapted(name, &TARGETS, 0.3);
+    let latent = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"];
+    for (name, targets, ep) in [("qwen3", TARGETS, 1), ("qwen3_moe", TARGETS, 2), ("deepseek_v3", latent, 2)] {
+        let (decoder, weights, batch) = adapted(name, &targets, 0.3);
         let all = (&decoder, &weights, &batch);
         let one = dropped(5, all, Spread::default());
         let whole = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, Spread::default());

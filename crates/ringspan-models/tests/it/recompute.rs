@@ -9,7 +9,8 @@ use ringspan_candle::attention::Memory;
 use ringspan_candle::experts::{Local, Memory as MixtureMemory};
 use ringspan_candle::kept::Storage;
 use ringspan_candle::{
-    Attend, CheckpointPolicy, Context, Drops, Expert, Experts, Load, Recompute, Routing, TensorParallel,
+    Attend, AttentionInputs, CheckpointPolicy, Context, Drops, Expert, Experts, Load, Recompute, Routing,
+    TensorParallel,
 };
 use ringspan_models::gradients;
 use std::cell::Cell;
@@ -23,31 +24,21 @@ struct Counting {
 }
 
 impl Attend for Counting {
-    fn attention(
-        &self,
-        layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        mask: &Mask,
-        score: &Score,
-    ) -> Result<Tensor> {
+    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
         self.computed.set(self.computed.get() + 1);
-        self.context.attention(layer, q, k, v, mask, score)
+        self.context.attention(layer, inputs, mask, score)
     }
 
     fn attention_keeping(
         &self,
         memory: &mut Memory,
         layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        inputs: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
         self.computed.set(self.computed.get() + usize::from(memory.is_empty()));
-        self.context.attention_keeping(memory, layer, q, k, v, mask, score)
+        self.context.attention_keeping(memory, layer, inputs, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -173,6 +164,10 @@ impl Experts for Noting {
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
         Local.mix_keeping(memory, layer, x, routing, expert)
+    }
+
+    fn held(&self, experts: usize) -> std::ops::Range<usize> {
+        Local.held(experts)
     }
 
     fn part(&self, whole: usize) -> std::ops::Range<usize> {

@@ -5,23 +5,15 @@ use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Drops, Experts, Recompute, TensorParallel, Unit, Weights};
+use ringspan_candle::{Attend, AttentionInputs, Drops, Experts, Recompute, TensorParallel, Unit, Weights};
 use ringspan_models::{Decoder, Error, gradients};
 
 /// Attention that looks at nothing.
 struct Values(Vec<usize>);
 
 impl Attend for Values {
-    fn attention(
-        &self,
-        _: usize,
-        q: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Mask,
-        _: &Score,
-    ) -> candle_core::Result<Tensor> {
-        Ok(q.clone())
+    fn attention(&self, _: usize, inputs: &AttentionInputs, _: &Mask, _: &Score) -> candle_core::Result<Tensor> {
+        Ok(inputs.q.clone())
     }
 
     fn positions(&self) -> &[usize] {

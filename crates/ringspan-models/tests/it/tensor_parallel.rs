@@ -23,6 +23,11 @@ fn layers_spread_over_ranks_equal_hugging_face() {
         "glm4",
         "phi3",
         "phi3_longrope",
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "deepseek_v3",
+        "gpt_oss",
+        "gpt_oss_balanced",
     ];
     for name in models {
         let (decoder, weights, batch, wanted) = load(name);
@@ -48,7 +53,7 @@ fn layers_spread_over_ranks_equal_hugging_face() {
 /// Fewer tokens than ranks: some have no row of their own, some not even a token.
 #[test]
 fn ranks_without_tokens_take_part() {
-    for name in ["qwen3", "qwen3_moe"] {
+    for name in ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"] {
         let (decoder, weights, whole, _) = load(name);
         let short = Batch { tokens: whole.tokens[..3].to_vec(), rows: 1, len: 3 };
         let (one, _) = on_one_device(&decoder, &weights, &short);
@@ -65,11 +70,14 @@ fn ranks_without_tokens_take_part() {
 /// Adapters beside layers that are cut by rows, and by columns.
 #[test]
 fn adapters_are_cut_as_their_layers_are() {
-    let (decoder, weights, batch) = adapted("qwen3", &TARGETS, 0.0);
-    let (one, _) = on_one_device(&decoder, &weights, &batch);
-    for (ring, tp) in [(1, 2), (2, 2), (1, 4)] {
-        let spread = Spread { ring, tp, ..Spread::default() };
-        let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-        assert_equal(&format!("{spread:?}"), &got, &one);
+    let attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj"];
+    for (name, targets) in [("qwen3", TARGETS), ("deepseek_v2", attention)] {
+        let (decoder, weights, batch) = adapted(name, &targets, 0.0);
+        let (one, _) = on_one_device(&decoder, &weights, &batch);
+        for (ring, tp) in [(1, 2), (2, 2), (1, 4)] {
+            let spread = Spread { ring, tp, ..Spread::default() };
+            let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
+            assert_equal(&format!("{name}, {spread:?}"), &got, &one);
+        }
     }
 }

@@ -15,8 +15,8 @@ use ringspan_candle::kept::Storage;
 use ringspan_candle::model::stored;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{
-    Attend, Balanced, CheckpointPolicy, Context, Drops, ExpertParallel, Experts, ParallelRank, Portion, Recompute,
-    StoredWeights, TensorParallel, Unit, Weights, loss,
+    Attend, AttentionInputs, Balanced, CheckpointPolicy, Context, Drops, ExpertParallel, Experts, ParallelRank,
+    Portion, Recompute, StoredWeights, TensorParallel, Unit, Weights, loss,
 };
 use ringspan_models::{Decoder, Error, Parameters, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -88,9 +88,7 @@ impl Attend for Dense<'_> {
     fn attention(
         &self,
         _: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        &AttentionInputs { q, k, v, sinks }: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> candle_core::Result<Tensor> {
@@ -111,8 +109,18 @@ impl Attend for Dense<'_> {
                 scores = ((scores / cap)?.tanh()? * cap)?;
             }
             let scores = scores.broadcast_add(&bias)?;
+            // A sink is one more score of every query, and its weight goes nowhere.
+            let scores = match sinks {
+                Some(sinks) => {
+                    let sinks =
+                        sinks.reshape((sinks.elem_count(), 1, 1))?.broadcast_as((sinks.elem_count(), len, 1))?;
+                    Tensor::cat(&[scores, sinks.contiguous()?], 2)?
+                }
+                None => scores,
+            };
             let exponentials = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
-            let mut weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
+            let weights = exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)?;
+            let mut weights = weights.narrow(2, 0, len)?;
             if let Some(dropout) = score.dropout {
                 let factor = |at: usize| {
                     let (head, query, key) = (at / (len * len), row * len + at / len % len, at % len);
@@ -121,7 +129,7 @@ impl Attend for Dense<'_> {
                 let factors = Tensor::from_iter((0..weights.elem_count()).map(factor), &Device::Cpu)?;
                 weights = (&weights * factors.reshape(weights.shape())?)?;
             }
-            out.push(weights.matmul(&v)?.transpose(0, 1)?);
+            out.push(weights.contiguous()?.matmul(&v)?.transpose(0, 1)?);
         }
         Tensor::cat(&out, 0)
     }
@@ -300,16 +308,16 @@ pub(crate) fn on_ranks(
 fn portions_of(decoder: &Decoder, weights: &Weights, place: ParallelRank) -> Result<Weights, Error> {
     let mut own = Weights::new();
     for unit in decoder.units() {
-        for Portion { name, whole, rows, columns, stacked_at, .. } in decoder.portions(unit, place)? {
-            let mut part = weights[&name].narrow(0, rows.start, rows.len())?;
-            if whole.len() > 1 {
-                part = part.narrow(1, columns.start, columns.len())?;
-            }
+        for portion in decoder.portions(unit, place)? {
+            let Portion { name, rows, columns, stacked_at, .. } = &portion;
+            let matrix = weights[name].reshape(((), portion.width()))?;
+            let part = matrix.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?;
+            let part = part.contiguous()?.reshape(portion.shape())?;
             let part = match stacked_at.filter(|row| *row > 0) {
-                Some(_) => Tensor::cat(&[&own[&name], &part], 0)?,
-                None => part.contiguous()?,
+                Some(_) => Tensor::cat(&[&own[name], &part], 0)?,
+                None => part,
             };
-            own.insert(name, part);
+            own.insert(name.clone(), part);
         }
     }
     Ok(own)
@@ -409,7 +417,9 @@ fn local(
                 differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
             let off = relative_l2(&all(&rounded), &all(&one.1));
-            assert!(off < 1e-2, "recompute {recompute}: gradients are off by {off:e} in bf16");
+            // Elements near the bound of a clamped gate gain or lose their gradient by rounding.
+            let most = if decoder.config().model_type == "gpt_oss" { 5e-2 } else { 1e-2 };
+            assert!(off < most, "recompute {recompute}: gradients are off by {off:e} in bf16");
         }
     }
     let (nll, gradients, order) = one;

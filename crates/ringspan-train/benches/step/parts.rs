@@ -15,7 +15,7 @@ use ringspan_candle::linear::{linear, linear_again};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::rope::{Rotation, rope};
 use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, Context, Recompute, cotangent, loss, pool};
+use ringspan_candle::{Attend, AttentionInputs, Context, Recompute, cotangent, loss, pool};
 use ringspan_models::Config;
 use ringspan_train::{Method, Optimizer, Update};
 use std::sync::Arc;
@@ -157,7 +157,8 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         let run = || -> Result<()> {
             let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(case.threads))?);
             let context = Context::new(group, layout.clone(), Strategy::Ring)?;
-            let attend = || context.attention(0, &q, &k, &k, &Mask::causal(), &Score::new(0.125));
+            let attend =
+                || context.attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
             let dy = ones_like(&attend()?)?;
             let mut clock = attention.lock().map_err(|error| error.to_string())?;
             clock.part("attention", layers * case.ranks as f64, flops, || {

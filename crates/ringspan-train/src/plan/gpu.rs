@@ -140,12 +140,11 @@ impl Shape {
     /// Bytes of a layer that is computed again, until it is differentiated: of the graph without what the feed-forward part has
     /// of its own, of hidden states on the way, and of what was kept and is held by the graph.
     fn of_layer(&self, tokens: u64, rows: u64) -> u64 {
-        let (heads, kv_heads) = self.head_counts();
-        let (attended, keys) = (heads * self.dim, kv_heads * self.dim);
+        let ((heads, _), (attended, keys)) = (self.head_counts(), self.attended());
         // Before attention rows are gathered, and behind it there are partial sums of all of them.
         let stream = if self.tp > 1 { 11 * rows + 11 * tokens } else { 13 * tokens } * self.hidden;
         // Products, what is turned, what is normed.
-        let projected = (if self.norms_heads { 4 } else { 3 }) * tokens * (attended + keys);
+        let projected = tokens * ((if self.norms_heads { 4 } else { 3 }) * (attended + keys) + self.linked);
         let held = match self.recompute {
             Recompute::Nothing => tokens * (attended + 2 * keys + self.hidden + 2 * self.feed_forward),
             _ => 0,
@@ -187,8 +186,7 @@ impl Shape {
 
     /// Bytes of attention's gradients, which come in f32, beside the graph of the feed-forward part.
     fn of_attention(&self, tokens: u64, rows: u64) -> u64 {
-        let (width, (heads, kv_heads)) = (self.width(), self.head_counts());
-        let (attended, keys) = (heads * self.dim, kv_heads * self.dim);
+        let (width, (attended, keys)) = (self.width(), self.attended());
         // From the kernel's to candle's, one after the other; then in the type of the model, on their way twice.
         let copied = width * attended + 2 * WIDE * (attended + keys);
         let added = width * (4 * attended + 2 * keys);

@@ -102,8 +102,8 @@ impl Shape {
 
     /// Bytes that a layer keeps for its backward; where some have experts, the mean of all.
     pub(super) fn kept(&self, tokens: u64, rows: u64) -> u64 {
-        let (heads, kv_heads) = self.head_counts();
-        let attended = heads * self.dim;
+        let (heads, _) = self.head_counts();
+        let attended = heads * self.value_dim;
         let mean = |of_dense: u64, of_sparse: u64| {
             let sparse = self.experts.map_or(0, |experts| experts.layers);
             (of_dense * (self.layers - sparse) + of_sparse * sparse) / self.layers.max(1)
@@ -112,11 +112,11 @@ impl Shape {
             Recompute::Full => (0, rows * self.hidden),
             Recompute::KeepAttention => (2 * heads, rows * self.hidden + tokens * attended),
             Recompute::Nothing => {
-                let of_token = 2 * (attended + kv_heads * self.dim) + self.hidden;
+                let [of_tokens, of_rows] = self.projected;
                 let kept = self.experts.filter(|_| self.keeps_experts());
                 let of_experts = kept.map_or(0, |experts| experts.products(rows));
-                let fed = mean(2 * tokens * self.feed_forward, of_experts);
-                (2 * heads, rows * self.hidden + tokens * of_token + fed)
+                let fed = mean(2 * tokens * self.feed_forward, of_experts + 2 * tokens * self.shared);
+                (2 * heads, rows * (self.hidden + of_rows) + tokens * (attended + of_tokens) + fed)
             }
         };
         let routers = match (self.experts, self.recompute, self.storage) {
@@ -128,8 +128,8 @@ impl Shape {
 
     /// Bytes of a layer that is computed again and differentiated.
     fn activations(&self, tokens: u64, rows: u64) -> u64 {
-        let (heads, kv_heads) = self.head_counts();
-        let (attended, both) = (heads * self.dim, (heads + kv_heads) * self.dim);
+        let (queries, keys) = self.attended();
+        let (attended, both) = (self.head_counts().0 * self.value_dim, queries + keys);
         let stream = match self.tp {
             1 => 12 * tokens * self.hidden,
             // Before attention rows are gathered, and behind it there are partial sums of all of them. Adapters gather and sum
@@ -148,13 +148,15 @@ impl Shape {
         let with_experts = self.experts.map_or(0, |experts| {
             let kept = self.recompute == Recompute::Nothing;
             let products = if kept { 0 } else { experts.products(rows) };
-            products + experts.activations(rows, self.hidden, kept)
+            let shared = if self.shared > 0 { tokens * self.hidden } else { 0 };
+            shared + products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
         // Found by the allocator. Beside a feed-forward part without experts nothing of attention's adapters is left.
         let all_sparse = self.experts.is_some_and(|experts| experts.layers == self.layers);
         let adapted = if all_sparse { 3 * self.adapted } else { 0 };
-        let numbers = stream + 6 * tokens * both + again + widened + fed + tokens * (adapted + self.dropped);
+        let attention = tokens * (6 * both + 2 * self.linked) + 2 * rows * self.projected[1];
+        let numbers = stream + attention + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)
     }
 
@@ -175,18 +177,25 @@ impl Shape {
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.
     pub(super) fn blocks(&self, tokens: u64) -> Result<u64> {
-        let (heads, kv_heads) = self.head_counts();
+        let (queries, keys) = self.attended();
         let place = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
-        let block = place * 2 * kv * self.dim * 4;
+        let block = place * kv * (self.dim + self.value_dim) * 4;
         let blocks = match self.strategy {
             Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
             Strategy::BidirectionalRing => 4.min(self.ring - 1),
             // At most: halo fetches parts of them.
             Strategy::AllGather | Strategy::Halo => self.ring - 1,
         };
-        let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (heads + kv_heads) * self.dim } else { 0 };
+        let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 };
         Ok(2 * blocks * block + exchanged)
+    }
+
+    /// Numbers of a token in queries and in keys; where values are of another width, the mean of keys' and theirs.
+    pub(super) fn attended(&self) -> (u64, u64) {
+        let (heads, kv_heads) = self.head_counts();
+        let both = self.dim + self.value_dim;
+        (heads * both / 2, kv_heads * both / 2)
     }
 
     pub(super) fn head_counts(&self) -> (u64, u64) {

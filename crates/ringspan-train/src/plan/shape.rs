@@ -9,8 +9,9 @@ use crate::{
 };
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
+use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, kept::Storage};
-use ringspan_models::Config;
+use ringspan_models::{Config, Decoder};
 
 /// Of the rank that has most of each.
 #[derive(Clone)]
@@ -20,9 +21,17 @@ pub(super) struct Shape {
     pub(super) hidden: u64,
     /// Heads of a rank, where ranks share layers.
     pub(super) heads: Heads,
+    /// Width of a head of queries and keys, and of values.
     pub(super) dim: u64,
+    pub(super) value_dim: u64,
+    /// Numbers of a token that attention's linear layers make, of all tokens and of this rank's rows.
+    pub(super) projected: [u64; 2],
+    /// Numbers of a token that queries take once more where they are linked to sinks.
+    pub(super) linked: u64,
     /// Inner width of layers without experts; 0 where all have them.
     pub(super) feed_forward: u64,
+    /// Inner width of what every token sees beside experts; 0 where there is nothing.
+    pub(super) shared: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
     /// Whether adapters are trained, and nothing else.
@@ -82,6 +91,10 @@ impl Shape {
             };
             (0..model.num_hidden_layers).try_fold(0, |most, index| Ok(most.max(of_layer(index)?)))
         };
+        let attention = decoder.model().layer(0).attention();
+        let [dim, value_dim] = decoder.head_dims().map(|dim| dim as u64);
+        let linked = if attention.has_sinks() { heads.queries.len() as u64 * dim } else { 0 };
+        let (projected, shared) = (projected(decoder, fullest)?, shared(decoder, fullest)?);
         let adapted = most_of_layers(true, &|[outputs, _]| outputs)?;
         let drops = decoder.lora().is_some_and(|lora| lora.dropout > 0.0);
         let inputs = |of_attention| if drops { most_of_layers(of_attention, &|[_, inputs]| inputs) } else { Ok(0) };
@@ -96,8 +109,12 @@ impl Shape {
             adapted: adapted as u64,
             dropped: dropped as u64,
             feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
-            dim: model.head_dim() as u64,
+            dim,
+            value_dim,
+            projected,
+            linked,
             feed_forward: feed_forward as u64,
+            shared,
             feed_forward_adapted: setup
                 .shapes
                 .keys()
@@ -196,7 +213,33 @@ impl Shape {
     }
 
     fn sizes(&self) -> Sizes {
-        let (heads, kv_heads, dim) = (self.heads.queries.len(), self.heads.key_values.len(), self.dim as usize);
-        Sizes { heads, kv_heads, dim, v_dim: dim, wire: 4, bias_heads: 0 }
+        let (heads, kv_heads) = (self.heads.queries.len(), self.heads.key_values.len());
+        let (dim, v_dim) = (self.dim as usize, self.value_dim as usize);
+        Sizes { heads, kv_heads, dim, v_dim, wire: 4, bias_heads: 0 }
     }
+}
+
+/// Numbers of a token that the linear layers of a layer's attention make: of all tokens of the ranks that share layers, and of a
+/// rank's own rows, by those that each rank holds whole.
+fn projected(decoder: &Decoder, rank: ParallelRank) -> Result<[u64; 2]> {
+    let (mut of_tokens, mut of_rows) = (0, 0);
+    for linear in decoder.linear_layers_of(Unit::Layer(0)).iter().filter(|it| it.name.contains(".self_attn.")) {
+        let [outputs, _] = linear.sizes_on(rank).map_err(model_error)?;
+        *if linear.shard == ShardSpec::Replicated { &mut of_rows } else { &mut of_tokens } += outputs as u64;
+    }
+    Ok([of_tokens, of_rows])
+}
+
+/// The inner width of what every token sees beside the experts of a layer.
+fn shared(decoder: &Decoder, rank: ParallelRank) -> Result<u64> {
+    let sparse = (0..decoder.config().num_hidden_layers).find(|layer| decoder.is_sparse(*layer));
+    let Some(sparse) = sparse else { return Ok(0) };
+    let mut gate_and_up = 0;
+    for linear in decoder.linear_layers_of(Unit::Layer(sparse)) {
+        let is_of_attention = linear.name.contains(".self_attn.");
+        if !is_of_attention && !linear.is_of_experts() && !matches!(linear.shard, ShardSpec::Columns(_)) {
+            gate_and_up += linear.sizes_on(rank).map_err(model_error)?[0] as u64;
+        }
+    }
+    Ok(gate_and_up / 2)
 }

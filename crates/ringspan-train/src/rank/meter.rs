@@ -44,13 +44,13 @@ impl Meter {
         let first = is_first(&*timed, device.id()?)?;
         let own = if first { peak::flops_on(device)? } else { 0.0 };
         let peak = all(&*timed, own)?.iter().sum::<f64>();
-        let dim = setup.decoder.config().head_dim() as f64;
-        // Two products forward and five backward, of two operations an element each.
+        let [dim, value_dim] = setup.decoder.head_dims().map(|dim| dim as f64);
+        // Two products forward and five backward, of two operations an element each: four of queries with keys, three with values.
         Ok(Self {
             timed,
             peak,
             of_token: of_token(setup),
-            of_pair: 14.0 * dim,
+            of_pair: 8.0 * dim + 6.0 * value_dim,
             began: Instant::now(),
             waited: Duration::ZERO,
             pairs: 0.0,
@@ -98,7 +98,7 @@ fn of_token(setup: &Setup) -> f64 {
     let (decoder, model) = (&setup.decoder, setup.decoder.config());
     let of = |(name, shape): (&String, &Vec<usize>)| {
         let looked_up = name == decoder.embedding_name() && !model.tie_word_embeddings;
-        if shape.len() < 2 || looked_up {
+        if shape.len() < 2 || name.ends_with("bias") || looked_up {
             return 0.0;
         }
         let seen = if name.contains(".experts.") { decoder.experts_seen() } else { 1.0 };

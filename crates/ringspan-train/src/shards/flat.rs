@@ -63,21 +63,23 @@ impl Piece<'_> {
         }
     }
 
-    /// Its values, from the rows of the whole parameter from `first` on.
+    /// Its values, from what [`Self::of_rows`] says of the whole parameter, from `first` on.
     pub(crate) fn pick(&self, first: usize, rows: &[f32]) -> Vec<f32> {
         let mut values = Vec::with_capacity(self.of_portion.len());
+        let before = first * self.portion.whole[1..].iter().product::<usize>();
         for (own, at) in self.rows() {
-            let at = at - first * self.portion.width();
+            let at = at - before;
             values.extend_from_slice(&rows[at..at + own.len()]);
         }
         values
     }
 
-    /// The rows of the whole parameter that it has elements of.
+    /// Where it has elements in the first dimension of the whole parameter.
     pub(crate) fn of_rows(&self) -> Range<usize> {
-        let wide = self.portion.columns.len().max(1);
-        let first = self.portion.rows.start;
-        first + self.of_portion.start / wide..first + self.of_portion.end.div_ceil(wide)
+        let Portion { whole, dim, rows, columns, .. } = self.portion;
+        let (wide, in_first) = (columns.len().max(1), whole[1..*dim].iter().product::<usize>().max(1));
+        let (from, to) = (self.of_portion.start / wide, self.of_portion.end.div_ceil(wide));
+        (rows.start + from) / in_first..(rows.start + to).div_ceil(in_first)
     }
 
     /// Its values under a name, for a checkpoint.
@@ -196,7 +198,7 @@ mod tests {
     fn flat(ranks: usize) -> Flat {
         let portion = |(name, whole): (String, Vec<usize>)| {
             let (rows, columns) = (0..whole[0], 0..whole.get(1).copied().unwrap_or(1));
-            Portion { name, whole, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
+            Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas: ReplicaGroup::All }
         };
         Flat::new(shapes().into_iter().map(portion).collect(), ranks)
     }

@@ -82,6 +82,16 @@ mod tests {
         Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
     }
 
+    /// Experts in one tensor for each parameter, of which ranks have a part in either dimension.
+    fn stacked() -> Decoder {
+        let config = serde_json::json!({
+            "model_type": "gpt_oss", "vocab_size": 31, "hidden_size": 12, "intermediate_size": 6,
+            "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4,
+            "num_local_experts": 4, "num_experts_per_tok": 2,
+        });
+        Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
+    }
+
     /// The same with adapters, of which those of experts are whole where their matrices are cut.
     fn adapted() -> Decoder {
         let targets = ringspan_models::TARGETS.map(str::to_owned).to_vec();
@@ -101,8 +111,9 @@ mod tests {
             (4, 2, 2, 1, false),
             (8, 2, 2, 2, false),
         ];
-        let of_models =
-            [decoder(), adapted()].into_iter().flat_map(|decoder| meshes.map(|mesh| (decoder.clone(), mesh)));
+        let of_models = [decoder(), adapted(), stacked()]
+            .into_iter()
+            .flat_map(|decoder| meshes.map(|mesh| (decoder.clone(), mesh)));
         for (decoder, (ranks, tp, ep, moe_tp, cut)) in of_models {
             let place = |rank: usize| ParallelRank {
                 tp: (rank % tp, tp),
@@ -112,7 +123,8 @@ mod tests {
             let sharing = Sharing::new(&decoder, (0..ranks).map(place).collect(), cut).expect("possible");
             for unit in decoder.units() {
                 for (name, shape) in decoder.unit_shapes(unit) {
-                    let width = shape.get(1).copied().unwrap_or(1);
+                    let whole: Vec<f32> = (0..shape.iter().product()).map(|at| at as f32).collect();
+                    let in_first = whole.len() / shape[0];
                     let mut kept = vec![0; shape.iter().product()];
                     let trained = decoder.trains(&name);
                     for rank in 0..ranks {
@@ -125,9 +137,13 @@ mod tests {
                                     continue;
                                 }
                                 let times = if cut { 1.0 } else { 1.0 / sharing.holders(rank, family).len() as f64 };
-                                for at in piece.of_portion.clone() {
+                                let rows = piece.of_rows();
+                                let picked = piece.pick(rows.start, &whole[rows.start * in_first..rows.end * in_first]);
+                                for (at, picked) in piece.of_portion.clone().zip(picked) {
                                     let (row, column) = (at / portion.columns.len(), at % portion.columns.len());
-                                    let at = (portion.rows.start + row) * width + portion.columns.start + column;
+                                    let row = (portion.rows.start + row) * portion.width();
+                                    let at = row + portion.columns.start + column;
+                                    assert_eq!(picked, whole[at], "{name}");
                                     kept[at] += (times * 840.0).round() as usize;
                                 }
                             }

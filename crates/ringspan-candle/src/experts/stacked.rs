@@ -1,0 +1,159 @@
+//! One expert of a stack with its tokens: its products, and the gradients of all that they are made of.
+//!
+//! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert, e
+//! experts of the stack.
+
+use super::part::{gathered, scatter};
+use super::{ExpertStack, StackedExpert};
+use crate::kept::Kept;
+use crate::slices::values;
+use candle_core::{Device, Result, Tensor};
+
+/// One expert with its tokens, without a graph.
+pub(super) struct StackedPart {
+    stack: ExpertStack,
+    index: usize,
+    /// Which of the stack's tensors need gradients.
+    trained: [bool; 4],
+    /// The tokens `[n]`, and their places in `[T, K]`.
+    tokens: Vec<u32>,
+    slots: Vec<u32>,
+}
+
+/// Gradients of the tensors of a stack, of those that are trained.
+pub(super) struct StackGradients {
+    sums: [Option<Vec<f32>>; 4],
+    shapes: [Vec<usize>; 4],
+}
+
+impl StackGradients {
+    /// Sets the gradient of one expert's part of a tensor.
+    fn set(&mut self, which: usize, expert: usize, gradient: &Tensor) -> Result<()> {
+        let Some(sum) = &mut self.sums[which] else { return Ok(()) };
+        let len = gradient.elem_count();
+        values(&gradient.contiguous()?, |gradient| {
+            sum[expert * len..(expert + 1) * len].copy_from_slice(gradient);
+            Ok(())
+        })
+    }
+
+    /// The gradients, in the order of [`ExpertStack::parameters`].
+    pub(super) fn tensors(self) -> Result<Vec<Option<Tensor>>> {
+        let tensor = |(sum, shape): (Option<Vec<f32>>, Vec<usize>)| {
+            sum.map(|sum| Tensor::from_vec(sum, shape, &Device::Cpu)).transpose()
+        };
+        self.sums.into_iter().zip(self.shapes).map(tensor).collect()
+    }
+}
+
+impl StackedPart {
+    /// The tokens of these `slots`, of which each token has `top`.
+    pub(super) fn new(expert: &StackedExpert, slots: Vec<u32>, top: usize) -> Self {
+        Self {
+            stack: expert.stack.detach(),
+            index: expert.index,
+            trained: expert.stack.parameters().map(Tensor::track_op),
+            tokens: slots.iter().map(|slot| slot / top as u32).collect(),
+            slots,
+        }
+    }
+
+    /// Zeros for the gradients of its stack.
+    pub(super) fn gradients(&self) -> StackGradients {
+        let parameters = self.stack.parameters();
+        let mut trained = parameters.into_iter().zip(self.trained);
+        let zeros = |_| trained.next().and_then(|(tensor, trained)| trained.then(|| vec![0.0; tensor.elem_count()]));
+        StackGradients { sums: [0, 1, 2, 3].map(zeros), shapes: parameters.map(|tensor| tensor.dims().to_vec()) }
+    }
+
+    /// The shape of its product with gate and up.
+    pub(super) fn wide(&self) -> Result<[usize; 2]> {
+        Ok([self.tokens.len(), self.stack.gate_up.dim(2)?])
+    }
+
+    /// Of x `[T, C]`, the rows of its tokens through gate and up: `[n, 2 I]`.
+    pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
+        let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
+        let product = gathered(x, &self.tokens)?.matmul(&gate_up.get(self.index)?)?;
+        product.broadcast_add(&gate_up_bias.get(self.index)?)
+    }
+
+    /// Adds the expert's output, of [`Self::product`] and times the factors `[T, K]`, to `out` `[T, C]`.
+    pub(super) fn add_output(&self, gate_up: &Tensor, factors: &[f32], out: &mut [f32]) -> Result<()> {
+        let ExpertStack { down, down_bias, activation, adds_down_bias, .. } = &self.stack;
+        let (rows, wide) = gate_up.dims2()?;
+        let hidden = values(gate_up, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
+        let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, wide / 2), &Device::Cpu)?;
+        let mut y = hidden.matmul(&down.get(self.index)?)?;
+        if *adds_down_bias {
+            y = y.broadcast_add(&down_bias.get(self.index)?)?;
+        }
+        scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
+    }
+
+    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`, and sets the expert's part of the stack's gradients.
+    pub(super) fn backward(
+        &self,
+        gate_up: &Kept,
+        x: &Tensor,
+        factors: &[f32],
+        d_out: &Tensor,
+        (dx, d_factors): (&mut [f32], &mut [f32]),
+        gradients: &mut StackGradients,
+    ) -> Result<()> {
+        let ExpertStack { gate_up: of_gate_up, down, down_bias, adds_down_bias, .. } = &self.stack;
+        let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
+        // Without the factors: so it is their gradient, too.
+        let unscaled = d_out.matmul(&down.get(self.index)?.t()?)?;
+        let [hidden, d_gate_up] = self.activated(&gate_up.tensor()?, &unscaled, factors, d_factors)?;
+        scatter(&d_gate_up.matmul(&of_gate_up.get(self.index)?.t()?)?, &self.tokens, |_| 1.0, dx)?;
+        gradients.set(0, self.index, &x.t()?.matmul(&d_gate_up)?)?;
+        gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
+        gradients.set(2, self.index, &hidden.t()?.matmul(&d_out)?)?;
+        if *adds_down_bias {
+            let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
+            let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;
+            gradients.set(3, self.index, &own.matmul(&d_out)?)?;
+            let of_bias = d_out.matmul(&down_bias.get(self.index)?.unsqueeze(1)?)?.flatten_all()?.to_vec1::<f32>()?;
+            self.slots.iter().zip(of_bias).for_each(|(slot, d)| d_factors[*slot as usize] += d);
+        }
+        Ok(())
+    }
+
+    /// What down was multiplied with, `[n, I]`, times the factors, and the gradient of gate and up, `[n, 2 I]`, from the
+    /// gradient of the former without them.
+    fn activated(
+        &self,
+        gate_up: &Tensor,
+        unscaled: &Tensor,
+        factors: &[f32],
+        d_factors: &mut [f32],
+    ) -> Result<[Tensor; 2]> {
+        let (activation, wide) = (self.stack.activation, unscaled.dim(1)?.max(1));
+        let (mut hidden, mut d_gate_up) = (Vec::new(), Vec::new());
+        values(gate_up, |gate_up| {
+            values(unscaled, |d| {
+                let rows = gate_up.chunks_exact(2 * wide).zip(d.chunks_exact(wide));
+                for ((gate_up, d), &slot) in rows.zip(&self.slots) {
+                    let (factor, mut dot) = (factors[slot as usize], 0.0f32);
+                    for ((gate, up), d) in pairs(gate_up).zip(d) {
+                        let (h, d_gate, d_up) = activation.with_slopes(gate, up);
+                        dot += h * d;
+                        hidden.push(h * factor);
+                        d_gate_up.extend([d * factor * d_gate, d * factor * d_up]);
+                    }
+                    d_factors[slot as usize] += dot;
+                }
+                Ok(())
+            })
+        })?;
+        let tensor = |values, wide| Tensor::from_vec(values, (self.slots.len(), wide), &Device::Cpu);
+        Ok([tensor(hidden, wide)?, tensor(d_gate_up, 2 * wide)?])
+    }
+}
+
+/// Gate and up of each element of the width.
+fn pairs(gate_up: &[f32]) -> impl Iterator<Item = (f32, f32)> {
+    let (pairs, _) = gate_up.as_chunks::<2>();
+    pairs.iter().map(|&[gate, up]| (gate, up))
+}

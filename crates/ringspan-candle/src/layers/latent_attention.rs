@@ -1,0 +1,133 @@
+//! Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434).
+//!
+//! Shape letters: T tokens at hand, C hidden size, H heads, L latent width, N and R widths of a head's parts without positions
+//! and with them, Dv width of a head's values.
+
+use super::{Attention, ColumnLinear, ForwardPass, ReplicatedLinear, RmsNorm, RotaryEmbedding, RowLinear};
+use crate::model::Scope;
+use crate::shard::Split;
+use candle_core::{Result, Tensor};
+use std::sync::Arc;
+
+/// Epsilon of the norms of latent vectors, whatever that of others is.
+const EPS: f64 = 1e-6;
+
+/// The widths of latent attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LatentWidths {
+    /// C.
+    pub hidden: usize,
+    /// The latent vector that queries are made of; none where they are made of hidden states.
+    pub queries: Option<usize>,
+    /// L, of the latent vector that keys and values are made of.
+    pub key_values: usize,
+    /// N.
+    pub nope: usize,
+    /// R.
+    pub rope: usize,
+    /// Dv.
+    pub value: usize,
+}
+
+impl LatentWidths {
+    /// N + R, the width of a head of queries and keys.
+    #[must_use]
+    pub fn query_key(&self) -> usize {
+        self.nope + self.rope
+    }
+}
+
+/// Attention whose keys and values are made of one narrow vector of each token. A head of queries and keys has a part without
+/// positions, which comes first, and a part that turns, which keys of all heads share. Each rank that shares the layer has whole
+/// heads, and makes the narrow vectors of its rows.
+#[derive(Debug, Clone)]
+pub struct LatentAttention {
+    widths: LatentWidths,
+    /// The linear layer and the norm that make the latent vector of queries.
+    q_a: Option<(ReplicatedLinear, RmsNorm)>,
+    q_b: ColumnLinear,
+    kv_a: ReplicatedLinear,
+    kv_a_norm: RmsNorm,
+    kv_b: ColumnLinear,
+    rope: Arc<RotaryEmbedding>,
+    attention: Attention,
+    o_proj: RowLinear,
+}
+
+impl LatentAttention {
+    /// Adds `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj` and
+    /// `o_proj` below `scope`. Only layers that read or make hidden states have a `bias`.
+    #[must_use]
+    pub fn new(
+        scope: &Scope,
+        widths: LatentWidths,
+        bias: bool,
+        attention: Attention,
+        rope: Arc<RotaryEmbedding>,
+    ) -> Self {
+        let LatentWidths { hidden, queries, key_values, nope, value, .. } = widths;
+        let heads = attention.heads();
+        let narrow = |name: &str, width, bias| ReplicatedLinear::new(&scope.at(name), hidden, width, bias);
+        let norm = |name: &str, width| RmsNorm::new(&scope.at(name), width, EPS);
+        let of_heads = |name: &str, inputs, dim, split: Split| {
+            ColumnLinear::new(&scope.at(name), inputs, heads.queries * dim, false, split)
+        };
+        let (q, kv) = (widths.query_key(), nope + value);
+        let of_queries = Split::QueryHeads(heads, q);
+        let (q_a, q_b) = match queries {
+            None => (None, of_heads("q_proj", hidden, q, of_queries)),
+            Some(latent) => (
+                Some((narrow("q_a_proj", latent, bias), norm("q_a_layernorm", latent))),
+                of_heads("q_b_proj", latent, q, of_queries),
+            ),
+        };
+        Self {
+            widths,
+            q_a,
+            q_b,
+            kv_a: narrow("kv_a_proj_with_mqa", key_values + widths.rope, bias),
+            kv_a_norm: norm("kv_a_layernorm", key_values),
+            kv_b: of_heads("kv_b_proj", key_values, kv, Split::QueryHeads(heads, kv)),
+            rope,
+            attention: attention.with_head_dims(q, value),
+            o_proj: RowLinear::from_heads(&scope.at("o_proj"), heads, value, hidden, bias),
+        }
+    }
+
+    /// Its attention.
+    #[must_use]
+    pub fn attention(&self) -> &Attention {
+        &self.attention
+    }
+
+    /// x `[rows, C]` to `[rows, C]`.
+    ///
+    /// # Errors
+    /// Missing parameters, failures of other ranks.
+    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+        let LatentWidths { key_values, nope, rope, value, .. } = self.widths;
+        let q = match &self.q_a {
+            Some((linear, norm)) => self.q_b.forward(&norm.forward(&linear.forward(x, pass)?, pass)?, pass)?,
+            None => self.q_b.forward(x, pass)?,
+        };
+        let q = of_heads(&q, nope + rope)?;
+        let turned = self.rope.forward(&q.narrow(2, nope, rope)?.contiguous()?, pass)?;
+        let q = Tensor::cat(&[q.narrow(2, 0, nope)?, turned], 2)?;
+
+        let latent = self.kv_a.forward(x, pass)?;
+        let shared = pass.gather(&latent.narrow(1, key_values, rope)?.contiguous()?)?;
+        let latent = self.kv_a_norm.forward(&latent.narrow(1, 0, key_values)?.contiguous()?, pass)?;
+        let kv = of_heads(&self.kv_b.forward(&latent, pass)?, nope + value)?;
+        let (tokens, heads, _) = kv.dims3()?;
+        let shared = self.rope.forward(&shared.unsqueeze(1)?, pass)?.broadcast_as((tokens, heads, rope))?;
+        let k = Tensor::cat(&[kv.narrow(2, 0, nope)?, shared.contiguous()?], 2)?;
+        let v = kv.narrow(2, nope, value)?.contiguous()?;
+        self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
+    }
+}
+
+/// `[T, H * dim]` to `[T, H, dim]`.
+fn of_heads(flat: &Tensor, dim: usize) -> Result<Tensor> {
+    let (tokens, width) = flat.dims2()?;
+    flat.reshape((tokens, width / dim, dim))
+}

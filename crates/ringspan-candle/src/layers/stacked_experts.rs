@@ -1,0 +1,76 @@
+//! Experts that are stored in one tensor for each parameter.
+//!
+//! Shape letters: E experts, e of them on this rank, C hidden size, I width of an expert.
+
+use super::ForwardPass;
+use crate::activation::ClampedSwiglu;
+use crate::experts::{Expert, ExpertStack, StackedExpert};
+use crate::model::{Init, Scope};
+use crate::shard::{ShardSpec, WidthDim};
+use candle_core::{Result, bail};
+use std::sync::Arc;
+
+/// The tensors `gate_up_proj`, `gate_up_proj_bias`, `down_proj` and `down_proj_bias` of all experts.
+#[derive(Debug, Clone)]
+pub(super) struct StackedExperts {
+    /// Their names.
+    gate_up: [String; 2],
+    down: [String; 2],
+    experts: usize,
+    width: usize,
+    activation: ClampedSwiglu,
+}
+
+/// The experts that are on this rank.
+pub(super) struct ExpertsHere {
+    stack: Arc<ExpertStack>,
+    /// The number of the first among all.
+    first: usize,
+}
+
+impl StackedExperts {
+    /// Adds `gate_up_proj` `[E, C, 2 I]` and `down_proj` `[E, I, C]` with their biases at `scope`; sizes are E, C and I.
+    pub(super) fn new(scope: &Scope, [experts, hidden, width]: [usize; 3], activation: ClampedSwiglu) -> Self {
+        let parameter = |name: &str, shape: &[usize], dim: Option<(usize, usize)>, init| {
+            let shard = ShardSpec::Experts(dim.map(|(dim, each)| WidthDim { dim, each }));
+            scope.parameter(name, shape, shard, init)
+        };
+        let zeros = Init::Constant(0.0);
+        let gate_up = [
+            parameter("gate_up_proj", &[experts, hidden, 2 * width], Some((2, 2)), Init::Normal),
+            parameter("gate_up_proj_bias", &[experts, 2 * width], Some((1, 2)), zeros),
+        ];
+        let down = [
+            parameter("down_proj", &[experts, width, hidden], Some((1, 1)), Init::Normal),
+            parameter("down_proj_bias", &[experts, hidden], None, zeros),
+        ];
+        Self { gate_up, down, experts, width, activation }
+    }
+
+    /// What this rank has of them.
+    pub(super) fn here(&self, pass: &ForwardPass) -> Result<ExpertsHere> {
+        let weight = |name: &String| pass.tensor(name).cloned();
+        let ([gate_up, gate_up_bias], [down, down_bias]) = (&self.gate_up, &self.down);
+        let experts = pass.attend().experts();
+        let stack = ExpertStack {
+            gate_up: weight(gate_up)?,
+            gate_up_bias: weight(gate_up_bias)?,
+            down: weight(down)?,
+            down_bias: weight(down_bias)?,
+            activation: self.activation,
+            // Sums over the width get their bias once.
+            adds_down_bias: experts.part(self.width).start == 0,
+        };
+        Ok(ExpertsHere { stack: Arc::new(stack), first: experts.held(self.experts).start })
+    }
+}
+
+impl ExpertsHere {
+    /// The expert with this number among all.
+    pub(super) fn expert(&self, index: usize) -> Result<Expert> {
+        match index.checked_sub(self.first) {
+            Some(here) => Ok(Expert::Stacked(StackedExpert { stack: self.stack.clone(), index: here })),
+            None => bail!("expert {index} is asked for, and the first that is here is {}", self.first),
+        }
+    }
+}

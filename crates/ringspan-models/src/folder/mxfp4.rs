@@ -1,0 +1,89 @@
+//! Matrices in MXFP4 (Open Compute Project, 2023) as files of gpt-oss have them: of a parameter there are the codes, in a tensor
+//! whose name ends in `_blocks`, and the exponents, in one that ends in `_scales`.
+
+use super::read::Stored;
+use crate::error::{Error, Result};
+use candle_core::{Device, Tensor};
+use ringspan_candle::quantized::QuantizedMatrix;
+use safetensors::Dtype;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+
+const CODES: &str = "_blocks";
+const EXPONENTS: &str = "_scales";
+
+/// Numbers of a block, and bytes of its codes.
+const BLOCK: usize = 32;
+const CODE_BYTES: usize = BLOCK / 2;
+
+/// Whether a tensor is one of the two that a parameter in MXFP4 has.
+pub(super) fn is_part(name: &str, dtype: Dtype) -> bool {
+    dtype == Dtype::U8 && (name.ends_with(CODES) || name.ends_with(EXPONENTS))
+}
+
+/// Puts one parameter in place of its two tensors. Files have a matrix `[out, in]` of each expert, models `[in, out]`.
+///
+/// # Errors
+/// One tensor without the other, and shapes that do not fit each other.
+pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<String, Stored>> {
+    let names: Vec<String> =
+        stored.iter().filter(|(_, of)| of.dtype == Dtype::U8).map(|(name, _)| name.clone()).collect();
+    for name in names {
+        let Some(codes) = stored.remove(&name) else { continue };
+        let refuse = |problem: &str| {
+            let problem = format!("tensor {name} {:?} is half of one in MXFP4, and {problem}", codes.shape);
+            Err(Error::Format { path: codes.file.clone(), problem })
+        };
+        let Some(parameter) = name.strip_suffix(CODES) else {
+            return refuse("there are no codes (`_blocks`) to its exponents");
+        };
+        let Some(exponents) = stored.remove(&format!("{parameter}{EXPONENTS}")) else {
+            return refuse("there are no exponents (`_scales`) to its codes");
+        };
+        let (&[experts, outputs, blocks, CODE_BYTES], Dtype::U8) = (&codes.shape[..], exponents.dtype) else {
+            return refuse("its shape is not [experts, outputs, blocks, 16]");
+        };
+        if exponents.shape != [experts, outputs, blocks] {
+            return refuse(&format!("exponents {:?} do not fit it", exponents.shape));
+        }
+        let shape = vec![experts, blocks * BLOCK, outputs];
+        stored.insert(parameter.to_owned(), Stored { shape, exponents: Some(Box::new(exponents)), ..codes });
+    }
+    Ok(stored)
+}
+
+/// The matrices of some experts in f32.
+///
+/// # Errors
+/// What the file system says.
+pub(super) fn read(codes: &Stored, exponents: &Stored, experts: Range<usize>) -> Result<Tensor> {
+    let &[_, outputs, blocks] = &exponents.shape[..] else {
+        return Err(Error::Format { path: exponents.file.clone(), problem: "exponents of no experts".into() });
+    };
+    let mut all = Vec::with_capacity(experts.len());
+    for expert in experts {
+        let matrix = QuantizedMatrix::from_gpt_oss(
+            outputs,
+            blocks * BLOCK,
+            &bytes(codes, expert, outputs * blocks * CODE_BYTES)?,
+            &bytes(exponents, expert, outputs * blocks)?,
+        )?;
+        all.push(matrix.dequantize()?.t()?.contiguous()?);
+    }
+    if all.is_empty() {
+        return Ok(Tensor::zeros((0, blocks * BLOCK, outputs), candle_core::DType::F32, &Device::Cpu)?);
+    }
+    Ok(Tensor::stack(&all, 0)?)
+}
+
+/// The bytes of one expert, of which each has `len`.
+fn bytes(stored: &Stored, expert: usize, len: usize) -> Result<Vec<u8>> {
+    let io = |source| Error::Io { path: stored.file.clone(), source };
+    let mut file = File::open(&stored.file).map_err(io)?;
+    file.seek(SeekFrom::Start(stored.start + (expert * len) as u64)).map_err(io)?;
+    let mut bytes = vec![0; len];
+    file.read_exact(&mut bytes).map_err(io)?;
+    Ok(bytes)
+}
