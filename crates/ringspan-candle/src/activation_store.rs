@@ -20,8 +20,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::{fmt, str::FromStr};
 
-/// What is computed again before a layer's backward. All give the same gradients: to the last bit, but for adapters and biases
-/// of a gated layer, whose gradients `Nothing` sums over all rows at once, and the others tile by tile.
+/// What is computed again before a layer's backward. All give the same gradients, to the last bit, unless gated layers have
+/// adapters or biases: these layers are computed in tiles but by `Nothing`, which sums their gradients in another order.
 ///
 /// Kept for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value heads:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
