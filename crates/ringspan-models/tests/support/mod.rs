@@ -421,7 +421,8 @@ fn local(
                 differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
             let off = relative_l2(&all(&rounded), &all(&one.1));
-            // Elements near the bound of a clamped gate gain or lose their gradient by rounding.
+            // Elements near the bound of a clamped gate gain or lose their gradient by rounding: with a bound that nothing
+            // reaches, gradients of gpt-oss are 2e-3 apart.
             let most = if decoder.config().model_type == "gpt_oss" { 5e-2 } else { 1e-2 };
             assert!(off < most, "recompute {recompute}: gradients are off by {off:e} in bf16");
         }

@@ -46,6 +46,37 @@ pub(crate) fn sparse(path: &Path) {
     folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
 }
 
+/// Makes the tiny model in a folder one of latent attention, whose experts are chosen with a correction that is not trained.
+pub(crate) fn latent(path: &Path) {
+    let json = serde_json::json!({
+        "model_type": "deepseek_v3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "max_position_embeddings": 512,
+    });
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    let mut weights = decoder.init(5).unwrap();
+    let correction = candle_core::Tensor::new(&CORRECTION, &candle_core::Device::Cpu).unwrap();
+    assert!(weights.insert(CORRECTED.into(), correction).is_some());
+    folder::save(path, &json, &weights).unwrap();
+}
+
+/// The parameter that no gradient trains, and what it is.
+pub(crate) const CORRECTED: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
+pub(crate) const CORRECTION: [f32; 6] = [0.2, -0.1, 0.05, 0.3, -0.2, 0.1];
+
+/// Makes the tiny model in a folder one whose experts are in one tensor for each parameter, and whose heads have sinks.
+pub(crate) fn stacked(path: &Path) {
+    let json = serde_json::json!({
+        "model_type": "gpt_oss", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.5,
+    });
+    let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
+    folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
+}
+
 /// Settings of a run on the tiny model and the text of `root`, in a folder called `name` there.
 pub(crate) fn of_tiny_model(root: &Path, name: &str) -> Settings {
     Settings {

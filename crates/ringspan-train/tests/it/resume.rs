@@ -118,6 +118,29 @@ fn any_mesh_of_experts_goes_on_from_the_checkpoint_of_any_other() {
     each_goes_on_from_each(root, &meshes, meshes.len());
 }
 
+#[test]
+fn families_whose_layers_are_their_own_go_on_on_any_mesh() {
+    let mesh = |dp_shard, ring, tp, ep| Settings {
+        ring: Some(ring),
+        dp_shard: Some(dp_shard),
+        tp: Some(tp),
+        ep: Some(ep),
+        ..Settings::default()
+    };
+    let meshes = [mesh(2, 2, 1, 1), mesh(1, 2, 2, 2), mesh(1, 1, 1, 1)];
+    for make in [crate::common::latent, crate::common::stacked] {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        make(&tiny_model(root));
+        text(root);
+        each_goes_on_from_each(root, &meshes, 2);
+        let (_, weights) = ringspan_models::folder::load(&root.join("from-1")).unwrap();
+        if let Some(correction) = weights.get(crate::common::CORRECTED) {
+            assert_eq!(correction.to_vec1::<f32>().unwrap(), crate::common::CORRECTION);
+        }
+    }
+}
+
 /// Runs of the first meshes, gone on with on all of them.
 #[track_caller]
 fn each_goes_on_from_each(root: &Path, meshes: &[Settings], first: usize) {
