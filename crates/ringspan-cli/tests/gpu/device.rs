@@ -187,7 +187,7 @@ mod with_gpus {
                 let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
                 let devices = devices.computing_in(precision).expect("a GPU");
                 let model = model().on(&devices).expect("a model there");
-                assert!(model.weights(0).values().all(|weight| weight.dtype() == precision.dtype()));
+                assert!(model.weights(0).values().all(|weight| weight.computed_in() == precision.dtype()));
                 let mesh = Mesh { ring, devices, ..Mesh::single() };
                 let all = generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("text");
                 let bytes: usize = all.iter().map(|rank| rank.cached_bytes).sum();
