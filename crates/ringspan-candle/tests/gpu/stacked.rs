@@ -26,7 +26,7 @@ fn experts_of_a_stack() {
         &[experts, width],
     ];
     let inputs: Vec<Tensor> = shapes.iter().zip(1..).map(|(shape, seed)| random(shape, seed)).collect();
-    // What is rounded may be on the other side of a bound, so that in bf16 nothing reaches it.
+    // Rounding may move a number over a bound, so that in bf16 none reaches it.
     for (gpu, limit) in [(gpu.clone(), 0.9), (rounding(&gpu), 30.0)] {
         let mix = |_: &RankDevice, x: &[Tensor]| -> Result<Tensor> {
             let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
