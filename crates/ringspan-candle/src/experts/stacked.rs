@@ -71,7 +71,7 @@ impl StackedPart {
         Ok([self.tokens.len(), self.stack.gate_up.dim(2)?])
     }
 
-    /// Of x `[T, C]`, the rows of its tokens through gate and up: `[n, 2 I]`.
+    /// The rows of its tokens of x `[T, C]` through gate and up: `[n, 2 I]`.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
         let product = gathered(x, &self.tokens)?.matmul(&gate_up.get(self.index)?)?;

@@ -101,7 +101,7 @@ impl Projection {
         }
     }
 
-    /// What is dropped of the rows at hand.
+    /// The drops of the rows at hand: this rank's, where it holds the layer whole.
     fn drops<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, Drops>> {
         let (drops, tp) = (pass.attend().drops()?, pass.attend().tensor_parallel());
         Some(match self.replicated && !tp.is_whole() {

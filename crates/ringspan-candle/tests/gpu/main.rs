@@ -11,6 +11,7 @@ mod offload;
 mod ranks;
 mod residual_norm;
 mod room;
+mod stacked;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;

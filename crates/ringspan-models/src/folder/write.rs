@@ -116,7 +116,7 @@ impl Writer {
             let key = if keys.contains_key("dtype") { "dtype" } else { "torch_dtype" };
             let name = if saved == SavedType::F32 { "float32" } else { "bfloat16" };
             keys.insert(key.to_owned(), name.into());
-            // What is written is not quantised, whatever was read.
+            // Weights are written unquantised, whatever was read.
             keys.remove("quantization_config");
         }
         let groups = groups(shapes, saved, limit);

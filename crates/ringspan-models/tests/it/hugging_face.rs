@@ -136,7 +136,7 @@ fn experts_in_mxfp4_equal_hugging_face() {
     for (ring, ep, moe_tp) in [(1, 1, 1), (2, 2, 1), (2, 1, 2)] {
         let spread = Spread { ring, ep, moe_tp, ..Spread::default() };
         let mut got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
-        // What is stored in MXFP4 is not trained by transformers.
+        // Transformers does not train matrices that are stored in MXFP4.
         let quantised = |name: &String| name.ends_with("gate_up_proj") || name.ends_with("down_proj");
         assert_eq!(got.gradients.keys().filter(|name| quantised(name)).count(), 4);
         got.gradients.retain(|name, _| !quantised(name));

@@ -100,7 +100,7 @@ fn compare(root: &Path, model: PathBuf, (rows, len): (usize, usize), change: Set
     (predicted, (peak.most - peak.before) as f64, peak.plan)
 }
 
-/// What is run, its model, rows of tokens, and settings.
+/// A run's name, its model, rows of tokens, and settings.
 type Run = (&'static str, Value, (usize, usize), Settings);
 
 fn runs() -> impl Iterator<Item = Run> {
