@@ -25,6 +25,7 @@ mod new_model;
 mod refusals;
 mod resume;
 mod sparse_settings;
+mod stored_base;
 mod ten_steps;
 mod token_cache;
 mod tokenizer_files;
