@@ -274,7 +274,7 @@ fn held_words(setup: &Setup) -> String {
     formats.dedup();
     let stored = match formats.is_empty() {
         true => String::new(),
-        false => format!(", as they are stored ({})", formats.join(", ")),
+        false => format!(", held as they are stored ({})", formats.join(", ")),
     };
     match sharing.decoded() {
         0 => stored,

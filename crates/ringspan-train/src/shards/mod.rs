@@ -40,7 +40,7 @@ pub(crate) struct Shards {
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
-    /// Of matrices that stay as they are stored, by family.
+    /// What this rank keeps of matrices that stay as they are stored, by family.
     stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
     /// To where whole parameters are computed with, and back. Shards stay on the CPU, in f32.
     transfers: Transfers,
@@ -68,7 +68,7 @@ struct Shard {
 struct Gathering {
     /// In the order of the unit's shards.
     numbers: Vec<UnderWay>,
-    /// Of matrices that stay as they are stored, where a rank does not keep them whole.
+    /// The bytes of matrices that stay as they are stored, where a rank does not keep them whole.
     stored: Vec<UnderWay>,
 }
 

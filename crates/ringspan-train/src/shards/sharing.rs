@@ -18,7 +18,7 @@ pub(crate) struct Sharing {
     groups: Vec<Vec<ReplicaGroup>>,
     /// Whether holders keep a shard each; else each keeps all.
     cut: bool,
-    /// Of the matrices that stay as they are stored.
+    /// The formats of the matrices that stay as they are stored.
     stored: Formats,
     /// Such matrices that are f32 all the same, because ranks share them at places inside their blocks.
     decoded: usize,

@@ -104,7 +104,7 @@ fn a_folder_in_bf16_is_held_so() {
     let (losses, _, adapter) = adapted(root, &wide, "f32", Settings::default());
     for (name, mesh) in [("one rank", Settings::default())].into_iter().chain(meshes()) {
         let (got, said, own) = adapted(root, &narrow, name, mesh);
-        assert!(said.ends_with("stay as they are, as they are stored (BF16)"), "{said}");
+        assert!(said.ends_with("stay as they are, held as they are stored (BF16)"), "{said}");
         for (got, wanted) in got.iter().zip(&losses) {
             assert!((got / wanted - 1.0).abs() < 2e-6, "{name}: {got} is not {wanted}");
         }
