@@ -21,3 +21,4 @@ pub use format::Format;
 pub use linear::{linear_quantized, linear_quantized_again};
 pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;
+pub use tiles::scratch;

@@ -80,7 +80,10 @@ pub(crate) fn warn_beyond(model: &Model, length: usize) {
 /// The tokenizer of the model at `path`.
 pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
     let found = Origin::at(path).and_then(|origin| origin.tokenizer()).context("--model")?;
-    found.with_context(|| format!("{}: {}", path.join("tokenizer.json").display(), without_tokenizer(path)))
+    found.with_context(|| match path.is_file() {
+        true => format!("{}: the file has no tokenizer (tokenizer.ggml.model)", path.display()),
+        false => format!("{}: {}", path.join("tokenizer.json").display(), without_tokenizer(path)),
+    })
 }
 
 /// The tokens of `text`, behind the special tokens that a text begins with, as training puts them; none at its end, which a

@@ -8,6 +8,7 @@ mod metadata;
 mod rope;
 mod tokenizer;
 
+pub(crate) use tokenizer::has_tokenizer;
 pub use tokenizer::{ChatTemplate, chat_template, tokenizer};
 
 use crate::config::Config;

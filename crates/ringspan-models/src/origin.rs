@@ -196,7 +196,8 @@ impl Origin {
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         let Some(path) = self.tokenizer_file() else {
             return match self.base() {
-                Base::Gguf(path) => gguf::tokenizer(path).map(Some),
+                Base::Gguf(path) if gguf::has_tokenizer(path)? => gguf::tokenizer(path).map(Some),
+                Base::Gguf(_) => Ok(None),
                 Base::Folder(_) => Ok(None),
             };
         };

@@ -8,7 +8,8 @@ use crate::{
     start::Start,
     tokenizer::{BYTE_LEVEL, Tokenizer},
 };
-use ringspan_candle::Weights;
+use ringspan_candle::StoredWeights;
+use ringspan_candle::model::stored;
 use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, folder, folder::Folder, texts};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ pub(crate) struct Given {
 pub(crate) enum First {
     Folder(Arc<Folder>),
     /// Of a GGUF file, or with an adapter merged in.
-    Whole(Weights),
+    Whole(StoredWeights),
     /// The built-in model.
     Default,
     /// A new one of the user's own shape.
@@ -156,7 +157,7 @@ impl First {
         Ok(match self {
             Self::Folder(folder) => Start::folder(folder, seed),
             Self::Whole(weights) => Start::weights(weights, ranks, seed),
-            Self::Default => Start::weights(default_model::weights(decoder, seed)?, ranks, seed),
+            Self::Default => Start::weights(stored(default_model::weights(decoder, seed)?), ranks, seed),
             Self::New => Start::new_weights(NewWeights::new(decoder, seed).map_err(model_error)?, seed),
         })
     }
@@ -204,11 +205,11 @@ fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First, Option<Orig
     let json = origin.config_json().map_err(model_error)?;
     let is_adapter = matches!(origin, Origin::Adapter(..));
     if is_adapter && config.lora.is_none() {
-        return Ok((json, First::Whole(origin.load().map_err(model_error)?.1), None));
+        return Ok((json, First::Whole(stored(origin.load().map_err(model_error)?.1)), None));
     }
     let first = match origin.base() {
         Base::Folder(folder) => First::Folder(Arc::new(folder::open(folder).map_err(model_error)?)),
-        base @ Base::Gguf(_) => First::Whole(base.load().map_err(model_error)?.1),
+        base @ Base::Gguf(_) => First::Whole(base.load_stored().map_err(model_error)?.1),
     };
     Ok((json, first, Some(origin).filter(|_| is_adapter)))
 }

@@ -49,7 +49,9 @@ pub(crate) fn write(
         if let Some(lora) = decoder.lora() {
             let of_unit = weights.iter().filter(|(name, _)| decoder.trains(name));
             adapters.extend(of_unit.map(|(name, tensor)| (name.clone(), tensor.clone())));
-            weights = lora.merge(weights).map_err(model_error)?;
+            if writer.is_some() {
+                weights = lora.merge(weights).map_err(model_error)?;
+            }
         }
         if let Some(writer) = &mut writer {
             weights.iter().try_for_each(|(name, tensor)| writer.write(name, tensor)).map_err(model_error)?;

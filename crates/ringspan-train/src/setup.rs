@@ -16,8 +16,9 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
+use ringspan_candle::model::stored;
 use ringspan_candle::room::Room;
-use ringspan_candle::{Recompute, Weights, offload};
+use ringspan_candle::{DeviceName, Recompute, Weights, offload};
 use ringspan_models::{Config, Decoder};
 use serde_json::Value;
 use std::{
@@ -59,13 +60,21 @@ pub(crate) struct Setup {
     pub(crate) recompute: Recompute,
 }
 
+/// Whether a base beside which adapters are trained stays as it is stored. GPUs get f32, and what adapters are merged into is f32.
+fn keeps_stored(config: &TrainConfig) -> bool {
+    config.lora.is_some() && !config.lora_merge && config.device == DeviceName::Cpu
+}
+
 impl Setup {
     /// Reads and checks; writes nothing but the tokens of a text, where they are kept.
     pub(crate) fn new(config: &TrainConfig, tokens: Tokens, watcher: &Watcher<'_>) -> Result<Self> {
         let (mut given, first) = Given::new(config)?;
         let (decoder, start) = given.begin(first, config, ranks_here(config))?;
         // Before anything is read that takes long.
-        let mesh = RunMesh::new(config, &decoder)?;
+        let mut mesh = RunMesh::new(config, &decoder)?;
+        if keeps_stored(config) {
+            mesh.sharing = mesh.sharing.with_stored(&decoder, start.formats(&decoder))?;
+        }
         check_offload(config, &decoder)?;
         let tokenizer = given.tokenizer(config)?;
         let Given { config: model_config, json: config_json, .. } = given;
@@ -106,7 +115,7 @@ impl Setup {
         };
         let mesh = RunMesh::new(config, &decoder)?;
         check_offload(config, &decoder)?;
-        let start = Start::weights(weights, ranks_here(config), config.seed);
+        let start = Start::weights(stored(weights), ranks_here(config), config.seed);
         let identity = Identity { summary: "a batch".into(), fingerprint: 0 };
         let data = Dataset::fed(Feed::Tokens(batch), identity);
         let lr = config.lr(steps(config, &data.feed))?;

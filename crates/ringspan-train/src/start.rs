@@ -6,12 +6,14 @@ use crate::{
     error::{Error, Result},
     optimizer::{Method, Optimizer, State, kinds},
     setup::model_error,
-    shards::{Piece, Shards},
+    shards::{Formats, Piece, Shards},
 };
-use ringspan_candle::Weights;
+use ringspan_candle::quantized::QuantizedMatrix;
+use ringspan_candle::{StoredWeights, Weight, Weights};
 use ringspan_models::{Decoder, Lora, NewWeights, folder::Folder};
 use std::{
     collections::BTreeMap,
+    ops::Range,
     sync::{Arc, Mutex, PoisonError},
 };
 
@@ -31,7 +33,7 @@ pub(crate) struct Start {
 #[derive(Clone)]
 enum Model {
     /// It is here as a whole, and so many ranks have not taken their pieces.
-    Whole(Arc<Weights>, usize),
+    Whole(Arc<StoredWeights>, usize),
     /// It is still on disk.
     Folder(Arc<Folder>),
     /// It is drawn.
@@ -41,7 +43,7 @@ enum Model {
 
 impl Start {
     /// From weights that `ranks` ranks take their pieces of.
-    pub(crate) fn weights(weights: Weights, ranks: usize, seed: u64) -> Self {
+    pub(crate) fn weights(weights: StoredWeights, ranks: usize, seed: u64) -> Self {
         Self {
             model: Mutex::new(Model::Whole(Arc::new(weights), ranks)),
             checkpoint: None,
@@ -103,14 +105,43 @@ impl Start {
         let (first, count) = (rows.start, rows.len());
         let values = match self.model() {
             Model::Whole(weights, _) => {
-                let tensor = weights.get(name).filter(|tensor| tensor.dims() == shape);
-                tensor.ok_or_else(missing)?.narrow(0, first, count)?
+                let weight = weights.get(name).filter(|weight| weight.dims() == *shape);
+                weight.ok_or_else(missing)?.rows(first..first + count)?
             }
             Model::Folder(folder) => folder.read(name, rows).map_err(model_error)?,
             Model::New(new) => new.read(name, rows).map_err(model_error)?,
             Model::Taken => return Err(missing()),
         };
         Ok(piece.pick(first, &values.flatten_all()?.to_vec1::<f32>()?))
+    }
+
+    /// The formats of the matrices that can stay as they are stored: those that nobody trains.
+    pub(crate) fn formats(&self, decoder: &Decoder) -> Formats {
+        let model = self.model();
+        let of = |name: &String| match &model {
+            Model::Whole(weights, _) => match weights.get(name)? {
+                Weight::Quantized(matrix) => Some(matrix.format()),
+                Weight::Dense(_) => None,
+            },
+            Model::Folder(folder) => folder.format(name),
+            Model::New(_) | Model::Taken => None,
+        };
+        let frozen = decoder.stored_matrices().into_iter().filter(|name| !decoder.trains(name));
+        frozen.filter_map(|name| of(&name).map(|format| (name, format))).collect()
+    }
+
+    /// Some rows and columns of a matrix that stays as it is stored.
+    pub(crate) fn read_stored(&self, name: &str, rows: Range<usize>, columns: Range<usize>) -> Result<QuantizedMatrix> {
+        let missing = || Error::Model(format!("the model stores no matrix `{name}`"));
+        let matrix = match self.model() {
+            Model::Whole(weights, _) => match weights.get(name) {
+                Some(Weight::Quantized(matrix)) => matrix.rows(rows)?,
+                _ => return Err(missing()),
+            },
+            Model::Folder(folder) => folder.read_matrix(name, rows).map_err(model_error)?,
+            Model::New(_) | Model::Taken => return Err(missing()),
+        };
+        Ok(matrix.columns(columns)?)
     }
 
     /// A number that differs where the model does, by the first and the last row of each parameter: ranks on other machines
@@ -124,7 +155,7 @@ impl Start {
                 let values = match (&model, self.adapter.as_ref().and_then(|matrices| matrices.get(name))) {
                     (_, Some(matrix)) => matrix.narrow(0, row, 1)?,
                     (Model::Whole(weights, _), _) => match weights.get(name) {
-                        Some(tensor) => tensor.narrow(0, row, 1)?,
+                        Some(weight) => weight.rows(row..row + 1)?,
                         None => continue,
                     },
                     (Model::Folder(folder), _) if folder.shapes().contains_key(name) => {

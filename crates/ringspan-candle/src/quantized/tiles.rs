@@ -15,6 +15,30 @@ const ROWS: usize = 1 << 14;
 /// Rows of a tile at least, where they are what is summed.
 const SUMMED: usize = 256;
 
+/// Numbers that the products of so many tokens with a matrix of `rows` x `columns` hold beside their factors and results: a tile
+/// of the matrix, and sums where it has many rows.
+#[must_use]
+pub fn scratch(tokens: usize, rows: usize, columns: usize) -> usize {
+    let group = group(rows);
+    let sums = if rows > ROWS { tokens * group } else { 0 };
+    (sums + group * width(group).min(columns)).max(height(columns).min(rows) * columns)
+}
+
+/// Rows that are multiplied together.
+fn group(rows: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(ROWS).max(1))
+}
+
+/// Columns of a tile of all of these rows.
+fn width(rows: usize) -> usize {
+    (TILE / rows.max(1) / COLUMNS).max(1) * COLUMNS
+}
+
+/// Rows of a tile of all of these columns.
+fn height(columns: usize) -> usize {
+    (TILE / columns.max(1)).max(SUMMED)
+}
+
 /// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
 ///
 /// A tile is some columns of all rows, since the product packs x anew for each range of rows.
@@ -23,7 +47,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     if rows <= ROWS {
         return add_rows(x, weight, 0..rows, out);
     }
-    let group = rows.div_ceil(rows.div_ceil(ROWS));
+    let group = group(rows);
     let mut sums = vec![0.0; x.tokens * group];
     for start in (0..rows).step_by(group) {
         let range = start..rows.min(start + group);
@@ -46,7 +70,7 @@ fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f
     if out.is_empty() {
         return;
     }
-    let step = (TILE / rows.len() / COLUMNS).max(1) * COLUMNS;
+    let step = width(rows.len());
     let mut tile = vec![0.0; rows.len() * step.min(columns)];
     for start in (0..columns).step_by(step) {
         let range = start..columns.min(start + step);
@@ -63,7 +87,7 @@ pub(super) fn backward(dy: Input, weight: &QuantizedMatrix, dx: &mut [f32]) {
     if dx.is_empty() {
         return;
     }
-    let step = (TILE / columns).max(SUMMED);
+    let step = height(columns);
     let mut tile = vec![0.0; step.min(rows) * columns];
     for start in (0..rows).step_by(step) {
         let range = start..rows.min(start + step);

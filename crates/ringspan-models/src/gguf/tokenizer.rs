@@ -29,6 +29,11 @@ pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
     }
 }
 
+/// Whether a GGUF file says anything of a tokenizer.
+pub(crate) fn has_tokenizer(path: &Path) -> Result<bool> {
+    Ok(text(&GgufFile::open(path)?, MODEL).is_some())
+}
+
 /// The template by which a model's conversations become text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTemplate {

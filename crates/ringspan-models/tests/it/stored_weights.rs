@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// Those that the makers of `gguf_families` made.
+/// The families of `tools/make_gguf_family_fixtures.py`.
 const FAMILIES: [&str; 12] = [
     "llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "olmo2", "glm4", "phi3", "smollm3", "granite",
 ];
@@ -234,7 +234,7 @@ fn sentence_pieces_are_merged_by_their_scores() {
         for Wanted { text, tokens } in wanted {
             let got = tokenizer.encode(text.as_str(), true).expect("encodes");
             assert_eq!(got.get_ids(), tokens, "{kind}: {text}");
-            // What is special is not part of a text; what users defined is. Where texts begin with a space, so does what follows it.
+            // A special token is not part of a text; a piece that users defined is. Where texts begin with a space, so does what follows it.
             let said = tokenizer.decode(&tokens, true).expect("decodes");
             let wanted = text.replace("<end>", "");
             match kind {

@@ -20,6 +20,14 @@ pub(super) struct Held {
     pub(super) layer_trained: u64,
     pub(super) head: u64,
     pub(super) embedding: u64,
+    /// Bytes of matrices that stay as they are stored, whole while they are computed with: copies, where ranks keep shards of
+    /// them. Of the largest layer, of the head, of the embedding.
+    pub(super) stored_layer: u64,
+    pub(super) stored_head: u64,
+    pub(super) stored_embedding: u64,
+    /// Whether layers, and the head, compute with such matrices.
+    pub(super) stores_layers: bool,
+    pub(super) stores_head: bool,
     /// What it sends of its shards in a micro-batch.
     pub(super) gathered: u64,
     /// What it sends of them in a forward pass that ends behind the last layer.
@@ -78,15 +86,36 @@ impl Held {
                     }
                 }
             }
+            // Matrices that stay as they are stored; their shards count as numbers of as many bytes.
+            let (mut copied, mut stores) = (0, false);
+            for (family, flat) in sharing.stored_flats(decoder, unit, rank)?.iter().enumerate() {
+                let ranks = sharing.shard(rank, family).1 as u64;
+                let shard = (flat.len() as u64).div_ceil(4 * ranks);
+                stores |= !flat.is_empty();
+                copied += if ranks > 1 { flat.len() as u64 } else { 0 };
+                own.parameters += shard;
+                own.gathered += times * shard * (ranks - 1);
+                if unit != Unit::Head {
+                    own.gathered_by_layers += shard * (ranks - 1);
+                }
+            }
             own.trained += trained_shards;
             match unit {
                 Unit::Layer(_) => {
+                    own.stores_layers |= stores;
+                    own.stored_layer = own.stored_layer.max(copied);
                     own.layer = own.layer.max(portions);
                     own.layer_trained = own.layer_trained.max(trained_portions);
                     own.layer_shard = own.layer_shard.max(trained_shards);
                 }
-                Unit::Head => (own.head, own.head_shard) = (portions, trained_shards),
-                Unit::Embedding => (own.embedding, own.embedding_shard) = (portions, trained_shards),
+                Unit::Head => {
+                    own.stores_head |= stores;
+                    (own.head, own.head_shard, own.stored_head) = (portions, trained_shards, copied);
+                }
+                Unit::Embedding => {
+                    own.stores_head |= stores && model.tie_word_embeddings;
+                    (own.embedding, own.embedding_shard, own.stored_embedding) = (portions, trained_shards, copied);
+                }
             }
         }
         Ok(own)
@@ -103,6 +132,11 @@ impl Held {
             layer_trained: self.layer_trained.max(other.layer_trained),
             head: self.head.max(other.head),
             embedding: self.embedding.max(other.embedding),
+            stored_layer: self.stored_layer.max(other.stored_layer),
+            stored_head: self.stored_head.max(other.stored_head),
+            stored_embedding: self.stored_embedding.max(other.stored_embedding),
+            stores_layers: self.stores_layers || other.stores_layers,
+            stores_head: self.stores_head || other.stores_head,
             gathered: self.gathered.max(other.gathered),
             gathered_by_layers: self.gathered_by_layers.max(other.gathered_by_layers),
             cut: self.cut.max(other.cut),

@@ -7,6 +7,7 @@
 use super::shape::Shape;
 use crate::error::Result;
 use ringspan::Strategy;
+use ringspan_candle::quantized::scratch;
 use ringspan_candle::{Recompute, gated_mlp, kept::Storage, loss};
 
 /// Bytes that a rank holds of each token of the whole batch: tokens and targets, as they are and as they are dealt.
@@ -31,7 +32,7 @@ impl Shape {
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
         let last = 4 * rows * self.hidden;
-        let layer = 4 * (held.layer + held.layer_trained);
+        let layer = 4 * (held.layer + held.layer_trained) + held.stored_layer;
         // What other ranks have sent and not yet been told that it was used.
         let moving = |unit: u64| if held.shares() { 4 * unit } else { 0 };
         // The head's gradient waits for the embedding's.
@@ -47,7 +48,19 @@ impl Shape {
         let with = |gradients: u64, more: &[(&'static str, u64)]| [always(gradients), more.to_vec()].concat();
         let activations = ("a layer's activations and their gradients", self.activations(tokens, rows));
         let blocks = ("blocks of other ranks", self.blocks(tokens)?);
-        let head = if self.tied { held.embedding } else { held.head };
+        let (head, head_shard, stored_head) = match self.tied {
+            true => (held.embedding, held.embedding_shard, held.stored_embedding),
+            false => (held.head, held.head_shard, held.stored_head),
+        };
+        // A head that stays as it is has no gradient, and is whole once.
+        let scratch =
+            |tokens: u64, rows: u64, columns: u64| 4 * scratch(tokens as usize, rows as usize, columns as usize) as u64;
+        let (hidden, wide, chunk) = (self.hidden, self.feed_forward, tokens.min(loss::CHUNK as u64));
+        let of_layer = scratch(tokens, wide, hidden).max(scratch(tokens, hidden, wide));
+        let of_logits = scratch(chunk, self.vocabulary, hidden);
+        let decoded_of_layer = ("a tile of a layer, decoded", if held.stores_layers { of_layer } else { 0 });
+        let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
+        let of_head = if head_shard > 0 { 3 * 4 * head } else { 4 * head + stored_head };
         let moments = vec![
             (
                 "at the loss",
@@ -55,8 +68,9 @@ impl Shape {
                     0,
                     &[
                         ("kept of the layers", kept * layers + last),
-                        ("the head, with its gradient", 3 * 4 * head),
-                        ("logits of a chunk", tokens.min(loss::CHUNK as u64) * self.vocabulary * 4),
+                        ("the head, with its gradient", of_head),
+                        decoded_of_head,
+                        ("logits of a chunk", chunk * self.vocabulary * 4),
                         ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
                     ],
                 ),
@@ -67,8 +81,12 @@ impl Shape {
                     held.head_shard,
                     &[
                         ("kept of the layers", kept * layers),
-                        ("a layer, whole, with gradients", layer + moving(held.head) + tied),
+                        (
+                            "a layer, whole, with gradients",
+                            layer + moving(if head_shard > 0 { held.head } else { 0 }) + tied,
+                        ),
                         activations,
+                        decoded_of_layer,
                         blocks,
                     ],
                 ),
@@ -79,8 +97,9 @@ impl Shape {
                     held.trained.saturating_sub(held.layer_shard + held.embedding_shard),
                     &[
                         ("kept of the layers", kept),
-                        ("a layer, whole, with gradients", layer + moving(held.layer) + tied),
+                        ("a layer, whole, with gradients", layer + moving(held.layer_trained) + tied),
                         activations,
+                        decoded_of_layer,
                         blocks,
                     ],
                 ),
@@ -90,7 +109,7 @@ impl Shape {
                 with(
                     held.trained.saturating_sub(held.embedding_shard),
                     &[
-                        ("the embedding's gradient", 2 * 4 * held.embedding + moving(held.layer) + tied),
+                        ("the embedding's gradient", 2 * 4 * held.embedding + moving(held.layer_trained) + tied),
                         ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
                     ],
                 ),

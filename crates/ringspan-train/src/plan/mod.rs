@@ -268,13 +268,30 @@ fn training_words(config: &TrainConfig, setup: &Setup) -> String {
             let (least, most) = ranks.fold((usize::MAX, 0), |(least, most), rank| (least.min(rank), most.max(rank)));
             let ranks = if least < most { format!("ranks {least} to {most}") } else { format!("rank {most}") };
             let dropout = if lora.dropout > 0.0 { format!(", dropout {}", lora.dropout) } else { String::new() };
+            let held = held_words(setup);
             format!(
-                "{kind} of {ranks}, {} of {all} parameters (alpha {}{dropout}, beside {}); the others stay as they are",
+                "{kind} of {ranks}, {} of {all} parameters (alpha {}{dropout}, beside {}); the others stay as they are{held}",
                 count(true),
                 lora.alpha,
                 lora.targets()
             )
         }
+    }
+}
+
+/// How the matrices beside which adapters are trained are held, in words; empty where all are f32.
+fn held_words(setup: &Setup) -> String {
+    let sharing = &setup.mesh.sharing;
+    let mut formats: Vec<String> = sharing.stored().values().map(ToString::to_string).collect();
+    formats.sort();
+    formats.dedup();
+    let stored = match formats.is_empty() {
+        true => String::new(),
+        false => format!(", held as they are stored ({})", formats.join(", ")),
+    };
+    match sharing.decoded() {
+        0 => stored,
+        count => format!("{stored}; {count} matrices are f32, since ranks share them at places inside their blocks"),
     }
 }
 

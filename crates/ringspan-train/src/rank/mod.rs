@@ -81,7 +81,8 @@ impl<'a> Rank<'a> {
         let world: Arc<dyn Communicator> = timed.clone();
         let groups = Groups::new(config, mesh, decoder.experts(), device, &world)?;
         let read = |piece: &Piece<'_>| setup.start.read(decoder, piece);
-        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device, read)?;
+        let mut read_stored = |name: &str, rows, columns| setup.start.read_stored(name, rows, columns);
+        let shards = Shards::new(decoder, &*world, mesh.sharing.clone(), device, read, &mut read_stored)?;
         let optimizer = setup.start.optimizer(config.method, &shards)?;
         setup.start.done();
         let offload = config.offload_activations.then(|| Offload::new(device)).transpose()?;

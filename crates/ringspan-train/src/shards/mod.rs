@@ -10,11 +10,13 @@ mod exchange;
 mod flat;
 mod gradients;
 mod sharing;
+mod stored;
 mod whole;
 
 pub(crate) use flat::{Piece, whole_piece};
 pub(crate) use gradients::GradientShards;
 pub(crate) use sharing::Sharing;
+pub(crate) use stored::{Formats, ReadMatrix};
 
 use crate::{
     checkpoint::Slice,
@@ -24,10 +26,12 @@ use candle_core::Tensor;
 use exchange::{Exchange, UnderWay};
 use flat::Flat;
 use ringspan::comm::{Buffer, Communicator};
+use ringspan_candle::quantized::QuantizedMatrix;
 use ringspan_candle::transfers::Reserved;
-use ringspan_candle::{RankDevice, StoredWeights, Transfers, Unit};
+use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
+use stored::{StoredFlat, StoredShard, stack};
 
 /// This rank's shard of every unit.
 pub(crate) struct Shards {
@@ -36,6 +40,8 @@ pub(crate) struct Shards {
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
+    /// What this rank keeps of matrices that stay as they are stored, by family.
+    stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
     /// To where whole parameters are computed with, and back. Shards stay on the CPU, in f32.
     transfers: Transfers,
     /// The unit that is on its way here.
@@ -58,8 +64,13 @@ struct Shard {
     values: Arc<Buffer>,
 }
 
-/// The shards of all holders of a unit's portions, under way; in the order of the unit's shards.
-type Gathering = Vec<UnderWay>;
+/// The shards of all holders of a unit's portions, under way.
+struct Gathering {
+    /// In the order of the unit's shards.
+    numbers: Vec<UnderWay>,
+    /// The bytes of matrices that stay as they are stored, where a rank does not keep them whole.
+    stored: Vec<UnderWay>,
+}
 
 /// A unit that was announced, or nothing of it.
 #[derive(Default)]
@@ -72,13 +83,14 @@ struct Ahead {
 
 impl Shards {
     /// The shards of this rank of `world`, which is copies of `sharing`, one behind the other; `read` gives the values of a
-    /// piece, and `device` computes with them.
+    /// piece, `read_stored` those of matrices that stay as they are stored, and `device` computes with them.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
         sharing: Sharing,
         device: &RankDevice,
         mut read: impl FnMut(&Piece<'_>) -> Result<Vec<f32>>,
+        read_stored: &mut ReadMatrix,
     ) -> Result<Self> {
         let (copy, rank) = (world.rank() / sharing.ranks(), world.rank() % sharing.ranks());
         let family = |family| {
@@ -90,7 +102,7 @@ impl Shards {
             Ok::<_, Error>(Family { exchange: Exchange::new(owners), copies })
         };
         let families = (0..sharing.families()).map(family).collect::<Result<_>>()?;
-        let mut units = BTreeMap::new();
+        let (mut units, mut stored) = (BTreeMap::new(), BTreeMap::new());
         for unit in decoder.units() {
             let mut shards = Vec::new();
             for trained in [true, false] {
@@ -105,9 +117,18 @@ impl Shards {
                 }
             }
             units.insert(unit, shards);
+            let mut of_unit = Vec::new();
+            for (family, flat) in sharing.stored_flats(decoder, unit, rank)?.into_iter().enumerate() {
+                if !flat.is_empty() {
+                    let kept = flat.keep(sharing.shard(rank, family).0, read_stored)?;
+                    of_unit.push((family, flat, kept));
+                }
+            }
+            stored.insert(unit, of_unit);
         }
         let copy = world.split(copy, rank)?;
-        Ok(Self { sharing, copy, families, units, transfers: Transfers::new(device)?, ahead: RefCell::default() })
+        let (transfers, ahead) = (Transfers::new(device)?, RefCell::default());
+        Ok(Self { sharing, copy, families, units, stored, transfers, ahead })
     }
 
     /// The ranks that hold one copy of the parameters together.
@@ -195,7 +216,29 @@ impl Shards {
             let exchange = &self.families[*family].exchange;
             exchange.start(|_| values.clone())
         };
-        self.held(unit)?.iter().map(start).collect()
+        let numbers = self.held(unit)?.iter().map(start).collect::<Result<_>>()?;
+        let stored = self.held_stored(unit).iter().filter_map(|(family, _, kept)| match kept {
+            StoredShard::Whole(_) => None,
+            StoredShard::Part(bytes) => Some(self.families[*family].exchange.start(|_| bytes.clone())),
+        });
+        Ok(Gathering { numbers, stored: stored.collect::<Result<_>>()? })
+    }
+
+    fn held_stored(&self, unit: Unit) -> &[(usize, StoredFlat, StoredShard)] {
+        self.stored.get(&unit).map_or(&[], Vec::as_slice)
+    }
+
+    /// The portions of the unit's matrices that stay as they are stored.
+    fn stored_portions(&self, unit: Unit, under_way: Vec<UnderWay>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+        let (mut all, mut under_way) = (Vec::new(), under_way.into_iter());
+        for (_, flat, kept) in self.held_stored(unit) {
+            match (kept, kept.is_part().then(|| under_way.next()).flatten()) {
+                (StoredShard::Whole(matrices), _) => all.extend(flat.alone(matrices)),
+                (StoredShard::Part(_), Some(shards)) => all.extend(flat.whole(&shards.finish()?)?),
+                (StoredShard::Part(_), None) => return Err(Error::Model(format!("no bytes of {unit:?} came"))),
+            }
+        }
+        Ok(all)
     }
 
     /// Memory for the unit, where it is computed with.
@@ -209,7 +252,7 @@ impl Shards {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
         let (mut weights, mut stacked) = (StoredWeights::new(), BTreeMap::new());
-        for ((under_way, reserved), shard) in gathering.into_iter().zip(reserved).zip(self.held(unit)?) {
+        for ((under_way, reserved), shard) in gathering.numbers.into_iter().zip(reserved).zip(self.held(unit)?) {
             let shards = under_way.finish()?;
             let shards: Vec<&[f32]> = shards.iter().map(|shard| numbers(shard)).collect();
             let (portions, parameters): (Vec<_>, Vec<_>) = shard.flat.whole(&shards)?.into_iter().unzip();
@@ -224,6 +267,17 @@ impl Shards {
         for (name, parts) in stacked {
             let parts: Vec<Tensor> = parts.into_values().collect();
             weights.insert(name.clone(), Tensor::cat(&parts, 0)?.into());
+        }
+        let mut stacked = BTreeMap::new();
+        for (portion, matrix) in self.stored_portions(unit, gathering.stored)? {
+            match portion.stacked_at {
+                None => drop(weights.insert(portion.name.clone(), matrix.into())),
+                Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, matrix)),
+            }
+        }
+        for (name, parts) in stacked {
+            let parts: Vec<QuantizedMatrix> = parts.into_values().collect();
+            weights.insert(name.clone(), stack(&parts)?.into());
         }
         Ok(weights)
     }
@@ -251,7 +305,8 @@ impl Parameters for Shards {
                 Some((announced, ahead)) if announced == unit => ahead,
                 // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
                 Some((_, Ahead { gathering: Some(gathering), .. })) => {
-                    gathering.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
+                    let all = gathering.numbers.into_iter().chain(gathering.stored);
+                    all.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
                     Ahead::default()
                 }
                 _ => Ahead::default(),

@@ -1,7 +1,9 @@
 //! Which rank of a copy of the model holds what: arithmetic that every rank does for all.
 
 use super::flat::Flat;
+use super::stored::{Formats, StoredFlat};
 use crate::{error::Result, setup::model_error};
+use ringspan_candle::quantized::Format;
 use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
 use ringspan_models::Decoder;
 
@@ -16,6 +18,10 @@ pub(crate) struct Sharing {
     groups: Vec<Vec<ReplicaGroup>>,
     /// Whether holders keep a shard each; else each keeps all.
     cut: bool,
+    /// The formats of the matrices that stay as they are stored.
+    stored: Formats,
+    /// Such matrices that are f32 all the same, because ranks share them at places inside their blocks.
+    decoded: usize,
 }
 
 impl Sharing {
@@ -23,7 +29,36 @@ impl Sharing {
     pub(crate) fn new(decoder: &Decoder, places: Vec<ParallelRank>, cut: bool) -> Result<Self> {
         let groups = places.iter().map(|rank| decoder.replica_groups(*rank).map_err(model_error));
         let groups = groups.collect::<Result<_>>()?;
-        Ok(Self { places, groups, cut })
+        Ok(Self { places, groups, cut, stored: Formats::new(), decoded: 0 })
+    }
+
+    /// The same, where these matrices stay as they are stored. A matrix that ranks would cut inside its blocks is f32 on all.
+    pub(crate) fn with_stored(self, decoder: &Decoder, formats: Formats) -> Result<Self> {
+        let (all, mut stored) = (formats.len(), formats);
+        for rank in &self.places {
+            for unit in decoder.units() {
+                for portion in decoder.portions(unit, *rank).map_err(model_error)? {
+                    let inside = |format: &Format| {
+                        let block = format.block_len();
+                        !portion.columns.start.is_multiple_of(block) || !portion.columns.end.is_multiple_of(block)
+                    };
+                    if stored.get(&portion.name).is_some_and(inside) {
+                        stored.remove(&portion.name);
+                    }
+                }
+            }
+        }
+        Ok(Self { decoded: all - stored.len(), stored, ..self })
+    }
+
+    /// The formats of the matrices that stay as they are stored.
+    pub(crate) fn stored(&self) -> &Formats {
+        &self.stored
+    }
+
+    /// How many matrices would have stayed so, if ranks shared them at borders of their blocks.
+    pub(crate) fn decoded(&self) -> usize {
+        self.decoded
     }
 
     /// Ranks of a copy.
@@ -56,15 +91,30 @@ impl Sharing {
         }
     }
 
-    /// A unit's rows of numbers that a rank has a shard of, by family; only parameters that are trained, or only others.
+    /// A unit's rows of numbers that a rank has a shard of, by family; only parameters that are trained, or only others that do
+    /// not stay as they are stored.
     pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
         let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
         let flat = |family| {
             let own = self.groups[rank][family];
-            let of_family = |p: &&Portion| p.replicas == own && decoder.trains(&p.name) == trained;
+            let of_family = |p: &&Portion| {
+                p.replicas == own && decoder.trains(&p.name) == trained && !self.stored.contains_key(&p.name)
+            };
             Flat::new(portions.iter().filter(of_family).cloned().collect(), self.shard(rank, family).1)
         };
         Ok((0..self.families()).map(flat).collect())
+    }
+
+    /// The same of a unit's matrices that stay as they are stored: rows of bytes.
+    pub(crate) fn stored_flats(&self, decoder: &Decoder, unit: Unit, rank: usize) -> Result<Vec<StoredFlat>> {
+        let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
+        let flat = |family| {
+            let own = self.groups[rank][family];
+            let of_family = portions.iter().filter(|portion| portion.replicas == own);
+            let stored = of_family.filter_map(|portion| Some((portion.clone(), *self.stored.get(&portion.name)?)));
+            StoredFlat::new(stored, self.shard(rank, family).1)
+        };
+        (0..self.families()).map(flat).collect()
     }
 }
 

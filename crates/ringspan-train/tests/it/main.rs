@@ -26,6 +26,7 @@ mod recompute;
 mod refusals;
 mod resume;
 mod sparse_settings;
+mod stored_base;
 mod ten_steps;
 mod token_cache;
 mod tokenizer_files;

@@ -1,10 +1,12 @@
 //! The memory that a plan predicts is the memory that a run takes.
 
 use crate::{common, counting};
+use candle_core::{DType, Tensor};
 use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Plan, Settings};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
@@ -253,7 +255,39 @@ fn every_run_takes_what_its_plan_predicts() {
     take_what_is_predicted(runs().filter(|run| !QUICK.contains(&run.0)));
 }
 
+/// A base that stays in bf16 beside adapters, where it is much of what is held.
+#[test]
+fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
+    let s = || Settings { lora_rank: Some(8), ..Settings::default() };
+    let (deep, words): (Model, Model) = ((4, 512, 8, 4, 1536, 512, true), (2, 512, 8, 4, 1536, 16384, true));
+    let runs = [
+        ("bf16", deep, (1, 256), s()),
+        ("bf16, ring", deep, (1, 1024), Settings { ring: Some(4), ..s() }),
+        ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
+        ("bf16, words", words, (1, 256), s()),
+    ];
+    let of_base = |root: &Path, of, _| {
+        let wide = model(root, of, None);
+        let narrow = wide.with_extension("bf16");
+        std::fs::create_dir_all(&narrow).unwrap();
+        std::fs::copy(wide.join("config.json"), narrow.join("config.json")).unwrap();
+        let rounded = |(name, tensor): (String, Tensor)| (name, tensor.to_dtype(DType::BF16).unwrap());
+        let weights: HashMap<String, Tensor> = folder::load(&wide).unwrap().1.into_iter().map(rounded).collect();
+        candle_core::safetensors::save(&weights, narrow.join("model.safetensors")).unwrap();
+        narrow
+    };
+    let runs = runs.map(|(name, of, rows, settings)| (name, of, None, rows, settings));
+    take_what_is_predicted_of(runs, of_base);
+}
+
 fn take_what_is_predicted(runs: impl IntoIterator<Item = Run>) {
+    take_what_is_predicted_of(runs, model);
+}
+
+fn take_what_is_predicted_of(
+    runs: impl IntoIterator<Item = Run>,
+    model: impl Fn(&Path, Model, Option<Experts>) -> PathBuf,
+) {
     let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();

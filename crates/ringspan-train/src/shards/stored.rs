@@ -1,0 +1,153 @@
+//! Matrices that nobody trains and that stay as their file stores them: shards of their bytes.
+
+use super::Stretch;
+use crate::error::{Error, Result};
+use bytes::Bytes;
+use ringspan::comm::Buffer;
+use ringspan_candle::Portion;
+use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use std::{collections::BTreeMap, ops::Range, sync::Arc};
+
+/// The formats of such matrices, by the names of the parameters.
+pub(crate) type Formats = BTreeMap<String, Format>;
+
+/// Gives some rows and columns of a matrix by its name.
+pub(crate) type ReadMatrix<'a> = dyn FnMut(&str, Range<usize>, Range<usize>) -> Result<QuantizedMatrix> + 'a;
+
+/// Portions of such matrices of a unit, with the same holders, as one row of bytes. Shards are the same size to within a byte.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredFlat {
+    portions: Vec<StoredPortion>,
+    len: usize,
+    ranks: usize,
+}
+
+#[derive(Debug, Clone)]
+struct StoredPortion {
+    portion: Portion,
+    format: Format,
+    /// Bytes of a row of it.
+    row: usize,
+    /// Its place in the row of bytes.
+    place: Range<usize>,
+}
+
+impl StoredFlat {
+    pub(crate) fn new(portions: impl Iterator<Item = (Portion, Format)>, ranks: usize) -> Result<Self> {
+        let (mut all, mut len) = (Vec::new(), 0);
+        for (portion, format) in portions {
+            let row = format.bytes(1, portion.columns.len())?;
+            let start = len;
+            len += row * portion.rows.len();
+            all.push(StoredPortion { portion, format, row, place: start..len });
+        }
+        Ok(Self { portions: all, len, ranks })
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes in the row.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where the shard of a rank lies in the row.
+    fn shard(&self, rank: usize) -> Range<usize> {
+        let at = |rank: usize| (self.len as u128 * rank as u128 / self.ranks as u128) as usize;
+        at(rank)..at(rank + 1)
+    }
+
+    /// What a rank keeps of it.
+    pub(super) fn keep(&self, rank: usize, read: &mut ReadMatrix) -> Result<StoredShard> {
+        if self.ranks == 1 {
+            let whole = |StoredPortion { portion, .. }: &StoredPortion| {
+                read(&portion.name, portion.rows.clone(), portion.columns.clone())
+            };
+            return Ok(StoredShard::Whole(self.portions.iter().map(whole).collect::<Result<_>>()?));
+        }
+        let shard = self.shard(rank);
+        let mut bytes = Vec::with_capacity(shard.len());
+        for StoredPortion { portion, row, place, .. } in &self.portions {
+            let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
+            if start >= end {
+                continue;
+            }
+            let (start, end) = (start - place.start, end - place.start);
+            let rows = start / row..end.div_ceil(*row);
+            let of_matrix = portion.rows.start + rows.start..portion.rows.start + rows.end;
+            let matrix = read(&portion.name, of_matrix, portion.columns.clone())?;
+            bytes.extend_from_slice(&matrix.bytes()[start - rows.start * row..end - rows.start * row]);
+        }
+        Ok(StoredShard::Part(Arc::new(Buffer::U8(bytes))))
+    }
+
+    /// The portions from the shards of all ranks. Those that lie in one shard share its bytes.
+    pub(super) fn whole(&self, shards: &[Arc<Buffer>]) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
+        for (rank, shard) in shards.iter().enumerate() {
+            let expected = self.shard(rank).len();
+            if bytes_of(shard).len() != expected {
+                let sent = bytes_of(shard).len();
+                return Err(Error::Model(format!("rank {rank} sent {sent} bytes of a shard of {expected}")));
+            }
+        }
+        let matrix = |StoredPortion { portion, format, place, .. }: &StoredPortion| {
+            let parts = shards.iter().enumerate().filter_map(|(rank, shard)| {
+                let own = self.shard(rank);
+                let (start, end) = (place.start.max(own.start), place.end.min(own.end));
+                (start < end).then(|| Stretch { shard: shard.clone(), range: start - own.start..end - own.start })
+            });
+            let mut parts: Vec<Stretch> = parts.collect();
+            let bytes = match parts.pop() {
+                Some(alone) if parts.is_empty() => Bytes::from_owner(alone),
+                last => parts.iter().chain(&last).map(AsRef::<[u8]>::as_ref).collect::<Vec<_>>().concat().into(),
+            };
+            let (rows, columns) = (portion.rows.len(), portion.columns.len());
+            QuantizedMatrix::new(*format, rows, columns, bytes)
+        };
+        self.portions.iter().map(|portion| Ok((&portion.portion, matrix(portion)?))).collect()
+    }
+
+    /// The portions, where a rank keeps all of them.
+    pub(super) fn alone<'a>(&'a self, matrices: &[QuantizedMatrix]) -> Vec<(&'a Portion, QuantizedMatrix)> {
+        self.portions.iter().map(|portion| &portion.portion).zip(matrices.iter().cloned()).collect()
+    }
+}
+
+/// What a rank keeps of such matrices.
+pub(super) enum StoredShard {
+    /// All of them: ranks of one process share their bytes.
+    Whole(Vec<QuantizedMatrix>),
+    /// A shard of their bytes.
+    Part(Arc<Buffer>),
+}
+
+impl StoredShard {
+    /// Whether other ranks keep the rest.
+    pub(super) fn is_part(&self) -> bool {
+        matches!(self, Self::Part(_))
+    }
+}
+
+/// One matrix of parts that a rank has of several, one behind the other.
+pub(super) fn stack(parts: &[QuantizedMatrix]) -> Result<QuantizedMatrix> {
+    let rows = parts.iter().map(|part| part.dims().0).sum();
+    let Some(first) = parts.first() else { return Err(Error::Model("a matrix of no parts".into())) };
+    let bytes = parts.iter().map(|part| part.bytes().as_ref()).collect::<Vec<&[u8]>>().concat();
+    Ok(QuantizedMatrix::new(first.format(), rows, first.dims().1, bytes.into())?)
+}
+
+/// The bytes of a shard; none if it is something else, which its length then tells.
+fn bytes_of(buffer: &Buffer) -> &[u8] {
+    match buffer {
+        Buffer::U8(bytes) => bytes,
+        _ => &[],
+    }
+}
+
+impl AsRef<[u8]> for Stretch {
+    fn as_ref(&self) -> &[u8] {
+        &bytes_of(&self.shard)[self.range.clone()]
+    }
+}
