@@ -51,7 +51,8 @@ fn the_least_is_computed_again_that_leaves_room() {
 fn what_is_chosen_trains_as_if_it_had_been_asked_for() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    (tiny_model(root), text(root));
+    tiny_model(root);
+    text(root);
     let losses = |recompute: &str| {
         let settings = Settings { recompute: Some(recompute.into()), steps: Some(3), ..of_tiny_model(root, recompute) };
         run(settings).1.losses()
