@@ -245,12 +245,6 @@ fn a_run_takes_what_its_plan_predicts() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn families_with_layers_of_their_own_take_what_their_plans_predict() {
-    take_what_is_predicted(of_families());
-}
-
-#[test]
-#[ignore = "takes minutes"]
 fn every_run_takes_what_its_plan_predicts() {
     take_what_is_predicted(runs().filter(|run| !QUICK.contains(&run.0)));
 }
@@ -266,8 +260,8 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
         ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
         ("bf16, words", words, (1, 256), s()),
     ];
-    let of_base = |root: &Path, of, _| {
-        let wide = model(root, of, None);
+    let in_bf16 = |root: &Path, json: &Value| {
+        let wide = saved(root, json);
         let narrow = wide.with_extension("bf16");
         std::fs::create_dir_all(&narrow).unwrap();
         std::fs::copy(wide.join("config.json"), narrow.join("config.json")).unwrap();
@@ -276,18 +270,15 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
         candle_core::safetensors::save(&weights, narrow.join("model.safetensors")).unwrap();
         narrow
     };
-    let runs = runs.map(|(name, of, rows, settings)| (name, of, None, rows, settings));
-    take_what_is_predicted_of(runs, of_base);
+    let runs = runs.map(|(name, of, rows, settings)| (name, config(of, None), rows, settings));
+    take_what_is_predicted_of(runs, in_bf16);
 }
 
 fn take_what_is_predicted(runs: impl IntoIterator<Item = Run>) {
-    take_what_is_predicted_of(runs, model);
+    take_what_is_predicted_of(runs, saved);
 }
 
-fn take_what_is_predicted_of(
-    runs: impl IntoIterator<Item = Run>,
-    model: impl Fn(&Path, Model, Option<Experts>) -> PathBuf,
-) {
+fn take_what_is_predicted_of(runs: impl IntoIterator<Item = Run>, saved: impl Fn(&Path, &Value) -> PathBuf) {
     let _alone = counting::alone();
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
