@@ -5,7 +5,7 @@
     python tools/check_fixtures.py --experts experts
 
 Files are equal bit for bit where the libraries' kernels give the same bits on this processor; tensors and the numbers in
-JSON may differ by 1e-5 of the largest value, and are then named. A script `tools/make_*.py` takes `--out FOLDER` and has a
+JSON may differ by 1e-5 of the largest value (singular vectors, and what is computed with them, by 1e-4), and are then named. A script `tools/make_*.py` takes `--out FOLDER` and has a
 row here; without `--out` it writes to the tree. The exit status counts the scripts that fail or make something else.
 """
 
@@ -41,6 +41,10 @@ SCRIPTS = {
 # Needs packages that are older than those of the others.
 EXPERTS = "make_expert_adapter_fixture.py"
 TOLERANCE = 1e-5
+# PiSSA begins with singular vectors that PEFT computes in f32. Where singular values are close to each other, the vectors
+# turn with the rounding of the processor's kernels, by 2e-5 so far.
+OF_SINGULAR_VECTORS = pathlib.Path("adapters/pissa_converted")
+TOLERANCE_OF_SINGULAR_VECTORS = 1e-4
 
 
 def json_difference(made, kept) -> float:
@@ -101,7 +105,8 @@ def compare(name: str, made: pathlib.Path) -> list[str]:
     problems += [f"{path} is in the tree, but is not made" for path in sorted(expected - files(made))]
     for path in sorted(expected & files(made)):
         found = difference(made / path, kept / path)
-        if found > TOLERANCE:
+        of_vectors = OF_SINGULAR_VECTORS in path.parents
+        if found > (TOLERANCE_OF_SINGULAR_VECTORS if of_vectors else TOLERANCE):
             problems.append(f"{path} differs" + (f" by {found:.1e}" if math.isfinite(found) else ""))
         elif found > 0:
             print(f"{name}: {path} differs by {found:.1e}, which the tolerance allows", flush=True)

@@ -21,8 +21,9 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
-    /// Whether adapters are trained, whether routers have some, and whether they drop some of their inputs.
+    /// Whether adapters are trained, whether experts and routers have some, and whether they drop some of their inputs.
     has_adapters: bool,
+    pub(super) adapted: bool,
     router_adapted: bool,
     dropping: bool,
 }
@@ -42,6 +43,9 @@ impl Experts {
             ep: ep as u64,
             width_ranks: width_ranks as u64,
             has_adapters: decoder.lora().is_some(),
+            adapted: decoder
+                .linear_layers()
+                .any(|it| it.is_of_experts() && !it.is_router && decoder.adapter(&it.name).is_some()),
             router_adapted: decoder.linear_layers().any(|it| it.is_router && decoder.adapter(&it.name).is_some()),
             dropping: decoder.lora().is_some_and(|lora| lora.dropout > 0.0),
         })

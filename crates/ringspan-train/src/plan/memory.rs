@@ -171,9 +171,9 @@ impl Shape {
             shared + products + experts.activations(rows, self.hidden, kept)
         });
         let fed = self.feed_forward_activations(tokens).max(with_experts);
-        // Found by the allocator. Beside a feed-forward part without experts nothing of attention's adapters is left.
-        let all_sparse = self.experts.is_some_and(|experts| experts.layers == self.layers);
-        let adapted = if all_sparse { 3 * self.adapted } else { 0 };
+        // Found by the allocator. At the fullest moment of a layer without experts nothing of attention's adapters is there.
+        let all_adapted = self.experts.is_some_and(|experts| experts.adapted && experts.layers == self.layers);
+        let adapted = if all_adapted { 2 * self.adapted } else { 0 };
         let attention = tokens * (6 * both + 2 * self.linked) + 2 * rows * self.projected[1];
         let numbers = stream + attention + again + widened + fed + tokens * (adapted + self.dropped);
         4 * numbers.saturating_sub(known)
