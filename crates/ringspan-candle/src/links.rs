@@ -3,9 +3,46 @@
 //! Each parameter is tied into the graph by one element. The backward pass of the operation comes first and leaves the
 //! gradients where the ties of the parameters find them.
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// Parameters on the CPU that an operation reads, numbered in the order in which they are tied.
+#[derive(Debug, Default)]
+pub(crate) struct Links {
+    gradients: LinkedGradients,
+    ties: Vec<Tensor>,
+}
+
+impl Links {
+    /// Ties an f32 parameter.
+    ///
+    /// # Errors
+    /// Other types.
+    pub(crate) fn tie(&mut self, parameter: &Tensor) -> Result<()> {
+        let tie = Tie { gradients: self.gradients.clone(), number: self.len() };
+        self.ties.push(parameter.contiguous()?.apply_op1(tie)?);
+        Ok(())
+    }
+
+    /// Parameters that are tied: the number of the next.
+    pub(crate) fn len(&self) -> usize {
+        self.ties.len()
+    }
+
+    /// The argument of the operation that stands for all of them, and where its backward pass leaves their gradients.
+    ///
+    /// # Errors
+    /// None that a caller can cause.
+    pub(crate) fn argument(self) -> Result<(Tensor, LinkedGradients)> {
+        let argument = match self.ties.is_empty() {
+            true => Tensor::zeros(1, DType::F32, &Device::Cpu)?,
+            false => Tensor::cat(&self.ties, 0)?,
+        };
+        Ok((argument, self.gradients))
+    }
+}
 
 /// Gradients on their way from an operation to the parameters that are tied to it, by the numbers of these.
 #[derive(Debug, Clone, Default)]
@@ -20,18 +57,6 @@ impl LinkedGradients {
     fn take(&self, number: usize) -> Option<Tensor> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&number)
     }
-
-    /// Ties f32 parameters on the CPU, numbered in their order, into one tensor, which is to be an argument of the operation.
-    ///
-    /// # Errors
-    /// Other types.
-    pub(crate) fn tie<'a>(&self, parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> {
-        let mut ties = Vec::new();
-        for (number, parameter) in parameters.into_iter().enumerate() {
-            ties.push(parameter.contiguous()?.apply_op1(Tie { gradients: self.clone(), number })?);
-        }
-        if ties.is_empty() { Tensor::zeros(1, DType::F32, &Device::Cpu) } else { Tensor::cat(&ties, 0) }
-    }
 }
 
 struct Tie {
@@ -45,10 +70,10 @@ impl CustomOp1 for Tie {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        match storage {
-            CpuStorage::F32(_) => Ok((CpuStorage::F32(vec![0.0]), Shape::from(1))),
-            _ => bail!("parameters are tied in f32, given others"),
+        if storage.dtype() != DType::F32 {
+            bail!("layers on the CPU compute in {:?}, given {:?}", DType::F32, storage.dtype());
         }
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {

@@ -6,7 +6,7 @@
 use crate::cotangent;
 use crate::gated_mlp::TILE;
 use crate::kept::Kept;
-use crate::links::LinkedGradients;
+use crate::links::{LinkedGradients, Links};
 use crate::slices::values;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, Var};
 use std::ops::Range;
@@ -53,10 +53,10 @@ pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<
 
 fn apply<F: RowFunction>(x: &Tensor, mut function: F, known: Option<Vec<f32>>) -> Result<Tensor> {
     let x = x.contiguous()?;
-    let gradients = LinkedGradients::default();
     let parameters = function.parameters();
-    let ties =
-        gradients.tie(parameters.iter().map(|parameter| &**parameter).filter(|parameter| parameter.track_op()))?;
+    let mut links = Links::default();
+    parameters.iter().filter(|parameter| parameter.track_op()).try_for_each(|parameter| links.tie(parameter))?;
+    let (ties, gradients) = links.argument()?;
     let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
     // The graph refers to the operation, so what the operation holds must not refer to the graph. A variable has none.
     for parameter in parameters {

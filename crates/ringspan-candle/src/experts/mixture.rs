@@ -7,10 +7,10 @@ use super::stacked::StackedPart;
 use super::{Expert, NOWHERE, Routing, on_gpu};
 use crate::gpu;
 use crate::kept::{Kept, Storage};
-use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
+use crate::links::{LinkedGradients, Links};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// Where a mixture looks for what it computed before, and leaves what it computes.
 #[derive(Debug, Default)]
@@ -87,31 +87,25 @@ pub fn mixed_keeping(
     }
     let first = known.is_none();
     let mut known = known.into_iter().flatten();
-    let gradients = Arc::new(Mutex::new(HashMap::new()));
-    let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), Vec::new());
-    let mut link = |parameter: &Tensor| {
-        let op = Link { gradients: gradients.clone(), key: links.len() };
-        links.push(parameter.contiguous()?.apply_op1(op)?);
-        Ok::<_, candle_core::Error>(links.len())
-    };
-    let (mut linked, mut stack_linked) = (0, None);
+    let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), Links::default());
+    let mut stack_linked = None;
     for index in order {
         let (expert, slots) = (expert(index as usize)?, slots.remove(&index).unwrap_or_default());
         let first_link = match (&expert, stack_linked) {
             (Expert::Stacked(_), Some(first_link)) => first_link,
-            _ => linked,
+            _ => links.len(),
         };
         let part = match &expert {
             Expert::Gated(expert) => {
-                expert.parameters().try_for_each(|parameter| link(parameter).map(|links| linked = links))?;
+                expert.parameters().try_for_each(|parameter| links.tie(parameter))?;
                 Part::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack have the same parameters.
                 if stack_linked.is_none() {
-                    stack_linked = Some(linked);
+                    stack_linked = Some(first_link);
                     for parameter in expert.stack.parameters() {
-                        linked = link(parameter)?;
+                        links.tie(parameter)?;
                     }
                 }
                 Part::Stacked(StackedPart::new(expert, slots, top))
@@ -127,19 +121,16 @@ pub fn mixed_keeping(
         memory.kept = Some(parts.iter().map(|linked| linked.products.clone()).collect());
     }
     // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
-    let links = if links.is_empty() { Tensor::zeros(1, DType::F32, x.device())? } else { Tensor::cat(&links, 0)? };
+    let (links, gradients) = links.argument()?;
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
     x.apply_op3(&weights, &links, op)
 }
 
 /// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the links of all parameters.
-///
-/// A candle operation has three arguments, and a layer has hundreds of matrices. Each of them is linked by one element:
-/// the backward pass of this operation comes first and leaves the gradients in `gradients`, where the links find them.
 struct Mixed {
     top: usize,
     parts: Vec<Linked>,
-    gradients: Gradients,
+    gradients: LinkedGradients,
     out: Mutex<Vec<f32>>,
 }
 
@@ -200,13 +191,6 @@ impl Part {
     }
 }
 
-/// Of the parameters that were linked, by number.
-type Gradients = Arc<Mutex<HashMap<usize, Tensor>>>;
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl CustomOp3 for Mixed {
     fn name(&self) -> &'static str {
         "experts"
@@ -221,7 +205,10 @@ impl CustomOp3 for Mixed {
         _: &CpuStorage,
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(std::mem::take(&mut locked(&self.out))), x_at.shape().clone()))
+        Ok((
+            CpuStorage::F32(std::mem::take(&mut self.out.lock().unwrap_or_else(PoisonError::into_inner))),
+            x_at.shape().clone(),
+        ))
     }
 
     fn bwd(
@@ -239,7 +226,8 @@ impl CustomOp3 for Mixed {
         let d_out = d_out.contiguous()?;
         let (mut dx, mut d_factors) = (vec![0.0; tokens * width], vec![0.0; tokens * self.top]);
         let leave = |first_link: usize, gradients: Vec<Option<Tensor>>| {
-            locked(&self.gradients).extend((first_link..).zip(gradients).filter_map(|(key, d)| Some((key, d?))));
+            let known = (first_link..).zip(gradients).filter_map(|(number, gradient)| Some((number, gradient?)));
+            known.for_each(|(number, gradient)| self.gradients.leave(number, gradient));
         };
         let mut of_stack = None;
         for Linked { part, products, first_link } in &self.parts {
@@ -260,28 +248,5 @@ impl CustomOp3 for Mixed {
         }
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
         Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(links.zeros_like()?)))
-    }
-}
-
-/// Takes a parameter into the graph as one element, and gives it its gradient.
-struct Link {
-    gradients: Gradients,
-    key: usize,
-}
-
-impl CustomOp1 for Link {
-    fn name(&self) -> &'static str {
-        "expert-link"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        if storage.dtype() != DType::F32 {
-            bail!("experts compute in {:?}, given {:?}", DType::F32, storage.dtype());
-        }
-        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {
-        Ok(locked(&self.gradients).remove(&self.key))
     }
 }
