@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::{fmt, str::FromStr};
 
-/// What is computed again before a layer's backward. All give the same gradients, to the last bit, unless gated layers have
+/// Says which activations are recomputed before a layer's backward. All give the same gradients, to the last bit, unless gated layers have
 /// adapters or biases: these layers are computed in tiles but by `Nothing`, which sums their gradients in another order.
 ///
 /// Kept for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value heads:

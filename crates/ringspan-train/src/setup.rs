@@ -56,7 +56,7 @@ pub(crate) struct Setup {
     /// The token that ends what is learned, where there is one.
     pub(crate) end: Option<u32>,
     pub(crate) plan: Plan,
-    /// What is computed again for the backward pass.
+    /// The activations that are recomputed for the backward pass.
     pub(crate) recompute: Recompute,
 }
 

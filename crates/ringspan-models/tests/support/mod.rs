@@ -399,7 +399,7 @@ fn local(
     let one = differentiate(CheckpointPolicy::default())?;
     // Routers that are kept even serve one pass.
     if decoder.config().router_aux_loss().is_none() {
-        // Of all parameters together: a norm's gradient of a rank's few tokens may nearly cancel out.
+        // Parameters are compared all together, since a norm's gradient of a rank's few tokens may nearly cancel out.
         let all = |gradients: &BTreeMap<String, Vec<f32>>| gradients.values().flatten().copied().collect::<Vec<_>>();
         // Gated layers with adapters are computed in tiles, unless they store their products: gradients are summed in another order.
         let in_tiles = decoder.lora().is_some();

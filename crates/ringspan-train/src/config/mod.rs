@@ -186,7 +186,7 @@ pub struct TrainConfig {
     pub local_ranks: Option<usize>,
     /// Where the program's allocator counts: most bytes that it gave out at once since this was called last.
     pub allocated: Option<fn() -> u64>,
-    /// What is computed again for the backward pass; none for as little as the memory that is free allows.
+    /// The activations that are recomputed for the backward pass; none for as few as the memory that is free allows.
     pub recompute: Option<Recompute>,
     /// How what is not computed again is stored.
     pub activations: Storage,

@@ -71,7 +71,7 @@ pub struct Plan {
     pub gpus: Vec<Room>,
     /// Why they were not, in words; empty where they were, or the CPU computes.
     pub gpus_unknown: String,
-    /// What is computed again for the backward pass.
+    /// The activations that are recomputed for the backward pass.
     pub recompute: Recompute,
     /// Whether that follows from the memory that is free.
     pub recompute_is_auto: bool,
