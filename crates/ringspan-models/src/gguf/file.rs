@@ -161,11 +161,11 @@ struct Header {
     length: u64,
 }
 
-/// What a part of a header is, or why it is none.
-type Part<T> = std::result::Result<T, String>;
+/// What was read of a header, or why it is none.
+type HeaderResult<T> = std::result::Result<T, String>;
 
 impl Header {
-    fn read(&mut self) -> Part<(HashMap<String, Value>, BTreeMap<String, TensorInfo>)> {
+    fn read(&mut self) -> HeaderResult<(HashMap<String, Value>, BTreeMap<String, TensorInfo>)> {
         if &self.bytes::<4>()? != b"GGUF" {
             return Err("not a GGUF file: it does not begin with GGUF".into());
         }
@@ -193,22 +193,23 @@ impl Header {
         Ok((metadata, infos))
     }
 
-    fn info(&mut self) -> Part<TensorInfo> {
+    fn info(&mut self) -> HeaderResult<TensorInfo> {
         let dims = self.u32()?;
         if !(1..=MOST_DIMS).contains(&dims) {
             return Err(format!("{dims} dimensions: possible are 1 to {MOST_DIMS}"));
         }
-        let mut shape = (0..dims).map(|_| self.size()).collect::<Part<Vec<usize>>>()?;
+        let mut shape = (0..dims).map(|_| self.size()).collect::<HeaderResult<Vec<usize>>>()?;
         shape.reverse();
         let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
-        // A byte holds two elements or more in no type that is here.
-        if elements.is_none_or(|elements| elements as u64 / 8 > self.length) {
+        // No type has more than eight elements in a byte. A shape that the file cannot hold, or that has no elements but many
+        // experts, would take as much memory as it claims.
+        if elements.is_none_or(|elements| elements == 0 || elements as u64 / 8 > self.length) {
             return Err(format!("a shape of {shape:?} in a file of {} bytes", self.length));
         }
         Ok(TensorInfo { shape, kind: self.u32()?, offset: self.u64()? })
     }
 
-    fn value(&mut self, kind: u32, depth: usize) -> Part<Value> {
+    fn value(&mut self, kind: u32, depth: usize) -> HeaderResult<Value> {
         Ok(match kind {
             0 => Value::U8(u8::from_le_bytes(self.bytes()?)),
             1 => Value::I8(i8::from_le_bytes(self.bytes()?)),
@@ -222,7 +223,7 @@ impl Header {
             9 if depth < MOST_NESTED => {
                 let kind = self.u32()?;
                 let count = self.count(1)?;
-                Value::Array((0..count).map(|_| self.value(kind, depth + 1)).collect::<Part<_>>()?)
+                Value::Array((0..count).map(|_| self.value(kind, depth + 1)).collect::<HeaderResult<_>>()?)
             }
             10 => Value::U64(self.u64()?),
             11 => Value::I64(i64::from_le_bytes(self.bytes()?)),
@@ -231,28 +232,28 @@ impl Header {
         })
     }
 
-    fn bytes<const N: usize>(&mut self) -> Part<[u8; N]> {
+    fn bytes<const N: usize>(&mut self) -> HeaderResult<[u8; N]> {
         let mut bytes = [0; N];
         self.reader.read_exact(&mut bytes).map_err(|error| format!("not a whole GGUF file: {error}"))?;
         self.at += N as u64;
         Ok(bytes)
     }
 
-    fn u32(&mut self) -> Part<u32> {
+    fn u32(&mut self) -> HeaderResult<u32> {
         self.bytes().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Part<u64> {
+    fn u64(&mut self) -> HeaderResult<u64> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    fn size(&mut self) -> Part<usize> {
+    fn size(&mut self) -> HeaderResult<usize> {
         let size = self.u64()?;
         usize::try_from(size).map_err(|_| format!("a size of {size}"))
     }
 
     /// How many things follow of which each takes `least` bytes. A broken file must not ask for more memory than it is long.
-    fn count(&mut self, least: u64) -> Part<usize> {
+    fn count(&mut self, least: u64) -> HeaderResult<usize> {
         let count = self.size()?;
         match (count as u64).checked_mul(least) {
             Some(bytes) if bytes <= self.length - self.at.min(self.length) => Ok(count),
@@ -260,7 +261,7 @@ impl Header {
         }
     }
 
-    fn text(&mut self) -> Part<String> {
+    fn text(&mut self) -> HeaderResult<String> {
         let count = self.count(1)?;
         let mut text = vec![0; count];
         self.reader.read_exact(&mut text).map_err(|error| format!("not a whole GGUF file: {error}"))?;

@@ -204,6 +204,17 @@ fn files_that_cannot_be_read_say_why() {
     contains(&message(&[], &[("blk.1.ffn_up.weight", zeros(&[8, 32]))]), &["[8, 32]", "[48, 32]"]);
     contains(&message(&[], &[("blk.0.ffn_gate_exps.weight", zeros(&[2, 2]))]), &["blk.0.ffn_gate_exps.weight"]);
 
+    // A tensor of nothing, of so many experts that to make them would take the memory of the machine.
+    let mut bytes = fs::read(fixture("gguf_families").join("mixtral.gguf")).expect("bytes");
+    let name = b"blk.0.ffn_gate_exps.weight";
+    let at = bytes.windows(name.len()).position(|window| window == name).expect("in the file") + name.len() + 4;
+    // Behind the number of dimensions they stand innermost first.
+    bytes[at + 8..at + 16].copy_from_slice(&0u64.to_le_bytes());
+    bytes[at + 16..at + 24].copy_from_slice(&100_000u64.to_le_bytes());
+    let empty = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(empty.path(), bytes).expect("written");
+    contains(&refusal(empty.path()), &["blk.0.ffn_gate_exps.weight", "a shape of [100000, 0, "]);
+
     let whole = fs::read(file(MODEL)).expect("bytes");
     let cut = tempfile::NamedTempFile::new().expect("a file");
     for length in [0, 3, 20, 300, 1500, whole.len() / 2, whole.len() - 40] {
