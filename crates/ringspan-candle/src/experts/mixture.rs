@@ -98,7 +98,7 @@ pub fn mixed_keeping(
         let part = match &expert {
             Expert::Gated(expert) => {
                 expert.parameters().try_for_each(|parameter| links.tie(parameter))?;
-                Part::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
+                RoutedExpert::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack have the same parameters.
@@ -108,7 +108,7 @@ pub fn mixed_keeping(
                         links.tie(parameter)?;
                     }
                 }
-                Part::Stacked(StackedPart::new(expert, slots, top))
+                RoutedExpert::Stacked(StackedPart::new(expert, slots, top))
             }
         };
         let products = match known.next() {
@@ -136,13 +136,13 @@ struct Mixed {
 
 /// An expert with tokens, what its backward needs, and the number of its first parameter among the links.
 struct Linked {
-    part: Part,
+    part: RoutedExpert,
     products: Products,
     first_link: usize,
 }
 
-/// An expert with its tokens.
-enum Part {
+/// An expert with the tokens that were routed to it.
+enum RoutedExpert {
     Gated(GatedPart),
     Stacked(StackedPart),
 }
@@ -164,7 +164,7 @@ impl Products {
     }
 }
 
-impl Part {
+impl RoutedExpert {
     /// The shape of its products.
     fn wide(&self) -> Result<[usize; 2]> {
         match self {
@@ -232,11 +232,11 @@ impl CustomOp3 for Mixed {
         let mut of_stack = None;
         for Linked { part, products, first_link } in &self.parts {
             match (part, &products.0[..]) {
-                (Part::Gated(part), [gate, up]) => {
+                (RoutedExpert::Gated(part), [gate, up]) => {
                     let of_part = part.backward([gate, up], x, &factors, &d_out, &mut dx, &mut d_factors)?;
                     leave(*first_link, of_part);
                 }
-                (Part::Stacked(part), [both]) => {
+                (RoutedExpert::Stacked(part), [both]) => {
                     let (_, gradients) = of_stack.get_or_insert_with(|| (*first_link, part.gradients()));
                     part.backward(both, x, &factors, &d_out, (&mut dx, &mut d_factors), gradients)?;
                 }

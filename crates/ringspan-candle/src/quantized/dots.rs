@@ -3,7 +3,7 @@
 
 use super::blocks::{Block, padded, with_block};
 use super::input::Input;
-use super::lanes::{Lanes, Work, dispatch};
+use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 
@@ -47,7 +47,7 @@ struct Dots<'a, B, const LEN: usize> {
     blocks: &'a [B],
 }
 
-impl<B: Block<LEN>, const LEN: usize> Work for Dots<'_, B, LEN> {
+impl<B: Block<LEN>, const LEN: usize> VectorWork for Dots<'_, B, LEN> {
     type Output = Vec<f32>;
 
     #[inline(always)]

@@ -74,13 +74,13 @@ pub(super) trait Lanes: Copy {
 }
 
 /// Work that is compiled for each instruction set. `run` must be inlined.
-pub(super) trait Work {
+pub(super) trait VectorWork {
     type Output;
     fn run<L: Lanes>(self, lanes: L) -> Self::Output;
 }
 
 /// Runs work with the widest vectors of this machine.
-pub(super) fn dispatch<W: Work>(work: W) -> W::Output {
+pub(super) fn dispatch<W: VectorWork>(work: W) -> W::Output {
     #[cfg(target_arch = "x86_64")]
     match pulp::Arch::new() {
         pulp::Arch::V4(lanes) => return lanes.vectorize(x86::Compiled { lanes, work }),
@@ -92,7 +92,7 @@ pub(super) fn dispatch<W: Work>(work: W) -> W::Output {
 
 /// What work makes with each instruction set of this machine, with plain Rust first.
 #[cfg(test)]
-pub(super) fn on_each<W: Work + Copy>(work: W) -> Vec<W::Output> {
+pub(super) fn on_each<W: VectorWork + Copy>(work: W) -> Vec<W::Output> {
     let mut outputs = vec![work.run(Portable)];
     #[cfg(target_arch = "x86_64")]
     {
@@ -238,7 +238,7 @@ mod tests {
     #[derive(Clone, Copy)]
     struct All;
 
-    impl Work for All {
+    impl VectorWork for All {
         type Output = (Vec<[u8; 16]>, Vec<[f32; 16]>, f32);
 
         #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::blocks::{Block, with_block};
 use super::format::Format;
-use super::lanes::{Lanes, Work, dispatch};
+use super::lanes::{Lanes, VectorWork, dispatch};
 use crate::pool;
 use bytes::Bytes;
 use candle_core::{Device, Result, Tensor, bail};
@@ -193,7 +193,7 @@ struct Decoding<'a, B, const LEN: usize> {
     blocks: PhantomData<B>,
 }
 
-impl<B: Block<LEN>, const LEN: usize> Work for Decoding<'_, B, LEN> {
+impl<B: Block<LEN>, const LEN: usize> VectorWork for Decoding<'_, B, LEN> {
     type Output = ();
 
     #[inline(always)]

@@ -1,5 +1,5 @@
 use super::blocks::{self, Block, with_block};
-use super::lanes::{Lanes, Work, on_each};
+use super::lanes::{Lanes, VectorWork, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_again};
 use crate::cotangent::backward;
 use crate::kept::{Kept, Storage};
@@ -82,7 +82,7 @@ fn row_on_each<B: Block<LEN>, const LEN: usize>(stored: &[u8], x: &[f32]) -> Vec
     on_each(Row::<B, LEN> { blocks: bytemuck::cast_slice(stored), x })
 }
 
-impl<B: Block<LEN>, const LEN: usize> Work for Row<'_, B, LEN> {
+impl<B: Block<LEN>, const LEN: usize> VectorWork for Row<'_, B, LEN> {
     type Output = (Vec<f32>, f32);
 
     #[inline(always)]

@@ -1,6 +1,6 @@
 //! The operations on x86-64: with AVX-512, and with AVX2 and FMA.
 
-use super::{Lanes, Work};
+use super::{Lanes, VectorWork};
 use crate::quantized::blocks::half;
 use bytemuck::cast;
 use pulp::NullaryFnOnce;
@@ -13,7 +13,7 @@ pub(super) struct Compiled<L, W> {
     pub(super) work: W,
 }
 
-impl<L: Lanes, W: Work> NullaryFnOnce for Compiled<L, W> {
+impl<L: Lanes, W: VectorWork> NullaryFnOnce for Compiled<L, W> {
     type Output = W::Output;
 
     #[inline(always)]

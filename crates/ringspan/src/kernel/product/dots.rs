@@ -3,7 +3,7 @@
 use super::super::pack::{direct, load_along};
 use super::super::vector::Simd;
 use super::lines::Lines;
-use super::tile::Place;
+use super::tile::ProductOutput;
 use std::ops::Range;
 
 /// Most rows: with more, packing the columns costs less than what it saves.
@@ -16,7 +16,7 @@ pub(in super::super) struct Dots<'a> {
     /// At most ROWS.
     pub(super) a: Lines<'a>,
     pub(super) b: Lines<'a>,
-    pub(super) out: Place,
+    pub(super) out: ProductOutput,
 }
 
 /// Numbers that a worker needs, for so many elements of a line and of a vector.

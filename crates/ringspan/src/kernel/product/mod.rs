@@ -30,7 +30,7 @@ use super::buffer::Target;
 use super::isa::{Code, Isa};
 use half::bf16;
 use std::fmt::{Display, Formatter};
-use tile::Place;
+use tile::ProductOutput;
 
 /// What a product does with its output, `[m, n]`, row after row.
 #[derive(Debug)]
@@ -60,11 +60,11 @@ impl Output<'_> {
         }
     }
 
-    fn place(&mut self) -> Place {
+    fn place(&mut self) -> ProductOutput {
         match self {
-            Self::Fresh(out) => Place::Fresh(Target::new(out)),
-            Self::Sum(out) => Place::Sum(Target::new(out)),
-            Self::Rounded(out) => Place::Rounded(Target::new(out)),
+            Self::Fresh(out) => ProductOutput::Fresh(Target::new(out)),
+            Self::Sum(out) => ProductOutput::Sum(Target::new(out)),
+            Self::Rounded(out) => ProductOutput::Rounded(Target::new(out)),
         }
     }
 }

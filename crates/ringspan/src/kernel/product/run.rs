@@ -7,7 +7,7 @@ use super::Output;
 use super::dots::{self, Dots};
 use super::lines::Lines;
 use super::panels::{Panels, part};
-use super::tile::{Block, Place, STEP};
+use super::tile::{Block, ProductOutput, STEP};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -110,7 +110,7 @@ fn multiply(
     terms: &Range<usize>,
     (panels, some): (Panels, &Range<usize>),
     packed: &[f32],
-    out: Place,
+    out: ProductOutput,
 ) {
     let (depth, pair, n) = (terms.len().div_ceil(code.pair()), code.pair(), panels.columns(panels.count() - 1).end);
     let row_panels = a.places.div_ceil(code.rows());

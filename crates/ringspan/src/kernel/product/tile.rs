@@ -12,13 +12,13 @@ pub(super) const STEP: usize = 256;
 
 /// Where a product goes, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
-pub(super) enum Place {
+pub(super) enum ProductOutput {
     Fresh(Target),
     Sum(Target),
     Rounded(Target<bf16>),
 }
 
-impl Place {
+impl ProductOutput {
     /// Whether it can hold sums that more is added to.
     pub(super) fn holds_sums(self) -> bool {
         !matches!(self, Self::Rounded(_))
@@ -58,7 +58,7 @@ pub(in super::super) struct Block<'a> {
     /// In the output.
     pub(super) rows: Range<usize>,
     pub(super) depth: usize,
-    pub(super) out: Place,
+    pub(super) out: ProductOutput,
     /// Columns of the output.
     pub(super) n: usize,
 }
