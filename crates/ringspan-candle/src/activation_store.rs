@@ -138,6 +138,11 @@ impl<'a> ActivationStore<'a> {
         self.policy.offload.map_or(Ok(()), |offload| offload.backward(layer))
     }
 
+    /// Whether layers are computed for the second time.
+    pub(crate) fn is_recomputing(&self) -> bool {
+        self.again.get()
+    }
+
     /// Stores the input of a layer, a contiguous tensor.
     ///
     /// # Errors

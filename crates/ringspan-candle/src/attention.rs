@@ -6,6 +6,7 @@ use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
 use crate::offload::Offload;
 use crate::slices;
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
 use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
@@ -102,11 +103,11 @@ pub fn attention_keeping(
         d_sinks: d_sinks.clone(),
     };
     let linked = match sinks.filter(|sinks| sinks.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
-        Some(sinks) => &q.contiguous()?.apply_op2(sinks, LinkSinks { d_sinks })?,
+        Some(sinks) => &tape::apply(LinkSinks { d_sinks }, [&q.contiguous()?, sinks], Reads::Nothing)?,
         None => q,
     };
     let readable = |tensor| loan::readable(group.kernel(), tensor);
-    let out = readable(linked)?.apply_op3(&readable(k)?, &readable(v)?, op)?;
+    let out = tape::apply(op, [&readable(linked)?, &readable(k)?, &readable(v)?], Reads::InputsAndOutput)?;
     if first {
         memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, statistics });
     }

@@ -10,6 +10,7 @@ mod message;
 mod on_gpu;
 
 use crate::gpu;
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
@@ -67,7 +68,12 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
     if on_gpu::hands_over(comm, x) {
         return on_gpu::reduce_scatter(comm, x, &counts, seen);
     }
-    gpu::on_host(x, ReduceScatter { comm: comm.clone(), counts, seen })
+    let op = ReduceScatter { comm: comm.clone(), counts, seen: seen && !tape::is_unseen(x) };
+    if tape::is_unseen(x) {
+        let shape = [&[op.counts[comm.rank()]], &x.dims()[1..]].concat();
+        return tape::apply_unseen(op, [x], Reads::Nothing, shape);
+    }
+    gpu::on_host(x, op)
 }
 
 /// Sum over the ranks, the same on each. Backward sums the gradients over the ranks.

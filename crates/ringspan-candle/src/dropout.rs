@@ -1,6 +1,7 @@
 //! Dropout of a layer's inputs in training (Srivastava et al., 2014), the same on every mesh.
 
 use crate::slices::cpu;
+use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 use ringspan::kernel::Dropout;
@@ -78,7 +79,7 @@ impl Drops {
             let factors = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?.apply_op1_no_bwd(&op)?;
             return gpu::masked(x, factors.to_device(x.device())?);
         }
-        x.contiguous()?.apply_op1(op)
+        tape::apply(op, [&x.contiguous()?], Reads::Nothing)
     }
 }
 

@@ -8,6 +8,7 @@ use crate::dropout::Drops;
 use crate::experts::{Expert, Experts, Memory, NOWHERE, Routing, mixed_keeping};
 use crate::gpu;
 use crate::slices::{cpu, values};
+use crate::tape::{self, Reads};
 use crate::tensor_parallel::part;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use ringspan::comm::{Buffer, Communicator};
@@ -163,7 +164,7 @@ fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
         return gpu::picked(x, &rows);
     }
     let of = x.dim(0)?;
-    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: false })
+    tape::apply(Pick { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
@@ -171,7 +172,7 @@ fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
         return gpu::put_back(x, &rows, of);
     }
-    x.contiguous()?.apply_op1(Pick { rows: Rows { rows, of }, back: true })
+    tape::apply(Pick { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }
 
 /// Numbers of rows, and how many rows there are.

@@ -12,6 +12,7 @@ pub use expert::{Expert, ExpertStack, GatedExpert, StackedExpert};
 pub use mixture::{Memory, mixed, mixed_keeping};
 
 use crate::dropout::Drops;
+use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
@@ -163,7 +164,7 @@ pub type Pressure = Arc<OnceLock<Vec<f32>>>;
 /// # Errors
 /// Other types. The backward fails if the pressure was not set, or is of another number of experts.
 pub fn pressed(p: &Tensor, pressure: Pressure) -> Result<Tensor> {
-    p.contiguous()?.apply_op1(Pressed { pressure })
+    tape::apply(Pressed { pressure }, [&p.contiguous()?], Reads::Nothing)
 }
 
 struct Pressed {

@@ -15,9 +15,10 @@ use crate::kept::{Kept, Storage};
 use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use crate::slices::{cpu, values};
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Tokens of a tile: enough that packing the weights for it costs little (of 512 x 1536, about 3 % of its products).
 pub const TILE: usize = 1024;
@@ -52,7 +53,7 @@ pub fn gated_mlp_keeping(
     }
     let wide = Arc::new(Mutex::new(None));
     let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
-    let kept = wide.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let kept = locked(&wide).take();
     Ok((out, Wide::Cpu(kept.unwrap_or_else(|| Tiles::new(0, storage)))))
 }
 
@@ -83,16 +84,20 @@ pub fn gated_mlp_again(
         Some(Wide::Cpu(tiles)) => Some(tiles),
         None => None,
     };
-    let out = known.map_or_else(|| Ok(vec![0.0; x.elem_count()]), |known| known.values(x.dims()))?;
+    let out = known.map(|known| known.values(x.dims())).transpose()?;
     layer([x, gate, up, down], activation, Pass::Again(Mutex::new((out, wide))))
+}
+
+fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a pass is for.
 enum Pass {
     Whole,
     Keep(Storage, Arc<Mutex<Option<Tiles>>>),
-    /// With the result, and gate and up if they were kept.
-    Again(Mutex<(Vec<f32>, Option<Tiles>)>),
+    /// With the result, if anything looks at it, and gate and up if they were kept.
+    Again(Mutex<(Option<Vec<f32>>, Option<Tiles>)>),
 }
 
 fn check([x, gate, up, down]: [&Tensor; 4]) -> Result<()> {
@@ -111,10 +116,14 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     let (x, gate, up, down) = (x?, gate?, up?, down?);
     let share = Arc::new(Mutex::new(None));
     let trained = [&gate, &up, &down].map(Tensor::track_op);
-    let inputs = x.apply_op3(&gate, &up, Inputs { share: share.clone() })?;
+    let inputs = tape::apply(Inputs { share: share.clone() }, [&x, &gate, &up], Reads::Nothing)?;
+    let is_unseen = matches!(&pass, Pass::Again(known) if locked(known).0.is_none());
     // What the layer reads must not refer to the graph: the graph refers to the layer.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
-    inputs.apply_op2(&down, op)
+    match is_unseen {
+        true => tape::apply_unseen(op, [&inputs, &down], Reads::Inputs, x.shape()),
+        false => tape::apply(op, [&inputs, &down], Reads::Inputs),
+    }
 }
 
 /// Gradients of x, gate and up, on their way from [`GatedMlp`] to [`Inputs`].
@@ -151,7 +160,7 @@ impl CustomOp3 for Inputs {
         _: &Tensor,
         _: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        match self.share.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match locked(&self.share).take() {
             Some((dx, d_gate, d_up)) => Ok((Some(dx), d_gate, d_up)),
             None => bail!("the backward of a gated layer ran twice"),
         }
@@ -292,13 +301,14 @@ impl CustomOp2 for GatedMlp {
             Pass::Whole => None,
             Pass::Keep(storage, _) => Some(*storage),
             Pass::Again(known) => {
-                let out = std::mem::take(&mut known.lock().unwrap_or_else(PoisonError::into_inner).0);
+                let out = locked(known).0.take();
+                let out = out.unwrap_or_else(|| vec![0.0; self.x.elem_count()]);
                 return Ok((CpuStorage::F32(out), self.x.shape().clone()));
             }
         };
         let (out, kept) = self.with_layer(cpu(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
         if let Pass::Keep(_, wide) = &self.pass {
-            *wide.lock().unwrap_or_else(PoisonError::into_inner) = kept;
+            *locked(wide) = kept;
         }
         Ok((CpuStorage::F32(out), self.x.shape().clone()))
     }
@@ -313,7 +323,7 @@ impl CustomOp2 for GatedMlp {
         let (tokens, hidden) = self.x.dims2()?;
         let d_out = d_out.contiguous()?;
         let kept = match &self.pass {
-            Pass::Again(known) => known.lock().unwrap_or_else(PoisonError::into_inner).1.take(),
+            Pass::Again(known) => locked(known).1.take(),
             Pass::Whole | Pass::Keep(..) => None,
         };
         let (dx, [d_gate, d_up, d_down]) = values(&d_out, |d_out| {
@@ -325,7 +335,7 @@ impl CustomOp2 for GatedMlp {
         let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
         let weight = |values: Option<Vec<f32>>, like: &Tensor| values.map(|values| tensor(values, like)).transpose();
         let gradients = (tensor(dx, &self.x)?, weight(d_gate, &self.gate)?, weight(d_up, &self.up)?);
-        *self.share.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradients);
+        *locked(&self.share) = Some(gradients);
         Ok((Some(mark.zeros_like()?), weight(d_down, down)?))
     }
 }

@@ -4,6 +4,7 @@ use crate::activation::Activation;
 use crate::gpu;
 use crate::slices::{cpu, values};
 use crate::swiglu::gated;
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
 
 /// `gelu(gate) * up`, element by element: two f32 tensors of one shape. The gelu is the approximation by a tanh
@@ -18,7 +19,7 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gpu::holds(gate) {
         return gated(gate, up, Activation::GeluTanh);
     }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, GeGlu)
+    tape::apply(GeGlu, [&gate.contiguous()?, &up.contiguous()?], Reads::Inputs)
 }
 
 struct GeGlu;

@@ -11,6 +11,7 @@ pub(crate) mod operand;
 pub(crate) mod product;
 
 use crate::cast::cast;
+use crate::tape::{self, Reads};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
@@ -32,7 +33,7 @@ pub(crate) fn readable(x: &Tensor) -> Result<Tensor> {
 /// Those of a GPU travel in f32, whatever their type.
 pub(crate) fn on_host(x: &Tensor, op: impl CustomOp1 + 'static + Send + Sync) -> Result<Tensor> {
     if !holds(x) {
-        return x.contiguous()?.apply_op1(op);
+        return tape::apply(op, [&x.contiguous()?], Reads::Nothing);
     }
     let host = cast(&x.contiguous()?, DType::F32)?.to_device(&Device::Cpu)?;
     cast(&host.apply_op1(op)?.to_device(x.device())?, x.dtype())

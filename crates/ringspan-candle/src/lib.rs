@@ -42,6 +42,7 @@ pub mod router_balance;
 pub mod shard;
 mod slices;
 pub mod swiglu;
+pub mod tape;
 pub mod tensor_parallel;
 mod tiled;
 pub mod transfers;

@@ -5,6 +5,7 @@ use crate::gpu;
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
 use crate::slices::{cpu, cpu_matrix, matrix, rows, values};
+use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
 use std::sync::{Mutex, PoisonError};
@@ -58,8 +59,8 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
     let x = if gpu::holds(x) { x.contiguous()? } else { rows(x)? };
     let weight = weight.contiguous()?;
     match bias {
-        None => x.apply_op2(&weight, op),
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, op),
+        None => tape::apply(op, [&x, &weight], Reads::Inputs),
+        Some(bias) => tape::apply(op, [&x, &weight, &bias.contiguous()?], Reads::Inputs),
     }
 }
 

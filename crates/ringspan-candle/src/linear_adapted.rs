@@ -5,6 +5,7 @@
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
 use crate::slices::{cpu, values};
+use crate::tape::{self, Reads};
 use crate::weight::Weight;
 use crate::weight_matrix::WeightMatrix;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
@@ -67,7 +68,7 @@ impl<'a> Frozen<'a> {
         }
         let (weight, bias) = (self.weight.detach(), self.bias.map(Tensor::contiguous).transpose()?);
         let op = AdaptedLinear { weight, bias, known: Mutex::new(known) };
-        x.contiguous()?.apply_op3(&narrow.contiguous()?, &b.contiguous()?, op)
+        tape::apply(op, [&x.contiguous()?, &narrow.contiguous()?, &b.contiguous()?], Reads::Inputs)
     }
 }
 

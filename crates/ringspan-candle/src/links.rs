@@ -3,6 +3,7 @@
 //! Each parameter is tied into the graph by one element. The backward pass of the operation comes first and leaves the
 //! gradients where the ties of the parameters find them.
 
+use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
@@ -22,7 +23,7 @@ impl Links {
     /// Other types.
     pub(crate) fn tie(&mut self, parameter: &Tensor) -> Result<()> {
         let tie = Tie { gradients: self.gradients.clone(), number: self.len() };
-        self.ties.push(parameter.contiguous()?.apply_op1(tie)?);
+        self.ties.push(tape::apply(tie, [&parameter.contiguous()?], Reads::Nothing)?);
         Ok(())
     }
 

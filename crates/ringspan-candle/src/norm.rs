@@ -4,6 +4,7 @@
 pub(crate) mod on_gpu;
 
 use crate::slices::{cpu, values};
+use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -18,7 +19,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if weight.dims() != [width] {
         candle_core::bail!("rms_norm of {:?} needs a weight [{width}], given {:?}", x.shape(), weight.shape());
     }
-    gpu::readable(x)?.apply_op2(&weight.contiguous()?, RmsNorm { eps })
+    tape::apply(RmsNorm { eps }, [&gpu::readable(x)?, &weight.contiguous()?], Reads::Inputs)
 }
 
 struct RmsNorm {

@@ -10,10 +10,11 @@ use crate::cast::cast;
 use crate::gpu;
 use crate::norm::rms_norm;
 use crate::pool;
-use crate::slices::cpu;
+use crate::slices::{cpu, cpu_mut};
+use crate::tape::{self, Reads};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, bail};
 
 /// `x + y`, two f32 tensors of one shape, computed on the rank's threads. On a GPU both may be bf16, or x alone: the sum has its
 /// type, and is rounded once.
@@ -27,7 +28,24 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if x.shape() != y.shape() {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
-    x.contiguous()?.apply_op2(&y.contiguous()?, Residual)
+    if tape::is_unseen(x) || tape::is_unseen(y) {
+        return residual_unseen(x, y);
+    }
+    tape::apply(Residual, [&x.contiguous()?, &y.contiguous()?], Reads::Nothing)
+}
+
+/// The same where nothing looks at the sum: one that is on a tape is not computed.
+///
+/// # Errors
+/// As for [`residual`].
+pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
+    if x.shape() != y.shape() {
+        bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
+    }
+    match tape::is_recording() && x.device().is_cpu() {
+        true => tape::apply_unseen(Residual, [x, y], Reads::Nothing, x.shape()),
+        false => residual(x, y),
+    }
 }
 
 /// `x + y`, and what [`rms_norm`] makes of it: on a GPU by one kernel, and their gradients by one.
@@ -50,17 +68,46 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
 
 struct Residual;
 
+/// Adds y to x, two f32 tensors of one shape on the CPU without graphs; nobody else may read the memory of x.
+///
+/// # Errors
+/// Other types and unequal shapes.
+pub(crate) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
+    if x.shape() != y.shape() {
+        bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
+    }
+    x.inplace_op2(&y.contiguous()?, &AddInPlace)
+}
+
+struct AddInPlace;
+
+impl InplaceOp2 for AddInPlace {
+    fn name(&self) -> &'static str {
+        "add in place"
+    }
+
+    fn cpu_fwd(&self, x: &mut CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<()> {
+        add(cpu_mut(x, x_at)?, cpu(y, y_at)?);
+        Ok(())
+    }
+}
+
+/// Adds y to x, on the threads of this pool.
+fn add(x: &mut [f32], y: &[f32]) {
+    let part = pool::part(x.len(), 1);
+    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [f32], &[f32])| {
+        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x += y));
+    });
+}
+
 impl CustomOp2 for Residual {
     fn name(&self) -> &'static str {
         "residual"
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (mut out, y) = (cpu(x, x_at)?.to_vec(), cpu(y, y_at)?);
-        let part = pool::part(out.len(), 1);
-        pool::map(out.chunks_mut(part).zip(y.chunks(part)).collect(), |(out, y): (&mut [f32], &[f32])| {
-            pool::vectorized(|| out.iter_mut().zip(y).for_each(|(out, y)| *out += y));
-        });
+        let mut out = cpu(x, x_at)?.to_vec();
+        add(&mut out, cpu(y, y_at)?);
         Ok((CpuStorage::F32(out), x_at.shape().clone()))
     }
 

@@ -4,6 +4,7 @@
 pub(crate) mod on_gpu;
 
 use crate::slices::cpu;
+use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -51,7 +52,7 @@ pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
         let pairs = rotation.half.max(1);
         bail!("a rotation of {} tokens x {pairs} pairs does not fit {:?}", rotation.cos.len() / pairs, x.shape());
     }
-    placed(x)?.apply_op1(Rope { rotation: rotation.clone(), back: false })
+    tape::apply(Rope { rotation: rotation.clone(), back: false }, [&placed(x)?], Reads::Nothing)
 }
 
 /// x as it is read: on a GPU in its strides.

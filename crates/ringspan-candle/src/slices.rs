@@ -13,6 +13,15 @@ pub(crate) fn cpu<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f
     }
 }
 
+/// The same, to be changed.
+pub(crate) fn cpu_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [f32]> {
+    match (storage, layout.contiguous_offsets()) {
+        (CpuStorage::F32(data), Some((start, end))) => Ok(&mut data[start..end]),
+        (CpuStorage::F32(_), None) => bail!("expected a contiguous tensor, given strides {:?}", layout.stride()),
+        (storage, _) => bail!("expected f32, given {:?}", storage.dtype()),
+    }
+}
+
 /// A matrix whose rows are contiguous, but may lie apart.
 pub(crate) fn cpu_matrix<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Matrix<'a>> {
     let (rows, cols) = layout.shape().dims2()?;

@@ -5,6 +5,7 @@ pub(crate) mod on_gpu;
 
 use crate::activation::Activation;
 use crate::slices::{cpu, values};
+use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -34,7 +35,7 @@ pub fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tenso
     if gate.shape() != up.shape() {
         bail!("a gate of {:?} for {:?}: the shapes differ", gate.shape(), up.shape());
     }
-    gpu::readable(gate)?.apply_op2(&gpu::readable(up)?, Gated(activation))
+    tape::apply(Gated(activation), [&gpu::readable(gate)?, &gpu::readable(up)?], Reads::Inputs)
 }
 
 struct Gated(Activation);

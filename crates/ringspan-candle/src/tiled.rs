@@ -8,6 +8,7 @@ use crate::gated_mlp::TILE;
 use crate::kept::Kept;
 use crate::links::{LinkedGradients, Links};
 use crate::slices::values;
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, Var};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -37,7 +38,7 @@ pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
 /// # Errors
 /// What the function fails with; other types.
 pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
-    apply(x, function, None)
+    apply(x, function, Pass::First)
 }
 
 /// The same for rows that were computed before, and are now only to be differentiated: the values are `known`, or zeros where
@@ -47,11 +48,11 @@ pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
 /// As for [`tiled`]; values of another shape.
 pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<Kept>) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
-    let values = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
-    apply(x, function, Some(values))
+    let known = known.map(|known| known.values(&shape)).transpose()?;
+    apply(x, function, known.map_or(Pass::Unseen, |known| Pass::Known(Mutex::new(known))))
 }
 
-fn apply<F: RowFunction>(x: &Tensor, mut function: F, known: Option<Vec<f32>>) -> Result<Tensor> {
+fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tensor> {
     let x = x.contiguous()?;
     let parameters = function.parameters();
     let mut links = Links::default();
@@ -64,8 +65,13 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, known: Option<Vec<f32>>) -
             *parameter = parameter.detach();
         }
     }
-    let op = Tiled { x: x.detach(), function, trained, gradients, known: Mutex::new(known) };
-    x.apply_op2(&ties, op)
+    let shape = (x.dim(0)?, function.width()?);
+    let is_unseen = matches!(pass, Pass::Unseen);
+    let op = Tiled { x: x.detach(), function, trained, gradients, pass };
+    match is_unseen {
+        true => tape::apply_unseen(op, [&x, &ties], Reads::Nothing, shape),
+        false => tape::apply(op, [&x, &ties], Reads::Nothing),
+    }
 }
 
 struct Tiled<F> {
@@ -74,8 +80,17 @@ struct Tiled<F> {
     /// Which of the function's parameters are to be differentiated in.
     trained: Vec<bool>,
     gradients: LinkedGradients,
-    /// The values, if they were computed before.
-    known: Mutex<Option<Vec<f32>>>,
+    pass: Pass,
+}
+
+/// Where the values come from.
+enum Pass {
+    /// They are computed.
+    First,
+    /// They were computed before.
+    Known(Mutex<Vec<f32>>),
+    /// Nothing looks at them.
+    Unseen,
 }
 
 impl<F: RowFunction> Tiled<F> {
@@ -104,8 +119,12 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         let shape = Shape::from((self.x.dim(0)?, self.function.width()?));
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok((CpuStorage::F32(known.map_or_else(|| self.values(), Ok)?), shape))
+        let values = match &self.pass {
+            Pass::First => self.values()?,
+            Pass::Known(known) => std::mem::take(&mut *known.lock().unwrap_or_else(PoisonError::into_inner)),
+            Pass::Unseen => vec![0.0; shape.elem_count()],
+        };
+        Ok((CpuStorage::F32(values), shape))
     }
 
     fn bwd(&self, x: &Tensor, ties: &Tensor, _: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {

@@ -145,8 +145,8 @@ impl GemmaLayer {
 impl Layer for GemmaLayer {
     fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [q, k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
-        let q = self.rope.forward(&self.q_norm.forward(&q, pass)?, pass)?;
-        let k = self.rope.forward(&self.k_norm.forward(&k, pass)?, pass)?;
+        let q = self.rope.forward(self.q_norm.forward(&q, pass)?, pass)?;
+        let k = self.rope.forward(self.k_norm.forward(&k, pass)?, pass)?;
         let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
         let attended = self.post_attention_layernorm.forward(&attended, pass)?;
         let (x, h) = self.pre_feedforward_layernorm.add_and_norm(x, &attended, pass)?;

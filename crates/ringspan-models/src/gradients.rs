@@ -71,8 +71,8 @@ pub fn loss_and_gradients<'a>(
     let hidden = decoder.norm(&weights, &x)?.detach();
     let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tp)?;
     let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
-    let last = Graph::new(&x, norm, trains, |local, x| decoder.norm(local, x))?;
-    let (mut dx, mut gradients) = last.backward(&loss.d_hidden)?;
+    let last = Graph::new(x, norm, trains, |local, x| decoder.norm(local, x))?;
+    let (mut dx, mut gradients) = last.backward(loss.d_hidden)?;
     let mut d_head = loss.d_head;
     if !head.is_tied() {
         gradients.extend(d_head.take().map(|d_head| (head.weight_name().to_owned(), d_head)));
@@ -85,9 +85,10 @@ pub fn loss_and_gradients<'a>(
             parameters.prefetch(before(index))?;
         }
         store.backward(index)?;
-        let layer = Graph::new(&input.tensor()?, weights, trains, |local, x| forward(index, local, x))?;
+        let x = input.tensor()?;
         drop(input);
-        let (d_input, gradients) = layer.backward(&dx)?;
+        let layer = Graph::new(x, weights, trains, |local, x| forward(index, local, x))?;
+        let (d_input, gradients) = layer.backward(dx)?;
         dx = d_input;
         on_gradients(Unit::Layer(index), gradients)?;
     }

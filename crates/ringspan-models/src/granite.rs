@@ -87,7 +87,7 @@ impl GraniteLayer {
 impl Layer for GraniteLayer {
     fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [q, k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
-        let (q, k) = (self.rope.forward(&q, pass)?, self.rope.forward(&k, pass)?);
+        let (q, k) = (self.rope.forward(q, pass)?, self.rope.forward(k, pass)?);
         let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
         let attended = scaled(&attended, self.residual_multiplier)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;

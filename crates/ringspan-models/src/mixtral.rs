@@ -86,7 +86,7 @@ impl MixtralLayer {
 impl Layer for MixtralLayer {
     fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [q, k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
-        let (q, k) = (self.rope.forward(&q, pass)?, self.rope.forward(&k, pass)?);
+        let (q, k) = (self.rope.forward(q, pass)?, self.rope.forward(k, pass)?);
         let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;
         self.block_sparse_moe.add_to(&x, &h, pass)

@@ -77,8 +77,8 @@ impl Qwen3Attention {
 
     pub(crate) fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [q, k, v] = self.qkv_proj.forward(x, pass)?;
-        let q = self.rope.forward(&self.q_norm.forward(&q, pass)?, pass)?;
-        let k = self.rope.forward(&self.k_norm.forward(&k, pass)?, pass)?;
+        let q = self.rope.forward(self.q_norm.forward(&q, pass)?, pass)?;
+        let k = self.rope.forward(self.k_norm.forward(&k, pass)?, pass)?;
         self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
     }
 }

@@ -104,7 +104,7 @@ impl Layer for SmolLayer {
     fn forward(&self, x: &Tensor, pass: &ForwardPass) -> candle_core::Result<Tensor> {
         let [mut q, mut k, v] = self.qkv_proj.forward(&self.input_layernorm.forward(x, pass)?, pass)?;
         if let Some(rope) = &self.rope {
-            (q, k) = (rope.forward(&q, pass)?, rope.forward(&k, pass)?);
+            (q, k) = (rope.forward(q, pass)?, rope.forward(k, pass)?);
         }
         let attended = self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)?;
         let (x, h) = self.post_attention_layernorm.add_and_norm(x, &attended, pass)?;

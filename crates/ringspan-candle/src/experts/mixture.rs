@@ -8,6 +8,7 @@ use super::{Expert, NOWHERE, Routing, on_gpu};
 use crate::gpu;
 use crate::kept::{Kept, Storage};
 use crate::links::{LinkedGradients, Links};
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -123,7 +124,7 @@ pub fn mixed_keeping(
     // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
     let (links, gradients) = links.argument()?;
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
-    x.apply_op3(&weights, &links, op)
+    tape::apply(op, [&x, &weights, &links], Reads::Inputs)
 }
 
 /// The mixture as one operation of x `[T, C]`, the weights `[T, K]` and the links of all parameters.

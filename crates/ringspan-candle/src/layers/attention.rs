@@ -5,6 +5,7 @@ use crate::attend::AttentionInputs;
 use crate::lora::stream;
 use crate::model::{Init, Scope};
 use crate::shard::{HeadCounts, ShardSpec, Split};
+use crate::tape;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
@@ -84,7 +85,9 @@ impl Attention {
         let attend = pass.attend();
         let sinks = self.sinks.as_ref().map(|sinks| pass.tensor(sinks)).transpose()?;
         let inputs = AttentionInputs { q, k, v, sinks };
-        attend.attention(self.index, &inputs, &self.mask, &self.score(pass)?)?.flatten_from(1)
+        let out = attend.attention(self.index, &inputs, &self.mask, &self.score(pass)?)?;
+        let (tokens, heads, dim) = out.dims3()?;
+        tape::reshape(&out, (tokens, heads * dim))
     }
 
     /// From products to weights. Some weights may be dropped in training: by the heads and tokens of the whole step, so that

@@ -75,6 +75,11 @@ impl<'a> ForwardPass<'a> {
         }
     }
 
+    /// Whether the layer is computed for the second time, for its gradients.
+    pub(crate) fn is_recomputed(&self) -> bool {
+        self.store.is_some_and(ActivationStore::is_recomputing)
+    }
+
     pub(crate) fn adapters(&self) -> &'a Adapters {
         self.adapters
     }

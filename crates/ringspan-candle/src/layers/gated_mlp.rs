@@ -9,7 +9,7 @@ use crate::gated_mlp::gated_mlp;
 use crate::geglu::geglu;
 use crate::gpu;
 use crate::model::Scope;
-use crate::residual::residual;
+use crate::residual::{residual, residual_unseen};
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::swiglu;
 use crate::tiled::{RowFunction, tiled};
@@ -64,13 +64,14 @@ impl GatedMlp {
         self.output(x, true, pass)
     }
 
-    /// The sum of the residual stream and of what the layer makes of x, `[rows, C]` each. Its own values then need not be stored
-    /// for the backward pass.
+    /// The sum of the residual stream and of what the layer makes of x, `[rows, C]` each. When the layer is computed for the second
+    /// time, for its gradients, nothing may look at the sum: its values are neither stored nor computed then.
     ///
     /// # Errors
     /// As for [`forward`](Self::forward).
     pub fn add_to(&self, stream: &Tensor, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
-        residual(stream, &self.output(x, false, pass)?)
+        let out = self.output(x, false, pass)?;
+        if pass.is_recomputed() { residual_unseen(stream, &out) } else { residual(stream, &out) }
     }
 
     fn output(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
@@ -78,6 +79,8 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
+        // The bias of a sum over ranks is added to its values.
+        let seen = seen || self.down.has_bias() && !pass.attend().tensor_parallel().is_whole();
         if let Some([gate, up, down]) = self.plain_weights(pass)? {
             let out = match pass.store() {
                 Some(store) => store.gated(&self.name, &x, [&gate, &up, &down], self.activation, seen)?,

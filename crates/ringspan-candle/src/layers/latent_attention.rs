@@ -6,6 +6,7 @@
 use super::{Attention, ColumnLinear, ForwardPass, ReplicatedLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use crate::model::Scope;
 use crate::shard::Split;
+use crate::tape;
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -111,7 +112,7 @@ impl LatentAttention {
             None => self.q_b.forward(x, pass)?,
         };
         let q = of_heads(&q, nope + rope)?;
-        let turned = self.rope.forward(&q.narrow(2, nope, rope)?.contiguous()?, pass)?;
+        let turned = self.rope.forward(q.narrow(2, nope, rope)?.contiguous()?, pass)?;
         let q = Tensor::cat(&[q.narrow(2, 0, nope)?, turned], 2)?;
 
         let latent = self.kv_a.forward(x, pass)?;
@@ -119,7 +120,7 @@ impl LatentAttention {
         let latent = self.kv_a_norm.forward(&latent.narrow(1, 0, key_values)?.contiguous()?, pass)?;
         let kv = of_heads(&self.kv_b.forward(&latent, pass)?, nope + value)?;
         let (tokens, heads, _) = kv.dims3()?;
-        let shared = self.rope.forward(&shared.unsqueeze(1)?, pass)?.broadcast_as((tokens, heads, rope))?;
+        let shared = self.rope.forward(shared.unsqueeze(1)?, pass)?.broadcast_as((tokens, heads, rope))?;
         let k = Tensor::cat(&[kv.narrow(2, 0, nope)?, shared.contiguous()?], 2)?;
         let v = kv.narrow(2, nope, value)?.contiguous()?;
         self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
@@ -129,5 +130,5 @@ impl LatentAttention {
 /// `[T, H * dim]` to `[T, H, dim]`.
 fn of_heads(flat: &Tensor, dim: usize) -> Result<Tensor> {
     let (tokens, width) = flat.dims2()?;
-    flat.reshape((tokens, width / dim, dim))
+    tape::reshape(flat, (tokens, width / dim, dim))
 }

@@ -10,7 +10,7 @@ use crate::activation::ClampedSwiglu;
 use crate::dropout::Drops;
 use crate::experts::{Expert, GatedExpert, Routing};
 use crate::model::Scope;
-use crate::residual::residual;
+use crate::residual::{residual, residual_unseen};
 use crate::shard::{ExpertIndex, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
@@ -89,12 +89,14 @@ impl MixtureOfExperts {
         self.width
     }
 
-    /// The sum of the residual stream and of what the experts make of x, `[rows, C]` each.
+    /// The sum of the residual stream and of what the experts make of x, `[rows, C]` each. When the layer is computed for the second
+    /// time, for its gradients, nothing may look at the sum.
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.
     pub fn add_to(&self, stream: &Tensor, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
-        residual(stream, &self.output(x, pass)?)
+        let out = self.output(x, pass)?;
+        if pass.is_recomputed() { residual_unseen(stream, &out) } else { residual(stream, &out) }
     }
 
     fn output(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {

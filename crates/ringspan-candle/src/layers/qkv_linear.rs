@@ -4,6 +4,7 @@ use super::ForwardPass;
 use super::projection::Projection;
 use crate::model::Scope;
 use crate::shard::{HeadCounts, ShardSpec, Split, Stack};
+use crate::tape;
 use candle_core::{Result, Tensor};
 
 /// `q_proj`, `k_proj` and `v_proj`, or all three in one matrix; each rank that shares the layer has whole heads of them.
@@ -52,7 +53,7 @@ impl QkvLinear {
         let x = pass.gather(x)?;
         let heads = |flat: Tensor| {
             let (tokens, width) = flat.dims2()?;
-            flat.reshape((tokens, width / self.head_dim, self.head_dim))
+            tape::reshape(&flat, (tokens, width / self.head_dim, self.head_dim))
         };
         match &self.projections {
             Projections::Apart(projections) => {

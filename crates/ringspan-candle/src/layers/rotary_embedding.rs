@@ -47,10 +47,10 @@ impl RotaryEmbedding {
     ///
     /// # Errors
     /// Other shapes.
-    pub fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
+    pub fn forward(&self, x: Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let (tokens, heads, dim) = x.dims3()?;
         if tokens == 0 {
-            return Ok(x.clone());
+            return Ok(x);
         }
         let make = || self.rotation(pass.attend().positions(), pass.attend().length());
         let rotation = pass.store().map_or_else(make, |store| store.rotation(self.id, make));

@@ -6,6 +6,7 @@ use super::matrix::QuantizedMatrix;
 use super::tiles;
 use crate::kept::Kept;
 use crate::slices::{cpu, rows, values};
+use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
@@ -70,8 +71,8 @@ fn layer(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tensor>, known: Opt
     }
     let op = Linear { weight: weight.clone(), known: Mutex::new(known) };
     match bias {
-        None => rows(x)?.apply_op1(op),
-        Some(bias) => rows(x)?.apply_op2(&bias.contiguous()?, op),
+        None => tape::apply(op, [&rows(x)?], Reads::Nothing),
+        Some(bias) => tape::apply(op, [&rows(x)?, &bias.contiguous()?], Reads::Nothing),
     }
 }
 

@@ -1,0 +1,156 @@
+use super::*;
+use crate::linear::linear;
+use crate::norm::rms_norm;
+use candle_core::{CpuStorage, CustomOp1, Device, Layout};
+use std::sync::{Arc, Mutex, Weak};
+
+fn wave(shape: &[usize], pace: f32) -> Result<Tensor> {
+    let values = (0..shape.iter().product::<usize>()).map(|i| (i as f32 * pace).sin()).collect();
+    Tensor::from_vec::<_, f32>(values, shape, &Device::Cpu)
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
+    tensor.flatten_all()?.to_vec1()
+}
+
+/// Operations of this crate and of candle's by turns; x is read three times, and a sum hands its gradient on twice.
+fn mixed([x, weight, factor]: [&Tensor; 3]) -> Result<Tensor> {
+    let (tokens, width) = x.dims2()?;
+    let normed = rms_norm(x, factor, 1e-5)?;
+    let made = reshape(&linear(&normed, weight, None)?, (tokens, 2, width / 2))?;
+    let made = reshape(&(made * 0.5)?, (tokens, width))?;
+    let sum = residual(x, &made)?;
+    let halves = [sum.narrow(1, 0, width / 2)?, sum.narrow(1, width / 2, width / 2)?];
+    let turned = Tensor::cat(&[&halves[1], &halves[0]], 1)?;
+    let again = residual(&linear(&turned, weight, None)?, &sum)?;
+    residual(&again, &x.tanh()?)
+}
+
+#[test]
+fn gradients_are_those_of_candles_graph() -> Result<()> {
+    for tokens in [0, 1, 5] {
+        let variables = [wave(&[tokens, 6], 0.7)?, wave(&[6, 6], 1.3)?, wave(&[6], 0.4)?]
+            .map(|tensor| Var::from_tensor(&tensor).map(Var::into_inner));
+        let [x, weight, factor] = variables;
+        let inputs = [&x?, &weight?, &factor?];
+        let dy = wave(&[tokens, 6], 0.9)?;
+        let plain = mixed(inputs)?;
+        let wanted = cotangent::backward(&plain, &dy)?;
+        let (taped, tape) = Tape::record(|| mixed(inputs))?;
+        assert_eq!(numbers(&taped)?, numbers(&plain)?);
+        let mut gradients = tape.backward(taped, dy.clone())?;
+        for (index, variable) in inputs.into_iter().enumerate() {
+            let got = gradients.remove(variable).map_or_else(|| variable.zeros_like(), Ok)?;
+            let wanted = wanted.get(variable).map_or_else(|| variable.zeros_like(), |it| Ok(it.clone()))?;
+            for (got, wanted) in numbers(&got)?.into_iter().zip(numbers(&wanted)?) {
+                assert!((got - wanted).abs() <= 1e-5 * wanted.abs().max(1.0), "{index} of {tokens}: {got}, {wanted}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The identity, which says when its backward pass runs, and which operations are still held then.
+struct Noted {
+    number: usize,
+    held: Arc<()>,
+    all: Arc<Mutex<Vec<Weak<()>>>>,
+    ran: Arc<Mutex<Vec<(usize, usize)>>>,
+}
+
+impl CustomOp1 for Noted {
+    fn name(&self) -> &'static str {
+        "noted"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.all.lock().expect("no panic").push(Arc::downgrade(&self.held));
+        Ok((CpuStorage::F32(crate::slices::cpu(x, at)?.to_vec()), at.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
+        let held = self.all.lock().expect("no panic").iter().filter(|op| op.strong_count() > 0).count();
+        self.ran.lock().expect("no panic").push((self.number, held));
+        Ok(Some(d.clone()))
+    }
+}
+
+#[test]
+fn operations_are_come_to_in_the_opposite_order_and_let_go_of_on_the_way() -> Result<()> {
+    let x = Var::from_tensor(&wave(&[3], 0.3)?)?;
+    let (all, ran) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
+    let noted = |number, x: &Tensor| {
+        let op = Noted { number, held: Arc::default(), all: Arc::clone(&all), ran: ran.clone() };
+        apply(op, [x], Reads::Inputs)
+    };
+    let (output, tape) = Tape::record(|| {
+        // Two branches, of which candle would be free to come to either first.
+        let (a, b) = (noted(0, &x)?, noted(1, &x)?);
+        let a = noted(2, &a.sqr()?)?;
+        residual(&noted(3, &b)?, &a)
+    })?;
+    let mut gradients = tape.backward(output, Tensor::ones(3, candle_core::DType::F32, &Device::Cpu)?)?;
+    assert_eq!(*ran.lock().expect("no panic"), [(3, 4), (2, 3), (1, 2), (0, 1)]);
+    let got = gradients.remove(&x).expect("a gradient");
+    let wanted: Vec<f32> = numbers(&x)?.into_iter().map(|x| 1.0 + 2.0 * x).collect();
+    assert_eq!(numbers(&got)?, wanted);
+    Ok(())
+}
+
+/// A sum hands one gradient on to both summands, so that adding to one in place would change the other.
+#[test]
+fn gradients_that_share_memory_are_not_added_to_in_place() -> Result<()> {
+    let x = Var::from_tensor(&wave(&[4], 0.3)?)?;
+    let y = Var::from_tensor(&wave(&[4], 0.5)?)?;
+    let (output, tape) = Tape::record(|| residual(&residual(&x, &y)?, &residual(&x, &x)?))?;
+    let mut gradients = tape.backward(output, Tensor::ones(4, candle_core::DType::F32, &Device::Cpu)?)?;
+    let mut of = |variable: &Tensor| numbers(&gradients.remove(variable).expect("a gradient"));
+    assert_eq!((of(&x)?, of(&y)?), (vec![3.0; 4], vec![1.0; 4]));
+    Ok(())
+}
+
+#[test]
+fn what_needs_no_gradient_is_not_recorded() -> Result<()> {
+    let (x, factor) = (wave(&[2, 3], 0.3)?, wave(&[3], 0.4)?);
+    let (output, tape) = Tape::record(|| rms_norm(&x, &factor, 1e-5))?;
+    assert!(tape.entries.is_empty() && !output.track_op());
+    Ok(())
+}
+
+#[test]
+fn a_recording_that_fails_leaves_the_one_around_it_as_it_was() -> Result<()> {
+    let x = Var::from_tensor(&wave(&[2, 3], 0.3)?)?;
+    let (output, tape) = Tape::record(|| {
+        let sum = residual(&x, &x)?;
+        let inner = Tape::record(|| residual(&sum, &x.narrow(0, 0, 1)?));
+        assert!(inner.is_err(), "the shapes differ");
+        residual(&sum, &x)
+    })?;
+    assert_eq!(tape.entries.len(), 2);
+    let mut gradients = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?)?;
+    assert_eq!(numbers(&gradients.remove(&x).expect("a gradient"))?, vec![3.0; 6]);
+    assert!(RECORDING.take().is_none());
+    Ok(())
+}
+
+/// Their gradients are those of what is computed, and their memory is that of one number.
+#[test]
+fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
+    let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
+    let (x, y) = (x?, y?);
+    let noted = || Noted { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };
+    let unseen = |y: &Tensor| apply_unseen(noted(), [y], Reads::Nothing, (2, 3));
+    let (output, tape) = Tape::record(|| residual(&x.sqr()?, &unseen(&y)?))?;
+    assert_eq!((output.dims(), output.stride()), (&[2, 3][..], &[0, 0][..]));
+    let mut gradients = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?)?;
+    let wanted: Vec<f32> = numbers(&x)?.into_iter().map(|x| 2.0 * x).collect();
+    assert_eq!(numbers(&gradients.remove(&x).expect("a gradient"))?, wanted);
+    assert_eq!(numbers(&gradients.remove(&y).expect("a gradient"))?, vec![1.0; 6]);
+
+    let (output, tape) = Tape::record(|| unseen(&y)? * 2.0)?;
+    let refused = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?);
+    assert!(refused.is_err_and(|error| error.to_string().contains("residual stream")));
+    // Without a tape it is computed.
+    assert_eq!(numbers(&unseen(&y)?)?, numbers(&y)?);
+    Ok(())
+}
