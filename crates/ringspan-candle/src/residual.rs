@@ -9,14 +9,16 @@ use crate::cast::cast;
 #[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::norm::rms_norm;
+use crate::number::{Number, with_number};
 use crate::pool;
-use crate::slices::cpu;
+use crate::slices::elements;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
-/// `x + y`, two f32 tensors of one shape, computed on the rank's threads. On a GPU both may be bf16, or x alone: the sum has its
-/// type, and is rounded once.
+/// `x + y`, two tensors of one shape, each f32 or bf16, computed on the rank's threads. The sum has the type of x, and is
+/// rounded once.
 ///
 /// Candle's own addition runs on the process's threads, and leaves y out of the graph where there is no element: a rank
 /// without rows would then miss the exchanges of the others on the way back.
@@ -50,18 +52,26 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
 
 struct Residual;
 
+/// Adds y to x, on the threads of this pool.
+fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
+    let part = pool::part(x.len(), 1);
+    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {
+        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x = T::nearest(x.wide() + y.wide())));
+    });
+}
+
 impl CustomOp2 for Residual {
     fn name(&self) -> &'static str {
         "residual"
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (mut out, y) = (cpu(x, x_at)?.to_vec(), cpu(y, y_at)?);
-        let part = pool::part(out.len(), 1);
-        pool::map(out.chunks_mut(part).zip(y.chunks(part)).collect(), |(out, y): (&mut [f32], &[f32])| {
-            pool::vectorized(|| out.iter_mut().zip(y).for_each(|(out, y)| *out += y));
+        let out = with_number!(x.dtype(), T => {
+            let mut out = elements::<T>(x, x_at)?.to_vec();
+            with_number!(y.dtype(), U => add(&mut out, elements::<U>(y, y_at)?));
+            T::to_cpu_storage_owned(out)
         });
-        Ok((CpuStorage::F32(out), x_at.shape().clone()))
+        Ok((out, x_at.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
