@@ -1,5 +1,6 @@
 //! The activations of gated feed-forward layers, element by element, with their derivatives.
 
+use crate::number::Number;
 use crate::pool::vectorized;
 
 /// What the gate goes through.
@@ -55,7 +56,7 @@ impl Activation {
     }
 
     /// `gate = act(gate) * up`, element by element.
-    pub(crate) fn gate_in_place(self, gate: &mut [f32], up: &[f32]) {
+    pub(crate) fn gate_in_place<T: Number>(self, gate: &mut [T], up: &[T]) {
         // A constant in each arm, so that each loop is compiled for one activation.
         match self {
             Self::Silu => vectorized(|| gated(Self::Silu, gate, up)),
@@ -64,7 +65,7 @@ impl Activation {
     }
 
     /// From `gate`, `up` and the gradient `d` of `act(gate) * up` to the gradients of gate and up, and that product.
-    pub(crate) fn gate_backward_in_place(self, gate: &mut [f32], up: &mut [f32], d: &mut [f32]) {
+    pub(crate) fn gate_backward_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &mut [T]) {
         match self {
             Self::Silu => vectorized(|| gated_backward(Self::Silu, gate, up, d)),
             Self::GeluTanh => vectorized(|| gated_backward(Self::GeluTanh, gate, up, d)),
@@ -73,17 +74,17 @@ impl Activation {
 }
 
 #[inline(always)]
-fn gated(act: Activation, gate: &mut [f32], up: &[f32]) {
+fn gated<T: Number>(act: Activation, gate: &mut [T], up: &[T]) {
     for (gate, up) in gate.iter_mut().zip(up) {
-        *gate = act.both(*gate).0 * up;
+        *gate = T::nearest(act.both(gate.wide()).0 * up.wide());
     }
 }
 
 #[inline(always)]
-fn gated_backward(act: Activation, gate: &mut [f32], up: &mut [f32], d: &mut [f32]) {
+fn gated_backward<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: &mut [T]) {
     for ((gate, up), d) in gate.iter_mut().zip(up).zip(d) {
-        let (y, slope) = act.both(*gate);
-        (*gate, *up, *d) = (*d * *up * slope, *d * y, y * *up);
+        let ((y, slope), u, dy) = (act.both(gate.wide()), up.wide(), d.wide());
+        (*gate, *up, *d) = (T::nearest(dy * u * slope), T::nearest(dy * y), T::nearest(y * u));
     }
 }
 

@@ -4,10 +4,11 @@ use crate::attend::AttentionInputs;
 use crate::cast::cast;
 use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
+use crate::number::{self, with_number};
 use crate::offload::Offload;
 use crate::slices;
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 use candle_core::{CudaStorage, backend::BackendStorage};
 use ringspan::attention::{Forward, Group, Inputs, on_device};
 use ringspan::kernel::{Floats, Statistics};
@@ -17,8 +18,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient of
 /// sinks is what this rank's queries contribute: the sum over ranks is that of all.
 ///
-/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32 or, on a GPU, bf16, in which keys and values then travel;
-/// sums are f32, and rounded once. All ranks must call this in the same order,
+/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32 or bf16, in which keys and values then travel; sums are
+/// f32, and rounded once. All ranks must call this in the same order,
 /// forward and backward.
 ///
 /// Tensors on the GPU on which the group's kernel computes stay there, and so do the output and all gradients. Where the kernel
@@ -137,7 +138,8 @@ impl CustomOp2 for LinkSinks {
     }
 
     fn cpu_fwd(&self, q: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((CpuStorage::F32(slices::cpu(q, layout)?.to_vec()), layout.shape().clone()))
+        let q = with_number!(q.dtype(), T => T::to_cpu_storage(slices::elements::<T>(q, layout)?));
+        Ok((q, layout.shape().clone()))
     }
 
     fn cuda_fwd(&self, q: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
@@ -202,7 +204,7 @@ impl CustomOp3 for Attention {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let shape = out_shape(q_layout, v_layout)?;
+        let (shape, dtype) = (out_shape(q_layout, v_layout)?, q.dtype());
         let out = match self.known(&shape)? {
             Some(kept) => kept.values(&shape)?,
             None => {
@@ -211,7 +213,7 @@ impl CustomOp3 for Attention {
                 self.group.kernel().to_host(out).map_err(candle_core::Error::wrap)?
             }
         };
-        Ok((CpuStorage::F32(out), Shape::from(&shape[..])))
+        Ok((number::storage(out, dtype)?, Shape::from(&shape[..])))
     }
 
     #[cfg(feature = "cuda")]

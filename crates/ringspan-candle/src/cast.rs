@@ -1,20 +1,31 @@
 //! From one type of numbers to another, as an operation with a backward.
 
 use crate::gpu;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor};
+use crate::number::{Number, convert, with_number};
+use crate::slices::elements;
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 
 /// x in the type `to`, rounded to the nearest; as it is, if it has that type. The gradient comes back in the type of x.
 ///
-/// Candle's own conversion starts a kernel for a tensor without elements, which a GPU refuses.
+/// Candle's own conversion starts a kernel for a tensor without elements, which a GPU refuses, and on the CPU has one thread.
 ///
 /// # Errors
-/// A GPU without memory for it.
+/// Other types than f32 and bf16, a GPU without memory for it.
 pub fn cast(x: &Tensor, to: DType) -> Result<Tensor> {
     match x.dtype() == to {
         true => Ok(x.clone()),
         false if gpu::holds(x) => x.apply_op1(Cast { to }),
-        false => x.to_dtype(to),
+        false => x.contiguous()?.apply_op1(Cast { to }),
     }
+}
+
+/// The sum of the rows of x `[T, C]`, `[C]`, in f32: of bf16 on the CPU, candle would round after each.
+///
+/// # Errors
+/// Other shapes.
+pub(crate) fn sum_of_rows(x: &Tensor) -> Result<Tensor> {
+    if gpu::holds(x) { x.sum(0) } else { cast(x, DType::F32)?.sum(0) }
 }
 
 struct Cast {
@@ -26,8 +37,14 @@ impl CustomOp1 for Cast {
         "cast"
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        candle_core::bail!("made for tensors on a GPU")
+    fn cpu_fwd(&self, x: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
+        let out = with_number!(x.dtype(), T => with_number!(self.to, U => {
+            let x = elements::<T>(x, at)?;
+            let mut out = vec![U::ZERO; x.len()];
+            convert(x, &mut out);
+            U::to_cpu_storage_owned(out)
+        }));
+        Ok((out, at.shape().clone()))
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, at: &Layout) -> Result<(CudaStorage, Shape)> {

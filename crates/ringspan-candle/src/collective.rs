@@ -1,17 +1,23 @@
 //! Collectives as candle operations with a backward.
 //!
 //! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
+//! Tensors travel in their type, f32 or bf16; sums over ranks are f32, and rounded once.
+//!
 //! Tensors on GPUs are handed over where ranks are threads, or processes that are connected from GPU to GPU; else they go
 //! through the memory of the CPU.
 
 #[cfg(feature = "cuda")]
 mod message;
+mod on_cpu;
 #[cfg(feature = "cuda")]
 mod on_gpu;
 
 use crate::gpu;
+use crate::number;
 use crate::tape::{self, Reads};
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use on_cpu::message;
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 
@@ -132,17 +138,12 @@ impl CustomOp1 for AllGather {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let parts = self.comm.all_gather(Buffer::F32(values(storage, layout)?)).map_err(candle_core::Error::wrap)?;
-        let rows = self.counts.iter().sum();
-        Ok((CpuStorage::F32(joined(&parts)?), with_rows(layout.shape(), rows)))
+        let all = on_cpu::gather(&*self.comm, message(storage, layout)?)?;
+        Ok((all, with_rows(layout.shape(), self.counts.iter().sum())))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let width: usize = x.dims()[1..].iter().product();
-        let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
-        let sum = gradient.contiguous()?.flatten_all()?.to_vec1()?;
-        let own = self.comm.reduce_scatter(sum, &counts).map_err(candle_core::Error::wrap)?;
-        Tensor::from_vec(own, x.shape(), x.device()).map(Some)
+        on_cpu::made(x, gradient, |d| on_cpu::scatter(&*self.comm, d, &elements(x.dims(), &self.counts)))
     }
 }
 
@@ -158,21 +159,16 @@ impl CustomOp1 for ReduceScatter {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width: usize = layout.dims()[1..].iter().product();
-        let rows = self.counts[self.comm.rank()];
-        let own = if self.seen {
-            let counts: Vec<usize> = self.counts.iter().map(|count| count * width).collect();
-            self.comm.reduce_scatter(values(storage, layout)?, &counts).map_err(candle_core::Error::wrap)?
-        } else {
-            vec![0.0; rows * width]
+        let counts = elements(layout.dims(), &self.counts);
+        let own = match self.seen {
+            true => on_cpu::scatter(&*self.comm, message(storage, layout)?, &counts)?,
+            false => number::storage(vec![0.0; counts[self.comm.rank()]], storage.dtype())?,
         };
-        Ok((CpuStorage::F32(own), with_rows(layout.shape(), rows)))
+        Ok((own, with_rows(layout.shape(), self.counts[self.comm.rank()])))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let own = gradient.contiguous()?.flatten_all()?.to_vec1()?;
-        let parts = self.comm.all_gather(Buffer::F32(own)).map_err(candle_core::Error::wrap)?;
-        Tensor::from_vec(joined(&parts)?, x.shape(), x.device()).map(Some)
+        on_cpu::made(x, gradient, |d| on_cpu::gather(&*self.comm, d))
     }
 }
 
@@ -186,15 +182,11 @@ impl CustomOp1 for AllReduce {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut sum = values(storage, layout)?;
-        self.comm.all_reduce(&mut sum).map_err(candle_core::Error::wrap)?;
-        Ok((CpuStorage::F32(sum), layout.shape().clone()))
+        Ok((on_cpu::reduce(&*self.comm, message(storage, layout)?)?, layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let mut sum = gradient.contiguous()?.flatten_all()?.to_vec1::<f32>()?;
-        self.comm.all_reduce(&mut sum).map_err(candle_core::Error::wrap)?;
-        Tensor::from_vec(sum, x.shape(), x.device()).map(Some)
+        on_cpu::made(x, gradient, |d| on_cpu::reduce(&*self.comm, d))
     }
 }
 
@@ -205,19 +197,6 @@ struct AllToAll {
     seen: bool,
 }
 
-impl AllToAll {
-    fn exchange(&self, values: &[f32], send: &[usize], width: usize) -> Result<Vec<f32>> {
-        let mut parts = Vec::with_capacity(send.len());
-        let mut rest = values;
-        for count in send {
-            let (part, later) = rest.split_at(count * width);
-            parts.push(Buffer::F32(part.to_vec()));
-            rest = later;
-        }
-        joined(&self.comm.all_to_all(parts).map_err(candle_core::Error::wrap)?)
-    }
-}
-
 impl CustomOp1 for AllToAll {
     fn name(&self) -> &'static str {
         "all-to-all"
@@ -226,40 +205,31 @@ impl CustomOp1 for AllToAll {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width: usize = layout.dims()[1..].iter().product();
         let rows: usize = self.receive.iter().sum();
-        let received = match self.seen {
-            true => self.exchange(&values(storage, layout)?, &self.send, width)?,
-            false => vec![0.0; rows * width],
+        let (received, count) = match self.seen {
+            true => {
+                let received =
+                    on_cpu::exchange(&*self.comm, message(storage, layout)?, &elements(layout.dims(), &self.send))?;
+                let count = on_cpu::count(&received);
+                (received, count)
+            }
+            false => (number::storage(vec![0.0; rows * width], storage.dtype())?, rows * width),
         };
-        if received.len() != rows * width {
-            bail!("all_to_all: expected {rows} rows of {width}, received {} elements", received.len());
+        if count != rows * width {
+            bail!("all_to_all: expected {rows} rows of {width}, received {count} elements");
         }
-        Ok((CpuStorage::F32(received), with_rows(layout.shape(), rows)))
+        Ok((received, with_rows(layout.shape(), rows)))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let width: usize = x.dims()[1..].iter().product();
-        let gradient: Vec<f32> = gradient.contiguous()?.flatten_all()?.to_vec1()?;
-        Tensor::from_vec(self.exchange(&gradient, &self.receive, width)?, x.shape(), x.device()).map(Some)
+        let counts = elements(x.dims(), &self.receive);
+        on_cpu::made(x, gradient, |d| on_cpu::exchange(&*self.comm, d, &counts))
     }
 }
 
-fn values(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f32>> {
-    match (storage, layout.contiguous_offsets()) {
-        // A part of a tensor without elements begins behind its end.
-        (CpuStorage::F32(data), Some((start, end))) => Ok(data.get(start..end).unwrap_or_default().to_vec()),
-        _ => bail!("collectives move contiguous f32 tensors, given {:?}", layout.shape()),
-    }
-}
-
-fn joined(parts: &[Arc<Buffer>]) -> Result<Vec<f32>> {
-    let mut all = Vec::new();
-    for part in parts {
-        match &**part {
-            Buffer::F32(part) => all.extend_from_slice(part),
-            _ => bail!("another rank sent something else than f32"),
-        }
-    }
-    Ok(all)
+/// Elements of so many rows of a tensor of these dimensions.
+fn elements(dims: &[usize], rows: &[usize]) -> Vec<usize> {
+    let width: usize = dims[1..].iter().product();
+    rows.iter().map(|rows| rows * width).collect()
 }
 
 fn with_rows(shape: &Shape, rows: usize) -> Shape {

@@ -9,7 +9,7 @@ use ringspan::attention::{Group, Inputs, Merge, Tokens, on_device};
 use ringspan::{Mask, Score};
 
 /// Attention of q `[Tq, H, D]`, which every rank has, over the keys of all ranks, of which k `[n, G, D]` and v `[n, G, Dv]` are
-/// this rank's, to `[Tq, H, Dv]`; if there are sinks, with those of all heads. f32 or, on a GPU, bf16; not differentiable. All ranks of the group must call this.
+/// this rank's, to `[Tq, H, Dv]`; if there are sinks, with those of all heads. f32 or bf16; not differentiable. All ranks of the group must call this.
 ///
 /// Tensors on the GPU on which the group's kernel computes stay there. Where the kernel computes on the CPU, those of a GPU are
 /// copied there and back.

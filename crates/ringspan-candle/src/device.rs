@@ -89,14 +89,9 @@ impl RankDevice {
     }
 
     /// The same, where models compute in another type.
-    ///
-    /// # Errors
-    /// A CPU that is to compute in bf16.
-    pub fn computing_in(self, precision: Precision) -> Result<Self> {
-        if self.tensors.is_cpu() {
-            precision.check(DeviceName::Cpu)?;
-        }
-        Ok(Self { precision, ..self })
+    #[must_use]
+    pub fn computing_in(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// The type in which models compute here.
@@ -130,15 +125,22 @@ impl RankDevice {
 }
 
 /// The devices of the ranks of this process, which take them in turn.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Devices {
+    cpu: RankDevice,
     /// None where all compute on the CPU.
     gpus: Vec<RankDevice>,
 }
 
+impl Default for Devices {
+    fn default() -> Self {
+        Self::CPU
+    }
+}
+
 impl Devices {
     /// All ranks compute on the CPU.
-    pub const CPU: Self = Self { gpus: Vec::new() };
+    pub const CPU: Self = Self { cpu: RankDevice::CPU, gpus: Vec::new() };
 
     /// Opens what is asked for. A process that is one rank has a place among those of its machine, and takes one GPU.
     ///
@@ -161,7 +163,7 @@ impl Devices {
             (None, Some(rank)) => rank % count..rank % count + 1,
             (None, None) => 0..count,
         };
-        Ok(Self { gpus: numbers.map(RankDevice::gpu).collect::<Result<_>>()? })
+        Ok(Self { gpus: numbers.map(RankDevice::gpu).collect::<Result<_>>()?, ..Self::CPU })
     }
 
     #[cfg(not(feature = "cuda"))]
@@ -191,14 +193,10 @@ impl Devices {
     }
 
     /// The same, where models compute in another type.
-    ///
-    /// # Errors
-    /// CPUs that are to compute in bf16.
-    pub fn computing_in(self, precision: Precision) -> Result<Self> {
-        if !self.are_gpus() {
-            precision.check(DeviceName::Cpu)?;
-        }
-        Ok(Self { gpus: self.gpus.into_iter().map(|gpu| gpu.computing_in(precision)).collect::<Result<_>>()? })
+    #[must_use]
+    pub fn computing_in(self, precision: Precision) -> Self {
+        let gpus = self.gpus.into_iter().map(|gpu| gpu.computing_in(precision)).collect();
+        Self { cpu: self.cpu.computing_in(precision), gpus }
     }
 
     /// Devices, at least one: ranks whose numbers leave the same rest share one.
@@ -208,7 +206,7 @@ impl Devices {
 
     /// The device of this rank.
     pub fn of(&self, rank: usize) -> &RankDevice {
-        self.gpus.get(rank % self.count()).unwrap_or(&RankDevice::CPU)
+        self.gpus.get(rank % self.count()).unwrap_or(&self.cpu)
     }
 
     /// All of them.
@@ -244,8 +242,8 @@ mod tests {
         let devices = Devices::open(DeviceName::Cpu, Some(3)).expect("a CPU");
         assert_eq!((devices.count(), devices.iter().count(), devices.are_gpus()), (1, 1, false));
         assert!((0..5).all(|rank| devices.of(rank).tensors().is_cpu()));
-        assert!(devices.clone().computing_in(Precision::F32).is_ok());
-        let refused = devices.computing_in(Precision::Bf16).expect_err("a CPU").to_string();
-        assert!(refused.contains("--device cuda"), "{refused}");
+        for precision in [Precision::F32, Precision::Bf16] {
+            assert_eq!(devices.clone().computing_in(precision).of(2).precision(), precision);
+        }
     }
 }

@@ -1,8 +1,9 @@
 //! Dropout of a layer's inputs in training (Srivastava et al., 2014), the same on every mesh.
 
-use crate::slices::cpu;
+use crate::slices::widened;
 use crate::tape::{self, Reads};
-use crate::{gpu, pool};
+use crate::{gpu, number, pool};
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, bail};
 use ringspan::kernel::Dropout;
 use std::sync::Arc;
@@ -98,14 +99,14 @@ impl CustomOp1 for DropInputs {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut out = cpu(x, at)?.to_vec();
+        let mut out = widened(x, at)?.into_owned();
         let width = at.dims().last().copied().unwrap_or(0).max(1);
         let part = pool::part(self.tokens.len(), width);
         let parts = out.chunks_mut(part * width).zip(self.tokens.chunks(part)).collect();
         pool::map(parts, |(rows, tokens): (&mut [f32], &[usize])| {
             pool::vectorized(|| self.dropout.drop_rows(self.layer, tokens, self.first..self.first + width, rows));
         });
-        Ok((CpuStorage::F32(out), at.shape().clone()))
+        Ok((number::storage(out, x.dtype())?, at.shape().clone()))
     }
 
     fn bwd(&self, _x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {

@@ -7,10 +7,12 @@ use crate::collective::{all_gather, all_to_all, all_to_all_unseen, reduce_scatte
 use crate::dropout::Drops;
 use crate::experts::{Expert, Experts, Memory, NOWHERE, Routing, mixed_keeping};
 use crate::gpu;
-use crate::slices::{cpu, values};
+use crate::number::{Number, with_number};
+use crate::slices::{elements, elements_of};
 use crate::tape::{self, Reads};
 use crate::tensor_parallel::part;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use ringspan::comm::{Buffer, Communicator};
 use std::ops::Range;
 use std::sync::Arc;
@@ -182,18 +184,19 @@ struct Rows {
 }
 
 impl Rows {
-    fn pick(&self, from: &[f32], width: usize) -> Vec<f32> {
+    fn pick<T: Number>(&self, from: &[T], width: usize) -> Vec<T> {
         let mut out = Vec::with_capacity(self.rows.len() * width);
         self.rows.iter().for_each(|row| out.extend_from_slice(&from[*row as usize * width..][..width]));
         out
     }
 
-    fn add(&self, from: &[f32], width: usize) -> Vec<f32> {
+    /// Sums are f32, and rounded once.
+    fn add<T: Number>(&self, from: &[T], width: usize) -> Vec<T> {
         let mut out = vec![0.0f32; self.of * width];
         for (row, from) in self.rows.iter().zip(from.chunks_exact(width.max(1))) {
-            out[*row as usize * width..][..width].iter_mut().zip(from).for_each(|(sum, x)| *sum += x);
+            out[*row as usize * width..][..width].iter_mut().zip(from).for_each(|(sum, x)| *sum += x.wide());
         }
-        out
+        T::all_nearest(out)
     }
 }
 
@@ -209,19 +212,22 @@ impl CustomOp1 for Pick {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (x, width) = (cpu(storage, layout)?, layout.dims()[1]);
-        let (out, rows) = match self.back {
-            false => (self.rows.pick(x, width), self.rows.rows.len()),
-            true => (self.rows.add(x, width), self.rows.of),
-        };
-        Ok((CpuStorage::F32(out), Shape::from((rows, width))))
+        let width = layout.dims()[1];
+        let rows = if self.back { self.rows.of } else { self.rows.rows.len() };
+        let out = with_number!(storage.dtype(), T => {
+            let x = elements::<T>(storage, layout)?;
+            T::to_cpu_storage_owned(if self.back { self.rows.add(x, width) } else { self.rows.pick(x, width) })
+        });
+        Ok((out, Shape::from((rows, width))))
     }
 
     fn bwd(&self, x: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let width = x.dim(1)?;
-        let dx = values(&gradient.contiguous()?, |d| {
-            Ok(if self.back { self.rows.pick(d, width) } else { self.rows.add(d, width) })
-        })?;
-        Tensor::from_vec(dx, x.shape(), x.device()).map(Some)
+        with_number!(gradient.dtype(), T => {
+            let dx = elements_of(&gradient.contiguous()?, |d: &[T]| {
+                Ok(if self.back { self.rows.pick(d, width) } else { self.rows.add(d, width) })
+            })?;
+            Tensor::from_vec(dx, x.shape(), x.device()).map(Some)
+        })
     }
 }

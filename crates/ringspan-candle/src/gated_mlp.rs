@@ -13,17 +13,19 @@ use crate::activation::Activation;
 use crate::gpu;
 use crate::kept::{Kept, Storage};
 use crate::matmul::{Into, Matrix, product};
+use crate::number::{self, Number, with_number};
 use crate::pool;
-use crate::slices::{cpu, values};
+use crate::slices::{elements, elements_of};
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, WithDType, bail};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Tokens of a tile: enough that packing the weights for it costs little (of 512 x 1536, about 3 % of its products).
 pub const TILE: usize = 1024;
 
-/// `(act(x gate^T) * (x up^T)) down^T`: x `[T, C]`, gate and up `[W, C]`, down `[C, W]` to `[T, C]`, f32.
+/// `(act(x gate^T) * (x up^T)) down^T`: x `[T, C]`, gate and up `[W, C]`, down `[C, W]` to `[T, C]`, f32 or
+/// bf16. Of bf16, gate, up and what they become are rounded once each, and sums are f32.
 ///
 /// # Errors
 /// Other types and shapes.
@@ -180,22 +182,22 @@ struct GatedMlp {
 }
 
 /// Slices of what both passes read.
-struct Layer<'a> {
-    x: Matrix<'a>,
-    gate: Matrix<'a>,
-    up: Matrix<'a>,
-    down: Matrix<'a>,
+struct Layer<'a, T> {
+    x: Matrix<'a, T>,
+    gate: Matrix<'a, T>,
+    up: Matrix<'a, T>,
+    down: Matrix<'a, T>,
     tokens: usize,
     hidden: usize,
     wide: usize,
 }
 
 impl GatedMlp {
-    fn with_layer<T>(&self, down: &[f32], f: impl FnOnce(Layer) -> Result<T>) -> Result<T> {
+    fn with_layer<T: Number, R>(&self, down: &[T], f: impl FnOnce(Layer<T>) -> Result<R>) -> Result<R> {
         let ((tokens, hidden), wide) = (self.x.dims2()?, self.gate.dim(0)?);
-        values(&self.x, |x| {
-            values(&self.gate, |gate| {
-                values(&self.up, |up| {
+        elements_of(&self.x, |x| {
+            elements_of(&self.gate, |gate| {
+                elements_of(&self.up, |up| {
                     f(Layer {
                         x: Matrix::new(x, tokens, hidden),
                         gate: Matrix::new(gate, wide, hidden),
@@ -211,26 +213,28 @@ impl GatedMlp {
     }
 }
 
-impl Layer<'_> {
+impl<T: Number> Layer<'_, T> {
     fn tiles(&self) -> impl Iterator<Item = Range<usize>> {
         let tokens = self.tokens;
         (0..tokens.div_ceil(TILE)).map(move |tile| tile * TILE..tokens.min((tile + 1) * TILE))
     }
 
     /// Buffers of a tile, `[TILE, W]` each.
-    fn buffers<const N: usize>(&self) -> [Vec<f32>; N] {
-        std::array::from_fn(|_| vec![0.0; TILE.min(self.tokens) * self.wide])
+    fn buffers<const N: usize>(&self) -> [Vec<T>; N] {
+        std::array::from_fn(|_| vec![T::ZERO; TILE.min(self.tokens) * self.wide])
     }
 
-    fn gate_and_up(&self, tile: &Range<usize>, gate: &mut [f32], up: &mut [f32]) {
+    fn gate_and_up(&self, tile: &Range<usize>, gate: &mut [T], up: &mut [T]) {
         let x = self.x.rows(tile.clone());
-        product(x, self.gate.t(), gate, Into::Fresh);
-        product(x, self.up.t(), up, Into::Fresh);
+        T::product(x, self.gate.t(), gate);
+        T::product(x, self.up.t(), up);
     }
 
     /// With gate and up of all tokens, if they are to be kept.
-    fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<f32>, Option<Tiles>) {
-        let mut out = vec![0.0; self.tokens * self.hidden];
+    fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<T>, Option<Tiles>) {
+        let mut out = vec![T::ZERO; self.tokens * self.hidden];
+        // What is rounded already is kept as it is.
+        let keep = keep.map(|storage| if T::DTYPE == DType::BF16 { Storage::Bf16 } else { storage });
         let mut kept = keep.map(|storage| Tiles::new(self.tokens * self.wide, storage));
         let [mut gate, mut up] = self.buffers();
         for tile in self.tiles() {
@@ -242,22 +246,22 @@ impl Layer<'_> {
             }
             let part = pool::part(size, 1);
             let parts = gate.chunks_mut(part).zip(up.chunks(part)).collect();
-            pool::map(parts, |(gate, up): (&mut [f32], &[f32])| activation.gate_in_place(gate, up));
+            pool::map(parts, |(gate, up): (&mut [T], &[T])| activation.gate_in_place(gate, up));
             let out = &mut out[tile.start * self.hidden..tile.end * self.hidden];
-            product(Matrix::new(gate, tile.len(), self.wide), self.down.t(), out, Into::Fresh);
+            T::product(Matrix::new(gate, tile.len(), self.wide), self.down.t(), out);
         }
         (out, kept)
     }
 
-    /// Gradients of x, and of those of gate, up, down that are trained, for that of the output.
+    /// Gradients of x, and in f32 of those of gate, up, down that are trained, for that of the output.
     fn backward(
         &self,
         activation: Activation,
         trained: [bool; 3],
-        d_out: Matrix,
+        d_out: Matrix<T>,
         kept: Option<Tiles>,
-    ) -> (Vec<f32>, [Option<Vec<f32>>; 3]) {
-        let mut dx = vec![0.0; self.tokens * self.hidden];
+    ) -> (Vec<T>, [Option<Vec<f32>>; 3]) {
+        let mut dx = vec![T::ZERO; self.tokens * self.hidden];
         let [mut d_gate, mut d_up, mut d_down] =
             trained.map(|trained| trained.then(|| vec![0.0; self.wide * self.hidden]));
         let [mut gate, mut up, mut product_] = self.buffers();
@@ -269,14 +273,14 @@ impl Layer<'_> {
                 None => self.gate_and_up(&tile, gate, up),
             }
             let dy = d_out.rows(tile.clone());
-            product(dy, self.down, d, Into::Fresh);
+            T::product(dy, self.down, d);
             // From gate, up and the product's gradient to theirs and the product, each where another was.
             let part = pool::part(size, 1);
             let parts = gate.chunks_mut(part).zip(up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
-            pool::map(parts, |((gate, up), d): ((&mut [f32], &mut [f32]), &mut [f32])| {
+            pool::map(parts, |((gate, up), d): ((&mut [T], &mut [T]), &mut [T])| {
                 activation.gate_backward_in_place(gate, up, d);
             });
-            let of = |values| Matrix::new(values, rows, self.wide);
+            let of = |values| Matrix::<T>::new(values, rows, self.wide);
             let x = self.x.rows(tile.clone());
             for (sum, left, right) in [(&mut d_down, dy, of(d)), (&mut d_gate, of(gate), x), (&mut d_up, of(up), x)] {
                 if let Some(sum) = sum {
@@ -284,8 +288,7 @@ impl Layer<'_> {
                 }
             }
             let dx = &mut dx[tile.start * self.hidden..tile.end * self.hidden];
-            product(of(gate), self.gate, dx, Into::Fresh);
-            product(of(up), self.up, dx, Into::Sum);
+            T::products(&[(of(gate), self.gate), (of(up), self.up)], dx);
         }
         (dx, [d_gate, d_up, d_down])
     }
@@ -303,14 +306,18 @@ impl CustomOp2 for GatedMlp {
             Pass::Again(known) => {
                 let out = locked(known).0.take();
                 let out = out.unwrap_or_else(|| vec![0.0; self.x.elem_count()]);
-                return Ok((CpuStorage::F32(out), self.x.shape().clone()));
+                return Ok((number::storage(out, self.x.dtype())?, self.x.shape().clone()));
             }
         };
-        let (out, kept) = self.with_layer(cpu(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
+        let (out, kept) = with_number!(self.x.dtype(), T => {
+            let (out, kept) =
+                self.with_layer::<T, _>(elements(down, at)?, |layer| Ok(layer.forward(self.activation, keep)))?;
+            (T::to_cpu_storage_owned(out), kept)
+        });
         if let Pass::Keep(_, wide) = &self.pass {
             *locked(wide) = kept;
         }
-        Ok((CpuStorage::F32(out), self.x.shape().clone()))
+        Ok((out, self.x.shape().clone()))
     }
 
     fn bwd(
@@ -326,15 +333,18 @@ impl CustomOp2 for GatedMlp {
             Pass::Again(known) => locked(known).1.take(),
             Pass::Whole | Pass::Keep(..) => None,
         };
-        let (dx, [d_gate, d_up, d_down]) = values(&d_out, |d_out| {
-            values(down, |down| {
+        let (dx, [d_gate, d_up, d_down]) = with_number!(self.x.dtype(), T => elements_of(&d_out, |d_out| {
+            elements_of::<T, _>(down, |down| {
                 let d_out = Matrix::new(d_out, tokens, hidden);
-                self.with_layer(down, |layer| Ok(layer.backward(self.activation, self.trained, d_out, kept)))
+                let (dx, of_weights) = self
+                    .with_layer(down, |layer| Ok(layer.backward(self.activation, self.trained, d_out, kept)))?;
+                Ok((Tensor::from_vec(dx, self.x.shape(), self.x.device())?, of_weights))
             })
-        })?;
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
-        let weight = |values: Option<Vec<f32>>, like: &Tensor| values.map(|values| tensor(values, like)).transpose();
-        let gradients = (tensor(dx, &self.x)?, weight(d_gate, &self.gate)?, weight(d_up, &self.up)?);
+        })?);
+        let weight = |values: Option<Vec<f32>>, like: &Tensor| {
+            values.map(|values| number::tensor(values, like.dtype(), like)).transpose()
+        };
+        let gradients = (dx, weight(d_gate, &self.gate)?, weight(d_up, &self.up)?);
         *locked(&self.share) = Some(gradients);
         Ok((Some(mark.zeros_like()?), weight(d_down, down)?))
     }

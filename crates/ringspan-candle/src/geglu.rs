@@ -2,12 +2,14 @@
 
 use crate::activation::Activation;
 use crate::gpu;
-use crate::slices::{cpu, values};
+use crate::number::{Number, with_number};
+use crate::slices::{elements, elements_of};
 use crate::swiglu::gated;
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
-/// `gelu(gate) * up`, element by element: two f32 tensors of one shape. The gelu is the approximation by a tanh
+/// `gelu(gate) * up`, element by element: two tensors of one shape, both f32 or both bf16. The gelu is the approximation by a tanh
 /// (Hendrycks and Gimpel, 2016), which Hugging Face calls `gelu_pytorch_tanh`.
 ///
 /// # Errors
@@ -41,24 +43,29 @@ impl CustomOp2 for GeGlu {
     }
 
     fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let out = cpu(g, g_at)?.iter().zip(cpu(u, u_at)?).map(|(g, u)| gelu(*g).0 * u).collect();
-        Ok((CpuStorage::F32(out), g_at.shape().clone()))
+        let out = with_number!(g.dtype(), T => {
+            let both = elements::<T>(g, g_at)?.iter().zip(elements::<T>(u, u_at)?);
+            T::to_cpu_storage_owned(both.map(|(g, u)| T::nearest(gelu(g.wide()).0 * u.wide())).collect())
+        });
+        Ok((out, g_at.shape().clone()))
     }
 
     fn bwd(&self, gate: &Tensor, up: &Tensor, _out: &Tensor, d: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let d = d.contiguous()?;
-        let (d_gate, d_up) = values(gate, |gate| {
-            values(up, |up| {
-                values(&d, |d| {
-                    let one = |((&g, &u), &d): ((&f32, &f32), &f32)| {
-                        let (value, slope) = gelu(g);
-                        (d * u * slope, d * value)
-                    };
-                    Ok(gate.iter().zip(up).zip(d).map(one).unzip::<f32, f32, Vec<_>, Vec<_>>())
+        with_number!(gate.dtype(), T => {
+            let (d_gate, d_up) = elements_of(gate, |gate: &[T]| {
+                elements_of(up, |up: &[T]| {
+                    elements_of(&d, |d: &[T]| {
+                        let one = |((g, u), d): ((&T, &T), &T)| {
+                            let ((value, slope), d) = (gelu(g.wide()), d.wide());
+                            (T::nearest(d * u.wide() * slope), T::nearest(d * value))
+                        };
+                        Ok(gate.iter().zip(up).zip(d).map(one).unzip::<T, T, Vec<_>, Vec<_>>())
+                    })
                 })
-            })
-        })?;
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
-        Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
+            })?;
+            let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+            Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
+        })
     }
 }

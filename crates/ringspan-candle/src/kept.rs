@@ -1,6 +1,7 @@
 //! Numbers that wait from a layer's forward pass for its backward, whole or rounded.
 
 use crate::cast::cast;
+use crate::number::Number;
 use crate::offload::{Away, Offload};
 use crate::{gpu, pool, slices};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -68,13 +69,14 @@ enum Numbers {
 }
 
 impl Kept {
-    /// Keeps a contiguous tensor, without its graph: f32, or on a GPU also bf16, which is kept as it is.
+    /// Keeps a contiguous tensor, without its graph: f32, or bf16, which is kept as it is.
     ///
     /// # Errors
     /// Other tensors.
     pub fn new(tensor: &Tensor, storage: Storage) -> Result<Self> {
         let numbers = match storage {
             Storage::F32 => Numbers::Whole(tensor.detach()),
+            Storage::Bf16 if tensor.dtype() == DType::BF16 => Numbers::Whole(tensor.detach()),
             Storage::Bf16 if gpu::holds(tensor) => Numbers::Whole(cast(&tensor.detach(), DType::BF16)?),
             Storage::Bf16 => Numbers::Rounded(Arc::new(slices::values(tensor, |values| Ok(rounded(values)))?)),
         };
@@ -129,11 +131,14 @@ impl Kept {
         Ok(self)
     }
 
-    /// What was kept, of this shape, on the CPU.
+    /// What was kept, of this shape, on the CPU, in f32.
     pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
         let kept = self.of(shape)?;
         match kept.numbers {
             Numbers::Rounded(values) => Ok(widened(&values)),
+            Numbers::Whole(tensor) if tensor.dtype() == DType::BF16 => {
+                slices::elements_of(&tensor, |values| Ok(widened(values)))
+            }
             Numbers::Whole(tensor) => slices::values(&tensor, |values| {
                 let mut out = vec![0.0; values.len()];
                 copy(values, &mut out);
@@ -179,14 +184,14 @@ pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[bf16])| {
         pool::vectorized(|| {
-            out.iter_mut().zip(values).for_each(|(out, x)| *out = f32::from_bits(u32::from(x.to_bits()) << 16));
+            out.iter_mut().zip(values).for_each(|(out, x)| *out = x.wide());
         });
     });
 }
 
 /// Plain arithmetic, so that loops over it vectorise; a NaN stays one.
 #[inline(always)]
-fn nearest(x: f32) -> bf16 {
+pub(crate) fn nearest(x: f32) -> bf16 {
     let bits = x.to_bits();
     let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let nan = bits >> 16 | 0x40;

@@ -28,6 +28,7 @@ pub mod loss;
 mod matmul;
 pub mod model;
 pub mod norm;
+mod number;
 pub mod offload;
 pub mod peak;
 #[cfg(feature = "cuda")]

@@ -1,16 +1,18 @@
 //! A linear layer as one operation with a backward.
 
-use crate::cast::cast;
+use crate::cast::{cast, sum_of_rows};
 use crate::gpu;
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
-use crate::slices::{cpu, cpu_matrix, matrix, rows, values};
+use crate::number::{self, Number, with_number};
+use crate::slices::{elements, elements_of, matrix_of, rows, widened, with_matrix};
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
 use std::sync::{Mutex, PoisonError};
 
-/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32 or, on a GPU, bf16 with sums in f32.
+/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32 or bf16, of which
+/// products are summed in f32 and rounded once.
 ///
 /// Rows of x may lie apart (a part of a wider tensor); nothing is transposed in memory.
 ///
@@ -41,7 +43,7 @@ pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: O
     layer(x, weight, bias, Linear { known: Mutex::new(Some(values)), ..Linear::default() })
 }
 
-/// `x weight^T` in f32, also of bf16 on a GPU: its sums are not rounded.
+/// `x weight^T` in f32, also of bf16: its sums are not rounded.
 ///
 /// # Errors
 /// As for [`linear`].
@@ -63,6 +65,9 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
         Some(bias) => tape::apply(op, [&x, &weight, &bias.contiguous()?], Reads::Inputs),
     }
 }
+
+/// Rows whose sums wait in f32 to be rounded.
+const ROWS: usize = 1024;
 
 #[derive(Default)]
 struct Linear {
@@ -104,6 +109,35 @@ impl Linear {
         }
     }
 
+    /// The result that is known, as x is stored.
+    fn stored(&self, known: Vec<f32>, x: &CpuStorage) -> Result<CpuStorage> {
+        number::storage(known, if self.wide { DType::F32 } else { x.dtype() })
+    }
+
+    /// The result, where all is stored as `T`.
+    fn forward<T: Number>(&self, x: Matrix<T>, w: Matrix<T>, bias: Option<&[f32]>) -> CpuStorage {
+        let (tokens, outs) = (x.shape().0, w.shape().0);
+        if self.wide || T::DTYPE == DType::F32 {
+            let mut out = bias.map_or_else(|| vec![0.0; tokens * outs], |bias| bias.repeat(tokens));
+            product(x, w.t(), &mut out, if bias.is_some() { Into::Sum } else { Into::Fresh });
+            return CpuStorage::F32(out);
+        }
+        let mut out = vec![T::ZERO; tokens * outs];
+        match bias {
+            None => T::product(x, w.t(), &mut out),
+            Some(bias) => {
+                // Sums are rounded with the bias among them, some rows at a time.
+                for (block, out) in out.chunks_mut((ROWS * outs).max(1)).enumerate() {
+                    let rows = block * ROWS..tokens.min((block + 1) * ROWS);
+                    let mut sums = bias.repeat(rows.len());
+                    product(x.rows(rows), w.t(), &mut sums, Into::Sum);
+                    number::convert(&sums, out);
+                }
+            }
+        }
+        T::to_cpu_storage_owned(out)
+    }
+
     fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
         let d_out = cast(&d_out.contiguous()?, x.dtype())?;
@@ -113,22 +147,22 @@ impl Linear {
             let dw = weight.track_op().then(|| d_out.t()?.matmul(&x.detach())).transpose()?;
             return Ok((dx, dw));
         }
-        values(&d_out, |dy| {
+        with_number!(x.dtype(), T => elements_of::<T, _>(&d_out, |dy| {
             let dy = Matrix::new(dy, tokens, outs);
-            let of_x = |w: &[f32]| {
-                let mut dx = vec![0.0; tokens * width];
-                product(dy, Matrix::new(w, outs, width), &mut dx, Into::Fresh);
+            let of_x = |w: &[T]| {
+                let mut dx = vec![T::ZERO; tokens * width];
+                T::product(dy, Matrix::new(w, outs, width), &mut dx);
                 Tensor::from_vec(dx, x.shape(), x.device())
             };
-            let of_weight = |x: Matrix| {
-                let mut dw = vec![0.0; outs * width];
-                product(dy.t(), x, &mut dw, Into::Fresh);
+            let of_weight = |x: Matrix<T>| {
+                let mut dw = vec![T::ZERO; outs * width];
+                T::product(dy.t(), x, &mut dw);
                 Tensor::from_vec(dw, weight.shape(), weight.device())
             };
-            let dx = if x.track_op() { Some(values(weight, of_x)?) } else { None };
-            let dw = if weight.track_op() { Some(matrix(x, of_weight)?) } else { None };
+            let dx = if x.track_op() { Some(elements_of(weight, of_x)?) } else { None };
+            let dw = if weight.track_op() { Some(with_matrix(x, of_weight)?) } else { None };
             Ok((dx, dw))
-        })
+        }))
     }
 }
 
@@ -139,12 +173,13 @@ impl CustomOp2 for Linear {
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
         let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
-        if let Some(known) = self.known() {
-            return Ok((CpuStorage::F32(known), (tokens, outs).into()));
-        }
-        let mut out = vec![0.0; tokens * outs];
-        product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, outs, width).t(), &mut out, Into::Fresh);
-        Ok((CpuStorage::F32(out), (tokens, outs).into()))
+        let out = match self.known() {
+            Some(known) => self.stored(known, x)?,
+            None => with_number!(x.dtype(), T => {
+                self.forward::<T>(matrix_of(x, x_at)?, Matrix::new(elements(w, w_at)?, outs, width), None)
+            }),
+        };
+        Ok((out, (tokens, outs).into()))
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
@@ -170,13 +205,15 @@ impl CustomOp3 for Linear {
         b: &CpuStorage,
         b_at: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let ((tokens, width), bias) = (x_at.shape().dims2()?, cpu(b, b_at)?);
-        if let Some(known) = self.known() {
-            return Ok((CpuStorage::F32(known), (tokens, bias.len()).into()));
-        }
-        let mut out = bias.repeat(tokens);
-        product(cpu_matrix(x, x_at)?, Matrix::new(cpu(w, w_at)?, bias.len(), width).t(), &mut out, Into::Sum);
-        Ok((CpuStorage::F32(out), (tokens, bias.len()).into()))
+        let ((tokens, width), bias) = (x_at.shape().dims2()?, widened(b, b_at)?);
+        let out = match self.known() {
+            Some(known) => self.stored(known, x)?,
+            None => with_number!(x.dtype(), T => {
+                let w = Matrix::new(elements(w, w_at)?, bias.len(), width);
+                self.forward::<T>(matrix_of(x, x_at)?, w, Some(&bias))
+            }),
+        };
+        Ok((out, (tokens, bias.len()).into()))
     }
 
     fn cuda_fwd(
@@ -205,7 +242,7 @@ impl CustomOp3 for Linear {
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let (dx, dw) = Self::backward(x, w, d_out)?;
-        let db = if b.track_op() { Some(d_out.sum(0)?) } else { None };
+        let db = if b.track_op() { Some(cast(&sum_of_rows(d_out)?, b.dtype())?) } else { None };
         Ok((dx, dw, db))
     }
 }

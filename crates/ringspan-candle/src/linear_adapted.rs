@@ -2,12 +2,15 @@
 //!
 //! Shape letters: T rows, R inner width of the adapter.
 
+use crate::gated_mlp::TILE;
 use crate::kept::Kept;
 use crate::matmul::{Into, Matrix, product};
-use crate::slices::{cpu, values};
+use crate::number::{self, Number, with_number};
+use crate::slices::{elements, elements_of, wide_values};
 use crate::tape::{self, Reads};
 use crate::weight::Weight;
 use crate::weight_matrix::WeightMatrix;
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
@@ -26,12 +29,11 @@ impl<'a> Frozen<'a> {
             Weight::Quantized(_) => false,
         };
         let is_frozen = !is_trained && bias.is_none_or(|bias| !bias.track_op());
-        let is_here = weight.device().is_cpu() && weight.computed_in() == DType::F32;
-        (is_frozen && is_here).then_some(Self { weight, bias })
+        (is_frozen && weight.device().is_cpu()).then_some(Self { weight, bias })
     }
 
-    /// `x weight^T + bias + narrow b^T`: x `[T, in]`, narrow `[T, R]`, b `[out, R]` to `[T, out]`, f32; differentiable in x, narrow
-    /// and b.
+    /// `x weight^T + bias + narrow b^T`: x `[T, in]`, narrow `[T, R]`, b `[out, R]` to `[T, out]`, f32 or bf16, whose sums are
+    /// rounded once; differentiable in x, narrow and b.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -81,12 +83,63 @@ struct AdaptedLinear {
 
 impl AdaptedLinear {
     /// The gradient of x, rows of `width`.
-    fn dx(&self, dy: Matrix, width: usize) -> Result<Vec<f32>> {
-        let mut dx = vec![0.0; dy.shape().0 * width];
+    fn dx<T: Number>(&self, dy: Matrix<T>, width: usize) -> Result<Vec<T>> {
+        let mut dx = vec![T::ZERO; dy.shape().0 * width];
         WeightMatrix::read(&self.weight, |weight| {
             weight.backward(dy, &mut dx);
             Ok(dx)
         })
+    }
+}
+
+impl AdaptedLinear {
+    /// The result for x `[T, in]`, narrow `[T, R]` and b `[out, R]`.
+    fn forward<T: Number>(&self, x: Matrix<T>, narrow: Matrix<T>, b: Matrix<T>) -> Result<CpuStorage> {
+        let (tokens, outs) = (x.shape().0, b.shape().0);
+        let bias = self.bias.as_ref().map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
+        let mut out = vec![T::ZERO; tokens * outs];
+        // Sums that are to be rounded wait some rows at a time; others are the result.
+        let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
+        WeightMatrix::read(&self.weight, |weight| {
+            for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
+                let rows = block * step..tokens.min((block + 1) * step);
+                T::write_sums(out, |sums| {
+                    weight.forward(x.rows(rows.clone()), sums);
+                    product(narrow.rows(rows), b.t(), sums, Into::Sum);
+                    if let Some(bias) = &bias {
+                        let rows = sums.chunks_exact_mut(outs.max(1));
+                        rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
+                    }
+                });
+            }
+            Ok(())
+        })?;
+        Ok(T::to_cpu_storage_owned(out))
+    }
+
+    /// Gradients of x, if it has one, of narrow and of b.
+    fn backward<T: Number>(
+        &self,
+        [x, narrow, b]: [&Tensor; 3],
+        d_out: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let ((tokens, width), (outs, rank)) = (x.dims2()?, b.dims2()?);
+        let (mut d_narrow, mut d_b) = (vec![T::ZERO; tokens * rank], vec![T::ZERO; outs * rank]);
+        let dx = elements_of::<T, _>(&d_out.contiguous()?, |dy| {
+            let dy = Matrix::new(dy, tokens, outs);
+            elements_of::<T, _>(b, |b| {
+                T::product(dy, Matrix::new(b, outs, rank), &mut d_narrow);
+                Ok(())
+            })?;
+            elements_of::<T, _>(narrow, |narrow| {
+                T::product(dy.t(), Matrix::new(narrow, tokens, rank), &mut d_b);
+                Ok(())
+            })?;
+            if x.track_op() { self.dx(dy, width).map(Some) } else { Ok(None) }
+        })?;
+        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
+        let dx = dx.map(|dx| tensor(dx, x)).transpose()?;
+        Ok((dx, Some(tensor(d_narrow, narrow)?), Some(tensor(d_b, b)?)))
     }
 }
 
@@ -107,24 +160,14 @@ impl CustomOp3 for AdaptedLinear {
         let ((tokens, width), (outs, rank)) = (x_at.shape().dims2()?, b_at.shape().dims2()?);
         let shape = Shape::from((tokens, outs));
         if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            return Ok((CpuStorage::F32(known), shape));
+            return Ok((number::storage(known, x.dtype())?, shape));
         }
-        let x = Matrix::new(cpu(x, x_at)?, tokens, width);
-        let (narrow, b) = (Matrix::new(cpu(narrow, narrow_at)?, tokens, rank), Matrix::new(cpu(b, b_at)?, outs, rank));
-        let mut out = vec![0.0; tokens * outs];
-        WeightMatrix::read(&self.weight, |weight| {
-            weight.forward(x, &mut out);
-            Ok(())
-        })?;
-        product(narrow, b.t(), &mut out, Into::Sum);
-        if let Some(bias) = &self.bias {
-            values(bias, |bias| {
-                let rows = out.chunks_exact_mut(outs.max(1));
-                rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));
-                Ok(())
-            })?;
-        }
-        Ok((CpuStorage::F32(out), shape))
+        let out = with_number!(x.dtype(), T => {
+            let x = Matrix::new(elements::<T>(x, x_at)?, tokens, width);
+            let narrow = Matrix::new(elements(narrow, narrow_at)?, tokens, rank);
+            self.forward(x, narrow, Matrix::new(elements(b, b_at)?, outs, rank))?
+        });
+        Ok((out, shape))
     }
 
     fn bwd(
@@ -135,22 +178,6 @@ impl CustomOp3 for AdaptedLinear {
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let ((tokens, width), (outs, rank)) = (x.dims2()?, b.dims2()?);
-        let (mut d_narrow, mut d_b) = (vec![0.0; tokens * rank], vec![0.0; outs * rank]);
-        let dx = values(&d_out.contiguous()?, |dy| {
-            let dy = Matrix::new(dy, tokens, outs);
-            values(b, |b| {
-                product(dy, Matrix::new(b, outs, rank), &mut d_narrow, Into::Fresh);
-                Ok(())
-            })?;
-            values(narrow, |narrow| {
-                product(dy.t(), Matrix::new(narrow, tokens, rank), &mut d_b, Into::Fresh);
-                Ok(())
-            })?;
-            if x.track_op() { self.dx(dy, width).map(Some) } else { Ok(None) }
-        })?;
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device());
-        let dx = dx.map(|dx| tensor(dx, x)).transpose()?;
-        Ok((dx, Some(tensor(d_narrow, narrow)?), Some(tensor(d_b, b)?)))
+        with_number!(x.dtype(), T => self.backward::<T>([x, narrow, b], d_out))
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    /// Ties an f32 parameter.
+    /// Ties a parameter, f32 or bf16.
     ///
     /// # Errors
     /// Other types.
@@ -71,8 +71,8 @@ impl CustomOp1 for Tie {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        if storage.dtype() != DType::F32 {
-            bail!("layers on the CPU compute in {:?}, given {:?}", DType::F32, storage.dtype());
+        if !matches!(storage.dtype(), DType::F32 | DType::BF16) {
+            bail!("layers on the CPU compute in F32 and BF16, given {:?}", storage.dtype());
         }
         Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
     }

@@ -11,14 +11,14 @@ use candle_core::{CudaDevice, CudaStorage, DType};
 use ringspan::Kernel;
 use ringspan::kernel::{Data, Floats, View};
 
-/// The elements of a tensor: f32, or on a GPU also bf16. What is started on the tensor's stream behind the end of a loan comes behind what read it.
+/// The elements of a tensor, f32 or bf16. What is started on the tensor's stream behind the end of a loan comes behind what read it.
 pub(crate) struct Loan<'a> {
     elements: Elements<'a>,
     layout: &'a Layout,
 }
 
 enum Elements<'a> {
-    Cpu(&'a [f32]),
+    Cpu(Data<'a>),
     #[cfg(feature = "cuda")]
     Gpu(ringspan::kernel::Lent<'a>),
 }
@@ -62,8 +62,9 @@ impl<'a> Loan<'a> {
     /// Of what the CPU holds.
     pub(crate) fn cpu(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
         match storage {
-            CpuStorage::F32(elements) => Ok(Self { elements: Elements::Cpu(elements), layout }),
-            _ => bail!("attention of models computes in F32 on the CPU, given {:?}", storage.dtype()),
+            CpuStorage::F32(elements) => Ok(Self { elements: Elements::Cpu(Data::F32(elements)), layout }),
+            CpuStorage::BF16(elements) => Ok(Self { elements: Elements::Cpu(Data::Bf16(elements)), layout }),
+            _ => bail!("attention computes in F32 and BF16, given {:?}", storage.dtype()),
         }
     }
 
@@ -81,7 +82,7 @@ impl<'a> Loan<'a> {
     /// All elements of the storage from the tensor's first.
     fn rest(&self) -> Data<'_> {
         let all = match &self.elements {
-            Elements::Cpu(elements) => Data::F32(elements),
+            Elements::Cpu(elements) => *elements,
             #[cfg(feature = "cuda")]
             Elements::Gpu(lent) => Data::Gpu(lent.data()),
         };

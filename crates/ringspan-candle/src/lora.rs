@@ -5,6 +5,7 @@
 use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::linear::linear_wide;
+use crate::matmul::product_of;
 use candle_core::{Result, Tensor};
 use std::collections::BTreeMap;
 
@@ -138,10 +139,10 @@ impl Adapter {
         Self { a: self.a.detach(), b: self.b.detach(), ..self.clone() }
     }
 
-    /// For the gradient dy `[T, out]` of its part: that of x, `[T, in]`, and that of the narrow product, `[T, R]`.
+    /// For the gradient dy `[T, out]` of its part: that of x, `[T, in]`, and that of the narrow product, `[T, R]`, in f32.
     pub(crate) fn backward(&self, dy: &Tensor, drops: Option<&Drops>) -> Result<[Tensor; 2]> {
-        let d_narrow = (dy.matmul(&self.b)? * self.scale)?;
-        Ok([self.input(&d_narrow.matmul(&self.a)?, drops)?, d_narrow])
+        let d_narrow = (product_of(dy, &self.b)? * self.scale)?;
+        Ok([self.input(&product_of(&d_narrow, &self.a)?, drops)?, d_narrow])
     }
 
     /// Gradients of A and B, for x, the gradient of the adapter's part and that of the narrow product.
@@ -153,7 +154,8 @@ impl Adapter {
         drops: Option<&Drops>,
     ) -> Result<[Tensor; 2]> {
         let x = self.input(x, drops)?;
-        let narrow = (x.matmul(&self.a.t()?)? * self.scale)?;
-        Ok([d_narrow.t()?.matmul(&x)?, dy.t()?.matmul(&narrow)?])
+        let narrow = (product_of(&x, &self.a.t()?)? * self.scale)?;
+        let [d_a, d_b] = [product_of(&d_narrow.t()?, &x)?, product_of(&dy.t()?, &narrow)?];
+        Ok([cast(&d_a, self.a.dtype())?, cast(&d_b, self.b.dtype())?])
     }
 }

@@ -7,8 +7,9 @@ use crate::activation::exp;
 #[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::matmul::{Into, Matrix, product};
+use crate::number::{Number, with_number};
 use crate::pool;
-use crate::slices::values;
+use crate::slices::elements_of;
 use crate::tensor_parallel::TensorParallel;
 use crate::weight::Weight;
 use crate::weight_matrix::WeightMatrix;
@@ -27,7 +28,7 @@ pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 /// The matrix of an output head, and what its logits go through.
 #[derive(Debug, Clone)]
 pub struct OutputHead {
-    /// `[V, C]`, f32, quantized or, on a GPU, bf16; where ranks share the vocabulary, this rank's rows.
+    /// `[V, C]`, f32, bf16 or, on a CPU, quantized; where ranks share the vocabulary, this rank's rows.
     pub weight: Weight,
     /// Logits become `cap * tanh(logit / cap)`, if there is a cap.
     pub softcap: Option<f32>,
@@ -52,9 +53,9 @@ pub struct HeadLoss {
 
 /// Negative log-likelihood of `targets` under softmax(hidden head^T), and its gradients times `scale`.
 ///
-/// hidden `[T, C]`, head `[V, C]`, f32 or, on a GPU, bf16; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
-/// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them; on a GPU twice that, and, in
-/// bf16, their gradient beside them.
+/// hidden `[T, C]`, head `[V, C]`, f32 or bf16; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
+/// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them; on a GPU twice that. In bf16
+/// their gradient is beside them.
 ///
 /// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
 /// three numbers a token, and no logits.
@@ -87,15 +88,18 @@ pub fn head_loss(
     }
     let known = vocabulary.known.len();
     let mut nll_sum = 0.0;
-    let (mut d_hidden, mut d_head) = (vec![0.0; tokens * width], trains_head.then(|| vec![0.0; known * width]));
-    let mut d_gathered = Vec::new();
-    of_chunks(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
+    let mut d_head = trains_head.then(|| vec![0.0; known * width]);
+    let d_hidden = with_number!(hidden.dtype(), T => {
+    let mut d_hidden = vec![T::ZERO; tokens * width];
+    let (mut d_gathered, mut rounded) = (Vec::new(), Vec::new());
+    of_chunks::<T>(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         nll_sum += chunk.differentiate(logits, &vocabulary, scale)?;
-        let gradient = Matrix::new(logits, chunk.targets.len(), chunk.vocabulary);
+        let gradient = T::beside(logits, &mut rounded);
+        let gradient = Matrix::new(gradient, chunk.targets.len(), chunk.vocabulary);
         if let Some(rows) = span(chunk.rows) {
             chunk.head.backward(gradient, &mut d_hidden[rows.start * width..rows.end * width]);
         } else {
-            d_gathered.resize(chunk.rows.len() * width, 0.0);
+            d_gathered.resize(chunk.rows.len() * width, T::ZERO);
             chunk.head.backward(gradient, &mut d_gathered);
             for (row, d) in chunk.rows.iter().zip(d_gathered.chunks_exact(width)) {
                 d_hidden[row * width..(row + 1) * width].copy_from_slice(d);
@@ -106,9 +110,11 @@ pub fn head_loss(
         }
         Ok(())
     })?;
+    Tensor::from_vec(d_hidden, (tokens, width), &Device::Cpu)?
+    });
     Ok(HeadLoss {
         nll_sum,
-        d_hidden: Tensor::from_vec(d_hidden, (tokens, width), &Device::Cpu)?,
+        d_hidden,
         d_head: d_head.map(|d_head| Tensor::from_vec(d_head, (known, width), &Device::Cpu)).transpose()?,
     })
 }
@@ -135,16 +141,16 @@ pub fn log_probs(
         rows.iter().zip(log_probs).for_each(|(row, log_prob)| out[*row] = log_prob);
         return Ok(out);
     }
-    of_chunks(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
+    with_number!(hidden.dtype(), T => of_chunks::<T>(&hidden, &head, (&rows, &targets), softcap, |chunk, logits| {
         let totals = vocabulary.totals(&chunk.sums(logits, &vocabulary))?;
         chunk.rows.iter().zip(&totals).for_each(|(row, total)| out[*row] = -total.nll() as f32);
         Ok(())
-    })?;
+    })?);
     Ok(out)
 }
 
-/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or, on a GPU, both bf16; on a CPU, the head
-/// may be quantized.
+/// The logits of all tokens, `[T, V]`, f32: hidden `[T, C]`, head `[V, C]`, both f32 or both bf16; on a CPU, the head may be
+/// quantized.
 ///
 /// # Errors
 /// Shapes that do not fit.
@@ -169,19 +175,19 @@ fn span(rows: &[usize]) -> Option<Range<usize>> {
 }
 
 /// Tokens with a target whose logits exist at once, and what they are made of.
-struct Chunk<'a> {
+struct Chunk<'a, T> {
     rows: &'a [usize],
     targets: &'a [u32],
     vocabulary: usize,
     /// The hidden states of these tokens alone.
-    hidden: Matrix<'a>,
+    hidden: Matrix<'a, T>,
     head: WeightMatrix<'a>,
 }
 
 /// Rows of logits and their targets.
 type Rows<'a> = (&'a mut [f32], &'a [u32]);
 
-impl<'a> Chunk<'a> {
+impl<T: Number> Chunk<'_, T> {
     /// The logits and targets of the chunk, in parts for the threads.
     fn parts<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
         let part = pool::part(self.targets.len(), self.vocabulary);
@@ -308,15 +314,15 @@ impl Sums {
 
 /// Calls `work` with the logits `[.., V]` of each chunk of the tokens with a target, given by their rows and targets, in one
 /// buffer that it may write over.
-fn of_chunks(
+fn of_chunks<T: Number>(
     hidden: &Tensor,
     head: &Weight,
     (rows, targets): (&[usize], &[u32]),
     softcap: Option<f32>,
-    mut work: impl FnMut(&Chunk, &mut [f32]) -> Result<()>,
+    mut work: impl FnMut(&Chunk<T>, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
     let (tokens, width) = hidden.dims2()?;
-    values(hidden, |hidden| {
+    elements_of::<T, _>(hidden, |hidden| {
         WeightMatrix::read(head, |head| {
             let (hidden, vocabulary) = (Matrix::new(hidden, tokens, width), head.rows());
             let mut logits = vec![0.0; rows.len().min(CHUNK) * vocabulary];

@@ -4,11 +4,13 @@
 //! `dy^T x`) go to the `gemm` crate, which is faster there. Of `x W^T` it is not: with 2 rows of x it takes 20 times as long,
 //! with 64 twice, and as long with 1024 (`BENCHMARKS.md`).
 
-use crate::pool;
+use crate::cast::cast;
+use crate::{pool, slices};
+use candle_core::{DType, Result, Tensor, bail};
 use gemm::Parallelism;
-use ringspan::kernel::product::{Arithmetic, Output};
+use half::bf16;
 
-pub(crate) use ringspan::kernel::product::{Element, Matrix};
+pub(crate) use ringspan::kernel::product::{Arithmetic, Element, Matrix, Output};
 
 /// What a product does with what is in its output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +41,32 @@ pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &
         (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, out, into),
         _ => Arithmetic::best().product(a, b, into.output(out)),
     }
+}
+
+/// `a b` in f32, without a graph: a `[m, k]`, b `[k, n]` on the CPU. Where one of them is bf16, the other is rounded to it, so that the
+/// processor can multiply in bf16; sums are f32.
+pub(crate) fn product_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if a.dtype() != DType::BF16 && b.dtype() != DType::BF16 {
+        return a.matmul(b);
+    }
+    let rounded = |tensor: &Tensor| match tensor.stride() {
+        // A transpose is rounded in the order in which it lies.
+        [1, stride] if *stride > 1 => cast(&tensor.t()?, DType::BF16)?.t(),
+        _ => cast(tensor, DType::BF16),
+    };
+    let (a, b) = (rounded(&a.detach())?, rounded(&b.detach())?);
+    let ((m, k), (rows, n)) = (a.dims2()?, b.dims2()?);
+    if rows != k {
+        bail!("a product of {:?} and {:?}: the shapes do not fit", a.shape(), b.shape());
+    }
+    let mut out = vec![0.0; m * n];
+    slices::with_lines::<bf16, _>(&a, |a| {
+        slices::with_lines::<bf16, _>(&b, |b| {
+            product(a, b, &mut out, Into::Fresh);
+            Ok(())
+        })
+    })?;
+    Tensor::from_vec(out, (m, n), a.device())
 }
 
 /// Rows that the `gemm` crate multiplies at once for each thread. It packs as much of a factor as the processor's last cache
@@ -94,7 +122,6 @@ fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use half::bf16;
 
     fn values(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.377).sin()).collect()

@@ -3,14 +3,18 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
 
-use crate::slices::{cpu, values};
+use crate::cast::cast;
+use crate::number::{Number, with_number};
+use crate::slices::{elements, elements_of, wide_values, widened};
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
 
-/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32; on a GPU also bf16.
+/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32 or bf16, which is
+/// rounded once.
 ///
 /// # Errors
 /// Other types, and a weight of another width than x.
@@ -45,34 +49,35 @@ fn sum(count: usize, f: impl Fn(usize) -> f32) -> f64 {
 impl RmsNorm {
     /// 1 / root mean square of a row.
     #[inline(always)]
-    fn inverse(&self, row: &[f32]) -> f32 {
-        (1.0 / (sum(row.len(), |i| row[i] * row[i]) / row.len() as f64 + self.eps).sqrt()) as f32
+    fn inverse<T: Number>(&self, row: &[T]) -> f32 {
+        (1.0 / (sum(row.len(), |i| row[i].wide() * row[i].wide()) / row.len() as f64 + self.eps).sqrt()) as f32
     }
 
     #[inline(always)]
-    fn forward(&self, x: &[f32], w: &[f32], out: &mut [f32]) {
+    fn forward<T: Number>(&self, x: &[T], w: &[f32], out: &mut [T]) {
         let width = w.len().max(1);
         for (row, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
             let inverse = self.inverse(row);
             for ((out, x), w) in out.iter_mut().zip(row).zip(w) {
-                *out = x * inverse * w;
+                *out = T::nearest(x.wide() * inverse * w);
             }
         }
     }
 
     /// Writes the gradient of x, and returns what these rows add to that of the weight.
     #[inline(always)]
-    fn backward(&self, x: &[f32], w: &[f32], g: &[f32], dx: &mut [f32]) -> Vec<f32> {
+    fn backward<T: Number>(&self, x: &[T], w: &[f32], g: &[T], dx: &mut [T]) -> Vec<f32> {
         let width = w.len().max(1);
         let mut dw = vec![0.0f32; w.len()];
         for ((row, g), dx) in x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
             let inverse = self.inverse(row);
             // d/dx of x_i * r(x): r * (w g)_i - x_i * r^3 * mean(x w g).
             let (row, g, w) = (&row[..width], &g[..width], &w[..width]);
-            let dot = sum(width, |i| row[i] * w[i] * g[i]);
+            let dot = sum(width, |i| row[i].wide() * w[i] * g[i].wide());
             let shared = (dot / width as f64) as f32 * inverse * inverse * inverse;
             for ((((dx, dw), x), g), w) in dx.iter_mut().zip(&mut dw).zip(row).zip(g).zip(w) {
-                *dx = inverse * w * g - x * shared;
+                let (x, g) = (x.wide(), g.wide());
+                *dx = T::nearest(inverse * w * g - x * shared);
                 *dw += g * x * inverse;
             }
         }
@@ -86,13 +91,17 @@ impl CustomOp2 for RmsNorm {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, w: &CpuStorage, w_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (x, w) = (cpu(x, x_at)?, cpu(w, w_at)?);
-        let mut out = vec![0.0; x.len()];
-        let width = w.len().max(1);
-        let part = pool::part(x.len() / width, width) * width;
-        let parts = x.chunks(part).zip(out.chunks_mut(part)).collect();
-        pool::map(parts, |(x, out): (&[f32], &mut [f32])| pool::vectorized(|| self.forward(x, w, out)));
-        Ok((CpuStorage::F32(out), x_at.shape().clone()))
+        let w = &*widened(w, w_at)?;
+        let out = with_number!(x.dtype(), T => {
+            let x = elements::<T>(x, x_at)?;
+            let mut out = vec![T::ZERO; x.len()];
+            let width = w.len().max(1);
+            let part = pool::part(x.len() / width, width) * width;
+            let parts = x.chunks(part).zip(out.chunks_mut(part)).collect();
+            pool::map(parts, |(x, out): (&[T], &mut [T])| pool::vectorized(|| self.forward(x, w, out)));
+            T::to_cpu_storage_owned(out)
+        });
+        Ok((out, x_at.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -107,24 +116,26 @@ impl CustomOp2 for RmsNorm {
             return Ok((Some(dx), dw));
         }
         let d_out = d_out.contiguous()?;
-        let (dx, dw) = values(x, |xs| {
-            values(w, |ws| {
-                values(&d_out, |gs| {
-                    let width = ws.len().max(1);
-                    let (mut dx, mut dw) = (vec![0.0; xs.len()], vec![0.0f32; ws.len()]);
-                    let part = pool::part(xs.len() / width, width) * width;
-                    let parts = xs.chunks(part).zip(gs.chunks(part)).zip(dx.chunks_mut(part)).collect();
-                    let sums = pool::map(parts, |((x, g), dx): ((&[f32], &[f32]), &mut [f32])| {
-                        pool::vectorized(|| self.backward(x, ws, g, dx))
-                    });
-                    for part in sums {
-                        dw.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
-                    }
-                    Ok((dx, dw))
+        with_number!(x.dtype(), T => {
+            let (dx, dw) = elements_of::<T, _>(x, |xs| {
+                wide_values(w, |ws| {
+                    elements_of::<T, _>(&d_out, |gs| {
+                        let width = ws.len().max(1);
+                        let (mut dx, mut dw) = (vec![T::ZERO; xs.len()], vec![0.0f32; ws.len()]);
+                        let part = pool::part(xs.len() / width, width) * width;
+                        let parts = xs.chunks(part).zip(gs.chunks(part)).zip(dx.chunks_mut(part)).collect();
+                        let sums = pool::map(parts, |((x, g), dx): ((&[T], &[T]), &mut [T])| {
+                            pool::vectorized(|| self.backward(x, ws, g, dx))
+                        });
+                        for part in sums {
+                            dw.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+                        }
+                        Ok((dx, dw))
+                    })
                 })
-            })
-        })?;
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
-        Ok((tensor(dx, x)?, tensor(dw, w)?))
+            })?;
+            let dw = Tensor::from_vec(dw, w.shape(), w.device())?;
+            Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(cast(&dw, w.dtype())?)))
+        })
     }
 }

@@ -1,6 +1,5 @@
 //! The type in which a model computes.
 
-use crate::device::DeviceName;
 use candle_core::DType;
 use ringspan::error::{Error, Result};
 use std::fmt;
@@ -16,7 +15,7 @@ pub enum Precision {
     #[default]
     F32,
     /// Each number that is stored is wrong by up to 2^-9 of itself: half the memory and, on tensor cores, many times the
-    /// speed. On GPUs only.
+    /// speed. CPUs multiply in bf16 where they can (AVX512-BF16), and in f32 else.
     Bf16,
 }
 
@@ -29,19 +28,6 @@ impl Precision {
             Self::Bf16 => DType::BF16,
         }
     }
-
-    /// # Errors
-    /// A device on which models do not compute in this type.
-    pub fn check(self, device: DeviceName) -> Result<()> {
-        match (self, device) {
-            (Self::Bf16, DeviceName::Cpu) => Err(Error::Unsupported {
-                what: "--dtype bf16",
-                with: "--device cpu",
-                why: "models compute in f32 there; possible are --dtype f32, or --device cuda with f32 or bf16",
-            }),
-            _ => Ok(()),
-        }
-    }
 }
 
 impl FromStr for Precision {
@@ -51,7 +37,7 @@ impl FromStr for Precision {
         match given {
             "f32" => Ok(Self::F32),
             "bf16" => Ok(Self::Bf16),
-            _ => Err(Error::Unknown { what: "dtype", given: given.into(), possible: "f32, bf16 (with --device cuda)" }),
+            _ => Err(Error::Unknown { what: "dtype", given: given.into(), possible: "f32, bf16" }),
         }
     }
 }
@@ -76,15 +62,5 @@ mod tests {
         }
         let refused = "f16".parse::<Precision>().expect_err("no type of models").to_string();
         assert!(refused.contains("'f16'") && refused.contains("f32, bf16"), "{refused}");
-    }
-
-    #[test]
-    fn a_cpu_computes_in_f32_only() {
-        for device in [DeviceName::Cpu, DeviceName::Cuda(None), DeviceName::Cuda(Some(3))] {
-            assert!(Precision::F32.check(device).is_ok(), "{device}");
-        }
-        assert!(Precision::Bf16.check(DeviceName::Cuda(Some(3))).is_ok());
-        let refused = Precision::Bf16.check(DeviceName::Cpu).expect_err("a CPU").to_string();
-        assert!(refused.contains("--dtype f32") && refused.contains("--device cuda"), "{refused}");
     }
 }

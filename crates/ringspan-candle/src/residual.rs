@@ -9,15 +9,17 @@ use crate::cast::cast;
 #[cfg(feature = "cuda")]
 use crate::gpu;
 use crate::norm::rms_norm;
+use crate::number::{Number, with_number};
 use crate::pool;
-use crate::slices::{cpu, cpu_mut};
+use crate::slices::{elements, elements_mut};
 use crate::tape::{self, Reads};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
-/// `x + y`, two f32 tensors of one shape, computed on the rank's threads. On a GPU both may be bf16, or x alone: the sum has its
-/// type, and is rounded once.
+/// `x + y`, two tensors of one shape, each f32 or bf16, computed on the rank's threads. The sum has the type of x, and is
+/// rounded once.
 ///
 /// Candle's own addition runs on the process's threads, and leaves y out of the graph where there is no element: a rank
 /// without rows would then miss the exchanges of the others on the way back.
@@ -68,13 +70,13 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
 
 struct Residual;
 
-/// Adds y to x, two f32 tensors of one shape on the CPU without graphs; nobody else may read the memory of x.
+/// Adds y to x, two tensors of one shape and type on the CPU without graphs; nobody else may read the memory of x.
 ///
 /// # Errors
 /// Other types and unequal shapes.
 pub(crate) fn add_in_place(x: &Tensor, y: &Tensor) -> Result<()> {
-    if x.shape() != y.shape() {
-        bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
+    if (x.shape(), x.dtype()) != (y.shape(), y.dtype()) {
+        bail!("{:?} and {:?} cannot be added: shapes or types differ", x.shape(), y.shape());
     }
     x.inplace_op2(&y.contiguous()?, &AddInPlace)
 }
@@ -87,16 +89,16 @@ impl InplaceOp2 for AddInPlace {
     }
 
     fn cpu_fwd(&self, x: &mut CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<()> {
-        add(cpu_mut(x, x_at)?, cpu(y, y_at)?);
+        with_number!(y.dtype(), T => add(elements_mut::<T>(x, x_at)?, elements::<T>(y, y_at)?));
         Ok(())
     }
 }
 
 /// Adds y to x, on the threads of this pool.
-fn add(x: &mut [f32], y: &[f32]) {
+fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
     let part = pool::part(x.len(), 1);
-    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [f32], &[f32])| {
-        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x += y));
+    pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {
+        pool::vectorized(|| x.iter_mut().zip(y).for_each(|(x, y)| *x = T::nearest(x.wide() + y.wide())));
     });
 }
 
@@ -106,9 +108,12 @@ impl CustomOp2 for Residual {
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, x_at: &Layout, y: &CpuStorage, y_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut out = cpu(x, x_at)?.to_vec();
-        add(&mut out, cpu(y, y_at)?);
-        Ok((CpuStorage::F32(out), x_at.shape().clone()))
+        let out = with_number!(x.dtype(), T => {
+            let mut out = elements::<T>(x, x_at)?.to_vec();
+            with_number!(y.dtype(), U => add(&mut out, elements::<U>(y, y_at)?));
+            T::to_cpu_storage_owned(out)
+        });
+        Ok((out, x_at.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]

@@ -3,12 +3,14 @@
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
 
-use crate::slices::cpu;
+use crate::number::{Number, with_number};
+use crate::slices::elements;
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use std::sync::Arc;
 
 /// The angles of T tokens: cosines and sines `[T, D/2]`, shared by all heads and layers.
@@ -42,7 +44,8 @@ impl Rotation {
     }
 }
 
-/// Turns elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32; on a GPU also bf16.
+/// Turns elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32 or bf16, which is rounded
+/// once.
 ///
 /// # Errors
 /// Other types, and a rotation of other tokens or another width.
@@ -69,7 +72,7 @@ struct Rope {
 impl Rope {
     /// Turns the heads of tokens from `first` on: x and out `[.., heads, D]`.
     #[inline(always)]
-    fn turn(&self, first: usize, heads: usize, x: &[f32], out: &mut [f32]) {
+    fn turn<T: Number>(&self, first: usize, heads: usize, x: &[T], out: &mut [T]) {
         let half = self.rotation.half;
         let sign = if self.back { -1.0 } else { 1.0 };
         let width = (heads * 2 * half).max(1);
@@ -80,8 +83,9 @@ impl Rope {
                 let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
                 for i in 0..half {
                     let sin = sin[i] * sign;
-                    out_a[i] = a[i] * cos[i] - b[i] * sin;
-                    out_b[i] = b[i] * cos[i] + a[i] * sin;
+                    let (a, b) = (a[i].wide(), b[i].wide());
+                    out_a[i] = T::nearest(a * cos[i] - b * sin);
+                    out_b[i] = T::nearest(b * cos[i] + a * sin);
                 }
             }
         }
@@ -95,14 +99,17 @@ impl CustomOp1 for Rope {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let (tokens, heads, dim) = layout.shape().dims3()?;
-        let (x, width) = (cpu(x, layout)?, (heads * dim).max(1));
-        let mut out = vec![0.0; x.len()];
-        let part = pool::part(tokens, width);
-        let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
-        pool::map(parts, |(index, (x, out)): (usize, (&[f32], &mut [f32]))| {
-            pool::vectorized(|| self.turn(index * part, heads, x, out));
+        let out = with_number!(x.dtype(), T => {
+            let (x, width) = (elements::<T>(x, layout)?, (heads * dim).max(1));
+            let mut out = vec![T::ZERO; x.len()];
+            let part = pool::part(tokens, width);
+            let parts = x.chunks(part * width).zip(out.chunks_mut(part * width)).enumerate().collect();
+            pool::map(parts, |(index, (x, out)): (usize, (&[T], &mut [T]))| {
+                pool::vectorized(|| self.turn(index * part, heads, x, out));
+            });
+            T::to_cpu_storage_owned(out)
         });
-        Ok((CpuStorage::F32(out), layout.shape().clone()))
+        Ok((out, layout.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]

@@ -1,8 +1,11 @@
 //! The elements of CPU tensors as slices.
 
+use crate::cast::cast;
 use crate::matmul::Matrix;
+use crate::number::Number;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
+use std::borrow::Cow;
 
 /// The elements of a contiguous f32 storage.
 pub(crate) fn cpu<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
@@ -13,28 +16,53 @@ pub(crate) fn cpu<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f
     }
 }
 
+/// The elements of a contiguous storage of this type.
+pub(crate) fn elements<'a, T: Number>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    match layout.contiguous_offsets() {
+        // A part of a tensor without elements begins behind its end.
+        Some((start, end)) => Ok(slice_of::<T>(storage)?.get(start..end).unwrap_or_default()),
+        None => bail!("expected a contiguous tensor, given strides {:?}", layout.stride()),
+    }
+}
+
 /// The same, to be changed.
-pub(crate) fn cpu_mut<'a>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [f32]> {
-    match (storage, layout.contiguous_offsets()) {
-        (CpuStorage::F32(data), Some((start, end))) => Ok(&mut data[start..end]),
-        (CpuStorage::F32(_), None) => bail!("expected a contiguous tensor, given strides {:?}", layout.stride()),
-        (storage, _) => bail!("expected f32, given {:?}", storage.dtype()),
+pub(crate) fn elements_mut<'a, T: Number>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [T]> {
+    let dtype = storage.dtype();
+    match (layout.contiguous_offsets(), T::of_storage(storage)) {
+        (Some((start, end)), Some(elements)) => Ok(elements.get_mut(start..end).unwrap_or_default()),
+        (None, _) => bail!("expected a contiguous tensor, given strides {:?}", layout.stride()),
+        (_, None) => bail!("expected {:?}, given {dtype:?}", T::DTYPE),
     }
 }
 
-/// A matrix whose rows are contiguous, but may lie apart.
-pub(crate) fn cpu_matrix<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Matrix<'a>> {
+/// The elements of a contiguous storage in f32: those of a weight that is small enough to be copied.
+pub(crate) fn widened<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
+    Ok(match storage {
+        CpuStorage::BF16(_) => Cow::Owned(elements::<half::bf16>(storage, layout)?.iter().map(|x| x.wide()).collect()),
+        _ => Cow::Borrowed(cpu(storage, layout)?),
+    })
+}
+
+/// A matrix of this type whose rows are contiguous, but may lie apart.
+pub(crate) fn matrix_of<'a, T: Number>(storage: &'a CpuStorage, layout: &Layout) -> Result<Matrix<'a, T>> {
     let (rows, cols) = layout.shape().dims2()?;
-    match (storage, layout.stride()) {
-        (CpuStorage::F32(data), &[stride, 1]) => {
-            Ok(Matrix::strided(data.get(layout.start_offset()..).unwrap_or_default(), rows, cols, stride))
+    match layout.stride() {
+        &[stride, 1] => {
+            let all = slice_of::<T>(storage)?;
+            Ok(Matrix::strided(all.get(layout.start_offset()..).unwrap_or_default(), rows, cols, stride))
         }
-        (CpuStorage::F32(_), stride) => bail!("expected contiguous rows, given strides {stride:?}"),
-        _ => bail!("expected f32, given {:?}", storage.dtype()),
+        stride => bail!("expected contiguous rows, given strides {stride:?}"),
     }
 }
 
-/// A tensor whose rows [`cpu_matrix`] can read: a copy only if they are not contiguous.
+fn slice_of<T: Number>(storage: &CpuStorage) -> Result<&[T]> {
+    match storage.dtype() == T::DTYPE {
+        true => T::cpu_storage_as_slice(storage),
+        false => bail!("expected {:?}, given {:?}", T::DTYPE, storage.dtype()),
+    }
+}
+
+/// A tensor whose rows [`matrix_of`] can read: a copy only if they are not contiguous.
 pub(crate) fn rows(tensor: &Tensor) -> Result<Tensor> {
     match tensor.stride() {
         [stride, 1] if *stride > 0 => Ok(tensor.clone()),
@@ -48,9 +76,27 @@ pub(crate) fn values<T>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<T>) ->
     on_cpu(tensor, |storage, layout| f(cpu(storage, layout)?))
 }
 
-/// Calls `f` with a tensor from [`rows`].
-pub(crate) fn matrix<T>(tensor: &Tensor, f: impl FnOnce(Matrix) -> Result<T>) -> Result<T> {
-    on_cpu(tensor, |storage, layout| f(cpu_matrix(storage, layout)?))
+/// Calls `f` with the elements of a contiguous tensor of this type on the CPU.
+pub(crate) fn elements_of<T: Number, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
+    on_cpu(tensor, |storage, layout| f(elements(storage, layout)?))
+}
+
+/// Calls `f` with a tensor of this type from [`rows`].
+pub(crate) fn with_matrix<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>) -> Result<R>) -> Result<R> {
+    on_cpu(tensor, |storage, layout| f(matrix_of(storage, layout)?))
+}
+
+/// Calls `f` with a matrix of this type on the CPU whose rows or columns are contiguous; others are copied.
+pub(crate) fn with_lines<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>) -> Result<R>) -> Result<R> {
+    match tensor.stride() {
+        [1, stride] if *stride > 1 => with_matrix(&tensor.t()?, |matrix: Matrix<T>| f(matrix.t())),
+        _ => with_matrix(&rows(tensor)?, f),
+    }
+}
+
+/// Calls `f` with the elements of a contiguous tensor on the CPU in f32: those of bf16 are copied.
+pub(crate) fn wide_values<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    values(&cast(tensor, DType::F32)?, f)
 }
 
 fn on_cpu<T>(tensor: &Tensor, f: impl FnOnce(&CpuStorage, &Layout) -> Result<T>) -> Result<T> {

@@ -4,12 +4,14 @@
 pub(crate) mod on_gpu;
 
 use crate::activation::Activation;
-use crate::slices::{cpu, values};
+use crate::number::with_number;
+use crate::slices::{elements, elements_of};
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
 /// `silu(gate) * up`, element by element: two f32 tensors of one shape.
 ///
@@ -27,7 +29,7 @@ pub fn geglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(gate, up, Activation::GeluTanh)
 }
 
-/// `act(gate) * up`, element by element: two f32 tensors of one shape, on a GPU also bf16.
+/// `act(gate) * up`, element by element: two tensors of one shape, both f32 or both bf16.
 ///
 /// # Errors
 /// Other types, and unequal shapes.
@@ -46,11 +48,14 @@ impl CustomOp2 for Gated {
     }
 
     fn cpu_fwd(&self, g: &CpuStorage, g_at: &Layout, u: &CpuStorage, u_at: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (mut out, up) = (cpu(g, g_at)?.to_vec(), cpu(u, u_at)?);
-        let part = pool::part(out.len(), 1);
-        let parts = out.chunks_mut(part).zip(up.chunks(part)).collect();
-        pool::map(parts, |(out, up): (&mut [f32], &[f32])| self.0.gate_in_place(out, up));
-        Ok((CpuStorage::F32(out), g_at.shape().clone()))
+        let out = with_number!(g.dtype(), T => {
+            let (mut out, up) = (elements::<T>(g, g_at)?.to_vec(), elements::<T>(u, u_at)?);
+            let part = pool::part(out.len(), 1);
+            let parts = out.chunks_mut(part).zip(up.chunks(part)).collect();
+            pool::map(parts, |(out, up): (&mut [T], &[T])| self.0.gate_in_place(out, up));
+            T::to_cpu_storage_owned(out)
+        });
+        Ok((out, g_at.shape().clone()))
     }
 
     #[cfg(feature = "cuda")]
@@ -64,14 +69,16 @@ impl CustomOp2 for Gated {
             let [d_gate, d_up] = on_gpu::backward(gate, up, d, self.0)?;
             return Ok((Some(d_gate), Some(d_up)));
         }
-        let copy = |tensor: &Tensor| values(tensor, |values| Ok(values.to_vec()));
-        let (mut d_gate, mut d_up, mut d) = (copy(gate)?, copy(up)?, copy(&d.contiguous()?)?);
-        let part = pool::part(d.len(), 1);
-        let parts = d_gate.chunks_mut(part).zip(d_up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
-        pool::map(parts, |((gate, up), d): ((&mut [f32], &mut [f32]), &mut [f32])| {
-            self.0.gate_backward_in_place(gate, up, d);
-        });
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
-        Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
+        with_number!(gate.dtype(), T => {
+            let copy = |tensor: &Tensor| elements_of(tensor, |values: &[T]| Ok(values.to_vec()));
+            let (mut d_gate, mut d_up, mut d) = (copy(gate)?, copy(up)?, copy(&d.contiguous()?)?);
+            let part = pool::part(d.len(), 1);
+            let parts = d_gate.chunks_mut(part).zip(d_up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
+            pool::map(parts, |((gate, up), d): ((&mut [T], &mut [T]), &mut [T])| {
+                self.0.gate_backward_in_place(gate, up, d);
+            });
+            let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+            Ok((tensor(d_gate, gate)?, tensor(d_up, up)?))
+        })
     }
 }

@@ -280,7 +280,7 @@ impl Gradients {
     fn add(&mut self, id: TensorId, gradient: Tensor, owned: bool) -> Result<()> {
         let sum = match self.0.remove(&id) {
             None => gradient,
-            Some(before) if owned => {
+            Some(before) if owned && before.dtype() == gradient.dtype() => {
                 add_in_place(&gradient, &before)?;
                 gradient
             }

@@ -3,13 +3,15 @@
 //!
 //! Shape letters: T rows, C width of the input, N width of the output.
 
+use crate::cast::cast;
 use crate::cotangent;
 use crate::gated_mlp::TILE;
 use crate::kept::Kept;
 use crate::links::{LinkedGradients, Links};
-use crate::slices::values;
+use crate::number::{self, Number, with_number};
+use crate::slices::elements_of;
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, Var};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, Var, WithDType};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -32,7 +34,7 @@ pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
     fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor>;
 }
 
-/// x `[T, C]`, f32 on the CPU, to `[T, N]`. The backward pass computes each tile again, and differentiates in x and in the
+/// x `[T, C]`, f32 or bf16 on the CPU, to `[T, N]` of the same type. The backward pass computes each tile again, and differentiates in x and in the
 /// parameters that are tracked.
 ///
 /// # Errors
@@ -99,11 +101,11 @@ impl<F: RowFunction> Tiled<F> {
         Ok((0..rows).step_by(TILE).map(move |first| first..rows.min(first + TILE)))
     }
 
-    fn values(&self) -> Result<Vec<f32>> {
+    fn values<T: Number>(&self) -> Result<Vec<T>> {
         let mut out = Vec::with_capacity(self.x.dim(0)? * self.function.width()?);
         for tile in self.tiles()? {
             let x = self.x.narrow(0, tile.start, tile.len())?;
-            values(&self.function.forward(&x, tile, true)?.contiguous()?, |tile| {
+            elements_of(&self.function.forward(&x, tile, true)?.contiguous()?, |tile| {
                 out.extend_from_slice(tile);
                 Ok(())
             })?;
@@ -112,22 +114,9 @@ impl<F: RowFunction> Tiled<F> {
     }
 }
 
-impl<F: RowFunction> CustomOp2 for Tiled<F> {
-    fn name(&self) -> &'static str {
-        "tiled"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        let shape = Shape::from((self.x.dim(0)?, self.function.width()?));
-        let values = match &self.pass {
-            Pass::First => self.values()?,
-            Pass::Known(known) => std::mem::take(&mut *known.lock().unwrap_or_else(PoisonError::into_inner)),
-            Pass::Unseen => vec![0.0; shape.elem_count()],
-        };
-        Ok((CpuStorage::F32(values), shape))
-    }
-
-    fn bwd(&self, x: &Tensor, ties: &Tensor, _: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+impl<F: RowFunction> Tiled<F> {
+    /// The gradient of x; those of parameters are left for them.
+    fn backward<T: Number>(&self, x: &Tensor, d_out: &Tensor) -> Result<Tensor> {
         let mut function = self.function.clone();
         let mut variables = Vec::new();
         for (parameter, trained) in function.parameters().into_iter().zip(&self.trained) {
@@ -145,23 +134,50 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
             let mut store = cotangent::backward(&out, &d_out)?;
             drop(out);
             let d_tile = store.remove(of_tile.as_tensor()).map_or_else(|| of_tile.zeros_like(), Ok)?;
-            values(&d_tile.contiguous()?, |d_tile| {
+            elements_of::<T, _>(&d_tile.contiguous()?, |d_tile| {
                 dx.extend_from_slice(d_tile);
                 Ok(())
             })?;
             for (variable, sum) in &mut variables {
                 if let Some(gradient) = store.remove(variable) {
+                    // Over tiles, too, sums are f32.
+                    let gradient = cast(&gradient.detach(), DType::F32)?;
                     *sum = Some(match sum.take() {
                         Some(sum) => (sum + gradient)?.detach(),
-                        None => gradient.detach(),
+                        None => gradient,
                     });
                 }
             }
         }
         for (number, (variable, sum)) in variables.into_iter().enumerate() {
-            self.gradients.leave(number, sum.map_or_else(|| variable.zeros_like(), Ok)?);
+            let sum = sum.map_or_else(|| variable.zeros_like(), |sum| cast(&sum, variable.dtype()))?;
+            self.gradients.leave(number, sum);
         }
-        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), Some(ties.zeros_like()?)))
+        Tensor::from_vec(dx, x.shape(), x.device())
+    }
+}
+
+impl<F: RowFunction> CustomOp2 for Tiled<F> {
+    fn name(&self) -> &'static str {
+        "tiled"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        let shape = Shape::from((self.x.dim(0)?, self.function.width()?));
+        let out = match &self.pass {
+            Pass::First => with_number!(self.x.dtype(), T => T::to_cpu_storage_owned(self.values::<T>()?)),
+            Pass::Known(known) => {
+                let known = std::mem::take(&mut *known.lock().unwrap_or_else(PoisonError::into_inner));
+                number::storage(known, self.x.dtype())?
+            }
+            Pass::Unseen => number::storage(vec![0.0; shape.elem_count()], self.x.dtype())?,
+        };
+        Ok((out, shape))
+    }
+
+    fn bwd(&self, x: &Tensor, ties: &Tensor, _: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let dx = with_number!(x.dtype(), T => self.backward::<T>(x, d_out)?);
+        Ok((Some(dx), Some(ties.zeros_like()?)))
     }
 }
 

@@ -9,6 +9,8 @@ mod on_gpu;
 
 use crate::cast::cast;
 use crate::device::RankDevice;
+use crate::number::{Number, convert, with_number};
+use crate::precision::Precision;
 use crate::slices;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use std::collections::BTreeMap;
@@ -18,7 +20,6 @@ use std::sync::Arc;
 /// A rank's way between the CPU and where it computes.
 pub struct Transfers {
     /// In which type parameters are computed with.
-    #[cfg(feature = "cuda")]
     device: RankDevice,
     #[cfg(feature = "cuda")]
     gpu: Option<Arc<on_gpu::Lane>>,
@@ -44,10 +45,18 @@ impl Parameter<'_> {
         self.parts.iter().map(|part| part.len()).sum()
     }
 
-    fn on_cpu(&self) -> Result<Tensor> {
-        let mut values = Vec::with_capacity(self.len());
-        self.parts.iter().for_each(|part| values.extend_from_slice(part));
-        Ok(Var::from_vec(values, self.shape.clone(), &Device::Cpu)?.into_inner())
+    /// In the type in which it is computed with, rounded while it is put together.
+    fn on_cpu(&self, precision: Precision) -> Result<Tensor> {
+        with_number!(precision.dtype(), T => {
+            let mut values = vec![T::ZERO; self.len()];
+            let mut rest = &mut values[..];
+            for part in &self.parts {
+                let (to, later) = rest.split_at_mut(part.len());
+                convert(part, to);
+                rest = later;
+            }
+            Ok(Var::from_vec(values, self.shape.clone(), &Device::Cpu)?.into_inner())
+        })
     }
 }
 
@@ -73,9 +82,14 @@ impl Transfers {
         }
         #[cfg(not(feature = "cuda"))]
         {
-            let _ = device;
-            Ok(Self {})
+            Ok(Self { device: device.clone() })
         }
+    }
+
+    /// The type in which parameters are computed with.
+    #[must_use]
+    pub fn precision(&self) -> Precision {
+        self.device.precision()
     }
 
     /// Takes memory for parameters of so many numbers, which come while what is started after this is computed.
@@ -105,7 +119,7 @@ impl Transfers {
             return lane.upload(reserved.gpu, parameters, self.device.precision());
         }
         let _ = reserved;
-        parameters.iter().map(Parameter::on_cpu).collect()
+        parameters.iter().map(|parameter| parameter.on_cpu(self.device.precision())).collect()
     }
 
     /// Starts to bring gradients to the CPU.

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// Clones share the values.
 #[derive(Debug, Clone)]
 pub enum Weight {
-    /// f32, or bf16 on a GPU that computes in it.
+    /// f32, or bf16 where models compute in it.
     Dense(Tensor),
     /// A matrix on the CPU. Products with it decode a tile of it at a time, and it gets no gradient.
     Quantized(QuantizedMatrix),
@@ -54,7 +54,7 @@ impl Weight {
     pub fn computed_in(&self) -> DType {
         match self {
             Self::Dense(tensor) => tensor.dtype(),
-            Self::Quantized(_) => DType::F32,
+            Self::Quantized(matrix) => matrix.computed_in().dtype(),
         }
     }
 
@@ -150,7 +150,7 @@ impl Weight {
     pub fn lookup(&self, rows: &[u32]) -> Result<Tensor> {
         match self {
             Self::Dense(table) => table.index_select(&Tensor::new(rows, table.device())?, 0),
-            Self::Quantized(table) => table.dequantize_rows(rows),
+            Self::Quantized(table) => cast(&table.dequantize_rows(rows)?, table.computed_in().dtype()),
         }
     }
 }

@@ -118,7 +118,7 @@ pub fn train_on(
     if ranks.local().is_some() {
         ranks.agree(&identity(config, &setup)?)?;
     }
-    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
+    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
         let rooms = devices.rooms(ranks, config.ranks())?;
         setup.make_plan(config, rooms)?;

@@ -37,7 +37,7 @@ pub fn trial(
     (decoder, weights): (&Decoder, &Weights),
     batch: &Batch,
 ) -> Result<Option<Trial>> {
-    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype)?;
+    let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
     let setup = Setup::of_batch(config, decoder.clone(), weights.clone(), batch.clone())?;
     let options = Options { deadline: config.deadline, ..Options::default() };
     let (ranks, blocks) = devices.connect(ranks, config.deadline)?;

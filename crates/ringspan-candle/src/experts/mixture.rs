@@ -5,10 +5,11 @@
 use super::part::GatedPart;
 use super::stacked::StackedPart;
 use super::{Expert, NOWHERE, Routing, on_gpu};
-use crate::gpu;
 use crate::kept::{Kept, Storage};
 use crate::links::{LinkedGradients, Links};
 use crate::tape::{self, Reads};
+use crate::{gpu, number};
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -36,6 +37,8 @@ impl Memory {
 }
 
 /// As [`Experts::mix`](super::Experts::mix), of experts that are all here.
+///
+/// Of bf16, what the experts make of a token is weighted and added up in f32, and rounded once.
 ///
 /// Each expert's tokens are gathered once and go through three products; experts that nobody chose cost nothing, and
 /// get no gradient.
@@ -199,7 +202,7 @@ impl CustomOp3 for Mixed {
 
     fn cpu_fwd(
         &self,
-        _: &CpuStorage,
+        x: &CpuStorage,
         x_at: &Layout,
         _: &CpuStorage,
         _: &Layout,
@@ -207,7 +210,7 @@ impl CustomOp3 for Mixed {
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         Ok((
-            CpuStorage::F32(std::mem::take(&mut self.out.lock().unwrap_or_else(PoisonError::into_inner))),
+            number::storage(std::mem::take(&mut self.out.lock().unwrap_or_else(PoisonError::into_inner)), x.dtype())?,
             x_at.shape().clone(),
         ))
     }
@@ -247,7 +250,7 @@ impl CustomOp3 for Mixed {
         if let Some((first_link, gradients)) = of_stack {
             leave(first_link, gradients.tensors()?);
         }
-        let tensor = |values, like: &Tensor| Tensor::from_vec(values, like.shape(), like.device()).map(Some);
+        let tensor = |values, like: &Tensor| number::tensor(values, like.dtype(), like).map(Some);
         Ok((tensor(dx, x)?, tensor(d_factors, weights)?, Some(links.zeros_like()?)))
     }
 }

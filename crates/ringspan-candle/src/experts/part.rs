@@ -3,11 +3,13 @@
 //! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert.
 
 use super::GatedExpert;
+use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::kept::Kept;
 use crate::lora::Adapter;
+use crate::matmul::product_of;
 use crate::slices::values;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without a graph.
 pub(super) struct GatedPart {
@@ -42,18 +44,22 @@ impl GatedPart {
     /// Of x `[T, C]`, the rows of its tokens through gate and through up: `[n, I]` each.
     pub(super) fn products(&self, x: &Tensor) -> Result<[Tensor; 2]> {
         let (rows, [gate, up, _]) = (gathered(x, &self.tokens)?, self.adapters());
-        Ok([self.through(&rows, &self.expert.gate, gate)?, self.through(&rows, &self.expert.up, up)?])
+        let rounded = |product: Tensor| cast(&product, x.dtype());
+        let (gate, up) = (self.through(&rows, &self.expert.gate, gate)?, self.through(&rows, &self.expert.up, up)?);
+        Ok([rounded(gate)?, rounded(up)?])
     }
 
     /// Adds the expert's output, of [`Self::products`] and times the factors `[T, K]`, to `out` `[T, C]`.
     pub(super) fn add_output(&self, [gate, up]: [&Tensor; 2], factors: &[f32], out: &mut [f32]) -> Result<()> {
-        let y = self.through(&(gate.silu()? * up)?, &self.expert.down, self.adapters()[2])?;
+        let (dtype, gate, up) = (gate.dtype(), cast(gate, DType::F32)?, cast(up, DType::F32)?);
+        let hidden = cast(&(gate.silu()? * up)?, dtype)?;
+        let y = self.through(&hidden, &self.expert.down, self.adapters()[2])?;
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
 
-    /// `x weight^T`, and the adapter's part.
+    /// `x weight^T`, and the adapter's part, in f32.
     fn through(&self, x: &Tensor, weight: &Tensor, adapter: Option<&Adapter>) -> Result<Tensor> {
-        let y = x.matmul(&weight.t()?)?;
+        let y = product_of(x, &weight.t()?)?;
         match adapter {
             Some(adapter) => y + adapter.part(x, self.drops.as_ref())?,
             None => Ok(y),
@@ -79,14 +85,16 @@ impl GatedPart {
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, drops)).transpose();
         // Without the factors: so it is their gradient, too.
-        let mut unscaled = d_out.matmul(&self.expert.down)?;
+        let mut unscaled = product_of(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
         if let Some([d_hidden, _]) = &down_back {
             unscaled = (unscaled + d_hidden)?;
         }
-        let (gate, up) = (gate.tensor()?, up.tensor()?);
+        let (gate, up) = (cast(&gate.tensor()?, DType::F32)?, cast(&up.tensor()?, DType::F32)?);
         let [hidden, d_gate, d_up] = self.gated(&gate, &up, &unscaled, factors, d_factors)?;
-        let mut rows = (d_gate.matmul(&self.expert.gate)? + d_up.matmul(&self.expert.up)?)?;
+        let rounded = |tensor: Tensor| cast(&tensor, x.dtype());
+        let (hidden, d_gate, d_up) = (rounded(hidden)?, rounded(d_gate)?, rounded(d_up)?);
+        let mut rows = (product_of(&d_gate, &self.expert.gate)? + product_of(&d_up, &self.expert.up)?)?;
         let (gate_back, up_back) = (back(of_gate, &d_gate)?, back(of_up, &d_up)?);
         for [d_rows, _] in [&gate_back, &up_back].into_iter().flatten() {
             rows = (rows + d_rows)?;
@@ -96,7 +104,7 @@ impl GatedPart {
         let pairs = [(&d_gate, &x), (&d_up, &x), (&d_out, &hidden)];
         let mut gradients = Vec::new();
         for ((dy, x), trained) in pairs.iter().zip(self.trained) {
-            gradients.push(if trained { Some(dy.t()?.matmul(x)?) } else { None });
+            gradients.push(if trained { Some(rounded(product_of(&dy.t()?, x)?)?) } else { None });
         }
         for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
             if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {

@@ -5,9 +5,11 @@
 
 use super::part::{gathered, scatter};
 use super::{ExpertStack, StackedExpert};
+use crate::cast::cast;
 use crate::kept::Kept;
+use crate::matmul::product_of;
 use crate::slices::values;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without a graph.
 pub(super) struct StackedPart {
@@ -20,10 +22,11 @@ pub(super) struct StackedPart {
     slots: Vec<u32>,
 }
 
-/// Gradients of the tensors of a stack, of those that are trained.
+/// Gradients of the tensors of a stack, of those that are trained: in f32 until all are known.
 pub(super) struct StackGradients {
     sums: [Option<Vec<f32>>; 4],
     shapes: [Vec<usize>; 4],
+    dtype: DType,
 }
 
 impl StackGradients {
@@ -40,7 +43,7 @@ impl StackGradients {
     /// The gradients, in the order of [`ExpertStack::parameters`].
     pub(super) fn tensors(self) -> Result<Vec<Option<Tensor>>> {
         let tensor = |(sum, shape): (Option<Vec<f32>>, Vec<usize>)| {
-            sum.map(|sum| Tensor::from_vec(sum, shape, &Device::Cpu)).transpose()
+            sum.map(|sum| cast(&Tensor::from_vec(sum, shape, &Device::Cpu)?, self.dtype)).transpose()
         };
         self.sums.into_iter().zip(self.shapes).map(tensor).collect()
     }
@@ -63,7 +66,11 @@ impl StackedPart {
         let parameters = self.stack.parameters();
         let mut trained = parameters.into_iter().zip(self.trained);
         let zeros = |_| trained.next().and_then(|(tensor, trained)| trained.then(|| vec![0.0; tensor.elem_count()]));
-        StackGradients { sums: [0, 1, 2, 3].map(zeros), shapes: parameters.map(|tensor| tensor.dims().to_vec()) }
+        StackGradients {
+            sums: [0, 1, 2, 3].map(zeros),
+            shapes: parameters.map(|tensor| tensor.dims().to_vec()),
+            dtype: self.stack.gate_up.dtype(),
+        }
     }
 
     /// The shape of its product with gate and up.
@@ -74,19 +81,20 @@ impl StackedPart {
     /// The rows of its tokens of x `[T, C]` through gate and up: `[n, 2 I]`.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
-        let product = gathered(x, &self.tokens)?.matmul(&gate_up.get(self.index)?)?;
-        product.broadcast_add(&gate_up_bias.get(self.index)?)
+        let product = product_of(&gathered(x, &self.tokens)?, &gate_up.get(self.index)?)?;
+        cast(&product.broadcast_add(&wide(&gate_up_bias.get(self.index)?)?)?, x.dtype())
     }
 
     /// Adds the expert's output, of [`Self::product`] and times the factors `[T, K]`, to `out` `[T, C]`.
     pub(super) fn add_output(&self, gate_up: &Tensor, factors: &[f32], out: &mut [f32]) -> Result<()> {
         let ExpertStack { down, down_bias, activation, adds_down_bias, .. } = &self.stack;
-        let (rows, wide) = gate_up.dims2()?;
-        let hidden = values(gate_up, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
-        let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, wide / 2), &Device::Cpu)?;
-        let mut y = hidden.matmul(&down.get(self.index)?)?;
+        let (rows, width) = gate_up.dims2()?;
+        let hidden =
+            values(&wide(gate_up)?, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
+        let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, width / 2), &Device::Cpu)?;
+        let mut y = product_of(&hidden, &down.get(self.index)?)?;
         if *adds_down_bias {
-            y = y.broadcast_add(&down_bias.get(self.index)?)?;
+            y = y.broadcast_add(&wide(&down_bias.get(self.index)?)?)?;
         }
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
@@ -104,17 +112,20 @@ impl StackedPart {
         let ExpertStack { gate_up: of_gate_up, down, down_bias, adds_down_bias, .. } = &self.stack;
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         // Without the factors: so it is their gradient, too.
-        let unscaled = d_out.matmul(&down.get(self.index)?.t()?)?;
-        let [hidden, d_gate_up] = self.activated(&gate_up.tensor()?, &unscaled, factors, d_factors)?;
-        scatter(&d_gate_up.matmul(&of_gate_up.get(self.index)?.t()?)?, &self.tokens, |_| 1.0, dx)?;
-        gradients.set(0, self.index, &x.t()?.matmul(&d_gate_up)?)?;
+        let unscaled = product_of(&d_out, &down.get(self.index)?.t()?)?;
+        let [hidden, d_gate_up] = self.activated(&wide(&gate_up.tensor()?)?, &unscaled, factors, d_factors)?;
+        scatter(&product_of(&d_gate_up, &of_gate_up.get(self.index)?.t()?)?, &self.tokens, |_| 1.0, dx)?;
+        gradients.set(0, self.index, &product_of(&x.t()?, &d_gate_up)?)?;
         gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
-        gradients.set(2, self.index, &hidden.t()?.matmul(&d_out)?)?;
+        gradients.set(2, self.index, &product_of(&hidden.t()?, &d_out)?)?;
         if *adds_down_bias {
             let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
             let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;
+            // In f32: neither is a product of many numbers.
+            let d_out = wide(&d_out)?;
             gradients.set(3, self.index, &own.matmul(&d_out)?)?;
-            let of_bias = d_out.matmul(&down_bias.get(self.index)?.unsqueeze(1)?)?.flatten_all()?.to_vec1::<f32>()?;
+            let bias = wide(&down_bias.get(self.index)?)?.unsqueeze(1)?;
+            let of_bias = d_out.matmul(&bias)?.flatten_all()?.to_vec1::<f32>()?;
             self.slots.iter().zip(of_bias).for_each(|(slot, d)| d_factors[*slot as usize] += d);
         }
         Ok(())
@@ -150,6 +161,10 @@ impl StackedPart {
         let tensor = |values, wide| Tensor::from_vec(values, (self.slots.len(), wide), &Device::Cpu);
         Ok([tensor(hidden, wide)?, tensor(d_gate_up, 2 * wide)?])
     }
+}
+
+fn wide(tensor: &Tensor) -> Result<Tensor> {
+    cast(tensor, DType::F32)
 }
 
 /// Gate and up of each element of the width.

@@ -1,6 +1,7 @@
 //! Gate and up of all tokens, which wait for the backward.
 
-use crate::kept::{Kept, Storage, copy, round, widen};
+use crate::kept::{Kept, Storage};
+use crate::number::{Number, convert};
 use crate::offload::Offload;
 use candle_core::Result;
 use half::bf16;
@@ -62,31 +63,31 @@ impl Tiles {
     }
 
     /// Keeps a tile whose numbers begin at `at`.
-    pub(super) fn write(&mut self, at: usize, gate: &[f32], up: &[f32]) {
+    pub(super) fn write<T: Number>(&mut self, at: usize, gate: &[T], up: &[T]) {
         let range = at..at + gate.len();
         match &mut self.0 {
             Numbers::Whole([g, u]) => {
-                copy(gate, &mut g[range.clone()]);
-                copy(up, &mut u[range]);
+                convert(gate, &mut g[range.clone()]);
+                convert(up, &mut u[range]);
             }
             Numbers::Rounded([g, u]) => {
-                round(gate, &mut g[range.clone()]);
-                round(up, &mut u[range]);
+                convert(gate, &mut g[range.clone()]);
+                convert(up, &mut u[range]);
             }
         }
     }
 
     /// A tile again.
-    pub(super) fn read(&self, at: usize, gate: &mut [f32], up: &mut [f32]) {
+    pub(super) fn read<T: Number>(&self, at: usize, gate: &mut [T], up: &mut [T]) {
         let range = at..at + gate.len();
         match &self.0 {
             Numbers::Whole([g, u]) => {
-                copy(&g[range.clone()], gate);
-                copy(&u[range], up);
+                convert(&g[range.clone()], gate);
+                convert(&u[range], up);
             }
             Numbers::Rounded([g, u]) => {
-                widen(&g[range.clone()], gate);
-                widen(&u[range], up);
+                convert(&g[range.clone()], gate);
+                convert(&u[range], up);
             }
         }
     }

@@ -3,6 +3,7 @@
 use super::ForwardPass;
 use super::projection::{Loaded, Projection};
 use super::row_linear::reduced;
+use super::with_bias;
 use crate::activation::Activation;
 use crate::dropout::Drops;
 use crate::gated_mlp::gated_mlp;
@@ -116,7 +117,7 @@ impl GatedMlp {
         };
         let sum = pass.reduce(&out)?;
         match bias {
-            Some(bias) => sum.broadcast_add(&bias),
+            Some(bias) => with_bias(&sum, &bias),
             None => Ok(sum),
         }
     }

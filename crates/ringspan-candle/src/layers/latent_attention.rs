@@ -4,10 +4,11 @@
 //! and with them, Dv width of a head's values.
 
 use super::{Attention, ColumnLinear, ForwardPass, ReplicatedLinear, RmsNorm, RotaryEmbedding, RowLinear};
+use crate::cast::cast;
 use crate::model::Scope;
 use crate::shard::Split;
 use crate::tape;
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
 /// Epsilon of the norms of latent vectors, whatever that of others is.
@@ -120,10 +121,19 @@ impl LatentAttention {
         let latent = self.kv_a_norm.forward(&latent.narrow(1, 0, key_values)?.contiguous()?, pass)?;
         let kv = of_heads(&self.kv_b.forward(&latent, pass)?, nope + value)?;
         let (tokens, heads, _) = kv.dims3()?;
-        let shared = self.rope.forward(shared.unsqueeze(1)?, pass)?.broadcast_as((tokens, heads, rope))?;
-        let k = Tensor::cat(&[kv.narrow(2, 0, nope)?, shared.contiguous()?], 2)?;
+        let shared = for_heads(&self.rope.forward(shared.unsqueeze(1)?, pass)?, (tokens, heads, rope))?;
+        let k = Tensor::cat(&[kv.narrow(2, 0, nope)?, shared], 2)?;
         let v = kv.narrow(2, nope, value)?.contiguous()?;
         self.o_proj.forward(&self.attention.forward(&q, &k, &v, pass)?, pass)
+    }
+}
+
+/// `[T, 1, R]` to `[T, H, R]`, the same for all heads.
+fn for_heads(shared: &Tensor, shape: (usize, usize, usize)) -> Result<Tensor> {
+    match shared.device().is_cpu() {
+        // Of bf16, candle would round the sum over heads that the gradient is after each.
+        true => cast(&cast(shared, DType::F32)?.broadcast_as(shape)?.contiguous()?, shared.dtype()),
+        false => shared.broadcast_as(shape)?.contiguous(),
     }
 }
 

@@ -39,7 +39,8 @@ pub use row_linear::RowLinear;
 pub use vocab_embedding::VocabEmbedding;
 pub use vocab_head::VocabHead;
 
-use candle_core::{Result, Tensor};
+use crate::cast::cast;
+use candle_core::{DType, Result, Tensor};
 
 /// x times a factor that the model's configuration says.
 ///
@@ -47,5 +48,21 @@ use candle_core::{Result, Tensor};
 /// Failures of the device.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     // A GPU cannot be asked to compute nothing.
-    if factor == 1.0 || x.elem_count() == 0 { Ok(x.clone()) } else { x * factor }
+    if factor == 1.0 || x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    match x.device().is_cpu() {
+        // Of bf16, candle would round the factor, too.
+        true => cast(&(cast(x, DType::F32)? * factor)?, x.dtype()),
+        false => x * factor,
+    }
+}
+
+/// x `[T, N]` and a bias `[N]`.
+fn with_bias(x: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    match x.device().is_cpu() {
+        // Of bf16, candle would round the bias's gradient after each row.
+        true => cast(&cast(x, DType::F32)?.broadcast_add(&cast(bias, DType::F32)?)?, x.dtype()),
+        false => x.broadcast_add(bias),
+    }
 }

@@ -2,6 +2,7 @@
 
 use super::ForwardPass;
 use super::projection::Projection;
+use super::with_bias;
 use crate::model::Scope;
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{Result, Tensor};
@@ -41,7 +42,7 @@ pub(super) fn reduced(projection: &Projection, x: &Tensor, seen: bool, pass: &Fo
     }
     let sum = pass.reduce(&projection.product(x, None, seen, pass)?)?;
     match bias.filter(|_| pass.tokens() > 0) {
-        Some(bias) => sum.broadcast_add(bias),
+        Some(bias) => with_bias(&sum, bias),
         None => Ok(sum),
     }
 }

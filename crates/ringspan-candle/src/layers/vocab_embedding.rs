@@ -103,7 +103,7 @@ fn sums_by_token(
 ) -> Result<Tensor> {
     let [rows, width] = shape;
     let mut sums = vec![0.0f32; rows * width];
-    let values: Vec<f32> = d_rows.flatten_all()?.to_vec1()?;
+    let values: Vec<f32> = cast(&d_rows.flatten_all()?, DType::F32)?.to_vec1()?;
     for (row, &token) in values.chunks_exact(width.max(1)).zip(tokens) {
         if let Some(at) = own(token) {
             sums[at * width..(at + 1) * width].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);

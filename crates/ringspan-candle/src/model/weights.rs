@@ -5,7 +5,7 @@ use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use std::collections::BTreeMap;
 
-/// Parameters by their names in checkpoints, all dense: f32, or bf16 on a GPU that computes in it.
+/// Parameters by their names in checkpoints, all dense: f32, or bf16 where models compute in it.
 pub type Weights = BTreeMap<String, Tensor>;
 
 /// Parameters by their names in checkpoints, some of which may be quantized: what layers compute with.
@@ -30,7 +30,9 @@ pub fn constant(parameters: StoredWeights) -> StoredWeights {
 /// A GPU without memory for them.
 pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<StoredWeights> {
     let there = |weight: &Weight| match weight {
-        Weight::Quantized(_) if device.tensors().is_cpu() => Ok(weight.clone()),
+        Weight::Quantized(matrix) if device.tensors().is_cpu() => {
+            Ok(matrix.clone().computing_in(device.precision()).into())
+        }
         _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
     };
     parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()

@@ -4,6 +4,7 @@ use super::blocks::{Block, with_block};
 use super::format::Format;
 use super::lanes::{Lanes, VectorWork, dispatch};
 use crate::pool;
+use crate::precision::Precision;
 use bytes::Bytes;
 use candle_core::{Device, Result, Tensor, bail};
 use std::fmt::{self, Debug, Formatter};
@@ -20,6 +21,7 @@ pub struct QuantizedMatrix {
     rows: usize,
     columns: usize,
     bytes: Bytes,
+    computed_in: Precision,
 }
 
 impl QuantizedMatrix {
@@ -32,7 +34,19 @@ impl QuantizedMatrix {
         if bytes.len() != needed {
             bail!("a {format} matrix of {rows} x {columns} takes {needed} bytes, given {}", bytes.len());
         }
-        Ok(Self { format, rows, columns, bytes })
+        Ok(Self { format, rows, columns, bytes, computed_in: Precision::F32 })
+    }
+
+    /// The same, whose rows are looked up in this type. Products with it are of the type of what it is multiplied with.
+    #[must_use]
+    pub fn computing_in(self, precision: Precision) -> Self {
+        Self { computed_in: precision, ..self }
+    }
+
+    /// The type in which layers compute with it.
+    #[must_use]
+    pub fn computed_in(&self) -> Precision {
+        self.computed_in
     }
 
     /// How its numbers are stored.

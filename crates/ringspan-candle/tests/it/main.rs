@@ -1,5 +1,6 @@
 //! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
 
+mod bf16;
 mod collectives;
 mod feed_forward;
 mod fused_layers;

@@ -185,7 +185,7 @@ mod with_gpus {
             let options = Options { sampling: Sampling::greedy(), max_tokens: 8, stop_tokens: Vec::new() };
             let run = |precision, ring| {
                 let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
-                let devices = devices.computing_in(precision).expect("a GPU");
+                let devices = devices.computing_in(precision);
                 let model = model().on(&devices).expect("a model there");
                 assert!(model.weights(0).values().all(|weight| weight.computed_in() == precision.dtype()));
                 let mesh = Mesh { ring, devices, ..Mesh::single() };
@@ -224,7 +224,7 @@ mod with_gpus {
         let prompt: Vec<u32> = (0..BLOCK as u32).map(|i| i * 7 % 257).collect();
         for (ring, precision) in [(1, Precision::F32), (2, Precision::F32), (2, Precision::Bf16)] {
             let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
-            let devices = devices.computing_in(precision).expect("a GPU");
+            let devices = devices.computing_in(precision);
             let copied = [8, 32].map(|head_dim| {
                 let bench = bench(&serde_json::json!({ "head_dim": head_dim }));
                 let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");

@@ -85,7 +85,6 @@ impl TrainConfig {
         };
         let device = s.device.as_deref().map_or(Ok(DeviceName::default()), str::parse)?;
         let dtype: Precision = s.dtype.as_deref().map_or(Ok(Precision::default()), str::parse)?;
-        dtype.check(device)?;
         if dtype == Precision::Bf16 && s.activations.is_some() {
             return no_effect(
                 "activations",

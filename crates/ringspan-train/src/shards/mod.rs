@@ -269,15 +269,16 @@ impl Shards {
             weights.insert(name.clone(), Tensor::cat(&parts, 0)?.into());
         }
         let mut stacked = BTreeMap::new();
+        let precision = self.transfers.precision();
         for (portion, matrix) in self.stored_portions(unit, gathering.stored)? {
             match portion.stacked_at {
-                None => drop(weights.insert(portion.name.clone(), matrix.into())),
+                None => drop(weights.insert(portion.name.clone(), matrix.computing_in(precision).into())),
                 Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, matrix)),
             }
         }
         for (name, parts) in stacked {
             let parts: Vec<QuantizedMatrix> = parts.into_values().collect();
-            weights.insert(name.clone(), stack(&parts)?.into());
+            weights.insert(name.clone(), stack(&parts)?.computing_in(precision).into());
         }
         Ok(weights)
     }

@@ -1,0 +1,140 @@
+//! The same of tensors on CPUs, whose elements are copied into messages: bf16 as the words that it is.
+
+use crate::cast::cast;
+use crate::kept::rounded;
+use crate::number::Number;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::vec::HalfBitsVecExt;
+use ringspan::comm::{Buffer, Communicator};
+use std::sync::Arc;
+
+/// Elements as a message.
+///
+/// # Errors
+/// Other types than f32 and bf16, and tensors that are not contiguous.
+pub(super) fn message(storage: &CpuStorage, layout: &Layout) -> Result<Buffer> {
+    let range = layout.contiguous_offsets().map(|(start, end)| start..end);
+    // A part of a tensor without elements begins behind its end.
+    match (storage, range) {
+        (CpuStorage::F32(data), Some(range)) => Ok(Buffer::F32(data.get(range).unwrap_or_default().to_vec())),
+        (CpuStorage::BF16(data), Some(range)) => {
+            Ok(Buffer::U16(data.get(range).unwrap_or_default().reinterpret_cast().to_vec()))
+        }
+        _ => bail!("collectives move contiguous tensors of f32 and bf16, given {:?}", layout.shape()),
+    }
+}
+
+/// The gradient of x that `work` makes of that of a result, which travels in the type of x.
+///
+/// # Errors
+/// What `work` fails with; another number of elements than x has.
+pub(super) fn made(
+    x: &Tensor,
+    gradient: &Tensor,
+    work: impl FnOnce(Buffer) -> Result<CpuStorage>,
+) -> Result<Option<Tensor>> {
+    let gradient = cast(&gradient.contiguous()?, x.dtype())?;
+    let sent = {
+        let (storage, layout) = gradient.storage_and_layout();
+        match &*storage {
+            Storage::Cpu(storage) => message(storage, layout)?,
+            _ => bail!("expected a gradient on the CPU, given one on {:?}", gradient.device()),
+        }
+    };
+    let made = work(sent)?;
+    if count(&made) != x.elem_count() {
+        bail!("ranks made {} elements of a gradient of {:?}", count(&made), x.shape());
+    }
+    Ok(Some(Tensor::from_storage(Storage::Cpu(made), x.shape(), BackpropOp::none(), false)))
+}
+
+/// Elements of all ranks, in rank order.
+pub(super) fn gather(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage> {
+    let dtype = dtype(&own)?;
+    joined(&comm.all_gather(own).map_err(candle_core::Error::wrap)?, dtype)
+}
+
+/// This rank's elements of the sum over ranks, `counts[r]` of rank r.
+pub(super) fn scatter(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
+    match own {
+        Buffer::F32(own) => Ok(CpuStorage::F32(comm.reduce_scatter(own, counts).map_err(candle_core::Error::wrap)?)),
+        own => sum(&comm.all_to_all(dealt(own, counts)?).map_err(candle_core::Error::wrap)?),
+    }
+}
+
+/// The sum over ranks.
+pub(super) fn reduce(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage> {
+    match own {
+        Buffer::F32(mut own) => {
+            comm.all_reduce(&mut own).map_err(candle_core::Error::wrap)?;
+            Ok(CpuStorage::F32(own))
+        }
+        own => sum(&comm.all_gather(own).map_err(candle_core::Error::wrap)?),
+    }
+}
+
+/// What the ranks sent here, in rank order, for `counts[r]` elements sent to rank r.
+pub(super) fn exchange(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
+    let dtype = dtype(&own)?;
+    joined(&comm.all_to_all(dealt(own, counts)?).map_err(candle_core::Error::wrap)?, dtype)
+}
+
+/// Elements of what was made.
+pub(super) fn count(storage: &CpuStorage) -> usize {
+    match storage {
+        CpuStorage::BF16(values) => values.len(),
+        CpuStorage::F32(values) => values.len(),
+        _ => 0,
+    }
+}
+
+fn dtype(message: &Buffer) -> Result<DType> {
+    match message {
+        Buffer::F32(_) => Ok(DType::F32),
+        Buffer::U16(_) => Ok(DType::BF16),
+        _ => bail!("a rank sent something else than f32 or bf16"),
+    }
+}
+
+/// Elements behind each other, as messages.
+fn dealt(own: Buffer, counts: &[usize]) -> Result<Vec<Buffer>> {
+    let mut first = 0;
+    let part = |count: &usize| {
+        let range = first..first + count;
+        first = range.end;
+        Ok(match &own {
+            Buffer::F32(all) => Buffer::F32(all[range].to_vec()),
+            Buffer::U16(all) => Buffer::U16(all[range].to_vec()),
+            _ => bail!("a rank sent something else than f32 or bf16"),
+        })
+    };
+    counts.iter().map(part).collect()
+}
+
+fn joined(parts: &[Arc<Buffer>], dtype: DType) -> Result<CpuStorage> {
+    let (mut wide, mut words) = (Vec::new(), Vec::new());
+    for part in parts {
+        match (&**part, dtype) {
+            (Buffer::F32(part), DType::F32) => wide.extend_from_slice(part),
+            (Buffer::U16(part), DType::BF16) => words.extend_from_slice(part),
+            _ => bail!("another rank sent something else than {dtype:?}"),
+        }
+    }
+    Ok(if dtype == DType::F32 { CpuStorage::F32(wide) } else { CpuStorage::BF16(words.reinterpret_into()) })
+}
+
+/// The sum of as many words of bf16 from each rank: added up in f32 and in rank order, and rounded once.
+fn sum(parts: &[Arc<Buffer>]) -> Result<CpuStorage> {
+    let mut sums = vec![0.0f32; parts.first().map_or(0, |part| part.len())];
+    for part in parts {
+        let Buffer::U16(part) = &**part else { bail!("another rank sent something else than bf16") };
+        if part.len() != sums.len() {
+            bail!("ranks sent {} and {} elements to be added up", sums.len(), part.len());
+        }
+        sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += bf16::from_bits(*x).wide());
+    }
+    Ok(CpuStorage::BF16(rounded(&sums)))
+}

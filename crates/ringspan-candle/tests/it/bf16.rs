@@ -1,0 +1,476 @@
+//! Layers of a CPU that computes in bf16: values and gradients are those of f32 of the same numbers, up to rounding.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use ringspan::attention::{Group, Tokens};
+use ringspan::comm::threads::{Options, run};
+use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
+use ringspan_candle::activation::{Activation, ClampedSwiglu};
+use ringspan_candle::cast::cast;
+use ringspan_candle::experts::{ExpertStack, Local, Memory, StackedExpert, mixed_keeping};
+use ringspan_candle::gated_mlp::{self, gated_mlp};
+use ringspan_candle::kept::{Kept, Storage};
+use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::loss::{self, IGNORE};
+use ringspan_candle::norm::rms_norm;
+use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use ringspan_candle::residual::{residual, residual_norm};
+use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::swiglu::swiglu;
+use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::transfers::{Parameter, Reserved};
+use ringspan_candle::{
+    Adapter, Attend, AttentionInputs, Context, Drops, Expert, Experts, GatedExpert, Precision, RankDevice, Routing,
+    Transfers, Weight, collective, cotangent, geglu, pool,
+};
+use std::sync::Arc;
+
+/// A number in bf16 is wrong by up to 2^-9 of itself, and a layer here rounds at most four times in a row: what it reads and
+/// returns, and what passes between its products.
+const BOUND: f64 = 8e-3;
+
+fn rounding() -> RankDevice {
+    RankDevice::CPU.computing_in(Precision::Bf16)
+}
+
+/// Numbers in -1..1 that bf16 has, so that what is computed of them in either type differs by what is rounded on the way.
+fn random(shape: &[usize], seed: u64) -> Tensor {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        half::bf16::from_f64((state >> 11) as f64 / (1u64 << 52) as f64 - 1.0).to_f32()
+    };
+    next();
+    Tensor::from_vec((0..shape.iter().product()).map(|_| next()).collect::<Vec<_>>(), shape, &Device::Cpu)
+        .expect("sizes")
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().and_then(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).expect("numbers")
+}
+
+#[track_caller]
+fn assert_near(what: &str, got: &[f32], wanted: &[f32]) {
+    assert_eq!(got.len(), wanted.len(), "{what}");
+    let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
+    let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
+    // Written this way, NaN fails.
+    assert!(off.sqrt() <= BOUND * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
+}
+
+/// Value of `f` in a type, and the gradients of its inputs for one gradient of the value. Of the inputs, `exact` many at the end
+/// are f32 in either type.
+fn results(
+    precision: Precision,
+    inputs: &[Tensor],
+    exact: usize,
+    f: &dyn Fn(&[Tensor]) -> Result<Tensor>,
+) -> Vec<Vec<f32>> {
+    let device = RankDevice::CPU.computing_in(precision);
+    let rounded = inputs.len() - exact;
+    let of = |(at, x): (usize, &Tensor)| Var::from_tensor(&if at < rounded { device.parameter(x)? } else { x.clone() });
+    let vars: Vec<Var> = inputs.iter().enumerate().map(of).collect::<Result<_>>().expect("inputs");
+    let tensors: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let y = f(&tensors).expect("a value");
+    assert_eq!(y.dtype(), precision.dtype());
+    let d = device.parameter(&random(y.dims(), 99)).expect("a gradient");
+    let gradients = cotangent::backward(&y, &d).expect("gradients");
+    let of = |var: &Var| {
+        let gradient = gradients.get(var.as_tensor());
+        assert!(gradient.is_none_or(|d| d.dtype() == var.dtype()), "a gradient has the type of what it is of");
+        gradient.map_or_else(|| vec![0.0; var.elem_count()], numbers)
+    };
+    std::iter::once(numbers(&y)).chain(vars.iter().map(of)).collect()
+}
+
+#[track_caller]
+fn compare_with(what: &str, inputs: &[Tensor], exact: usize, f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    let wanted = results(Precision::F32, inputs, exact, &f);
+    let got = results(Precision::Bf16, inputs, exact, &f);
+    for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+        assert_near(&format!("{what}: result {index}"), got, wanted);
+    }
+}
+
+#[track_caller]
+fn compare(what: &str, inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+    compare_with(what, inputs, 0, f);
+}
+
+#[test]
+fn linear_layers() {
+    for rows in [0, 1, 5, 1030] {
+        let (x, weight, bias) = (random(&[rows, 70], 1), random(&[33, 70], 2), random(&[33], 3));
+        compare("linear", &[x.clone(), weight.clone()], |x| linear(&x[0], &x[1], None));
+        compare("linear with bias", &[x.clone(), weight, bias], |x| linear(&x[0], &x[1], Some(&x[2])));
+        let part = random(&[33, 20], 4);
+        compare("linear of columns", &[x, part], |x| linear(&x[0].narrow(1, 7, 20)?, &x[1], None));
+    }
+}
+
+/// A sum is rounded once: of 256 and seven ones, rounded after each, nothing but 256 would be left.
+#[test]
+fn sums_are_rounded_once() -> Result<()> {
+    let row = [&[256f32][..], &[1.0; 7]].concat();
+    let x = rounding().parameter(&Tensor::new(row, &Device::Cpu)?.unsqueeze(0)?)?;
+    let ones = x.ones_like()?;
+    // 263 lies between 262 and 264.
+    assert_eq!(numbers(&linear(&x, &ones, None)?), [264.0]);
+    assert_eq!(numbers(&loss::logits(&x, &ones)?), [263.0], "logits are not rounded");
+    let bias = Var::from_tensor(&Tensor::zeros(1, DType::BF16, &Device::Cpu)?)?;
+    let y = linear(&ones.t()?, &Tensor::ones((1, 1), DType::BF16, &Device::Cpu)?, Some(bias.as_tensor()))?;
+    let gradients = cotangent::backward(&y, &x.t()?)?;
+    assert_eq!(gradients.get(&bias).map(numbers), Some(vec![264.0]), "the gradient of a bias");
+    Ok(())
+}
+
+#[test]
+fn what_is_known_of_a_linear_layer_is_what_it_computed() -> Result<()> {
+    let (x, weight) = (random(&[7, 12], 1), random(&[5, 12], 2));
+    let first = results(Precision::Bf16, &[x.clone(), weight.clone()], 0, &|x| linear(&x[0], &x[1], None));
+    for storage in [Storage::F32, Storage::Bf16] {
+        let again = results(Precision::Bf16, &[x.clone(), weight.clone()], 0, &|x| {
+            let known = Kept::new(&linear(&x[0], &x[1], None)?.detach(), storage)?;
+            linear_again(&x[0], &x[1], None, Some(known))
+        });
+        assert_eq!(first, again);
+    }
+    let unseen = results(Precision::Bf16, &[x, weight], 0, &|x| linear_again(&x[0], &x[1], None, None));
+    assert_eq!(unseen[1..], first[1..]);
+    assert_eq!(unseen[0], vec![0.0; 35]);
+    Ok(())
+}
+
+#[test]
+fn norms_rotations_gates_and_sums() {
+    for rows in [0, 1, 37] {
+        let (x, y) = (random(&[rows, 24], 1), random(&[rows, 24], 2));
+        let weight = random(&[24], 3);
+        compare("norm", &[x.clone(), weight.clone()], |x| rms_norm(&x[0], &x[1], 1e-5));
+        compare_with("norm with a weight of f32", &[x.clone(), weight.clone()], 1, |x| rms_norm(&x[0], &x[1], 1e-5));
+        compare("sum", &[x.clone(), y.clone()], |x| residual(&x[0], &x[1]));
+        compare_with("sum with f32", &[x.clone(), y.clone()], 1, |x| residual(&x[0], &x[1]));
+        compare("sum, normed", &[x.clone(), y.clone(), weight], |x| {
+            let (sum, normed) = residual_norm(&x[0], &x[1], &x[2], 1e-5)?;
+            residual(&normed, &sum)
+        });
+        compare("swiglu", &[x.clone(), y.clone()], |x| swiglu(&x[0], &x[1]));
+        compare("geglu", &[x.clone(), y.clone()], |x| geglu::geglu(&x[0], &x[1]));
+        let positions: Vec<usize> = (0..rows).map(|row| 3 * row + 1).collect();
+        let rotation = Rotation::new(&positions, &[1.0, 0.1, 0.01], 0.9);
+        compare("rotation", &[random(&[rows, 4, 6], 5)], |x| rope(&x[0], &rotation));
+        let drops = Drops::new(3, (0..rows).collect());
+        compare("drop", &[x], |x| drops.apply(&x[0], 0.3, 2, 1));
+    }
+}
+
+#[test]
+fn the_gated_layer_across_tiles_and_again() {
+    for (rows, activation) in
+        [(0, Activation::Silu), (3, Activation::GeluTanh), (gated_mlp::TILE + 5, Activation::Silu)]
+    {
+        let inputs = [random(&[rows, 12], 1), random(&[20, 12], 2), random(&[20, 12], 3), random(&[12, 20], 4)];
+        let once = |x: &[Tensor]| gated_mlp(&x[0], &x[1], &x[2], &x[3], activation);
+        compare("gated layer", &inputs, once);
+        // What was kept, in whichever type, is what was computed.
+        for storage in [Storage::F32, Storage::Bf16] {
+            let again = |x: &[Tensor]| {
+                let weights = [&x[1], &x[2], &x[3]];
+                let (out, wide) = gated_mlp::gated_mlp_keeping(&x[0], weights, activation, storage)?;
+                let known = Kept::new(&out.detach(), storage)?;
+                gated_mlp::gated_mlp_again(&x[0], weights, activation, Some(wide), Some(known))
+            };
+            assert_eq!(results(Precision::Bf16, &inputs, 0, &again), results(Precision::Bf16, &inputs, 0, &once));
+        }
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let inputs = [random(&[300, 64], 1), random(&[96, 64], 2), random(&[96, 64], 3), random(&[64, 96], 4)];
+    let on = |threads| {
+        let f = |x: &[Tensor]| gated_mlp(&rms_norm(&x[0], &x[1].get(0)?, 1e-5)?, &x[1], &x[2], &x[3], Activation::Silu);
+        pool::run(threads, || results(Precision::Bf16, &inputs, 0, &f)).expect("threads")
+    };
+    assert_eq!(on(1), on(3));
+}
+
+#[test]
+fn the_loss_across_chunks() -> Result<()> {
+    let (tokens, width, vocabulary) = (loss::CHUNK + 9, 24, 40);
+    let (hidden, head) = (random(&[tokens, width], 1), random(&[vocabulary, width], 2));
+    let targets = |skips: bool| -> Vec<u32> {
+        let of = |token: usize| if skips && token % 3 == 1 { IGNORE } else { (token * 7 % vocabulary) as u32 };
+        (0..tokens).map(of).collect()
+    };
+    for (skips, softcap) in [(false, None), (true, None), (true, Some(2.0))] {
+        let on = |precision| -> Result<_> {
+            let device = RankDevice::CPU.computing_in(precision);
+            let (hidden, head) = (device.parameter(&hidden)?, device.parameter(&head)?);
+            let head = loss::OutputHead { weight: head.into(), softcap };
+            let log_probs = loss::log_probs(&hidden, head.clone(), &targets(skips), &WHOLE)?;
+            Ok((loss::head_loss(&hidden, head, &targets(skips), 0.25, true, &WHOLE)?, log_probs))
+        };
+        let ((wanted, of_wanted), (got, of_got)) = (on(Precision::F32)?, on(Precision::Bf16)?);
+        // The same numbers are multiplied, exactly, and summed in f32.
+        assert!((wanted.nll_sum - got.nll_sum).abs() < 1e-5 * wanted.nll_sum);
+        assert!(of_got.iter().zip(&of_wanted).all(|(a, b)| (a - b).abs() < 1e-5));
+        assert_eq!(got.d_hidden.dtype(), DType::BF16);
+        assert_near("d_hidden", &numbers(&got.d_hidden), &numbers(&wanted.d_hidden));
+        let [got, wanted] = [got, wanted].map(|loss| loss.d_head.expect("trained"));
+        assert_eq!(got.dtype(), DType::F32, "the gradient of the head is a sum");
+        assert_near("d_head", &numbers(&got), &numbers(&wanted));
+    }
+    Ok(())
+}
+
+fn text(error: candle_core::Error) -> Error {
+    Error::Layout(error.to_string())
+}
+
+/// Output and gradients on some ranks, and the bytes that rank 0 sent forward.
+fn attended(precision: Precision, (ring, ulysses): (usize, usize), again: bool) -> (Vec<Vec<f32>>, u64) {
+    const LEN: usize = 45;
+    let heads = [4, 2, 2, 4];
+    let layout = Arc::new(Layout::new(LayoutKind::Zigzag, &Documents::batch(1, LEN), ring * ulysses).expect("ranks"));
+    let parts = run(ring * ulysses, Options::default(), |comm| {
+        let (rank, device) = (comm.rank(), RankDevice::CPU.computing_in(precision));
+        let group = Group::new(comm.clone(), (ring, ulysses), Kernel::new(1))?;
+        let shard = |heads: usize, seed| -> Result<Tensor> {
+            let all = numbers(&random(&[LEN, heads, 16], seed));
+            let local = layout.shard(rank, &all, heads * 16).map_err(candle_core::Error::wrap)?;
+            device.parameter(&Tensor::from_vec(local, (layout.tokens(rank), heads, 16), &Device::Cpu)?)
+        };
+        let check = || -> Result<(Vec<Vec<f32>>, u64)> {
+            let [q, k, v] = [(4, 1), (2, 2), (2, 3)].map(|(heads, seed)| Var::from_tensor(&shard(heads, seed)?));
+            let (q, k, v, sinks) = (q?, k?, v?, device.parameter(&random(&[4], 5))?);
+            let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
+            let inputs = AttentionInputs { sinks: Some(&sinks), ..AttentionInputs::new(&q, &k, &v) };
+            let mut memory = ringspan_candle::attention::Memory::default();
+            let (mask, score, before) = (Mask::causal(), Score::new(0.25), comm.bytes_sent());
+            let mut out = context.attention_keeping(&mut memory, 0, &inputs, &mask, &score)?;
+            let sent = comm.bytes_sent() - before;
+            if again {
+                out = context.attention_keeping(&mut memory, 0, &inputs, &mask, &score)?;
+            }
+            assert_eq!(out.dtype(), precision.dtype());
+            let gradients = cotangent::backward(&out, &shard(4, 9)?)?;
+            let of = |x: &Var| gradients.get(x.as_tensor()).map(numbers).expect("a gradient");
+            Ok(([numbers(&out), of(&q), of(&k), of(&v)].to_vec(), sent))
+        };
+        check().map_err(text)
+    })
+    .expect("runs");
+    let heads = [4, heads[0], heads[1], heads[2]];
+    let mut whole = heads.map(|heads| vec![0.0; LEN * heads * 16]).to_vec();
+    for (rank, (part, _)) in parts.iter().enumerate() {
+        for ((part, whole), heads) in part.iter().zip(&mut whole).zip(heads) {
+            layout.unshard(rank, part, heads * 16, whole).expect("sizes");
+        }
+    }
+    (whole, parts[0].1)
+}
+
+#[test]
+fn attention_on_every_mesh() {
+    let (wanted, _) = attended(Precision::F32, (1, 1), false);
+    for grid in [(1, 1), (3, 1), (1, 2), (2, 2)] {
+        let (got, sent) = attended(Precision::Bf16, grid, false);
+        for (which, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+            assert_near(&format!("{grid:?}: {which}"), got, wanted);
+        }
+        assert_eq!(attended(Precision::Bf16, grid, true).0, got, "{grid:?}: what was kept is what was computed");
+        let wide = attended(Precision::F32, grid, false).1;
+        if grid == (3, 1) {
+            // Two blocks of 15 rows, with two heads of 16 of keys and of values; and a few bytes about them.
+            assert_eq!(wide - sent, 2 * 2 * 15 * (2 + 2) * 16, "keys and values travel in bf16");
+        }
+    }
+}
+
+#[test]
+fn decoding_reads_keys_and_values_in_bf16() {
+    let on = |precision: Precision| {
+        run(2, Options::default(), |comm| {
+            let (rank, device) = (comm.rank(), RankDevice::CPU.computing_in(precision));
+            let group = Group::new(comm, (2, 1), Kernel::new(1))?;
+            let check = || {
+                let at = |shape: &[usize], seed| device.parameter(&random(shape, seed));
+                let (q, k, v) =
+                    (at(&[1, 4, 16], 1)?, at(&[9, 2, 16], 2 + rank as u64)?, at(&[9, 2, 16], 5 + rank as u64)?);
+                let run = |start, len| Run { document: 0, start, len, step: 1 };
+                let (queries, keys) = (vec![run(17, 1)], vec![run(9 * rank, 9)]);
+                let tokens = Tokens { queries: &queries, keys: &keys, frames: (18, 18) };
+                let out = ringspan_candle::decode::decode(
+                    &group,
+                    &Mask::causal(),
+                    &tokens,
+                    &AttentionInputs::new(&q, &k, &v),
+                    &Score::new(0.25),
+                )?;
+                assert_eq!(out.dtype(), precision.dtype());
+                Ok(numbers(&out))
+            };
+            check().map_err(text)
+        })
+        .expect("runs")
+    };
+    for (got, wanted) in on(Precision::Bf16).iter().zip(on(Precision::F32)) {
+        assert_near("decoded", got, &wanted);
+    }
+}
+
+/// Sums over ranks are added up in f32 and rounded once; what moves is not rounded.
+#[test]
+fn collectives_move_words_and_sum_in_f32() {
+    run(8, Options::default(), |comm| {
+        let rank = comm.rank();
+        let check = || -> Result<()> {
+            let own = if rank == 0 { 256.0 } else { 1.0f32 };
+            let x = Var::from_tensor(&rounding().parameter(&Tensor::full(own, (8, 3), &Device::Cpu)?)?)?;
+            let counts = vec![1; 8];
+            let before = comm.bytes_sent();
+            let all = collective::all_gather_of(&comm, &x.narrow(0, 0, 1)?, counts.clone())?;
+            let sent = comm.bytes_sent() - before;
+            assert!((7 * 3 * 2..7 * 3 * 4).contains(&sent), "{sent} bytes of 7 x 3 numbers");
+            assert_eq!(numbers(&all)[..6], [256.0, 256.0, 256.0, 1.0, 1.0, 1.0]);
+            let (sum, dealt) = (collective::all_reduce(&comm, &x)?, collective::reduce_scatter(&comm, &x, counts)?);
+            assert!(numbers(&sum).iter().chain(&numbers(&dealt)).all(|sum| *sum == 264.0), "263 is no bf16");
+            let exchanged = collective::all_to_all(&comm, &x, &[1; 8], &[1; 8])?;
+            assert_eq!(numbers(&exchanged)[..6], numbers(&all)[..6]);
+            for y in [&all, &sum, &dealt, &exchanged] {
+                assert_eq!(y.dtype(), DType::BF16);
+            }
+            // The gradient of a sum over ranks is the sum of theirs.
+            let gradients = cotangent::backward(&sum, &x.as_detached_tensor())?;
+            assert!(gradients.get(&x).map(numbers).expect("a gradient").iter().all(|d| *d == 264.0));
+            let gradients = cotangent::backward(&exchanged, &exchanged.detach())?;
+            assert_eq!(gradients.get(&x).map(numbers), Some(numbers(&x)));
+            Ok(())
+        };
+        check().map_err(text)
+    })
+    .expect("runs");
+}
+
+/// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
+const CHOSEN: [u32; 10] = [0, 1, 1, 3, 3, 1, 0, 3, 1, 0];
+
+/// Adapters of inner width 3 beside gate and down, which drop two fifths of their inputs.
+fn expert(x: &[Tensor], index: usize) -> Result<Expert> {
+    let [gate, up, down] = [0, 1, 2].map(|which| x[7 * index + which].clone());
+    let adapter = |which: usize, at: usize| {
+        let (a, b) = (x[7 * index + at].clone(), x[7 * index + at + 1].clone());
+        Some(Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: 0 })
+    };
+    Ok(GatedExpert { adapters: [adapter(0, 3), None, adapter(2, 5)], ..GatedExpert::plain(gate, up, down) }.into())
+}
+
+#[test]
+fn mixtures_of_experts_with_adapters() {
+    let (width, wide, rank) = (16, 20, 3);
+    let mut inputs = vec![random(&[5, width], 1)];
+    for index in 0..4 {
+        let shapes: [&[usize]; 7] = [
+            &[wide, width],
+            &[wide, width],
+            &[width, wide],
+            &[rank, width],
+            &[wide, rank],
+            &[rank, wide],
+            &[width, rank],
+        ];
+        inputs.extend(shapes.iter().enumerate().map(|(at, shape)| random(shape, 10 + 7 * index + at as u64)));
+    }
+    // Routers compute in f32.
+    inputs.push(random(&[5, 2], 2));
+    let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
+    let mix = |x: &[Tensor], memory: &mut Memory| {
+        let weights = x[x.len() - 1].clone();
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights, drops: Some(drops.clone()) };
+        mixed_keeping(&x[0], &routing, &|index| expert(&x[1..], index), memory)
+    };
+    compare_with("mixture", &inputs, 1, |x| mix(x, &mut Memory::default()));
+    let once = results(Precision::Bf16, &inputs, 1, &|x| mix(x, &mut Memory::default()));
+    let again = results(Precision::Bf16, &inputs, 1, &|x| {
+        let mut memory = Memory::new(Storage::F32);
+        mix(x, &mut memory)?;
+        mix(x, &mut memory)
+    });
+    assert_eq!(once[1..], again[1..], "products that are kept are those computed again");
+    let none = |precision| {
+        let x = [vec![Tensor::zeros((0, width), DType::F32, &Device::Cpu).expect("zeros")], inputs[1..29].to_vec()]
+            .concat();
+        results(precision, &x, 0, &|x| {
+            let weights = Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?;
+            let routing = Routing { chosen: Vec::new(), weights, drops: None };
+            Local.mix(0, &x[0], &routing, &|index| expert(&x[1..], index))
+        })
+    };
+    assert_eq!(none(Precision::Bf16), none(Precision::F32));
+}
+
+#[test]
+fn mixtures_of_stacked_experts() {
+    let (experts, width, wide) = (4, 16, 20);
+    let activation = ClampedSwiglu { alpha: 1.4, limit: 1.5 };
+    let shapes: [&[usize]; 4] =
+        [&[experts, width, 2 * wide], &[experts, 2 * wide], &[experts, wide, width], &[experts, width]];
+    let mut inputs = vec![random(&[5, width], 1)];
+    inputs.extend(shapes.iter().enumerate().map(|(at, shape)| random(shape, 70 + at as u64)));
+    // Small weights, so that few numbers come near the bounds, where a rounding may turn a slope to zero.
+    inputs[1] = (&inputs[1] * 0.125).expect("a product");
+    inputs.push(random(&[5, 2], 2));
+    compare_with("stack", &inputs, 1, |x| {
+        let [gate_up, gate_up_bias, down, down_bias] = [1, 2, 3, 4].map(|at: usize| x[at].clone());
+        let stack = Arc::new(ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true });
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), drops: None };
+        Local.mix(0, &x[0], &routing, &|index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index })))
+    });
+}
+
+/// A quantized matrix is multiplied in f32 and looked up in the type in which the model computes.
+#[test]
+fn quantized_matrices_beside_tensors_in_bf16() -> Result<()> {
+    let values = numbers(&random(&[6, 32], 3));
+    let words: Vec<u8> = values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect();
+    let matrix = QuantizedMatrix::new(Format::BF16, 6, 32, words.into())?.computing_in(Precision::Bf16);
+    let weight = Weight::from(matrix);
+    let rows = weight.lookup(&[2, 5])?;
+    assert_eq!((rows.dtype(), weight.computed_in()), (DType::BF16, DType::BF16));
+    assert_eq!(numbers(&rows), [&values[64..96], &values[160..]].concat());
+    let (x, dense) = (random(&[4, 32], 1), Tensor::from_vec(values, (6, 32), &Device::Cpu)?);
+    let got = results(Precision::Bf16, &[x.clone()], 0, &|x| weight.linear(&x[0], None));
+    let wanted = results(Precision::F32, &[x], 0, &|x| linear(&x[0], &dense, None));
+    for (got, wanted) in got.iter().zip(&wanted) {
+        assert_near("quantized", got, wanted);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_parameter_is_rounded_once_to_the_nearest() -> Result<()> {
+    let third = Tensor::new(&[[1.0f32 / 3.0, -2.0], [1e-30, 5.0]], &Device::Cpu)?;
+    let there = rounding().parameter(&third.t()?)?;
+    assert_eq!((there.dtype(), there.dims()), (DType::BF16, &[2, 2][..]));
+    assert_eq!(numbers(&there), numbers(&third.t()?.to_dtype(DType::BF16)?), "of its elements in its order");
+    let parameter = Parameter { parts: vec![&[1.0 / 3.0], &[2.0]], shape: 2.into() };
+    let there = &Transfers::new(&rounding()).expect("a way").upload(Reserved::default(), &[parameter])?[0];
+    assert!(there.is_variable());
+    assert_eq!((there.dtype(), numbers(there)), (DType::BF16, vec![0.333_984_38, 2.0]));
+    assert_eq!(rounding().parameter(&third.narrow(0, 0, 0)?)?.dims(), [0, 2]);
+    let wide = cast(there, DType::F32)?;
+    assert_eq!((wide.dtype(), numbers(&wide)), (DType::F32, numbers(there)));
+    Ok(())
+}
+
+/// The bound is one of bf16: what it lets pass, f32 has not.
+#[test]
+fn the_bound_tells_bf16_from_f32() {
+    let inputs = [random(&[9, 70], 1), random(&[33, 70], 2)];
+    let on = |precision| results(precision, &inputs, 0, &|x| linear(&x[0], &x[1], None));
+    for (f32, bf16) in on(Precision::F32).iter().zip(&on(Precision::Bf16)) {
+        let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+        let off = norm(&mut f32.iter().zip(bf16).map(|(a, b)| a - b)) / norm(&mut f32.iter().copied());
+        assert!(off > 5e-4 && off < BOUND, "{off:e}");
+    }
+}
