@@ -70,6 +70,7 @@ pub fn loss_and_gradients<'a>(
     parameters.prefetch(before(layers))?;
     let hidden = decoder.norm(&weights, &x)?.detach();
     let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tp)?;
+    drop(hidden);
     let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(x, norm, trains, |local, x| decoder.norm(local, x))?;
     let (mut dx, mut gradients) = last.backward(loss.d_hidden)?;

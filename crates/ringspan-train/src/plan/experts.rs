@@ -21,9 +21,8 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
-    /// Whether adapters are trained, whether experts and routers have some, and whether they drop some of their inputs.
-    has_adapters: bool,
-    pub(super) adapted: bool,
+    /// Whether experts and routers have adapters, and whether these drop some of their inputs.
+    adapted: bool,
     router_adapted: bool,
     dropping: bool,
 }
@@ -42,7 +41,6 @@ impl Experts {
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,
-            has_adapters: decoder.lora().is_some(),
             adapted: decoder
                 .linear_layers()
                 .any(|it| it.is_of_experts() && !it.is_router && decoder.adapter(&it.name).is_some()),
@@ -71,18 +69,23 @@ impl Experts {
     /// at once, found by the allocator.
     pub(super) fn activations(&self, rows: u64, hidden: u64, kept: bool) -> u64 {
         let gathered = rows * self.width_ranks;
-        // Tokens, the experts' outputs, and the gradients of both, on each way that they take. To kept products tokens go
-        // once more, while the gradients of outputs do.
-        let under_way = if kept { 6 } else { 4 } * gathered * hidden;
+        // Tokens on each way that they take, and their gradients; adapters are beside outputs, too. To kept products tokens go once
+        // more, while the gradients of outputs do.
+        let ways = match (kept, self.adapted) {
+            (true, _) => 6,
+            (false, true) => 4,
+            (false, false) => 2,
+        };
+        let under_way = ways * gathered * hidden;
         let to_widths = if self.width_ranks > 1 { under_way } else { 0 };
         let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
-        let twice_adapted =
-            if self.has_adapters && self.width_ranks > 1 && self.ep > 1 { 4 * gathered * hidden } else { 0 };
-        // The products are there of all experts, the rest of one at a time, also what adapters add.
+        // What adapters add to one expert's gradients, to which all tokens may have gone.
+        let adapted = if self.adapted { 3 * gathered * (hidden + self.wide) } else { 0 };
+        // The products are there of all experts, the rest of one at a time.
         let of_one = self.choices(rows) * self.ep / self.all.max(1);
         let dropped = if self.router_adapted && self.dropping { rows * hidden } else { 0 };
         let router = 10 * rows * self.all + dropped;
-        to_widths + to_experts + twice_adapted + router + of_one * (4 * hidden + 5 * self.wide)
+        to_widths + to_experts + adapted + router + of_one * (4 * hidden + 5 * self.wide)
     }
 
     /// Bytes of the same on a GPU, where all choices are computed at once, in numbers of `width` bytes: at their fullest, and

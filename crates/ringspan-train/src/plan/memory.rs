@@ -1,8 +1,8 @@
 //! Predicted memory of a rank: what is there at the fullest moment of a step.
 //!
 //! Shape letters: T tokens of a rank's sequences, R its rows of them where ranks share layers, C hidden size. The factors of
-//! a layer's activations are counts of what candle's graph and its gradients hold at once, found by the allocator
-//! (`tests/memory/plan.rs` holds them to it).
+//! a layer's activations are counts of what its tape and its gradients hold at once, by the allocator (`tests/memory/plan.rs` holds
+//! them to it).
 
 use super::shape::Shape;
 use crate::error::Result;
@@ -80,7 +80,7 @@ impl Shape {
                 with(
                     held.head_shard,
                     &[
-                        ("kept of the layers", kept * layers),
+                        ("kept of the layers", kept * layers.saturating_sub(1)),
                         (
                             "a layer, whole, with gradients",
                             layer + moving(if head_shard > 0 { held.head } else { 0 }) + tied,
@@ -96,7 +96,6 @@ impl Shape {
                 with(
                     held.trained.saturating_sub(held.layer_shard + held.embedding_shard),
                     &[
-                        ("kept of the layers", kept),
                         ("a layer, whole, with gradients", layer + moving(held.layer_trained) + tied),
                         activations,
                         decoded_of_layer,
@@ -145,53 +144,49 @@ impl Shape {
         4 * (tokens * statistics + routers) + self.kept_width() * numbers
     }
 
-    /// Bytes of a layer that is computed again and differentiated.
+    /// Bytes of a layer that is computed again and differentiated: most of them are there while its feed-forward part is
+    /// differentiated, or while attention is.
     fn activations(&self, tokens: u64, rows: u64) -> u64 {
         let (queries, keys) = self.attended();
-        let (attended, both) = (self.head_counts().0 * self.value_dim, queries + keys);
-        let stream = match self.tp {
-            1 => 12 * tokens * self.hidden,
-            // Before attention rows are gathered, and behind it there are partial sums of all of them. Adapters gather and sum
-            // beside their layers; the factor was found by the allocator.
-            _ => (10 * rows + if self.has_adapters { 5 } else { 4 } * tokens) * self.hidden,
+        let both = queries + keys;
+        // The input, its norm, the sum behind attention, its norm, the gradient of the output and that of the second norm; behind
+        // these, the gradient of the sum alone. Where ranks share layers, norms and their gradients are those of all tokens.
+        let (of_dense, of_experts, of_attention) = match self.tp {
+            1 => (6 * rows, 6 * rows, 3 * rows),
+            _ => (3 * rows + 4 * tokens, 6 * rows + tokens, 2 * rows + 2 * tokens),
         };
-        let again = match self.recompute {
-            Recompute::Full => 3 * tokens * both,
-            _ => 0,
-        };
-        let known = match self.recompute {
-            Recompute::Nothing => 3 * rows * self.hidden,
-            _ => 0,
-        };
-        let widened = if self.storage == Storage::F32 { 0 } else { rows * self.hidden + tokens * attended };
+        // Queries, keys, values and output, and the gradients of all four; keys and values once more as the kernel reads them.
+        let (attended, differentiated) = (2 * both + 2 * keys, 4 * both + 2 * keys);
+        let normed = if self.norms_heads { both } else { 0 };
+        let is_kept = self.recompute == Recompute::Nothing;
+        let fused = !self.feed_forward_adapted && !self.feed_forward_bias;
+        let wide = if is_kept && fused { 2 * tokens * self.feed_forward } else { 0 };
+        let dense = 4 * (of_dense * self.hidden + self.feed_forward_activations(tokens)) + self.kept_width() * wide;
         let with_experts = self.experts.map_or(0, |experts| {
-            let kept = self.recompute == Recompute::Nothing;
-            let products = if kept { 0 } else { experts.products(rows) };
             let shared = if self.shared > 0 { tokens * self.hidden } else { 0 };
-            shared + products + experts.activations(rows, self.hidden, kept)
+            let products = if is_kept { self.kept_width() } else { 4 } * experts.products(rows);
+            4 * (of_experts * self.hidden + shared + experts.activations(rows, self.hidden, is_kept)) + products
         });
-        let fed = self.feed_forward_activations(tokens).max(with_experts);
-        // Found by the allocator. At the fullest moment of a layer without experts nothing of attention's adapters is there.
-        let all_adapted = self.experts.is_some_and(|experts| experts.adapted && experts.layers == self.layers);
-        let adapted = if all_adapted { 2 * self.adapted } else { 0 };
-        let attention = tokens * (6 * both + 2 * self.linked) + 2 * rows * self.projected[1];
-        let numbers = stream + attention + again + widened + fed + tokens * (adapted + self.dropped);
-        4 * numbers.saturating_sub(known)
+        let held = tokens * (normed + self.dropped) + rows * self.projected[1];
+        let feed_forward = 4 * tokens * attended + dense.max(with_experts);
+        let attention = 4 * (of_attention * self.hidden + tokens * differentiated);
+        4 * held + feed_forward.max(attention)
     }
 
-    /// Numbers of the feed-forward part of a layer without experts, as part of [`Self::activations`].
+    /// Numbers of the feed-forward part of a layer without experts beside its input and output, as part of [`Self::activations`].
     fn feed_forward_activations(&self, tokens: u64) -> u64 {
         let tile = tokens.min(gated_mlp::TILE as u64);
-        // With biases or adapters, products are stored of all tokens or of none.
-        let (rows, of_adapters) = if self.recompute == Recompute::Nothing { (tokens, 5) } else { (tile, 8) };
-        let wide = match (self.feed_forward_adapted, self.feed_forward_bias) {
-            (true, _) => of_adapters * rows,
-            (false, true) => 6 * rows,
-            _ => 3 * tile,
+        // With biases or adapters, products are stored of all tokens or of none; adapted tiles have inputs and outputs of their own.
+        let (rows, of_adapters, tiles) = match self.recompute {
+            Recompute::Nothing => (tokens, 5, 0),
+            _ => (tile, 8, 4 * tile * self.hidden),
         };
-        // Rows are gathered and summed as for attention.
-        let gathered = if self.tp > 1 && self.feed_forward > 0 { 4 * tokens * self.hidden } else { 0 };
-        gathered + wide * self.feed_forward + rows * self.feed_forward_dropped
+        let (wide, tiles) = match (self.feed_forward_adapted, self.feed_forward_bias) {
+            (true, _) => (of_adapters * rows, tiles),
+            (false, true) => (6 * rows, tiles),
+            _ => (3 * tile, 0),
+        };
+        tiles + wide * self.feed_forward + rows * self.feed_forward_dropped
     }
 
     /// Bytes of keys, values and their gradients that are under way, and of heads exchanged for tokens.

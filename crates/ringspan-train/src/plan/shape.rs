@@ -34,8 +34,6 @@ pub(super) struct Shape {
     pub(super) shared: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
-    /// Whether adapters are trained, and nothing else.
-    pub(super) has_adapters: bool,
     /// Numbers of a token that come out of attention's layers with adapters.
     pub(super) adapted: u64,
     /// Numbers of a token that the adapters beside attention have of their own, where some of their inputs are dropped; and
@@ -105,7 +103,6 @@ impl Shape {
             layers,
             hidden: model.hidden_size as u64,
             heads,
-            has_adapters: decoder.lora().is_some(),
             adapted: adapted as u64,
             dropped: dropped as u64,
             feed_forward_dropped: if dense { feed_forward_dropped as u64 } else { 0 },
