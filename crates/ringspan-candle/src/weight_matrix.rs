@@ -22,6 +22,7 @@ impl WeightMatrix<'_> {
                 values(&tensor.contiguous()?, |weight| f(WeightMatrix::Dense(Matrix::new(weight, rows, columns))))
             }
             Weight::Quantized(matrix) => f(WeightMatrix::Quantized(matrix)),
+            Weight::Stack(_) => weight.one_matrix(),
         }
     }
 

@@ -35,7 +35,7 @@ pub fn load(path: &Path) -> Result<(Config, Weights)> {
 }
 
 /// Reads a model: its configuration, and its weights as the file stores them. What layers cannot compute with so is decoded to
-/// f32: norms, biases, routers and experts, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
+/// f32: norms, biases and routers, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
 ///
 /// # Errors
 /// As for [`load`].
@@ -57,7 +57,7 @@ pub fn load_stored(path: &Path) -> Result<(Config, StoredWeights)> {
                 };
                 for expert in 0..experts {
                     let own = rows_of(&weight, expert * rows..(expert + 1) * rows).map_err(refused)?;
-                    weights.insert(format!("{before}{expert}{behind}"), own.into());
+                    weights.insert(format!("{before}{expert}{behind}"), own);
                 }
             }
             None => {
@@ -168,6 +168,7 @@ fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -
     let order: Vec<usize> = (0..rows).map(|row| neighbour(row, dim)).collect();
     match weight {
         Weight::Quantized(matrix) => Ok(matrix.select_rows(&order)?.into()),
+        Weight::Stack(_) => Ok(weight),
         Weight::Dense(tensor) => {
             let order = Tensor::from_vec(order.iter().map(|row| *row as u32).collect(), rows, tensor.device())?;
             Ok(tensor.index_select(&order, usize::from(name.ends_with("bias")))?.into())
@@ -182,11 +183,12 @@ fn neighbour(row: usize, dim: usize) -> usize {
     head + 2 * (at % (dim / 2)) + at / (dim / 2)
 }
 
-/// Some rows of a matrix in f32.
-fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Tensor> {
+/// Some rows of a matrix, as it is stored.
+fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Weight> {
     match weight {
-        Weight::Dense(tensor) => tensor.narrow(0, rows.start, rows.len())?.contiguous(),
-        Weight::Quantized(matrix) => matrix.rows(rows)?.dequantize(),
+        Weight::Dense(tensor) => Ok(tensor.narrow(0, rows.start, rows.len())?.contiguous()?.into()),
+        Weight::Quantized(matrix) => Ok(matrix.rows(rows)?.into()),
+        Weight::Stack(stack) => candle_core::bail!("rows {rows:?} of {stack:?}"),
     }
 }
 

@@ -4,6 +4,7 @@
 //! experts of the stack.
 
 use super::part::{gathered, scatter};
+use super::product::{back_through_one, through_one};
 use super::{ExpertStack, StackedExpert};
 use crate::kept::Kept;
 use crate::slices::values;
@@ -23,7 +24,8 @@ pub(super) struct StackedPart {
 /// Gradients of the tensors of a stack, of those that are trained.
 pub(super) struct StackGradients {
     sums: [Option<Vec<f32>>; 4],
-    shapes: [Vec<usize>; 4],
+    /// The shapes of what is dense.
+    shapes: [Option<Vec<usize>>; 4],
 }
 
 impl StackGradients {
@@ -37,12 +39,10 @@ impl StackGradients {
         })
     }
 
-    /// The gradients, in the order of [`ExpertStack::parameters`].
+    /// The gradients of what is dense, in the order of [`ExpertStack::parameters`].
     pub(super) fn tensors(self) -> Result<Vec<Option<Tensor>>> {
-        let tensor = |(sum, shape): (Option<Vec<f32>>, Vec<usize>)| {
-            sum.map(|sum| Tensor::from_vec(sum, shape, &Device::Cpu)).transpose()
-        };
-        self.sums.into_iter().zip(self.shapes).map(tensor).collect()
+        let dense = self.sums.into_iter().zip(self.shapes).filter_map(|(sum, shape)| Some((sum, shape?)));
+        dense.map(|(sum, shape)| sum.map(|sum| Tensor::from_vec(sum, shape, &Device::Cpu)).transpose()).collect()
     }
 }
 
@@ -52,7 +52,7 @@ impl StackedPart {
         Self {
             stack: expert.stack.detach(),
             index: expert.index,
-            trained: expert.stack.parameters().map(Tensor::track_op),
+            trained: expert.stack.parameters().map(|tensor| tensor.is_some_and(Tensor::track_op)),
             tokens: slots.iter().map(|slot| slot / top as u32).collect(),
             slots,
         }
@@ -61,20 +61,24 @@ impl StackedPart {
     /// Zeros for the gradients of its stack.
     pub(super) fn gradients(&self) -> StackGradients {
         let parameters = self.stack.parameters();
-        let mut trained = parameters.into_iter().zip(self.trained);
-        let zeros = |_| trained.next().and_then(|(tensor, trained)| trained.then(|| vec![0.0; tensor.elem_count()]));
-        StackGradients { sums: [0, 1, 2, 3].map(zeros), shapes: parameters.map(|tensor| tensor.dims().to_vec()) }
+        let mut trained = self.trained.into_iter();
+        let zeros = |tensor: Option<&Tensor>| {
+            let trains = trained.next().unwrap_or(false);
+            tensor.filter(|_| trains).map(|tensor| vec![0.0; tensor.elem_count()])
+        };
+        let shapes = parameters.map(|tensor| tensor.map(|tensor| tensor.dims().to_vec()));
+        StackGradients { sums: parameters.map(zeros), shapes }
     }
 
     /// The shape of its product with gate and up.
     pub(super) fn wide(&self) -> Result<[usize; 2]> {
-        Ok([self.tokens.len(), self.stack.gate_up.dim(2)?])
+        Ok([self.tokens.len(), self.stack.gate_up_bias.dim(1)?])
     }
 
     /// The rows of its tokens of x `[T, C]` through gate and up: `[n, 2 I]`.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
-        let product = gathered(x, &self.tokens)?.matmul(&gate_up.get(self.index)?)?;
+        let product = through_one(&gathered(x, &self.tokens)?, gate_up, self.index)?;
         product.broadcast_add(&gate_up_bias.get(self.index)?)
     }
 
@@ -84,7 +88,7 @@ impl StackedPart {
         let (rows, wide) = gate_up.dims2()?;
         let hidden = values(gate_up, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
         let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, wide / 2), &Device::Cpu)?;
-        let mut y = hidden.matmul(&down.get(self.index)?)?;
+        let mut y = through_one(&hidden, down, self.index)?;
         if *adds_down_bias {
             y = y.broadcast_add(&down_bias.get(self.index)?)?;
         }
@@ -104,12 +108,20 @@ impl StackedPart {
         let ExpertStack { gate_up: of_gate_up, down, down_bias, adds_down_bias, .. } = &self.stack;
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         // Without the factors: so it is their gradient, too.
-        let unscaled = d_out.matmul(&down.get(self.index)?.t()?)?;
+        let unscaled = back_through_one(&d_out, down, self.index)?;
         let [hidden, d_gate_up] = self.activated(&gate_up.tensor()?, &unscaled, factors, d_factors)?;
-        scatter(&d_gate_up.matmul(&of_gate_up.get(self.index)?.t()?)?, &self.tokens, |_| 1.0, dx)?;
-        gradients.set(0, self.index, &x.t()?.matmul(&d_gate_up)?)?;
-        gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
-        gradients.set(2, self.index, &hidden.t()?.matmul(&d_out)?)?;
+        scatter(&back_through_one(&d_gate_up, of_gate_up, self.index)?, &self.tokens, |_| 1.0, dx)?;
+        // A product for the gradient of a frozen tensor would be computed for nothing.
+        let [trains_gate_up, trains_bias, trains_down, _] = self.trained;
+        if trains_gate_up {
+            gradients.set(0, self.index, &x.t()?.matmul(&d_gate_up)?)?;
+        }
+        if trains_bias {
+            gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
+        }
+        if trains_down {
+            gradients.set(2, self.index, &hidden.t()?.matmul(&d_out)?)?;
+        }
         if *adds_down_bias {
             let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
             let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;

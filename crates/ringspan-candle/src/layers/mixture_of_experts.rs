@@ -135,7 +135,7 @@ impl MixtureOfExperts {
 
 /// The parameters of an expert that has matrices of its own.
 fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
-    let weight = |linear: &Projection| linear.weight(pass)?.tensor().cloned();
+    let weight = |linear: &Projection| linear.weight(pass).cloned();
     Ok(Expert::Gated(GatedExpert {
         adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
         gate: weight(gate)?,

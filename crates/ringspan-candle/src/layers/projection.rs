@@ -152,7 +152,7 @@ impl Loaded {
     pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
         let weight = match &mut self.weight {
             Weight::Dense(weight) => Some(weight),
-            Weight::Quantized(_) => None,
+            Weight::Quantized(_) | Weight::Stack(_) => None,
         };
         let adapter = self.adapter.iter_mut().flat_map(|adapter| [&mut adapter.a, &mut adapter.b]);
         weight.into_iter().chain(&mut self.bias).chain(adapter)

@@ -30,7 +30,7 @@ pub fn constant(parameters: StoredWeights) -> StoredWeights {
 /// A GPU without memory for them.
 pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<StoredWeights> {
     let there = |weight: &Weight| match weight {
-        Weight::Quantized(_) if device.tensors().is_cpu() => Ok(weight.clone()),
+        Weight::Quantized(_) | Weight::Stack(_) if device.tensors().is_cpu() => Ok(weight.clone()),
         _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
     };
     parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()

@@ -3,3 +3,4 @@
 mod collectives;
 mod feed_forward;
 mod fused_layers;
+mod stored_experts;
