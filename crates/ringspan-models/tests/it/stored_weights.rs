@@ -15,8 +15,23 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 /// The families of `tools/make_gguf_family_fixtures.py`.
-const FAMILIES: [&str; 12] = [
-    "llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "olmo2", "glm4", "phi3", "smollm3", "granite",
+const FAMILIES: [&str; 16] = [
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "glm4",
+    "phi3",
+    "smollm3",
+    "granite",
+    "deepseek2",
+    "deepseek2-lite",
+    "deepseek3",
+    "gpt-oss",
 ];
 
 fn file(name: &str) -> PathBuf {
@@ -143,7 +158,7 @@ fn learned(
 
 #[test]
 fn adapters_learn_beside_quantized_matrices_what_they_learn_beside_the_decoded_ones() {
-    for name in ["qwen3", "gemma2", "phi3", "olmo2", "glm4", "mixtral", "qwen3moe"] {
+    for name in ["qwen3", "gemma2", "phi3", "olmo2", "glm4", "mixtral", "qwen3moe", "deepseek3", "gpt-oss"] {
         let (decoder, mut weights, mut decoded, tokens, _) = family(name);
         let targets: Vec<String> = decoder.linear_layers().map(|layer| layer.name.clone()).collect();
         let targets: BTreeSet<String> =
