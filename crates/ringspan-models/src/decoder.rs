@@ -210,14 +210,17 @@ impl Decoder {
         self.units.values().flat_map(|unit| &unit.linear_layers)
     }
 
-    /// The parameters that layers compute with as a file stores them: the matrices of linear layers and of experts, of the
-    /// embedding and of the output head. Routers take dense ones.
+    /// The parameters that layers compute with as a file stores them: the matrices of linear layers, of experts and their routers,
+    /// of the embedding and of the output head.
     pub fn stored_matrices(&self) -> BTreeSet<String> {
-        let linear = self.linear_layers().filter(|layer| !layer.is_router);
-        let of_layers = linear.map(|layer| format!("{}.weight", layer.name));
+        let of_layers = self.linear_layers().map(|layer| format!("{}.weight", layer.name));
         let all = self.units.values().flat_map(|unit| &unit.parameters);
         let stacks = all.filter(|parameter| is_stack(parameter)).map(|parameter| parameter.name.clone());
-        of_layers.chain(stacks).chain([self.embedding_name().to_owned(), self.head_name().to_owned()]).collect()
+        let mixtures = self.model.layers().into_iter().filter_map(|layer| layer.experts());
+        // Some routers are no linear layers, beside which adapters could stand.
+        let routers = mixtures.map(|mixture| mixture.router_weight().to_owned());
+        let outside = [self.embedding_name().to_owned(), self.head_name().to_owned()];
+        of_layers.chain(stacks).chain(routers).chain(outside).collect()
     }
 
     /// The portions of a unit's parameters that a rank computes with.

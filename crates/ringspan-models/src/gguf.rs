@@ -36,7 +36,7 @@ pub fn load(path: &Path) -> Result<(Config, Weights)> {
 }
 
 /// Reads a model: its configuration, and its weights as the file stores them. What layers cannot compute with so is decoded to
-/// f32: norms, biases and routers, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
+/// f32: norms and biases, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
 ///
 /// # Errors
 /// As for [`load`].

@@ -82,7 +82,7 @@ fn a_mixture_in_bf16_is_read_and_generates_without_its_experts_in_f32() {
         let what =
             format!("{}: {stored} bytes are stored, {wide} in f32, {held} held, {most} at most", json["model_type"]);
         println!("{what}");
-        // Routers, norms and biases are f32.
+        // Norms and biases are f32.
         assert!(wide > 50_000_000 && stored < wide * 51 / 100, "{what}");
         assert!(held < stored + stored / 50, "{what}");
         // The matrix of one expert in f32, and what products pack, but no layer's experts.

@@ -83,6 +83,12 @@ impl MixtureOfExperts {
         self.router.router
     }
 
+    /// The name of the router's weight.
+    #[must_use]
+    pub fn router_weight(&self) -> &str {
+        self.router.weight_name()
+    }
+
     /// Width I of an expert.
     #[must_use]
     pub fn width(&self) -> usize {

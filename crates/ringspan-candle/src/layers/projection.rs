@@ -59,6 +59,11 @@ impl Projection {
         &self.name
     }
 
+    /// The name of its weight.
+    pub(super) fn weight_name(&self) -> &str {
+        &self.weight
+    }
+
     /// Whether it has a bias.
     pub(super) fn has_bias(&self) -> bool {
         self.bias.is_some()
