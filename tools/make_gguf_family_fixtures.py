@@ -4,7 +4,8 @@ numbers that the gguf package decodes of them; and a tokenizer of SentencePiece'
     pip install -r tools/requirements.txt && python tools/make_gguf_family_fixtures.py
 
 The names and changes of tensors are those of llama.cpp's converter: rows of queries and keys permuted (Llama, Granite,
-SmolLM3), 1 added to the weights of norms (Gemma), experts stacked.
+SmolLM3), 1 added to the weights of norms (Gemma), experts stacked, gate and up of gpt-oss's experts taken apart, and of
+DeepSeek's the part of `kv_b_proj` that makes keys transposed.
 """
 
 import argparse
@@ -35,6 +36,23 @@ COMMON = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
+# Tensors that transformers does not call weights or biases.
+WHOLE = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
 }
 GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
@@ -54,6 +72,40 @@ SIZES = dict(
     pad_token_id=None,
 )
 ROPE = dict(rope_type="default", rope_theta=10000.0)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+}
+DEEPSEEK = dict(
+    num_key_value_heads=4,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    kv_lora_rank=32,
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+)
+DEEPSEEK_KEYS = {
+    "rope.dimension_count": 16,
+    "attention.kv_lora_rank": 32,
+    "leading_dense_block_count": 1,
+    "expert_count": 6,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+}
+# Heads as they are where keys and values are made of latent vectors when they are read, not when they are written.
+LATENT_HEADS = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 48,
+    "attention.value_length_mla": 32,
+}
 PLAIN = dict(rope_parameters=ROPE)
 FACTORS = dict(short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[1.0 + i for i in range(8)])
 
@@ -153,8 +205,71 @@ FAMILIES = {
         {},
         {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0},
     ),
+    # As older files are: keys and values in one matrix, and heads of their own.
+    "deepseek2": (
+        "deepseek_v2",
+        DEEPSEEK
+        | dict(q_lora_rank=32, n_shared_experts=2, topk_method="group_limited_greedy", n_group=2, topk_group=1)
+        | dict(routed_scaling_factor=1.6, rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7, beta_slow=0.2)),
+        {},
+        DEEPSEEK_KEYS
+        | YARN_KEYS
+        | {
+            "attention.q_lora_rank": 32,
+            "attention.key_length": 48,
+            "attention.value_length": 32,
+            "expert_shared_count": 2,
+            "expert_weights_scale": 1.6,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "rope.scaling.yarn_log_multiplier": 0.07,
+            "rope.scaling.yarn_beta_slow": 0.2,
+        },
+    ),
+    "deepseek2-lite": (
+        "deepseek_v2",
+        DEEPSEEK | dict(q_lora_rank=None, n_shared_experts=1, rope_parameters=ROPE),
+        {},
+        DEEPSEEK_KEYS | LATENT_HEADS | {"expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_gating_func": 1},
+    ),
+    "deepseek3": (
+        "deepseek_v3",
+        DEEPSEEK
+        | dict(q_lora_rank=32, n_shared_experts=1, n_group=2, topk_group=1, routed_scaling_factor=1.6)
+        | dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
+        {},
+        DEEPSEEK_KEYS
+        | LATENT_HEADS
+        | YARN_KEYS
+        | {
+            "attention.q_lora_rank": 32,
+            "expert_shared_count": 1,
+            "expert_weights_scale": 1.6,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        dict(head_dim=32, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+        | dict(tie_word_embeddings=False, rope_parameters=YARN | dict(rope_theta=150000.0, truncate=False)),
+        {"post_attention_layernorm": "post_attention_norm"},
+        YARN_KEYS
+        | {
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "attention.sliding_window": 5,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+            "rope.freq_base": 150000.0,
+        },
+    ),
 }
-ARCHITECTURES = {"mixtral": "llama"}
+ARCHITECTURES = {"mixtral": "llama", "deepseek2-lite": "deepseek2", "deepseek3": "deepseek2"}
 # llama.cpp turns neighbours in these.
 NEIGHBOURS = {"llama", "mixtral", "smollm3", "granite"}
 
@@ -180,8 +295,45 @@ def encoded(values: np.ndarray, kind: str, random: np.random.Generator) -> np.nd
     return np.concatenate([scale, codes], axis=1).reshape(*values.shape[:-1], -1)
 
 
+def turned(values: np.ndarray) -> np.ndarray:
+    return np.swapaxes(values, 1, 2)
+
+
+def pieces_of(name: str, part: str, suffix: str, values: np.ndarray, names: dict, config) -> tuple[list, callable]:
+    """The tensors of a layer's parameter, without the layer: names and values; and what makes the parameter of the latter."""
+    path = f"{part}.{suffix}"
+    if path == "mlp.experts.gate_up_proj" and name == "gpt-oss":
+        rows = turned(values)
+        pieces = [("ffn_gate_exps.weight", rows[:, ::2]), ("ffn_up_exps.weight", rows[:, 1::2])]
+        return pieces, lambda both: turned(np.stack(both, axis=2).reshape(rows.shape))
+    if path == "mlp.experts.gate_up_proj_bias":
+        pieces = [("ffn_gate_exps.bias", values[:, ::2]), ("ffn_up_exps.bias", values[:, 1::2])]
+        return pieces, lambda both: np.stack(both, axis=2).reshape(values.shape)
+    if path == "mlp.experts.gate_up_proj":
+        halves = zip(["ffn_gate_exps.weight", "ffn_up_exps.weight"], np.split(values, 2, axis=1))
+        return list(halves), lambda both: np.concatenate(both, axis=1)
+    if path == "mlp.experts.down_proj" and name == "gpt-oss":
+        return [(WHOLE[path], turned(values))], lambda one: turned(one[0])
+    if part == "self_attn.kv_b_proj" and name in ("deepseek2-lite", "deepseek3"):
+        heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, rest = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        pieces = [("attn_k_b.weight", turned(keys)), ("attn_v_b.weight", rest)]
+        return pieces, lambda both: np.concatenate([turned(both[0]), both[1]], axis=1).reshape(values.shape)
+    stored = WHOLE.get(path) or f"{(COMMON | names)[part]}.{suffix}"
+    return [(stored, values)], lambda one: one[0]
+
+
+def format_of(name: str, stored: str, count: int) -> str:
+    """Experts of gpt-oss's first layer are as they are published, and of a layer's latent heads both in 16 bits, or neither."""
+    if name == "gpt-oss" and stored.startswith("blk.0.") and "_exps" in stored:
+        return "MXFP4"
+    if name == "deepseek2-lite" and stored.endswith(("k_b.weight", "v_b.weight")):
+        return "BF16" if stored.startswith("blk.0.") else "F16"
+    return FORMATS[count % len(FORMATS)]
+
+
 def write_model(name: str, out: pathlib.Path) -> None:
-    model_type, keys, parts, metadata = FAMILIES[name]
+    model_type, keys, names, metadata = FAMILIES[name]
     config = AutoConfig.for_model(model_type, **(SIZES | keys), attn_implementation="eager")
     torch.manual_seed(len(name))
     random = np.random.default_rng(len(name))
@@ -193,11 +345,12 @@ def write_model(name: str, out: pathlib.Path) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(metadata.get("attention.head_count_kv", config.num_key_value_heads))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in ({"rope.freq_base": 10000.0} | metadata).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{architecture}.{key}", value)
+        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        if key != "attention.head_count_kv":
+            kinds[type(value)](f"{architecture}.{key}", value)
     if name == "phi3":
         for kind in ["short", "long"]:
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(FACTORS[f"{kind}_factor"], dtype=np.float32))
@@ -209,16 +362,11 @@ def write_model(name: str, out: pathlib.Path) -> None:
         if path.endswith("norm.weight") and not name.startswith("gemma"):
             values = values + 1
         part, _, suffix = path.removeprefix("model.").rpartition(".")
-        if path.endswith(("gate_up_proj", "down_proj")):
-            part, suffix = path.removeprefix("model."), "weight"
         stored = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}.get(part)
-        pieces = [(stored, values)]
+        pieces, join = [(f"{stored}.{suffix}", values)], lambda one: one[0]
         if stored is None:
             _, layer, part = part.split(".", 2)
-            if part == "mlp.experts.gate_up_proj":
-                pieces = list(zip(["ffn_gate_exps", "ffn_up_exps"], np.split(values, 2, axis=1)))
-            else:
-                pieces = [((COMMON | parts)[part], values)]
+            pieces, join = pieces_of(name, part, suffix, values, names, config)
             pieces = [(f"blk.{layer}.{stored}", values) for stored, values in pieces]
         decoded = []
         for stored, values in pieces:
@@ -228,19 +376,19 @@ def write_model(name: str, out: pathlib.Path) -> None:
             if name.startswith("gemma") and path.endswith("norm.weight"):
                 values = values + 1
             values = np.ascontiguousarray(values, dtype=np.float32)
-            if values.ndim == 1 or part == "mlp.gate":
-                writer.add_tensor(f"{stored}.{suffix}", values)
+            if values.ndim == 1 or part in ("mlp.gate", "mlp.router") or stored.endswith("bias"):
+                writer.add_tensor(stored, values)
             else:
-                kind, count = FORMATS[count % len(FORMATS)], count + 1
+                kind, count = format_of(name, stored, count), count + 1
                 raw = encoded(values, kind, random)
-                writer.add_tensor(f"{stored}.{suffix}", raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+                writer.add_tensor(stored, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
                 values = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(values.shape)
             if name.startswith("gemma") and path.endswith("norm.weight"):
                 values = values - 1
             if name in NEIGHBOURS and heads:
                 values = halves_together(values, heads)
             decoded.append(values)
-        changed[path] = torch.from_numpy(np.concatenate(decoded, axis=1 if len(decoded) > 1 else 0))
+        changed[path] = torch.from_numpy(np.ascontiguousarray(join(decoded)))
     if tied:
         changed["lm_head.weight"] = changed["model.embed_tokens.weight"]
     close(writer)

@@ -39,8 +39,33 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
-# How each model cuts text into words: the runs of digits differ.
-DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+# How each model cuts text into words, by one pattern after the other. Those of Llama and Qwen differ in the runs of digits; of
+# DeepSeek-V2 the letters are those that have a case, as far as Unicode had them when it was made.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CASED = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab69\U00010570-\U000105bf\U00016e40-\U0001dfff]]"
+)
+PATTERNS = {
+    "llama-bpe": [WORDS.replace("DIGITS", r"\p{N}{1,3}")],
+    "qwen2": [WORDS.replace("DIGITS", r"\p{N}")],
+    "deepseek-llm": [
+        r"[\r\n]",
+        r"\s?" + CASED + "+",
+        "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+$",
+        "[一-龥\u0800-一가-\ud7ff]+",
+        r"\p{N}",
+    ],
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
+ARCHITECTURES = {"llama-bpe": "llama", "qwen2": "qwen2"}
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "  In 1984, 12345 foxes didn't jump;\n\n\tthey'd wait -- naïve, déjà vu!  ",
@@ -48,6 +73,8 @@ TEXTS = [
     "<|begin|>The fox<|end|>",
     "漢字 and e\u0301mojis 🦊🦊",
 ]
+# What only DeepSeek's patterns tell apart: kana, cased letters, symbols before letters.
+MORE_TEXTS = ["これはペンです。 漢字カナ: 20000x", "(if) ⴀⴁ 𝐀b Ǆ ƻ ʰ, ѐ! \u3000“quoted”  ", "a_b.c+=d $x\n\n  end  "]
 
 
 def pairs_together(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -111,28 +138,26 @@ def write_model(name: str, kind: str, out: pathlib.Path) -> None:
 
 def write_tokenizer(kind: str, out: pathlib.Path) -> None:
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-bpe"))
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + DIGITS[kind]
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[kind]]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    size = 600 if kind.startswith("deepseek") else 330
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    texts = TEXTS + (MORE_TEXTS if kind.startswith("deepseek") else [])
+    tokenizer.train_from_iterator(texts * 3, trainer)
     special = ["<|begin|>", "<|end|>"]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     begin, end = (tokenizer.token_to_id(token) for token in special)
-    if kind == "llama-bpe":
+    begins = kind != "qwen2"
+    if begins:
         tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $0", special_tokens=[("<|begin|>", begin)])
 
     by_id = sorted((id, token) for token, id in tokenizer.get_vocab().items())
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    writer = gguf.GGUFWriter(out / f"tokenizer-{kind}.gguf", "llama" if kind == "llama-bpe" else "qwen2")
+    writer = gguf.GGUFWriter(out / f"tokenizer-{kind}.gguf", ARCHITECTURES.get(kind, "deepseek2"))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(kind)
     writer.add_token_list([token for _, token in by_id])
@@ -141,8 +166,10 @@ def write_tokenizer(kind: str, out: pathlib.Path) -> None:
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(begin)
     writer.add_eos_token_id(end)
+    if kind.startswith("deepseek"):
+        writer.add_add_bos_token(True)
     close(writer)
-    wanted = [dict(text=text, tokens=tokenizer.encode(text).ids) for text in TEXTS]
+    wanted = [dict(text=text, tokens=tokenizer.encode(text).ids) for text in texts]
     for entry in wanted:
         entry["decoded"] = tokenizer.decode(entry["tokens"])
     (out / f"tokenizer-{kind}.json").write_text(json.dumps(wanted, indent=1) + "\n")
@@ -164,7 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, kind in MODELS.items():
         write_model(name, kind, out)
-    for kind in DIGITS:
+    for kind in PATTERNS:
         write_tokenizer(kind, out)
 
 

@@ -6,6 +6,7 @@ mod expert;
 mod mixture;
 mod on_gpu;
 mod part;
+mod product;
 mod stacked;
 
 pub use expert::{Expert, ExpertStack, GatedExpert, StackedExpert};

@@ -26,7 +26,7 @@ impl<'a> Frozen<'a> {
     pub(crate) fn new(weight: &'a Weight, bias: Option<&'a Tensor>) -> Option<Self> {
         let is_trained = match weight {
             Weight::Dense(weight) => weight.track_op(),
-            Weight::Quantized(_) => false,
+            Weight::Quantized(_) | Weight::Stack(_) => false,
         };
         let is_frozen = !is_trained && bias.is_none_or(|bias| !bias.track_op());
         (is_frozen && weight.device().is_cpu()).then_some(Self { weight, bias })

@@ -12,6 +12,7 @@ mod input;
 mod lanes;
 mod linear;
 mod matrix;
+mod stack;
 mod tiles;
 
 #[cfg(test)]
@@ -21,4 +22,5 @@ pub use format::Format;
 pub use linear::{linear_quantized, linear_quantized_again};
 pub(crate) use linear::{product_quantized, product_quantized_t};
 pub use matrix::QuantizedMatrix;
+pub use stack::QuantizedStack;
 pub use tiles::scratch;

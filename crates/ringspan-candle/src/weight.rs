@@ -3,11 +3,11 @@
 use crate::cast::cast;
 use crate::kept::Kept;
 use crate::linear::{linear, linear_again, linear_wide};
-use crate::quantized::{QuantizedMatrix, linear_quantized, linear_quantized_again};
+use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_again};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// The values of a parameter: a tensor, or a frozen matrix that stays in memory as its file stores it.
+/// The values of a parameter: a tensor, or frozen matrices that stay in memory as their file stores them.
 ///
 /// Clones share the values.
 #[derive(Debug, Clone)]
@@ -16,6 +16,8 @@ pub enum Weight {
     Dense(Tensor),
     /// A matrix on the CPU. Products with it decode a tile of it at a time, and it gets no gradient.
     Quantized(QuantizedMatrix),
+    /// The matrices of a layer's experts on the CPU, one parameter `[e, in, out]`. Experts multiply with them as with the above.
+    Stack(QuantizedStack),
 }
 
 impl From<Tensor> for Weight {
@@ -30,6 +32,12 @@ impl From<QuantizedMatrix> for Weight {
     }
 }
 
+impl From<QuantizedStack> for Weight {
+    fn from(stack: QuantizedStack) -> Self {
+        Self::Stack(stack)
+    }
+}
+
 impl Weight {
     /// Its shape.
     #[must_use]
@@ -37,6 +45,7 @@ impl Weight {
         match self {
             Self::Dense(tensor) => tensor.dims().to_vec(),
             Self::Quantized(matrix) => <[usize; 2]>::from(matrix.dims()).to_vec(),
+            Self::Stack(stack) => stack.dims().to_vec(),
         }
     }
 
@@ -45,7 +54,7 @@ impl Weight {
     pub fn device(&self) -> &Device {
         match self {
             Self::Dense(tensor) => tensor.device(),
-            Self::Quantized(_) => &Device::Cpu,
+            Self::Quantized(_) | Self::Stack(_) => &Device::Cpu,
         }
     }
 
@@ -55,6 +64,7 @@ impl Weight {
         match self {
             Self::Dense(tensor) => tensor.dtype(),
             Self::Quantized(matrix) => matrix.computed_in().dtype(),
+            Self::Stack(stack) => stack.matrix().computed_in().dtype(),
         }
     }
 
@@ -64,21 +74,42 @@ impl Weight {
         match self {
             Self::Dense(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
             Self::Quantized(matrix) => matrix.bytes().len(),
+            Self::Stack(stack) => stack.matrix().bytes().len(),
+        }
+    }
+
+    /// How its numbers are stored, where it is no tensor.
+    #[must_use]
+    pub fn format(&self) -> Option<Format> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Quantized(matrix) => Some(matrix.format()),
+            Self::Stack(stack) => Some(stack.matrix().format()),
+        }
+    }
+
+    /// The tensor that it is, if it is one.
+    #[must_use]
+    pub fn dense(&self) -> Option<&Tensor> {
+        match self {
+            Self::Dense(tensor) => Some(tensor),
+            Self::Quantized(_) | Self::Stack(_) => None,
         }
     }
 
     /// The tensor that it is.
     ///
     /// # Errors
-    /// A quantized matrix.
+    /// Matrices that are quantized.
     pub fn tensor(&self) -> Result<&Tensor> {
         match self {
             Self::Dense(tensor) => Ok(tensor),
             Self::Quantized(matrix) => bail!("a tensor is needed here, and this is {matrix:?}"),
+            Self::Stack(stack) => bail!("a tensor is needed here, and this is {stack:?}"),
         }
     }
 
-    /// Its values as a tensor: those of a quantized matrix are decoded to f32, a copy of the whole of it.
+    /// Its values as a tensor: those of quantized matrices are decoded to f32, a copy of all of them.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -86,10 +117,11 @@ impl Weight {
         match self {
             Self::Dense(tensor) => Ok(tensor.clone()),
             Self::Quantized(matrix) => matrix.dequantize(),
+            Self::Stack(stack) => stack.dequantize(0..stack.dims()[0]),
         }
     }
 
-    /// Some of its rows, in f32 where it is quantized.
+    /// Some of its rows, of a stack some of its experts, in f32 where it is quantized.
     ///
     /// # Errors
     /// Rows that are not there.
@@ -97,6 +129,7 @@ impl Weight {
         match self {
             Self::Dense(tensor) => tensor.narrow(0, range.start, range.len()),
             Self::Quantized(matrix) => matrix.rows(range)?.dequantize(),
+            Self::Stack(stack) => stack.dequantize(range),
         }
     }
 
@@ -105,7 +138,7 @@ impl Weight {
     pub fn detach(&self) -> Self {
         match self {
             Self::Dense(tensor) => Self::Dense(tensor.detach()),
-            Self::Quantized(_) => self.clone(),
+            Self::Quantized(_) | Self::Stack(_) => self.clone(),
         }
     }
 
@@ -117,6 +150,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear(x, weight, bias),
             Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized(x, weight, bias)),
+            Self::Stack(_) => self.one_matrix(),
         }
     }
 
@@ -129,6 +163,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear_again(x, weight, bias, known),
             Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_again(x, weight, bias, known)),
+            Self::Stack(_) => self.one_matrix(),
         }
     }
 
@@ -140,6 +175,7 @@ impl Weight {
         match self {
             Self::Dense(weight) => linear_wide(x, weight),
             Self::Quantized(weight) => linear_quantized(&cast(x, DType::F32)?, weight, None),
+            Self::Stack(_) => self.one_matrix(),
         }
     }
 
@@ -151,7 +187,13 @@ impl Weight {
         match self {
             Self::Dense(table) => table.index_select(&Tensor::new(rows, table.device())?, 0),
             Self::Quantized(table) => cast(&table.dequantize_rows(rows)?, table.computed_in().dtype()),
+            Self::Stack(_) => self.one_matrix(),
         }
+    }
+
+    /// Refuses the matrices of several experts where one matrix is needed.
+    pub(crate) fn one_matrix<T>(&self) -> Result<T> {
+        bail!("one matrix is needed here, and this has shape {:?}", self.dims())
     }
 }
 

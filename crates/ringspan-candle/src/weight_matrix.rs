@@ -31,6 +31,7 @@ impl WeightMatrix<'_> {
                 }
             }
             Weight::Quantized(matrix) => f(WeightMatrix::Quantized(matrix)),
+            Weight::Stack(_) => weight.one_matrix(),
         }
     }
 

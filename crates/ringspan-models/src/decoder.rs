@@ -9,7 +9,7 @@ use candle_core::Tensor;
 use ringspan::Mask;
 use ringspan_candle::layers::{ForwardPass, MixtureOfExperts};
 use ringspan_candle::model::{LinearLayer, Parameter, UnitParameters};
-use ringspan_candle::shard::{HeadCounts, replica_groups};
+use ringspan_candle::shard::{HeadCounts, ShardSpec, replica_groups};
 use ringspan_candle::{
     Adapters, Attend, Heads, Model, ParallelRank, Portion, ReplicaGroup, ShardError, StoredWeights, TensorParallel,
     Unit,
@@ -210,12 +210,17 @@ impl Decoder {
         self.units.values().flat_map(|unit| &unit.linear_layers)
     }
 
-    /// The parameters that layers compute with as a file stores them: the matrices of linear layers, of the embedding and of the
-    /// output head. Routers and experts take dense ones.
+    /// The parameters that layers compute with as a file stores them: the matrices of linear layers, of experts and their routers,
+    /// of the embedding and of the output head.
     pub fn stored_matrices(&self) -> BTreeSet<String> {
-        let linear = self.linear_layers().filter(|layer| !layer.is_of_experts());
-        let of_layers = linear.map(|layer| format!("{}.weight", layer.name));
-        of_layers.chain([self.embedding_name().to_owned(), self.head_name().to_owned()]).collect()
+        let of_layers = self.linear_layers().map(|layer| format!("{}.weight", layer.name));
+        let all = self.units.values().flat_map(|unit| &unit.parameters);
+        let stacks = all.filter(|parameter| is_stack(parameter)).map(|parameter| parameter.name.clone());
+        let mixtures = self.model.layers().into_iter().filter_map(|layer| layer.experts());
+        // Some routers are no linear layers, beside which adapters could stand.
+        let routers = mixtures.map(|mixture| mixture.router_weight().to_owned());
+        let outside = [self.embedding_name().to_owned(), self.head_name().to_owned()];
+        of_layers.chain(stacks).chain(routers).chain(outside).collect()
     }
 
     /// The portions of a unit's parameters that a rank computes with.
@@ -263,6 +268,11 @@ impl Decoder {
             || Error::Missing { name: name.to_owned(), shape: self.shapes().remove(name).unwrap_or_default() };
         weights.get(name).ok_or_else(missing)
     }
+}
+
+/// Whether a parameter is the matrices of all experts of a layer.
+fn is_stack(parameter: &Parameter) -> bool {
+    matches!(parameter.shard, ShardSpec::Experts(_)) && parameter.shape.len() == 3
 }
 
 #[cfg(test)]

@@ -33,7 +33,7 @@ pub fn load(folder: &Path) -> Result<(Config, Weights)> {
     Ok((folder.config().clone(), weights))
 }
 
-/// The same with matrices of bf16 and f16 as they are stored; everything else is f32.
+/// The same with matrices of bf16, f16 and MXFP4 as they are stored; everything else is f32.
 ///
 /// # Errors
 /// As for [`load`].

@@ -4,6 +4,7 @@
 
 mod family;
 mod file;
+mod joined;
 mod metadata;
 mod rope;
 mod tokenizer;
@@ -12,11 +13,11 @@ pub(crate) use tokenizer::has_tokenizer;
 pub use tokenizer::{ChatTemplate, chat_template, tokenizer};
 
 use crate::config::Config;
-use crate::decoder::{Decoder, EMBEDDING, HEAD, NORM};
+use crate::decoder::Decoder;
 use crate::error::Result;
 use crate::folder::check_shapes;
 use candle_core::Tensor;
-use family::{GgufFamily, Pairs};
+use family::{GgufFamily, Pairs, StoredTensor};
 use file::GgufFile;
 use metadata::Metadata;
 use ringspan_candle::{StoredWeights, Weight, Weights};
@@ -35,7 +36,7 @@ pub fn load(path: &Path) -> Result<(Config, Weights)> {
 }
 
 /// Reads a model: its configuration, and its weights as the file stores them. What layers cannot compute with so is decoded to
-/// f32: norms, biases, routers and experts, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
+/// f32: norms and biases, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
 ///
 /// # Errors
 /// As for [`load`].
@@ -47,24 +48,39 @@ pub fn load_stored(path: &Path) -> Result<(Config, StoredWeights)> {
     let decoder = Decoder::new(config.clone()).map_err(|error| file.broken(&error))?;
     let (as_stored, mut weights) = (decoder.stored_matrices(), StoredWeights::new());
     for stored in file.names().filter(|name| !rope::is_factors(name)) {
-        let name = parameter(family, stored).ok_or_else(|| file.broken(&format!("tensor {stored} is unknown")))?;
-        let weight = file.matrix(stored)?;
         let refused = |error: candle_core::Error| file.broken(&format!("{stored}: {error}"));
+        let tensor = family.tensor(stored, |name| file.shape(name).is_some());
+        let name = match tensor.ok_or_else(|| file.broken(&format!("tensor {stored} is unknown")))? {
+            StoredTensor::Spare => continue,
+            StoredTensor::Second { first } if file.shape(&first).is_some() => continue,
+            StoredTensor::Second { first } => {
+                return Err(file.broken(&format!("tensor {first} is missing, and {stored} is there")));
+            }
+            StoredTensor::First { parameter, second, joined } => {
+                let both = [read(&file, stored)?, read(&file, &second)?];
+                weights.insert(parameter, joined.parameter(both).map_err(refused)?);
+                continue;
+            }
+            StoredTensor::Parameter(name) => name,
+        };
+        let (weight, shape) = read(&file, stored)?;
         match name.split_once("{}") {
             Some((before, behind)) => {
-                let [experts, rows, _] = *file.shape(stored).unwrap_or_default() else {
+                let [experts, rows, _] = shape[..] else {
                     return Err(file.broken(&format!("{stored}: experts are [experts, rows, columns]")));
                 };
                 for expert in 0..experts {
                     let own = rows_of(&weight, expert * rows..(expert + 1) * rows).map_err(refused)?;
-                    weights.insert(format!("{before}{expert}{behind}"), own.into());
+                    weights.insert(format!("{before}{expert}{behind}"), own);
                 }
             }
             None => {
-                let shape = file.shape(stored).unwrap_or_default();
                 let weight = converted(family, &config, &name, weight).map_err(refused)?;
-                let weight =
-                    if as_stored.contains(&name) { weight } else { shaped(&weight, shape).map_err(refused)? };
+                let weight = match (as_stored.contains(&name), shape.len()) {
+                    (true, 3) => joined::experts(weight, &shape).map_err(refused)?,
+                    (true, _) => weight,
+                    (false, _) => shaped(&weight, &shape).map_err(refused)?,
+                };
                 weights.insert(name, weight);
             }
         }
@@ -134,18 +150,9 @@ fn json(metadata: &Metadata, family: &GgufFamily) -> Result<Value> {
     Ok(config)
 }
 
-/// Hugging Face's name of a tensor; of a tensor of experts with `{}` in the place of an expert's number.
-fn parameter(family: &GgufFamily, stored: &str) -> Option<String> {
-    match stored {
-        "token_embd.weight" => return Some(EMBEDDING.into()),
-        "output_norm.weight" => return Some(NORM.into()),
-        "output.weight" => return Some(HEAD.into()),
-        _ => {}
-    }
-    let (layer, rest) = stored.strip_prefix("blk.")?.split_once('.')?;
-    let (part, kind) = rest.rsplit_once('.').filter(|(_, kind)| ["weight", "bias"].contains(kind))?;
-    let (layer, part): (usize, _) = (layer.parse().ok()?, family.part(part)?);
-    Some(format!("model.layers.{layer}.{part}.{kind}"))
+/// A tensor as rows of its last dimension, and its shape.
+fn read(file: &GgufFile, name: &str) -> Result<(Weight, Vec<usize>)> {
+    Ok((file.matrix(name)?, file.shape(name).unwrap_or_default().to_vec()))
 }
 
 /// A tensor as Hugging Face's models have it: without what llama.cpp's converter changed.
@@ -168,6 +175,7 @@ fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -
     let order: Vec<usize> = (0..rows).map(|row| neighbour(row, dim)).collect();
     match weight {
         Weight::Quantized(matrix) => Ok(matrix.select_rows(&order)?.into()),
+        Weight::Stack(_) => Ok(weight),
         Weight::Dense(tensor) => {
             let order = Tensor::from_vec(order.iter().map(|row| *row as u32).collect(), rows, tensor.device())?;
             Ok(tensor.index_select(&order, usize::from(name.ends_with("bias")))?.into())
@@ -182,11 +190,12 @@ fn neighbour(row: usize, dim: usize) -> usize {
     head + 2 * (at % (dim / 2)) + at / (dim / 2)
 }
 
-/// Some rows of a matrix in f32.
-fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Tensor> {
+/// Some rows of a matrix, as it is stored.
+fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Weight> {
     match weight {
-        Weight::Dense(tensor) => tensor.narrow(0, rows.start, rows.len())?.contiguous(),
-        Weight::Quantized(matrix) => matrix.rows(rows)?.dequantize(),
+        Weight::Dense(tensor) => Ok(tensor.narrow(0, rows.start, rows.len())?.contiguous()?.into()),
+        Weight::Quantized(matrix) => Ok(matrix.rows(rows)?.into()),
+        Weight::Stack(stack) => candle_core::bail!("rows {rows:?} of {stack:?}"),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::lora::Lora;
 use crate::{folder, gguf, texts};
 use ringspan_candle::model::stored;
-use ringspan_candle::{StoredWeights, Weight, Weights};
+use ringspan_candle::{StoredWeights, Weights};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
@@ -130,7 +130,7 @@ impl Origin {
         let Self::Adapter(_, adapter) = &self else { return Ok((config, None, weights)) };
         let decoder = Decoder::new(config.clone())?.with_lora(adapter.lora.clone())?;
         let matrices = self.adapter(&decoder)?;
-        if weights.values().any(|weight| matches!(weight, Weight::Quantized(_))) {
+        if weights.values().any(|weight| weight.dense().is_none()) {
             weights.extend(stored(matrices));
             return Ok((config, Some(adapter.lora.clone()), weights));
         }

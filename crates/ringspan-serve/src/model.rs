@@ -32,10 +32,8 @@ impl Model {
         let vocabulary = decoder.parameter(&weights, decoder.head_name())?.dims().first().copied().unwrap_or(0);
         let mut stored: BTreeMap<String, usize> = BTreeMap::new();
         for weight in weights.values() {
-            let format = match weight {
-                Weight::Dense(tensor) => tensor.dtype().as_str().to_uppercase(),
-                Weight::Quantized(matrix) => matrix.format().to_string(),
-            };
+            let dense = || weight.computed_in().as_str().to_uppercase();
+            let format = weight.format().map_or_else(dense, |format| format.to_string());
             *stored.entry(format).or_default() += weight.bytes();
         }
         Ok(Self { decoder, weights: vec![weights], stored, vocabulary })

@@ -119,10 +119,7 @@ impl Start {
     pub(crate) fn formats(&self, decoder: &Decoder) -> Formats {
         let model = self.model();
         let of = |name: &String| match &model {
-            Model::Whole(weights, _) => match weights.get(name)? {
-                Weight::Quantized(matrix) => Some(matrix.format()),
-                Weight::Dense(_) => None,
-            },
+            Model::Whole(weights, _) => weights.get(name)?.format(),
             Model::Folder(folder) => folder.format(name),
             Model::New(_) | Model::Taken => None,
         };
@@ -130,12 +127,14 @@ impl Start {
         frozen.filter_map(|name| of(&name).map(|format| (name, format))).collect()
     }
 
-    /// Some rows and columns of a matrix that stays as it is stored.
+    /// Some rows and columns of a matrix that stays as it is stored; of experts in one parameter, of their matrices one behind the
+    /// other.
     pub(crate) fn read_stored(&self, name: &str, rows: Range<usize>, columns: Range<usize>) -> Result<QuantizedMatrix> {
         let missing = || Error::Model(format!("the model stores no matrix `{name}`"));
         let matrix = match self.model() {
             Model::Whole(weights, _) => match weights.get(name) {
                 Some(Weight::Quantized(matrix)) => matrix.rows(rows)?,
+                Some(Weight::Stack(stack)) => stack.matrix().rows(rows)?,
                 _ => return Err(missing()),
             },
             Model::Folder(folder) => folder.read_matrix(name, rows).map_err(model_error)?,

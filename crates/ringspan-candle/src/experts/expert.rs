@@ -2,6 +2,7 @@
 
 use crate::activation::ClampedSwiglu;
 use crate::lora::Adapter;
+use crate::weight::Weight;
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -18,11 +19,11 @@ pub enum Expert {
 #[derive(Debug, Clone)]
 pub struct GatedExpert {
     /// `[I, C]`.
-    pub gate: Tensor,
+    pub gate: Weight,
     /// `[I, C]`.
-    pub up: Tensor,
+    pub up: Weight,
     /// `[C, I]`.
-    pub down: Tensor,
+    pub down: Weight,
     /// What stands beside gate, up and down.
     pub adapters: [Option<Adapter>; 3],
 }
@@ -36,14 +37,20 @@ impl From<GatedExpert> for Expert {
 impl GatedExpert {
     /// One without adapters.
     #[must_use]
-    pub fn plain(gate: Tensor, up: Tensor, down: Tensor) -> Self {
-        Self { gate, up, down, adapters: Default::default() }
+    pub fn plain(gate: impl Into<Weight>, up: impl Into<Weight>, down: impl Into<Weight>) -> Self {
+        Self { gate: gate.into(), up: up.into(), down: down.into(), adapters: Default::default() }
     }
 
-    /// Gate, up and down, and behind them the two matrices of each adapter there is.
+    /// Gate, up and down.
+    pub(crate) fn weights(&self) -> [&Weight; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
+
+    /// Gate, up and down as far as they are tensors, and behind them the two matrices of each adapter there is: all that can be
+    /// trained.
     pub(crate) fn parameters(&self) -> impl Iterator<Item = &Tensor> {
         let adapters = self.adapters.iter().flatten().flat_map(|adapter| [&adapter.a, &adapter.b]);
-        [&self.gate, &self.up, &self.down].into_iter().chain(adapters)
+        self.weights().into_iter().filter_map(Weight::dense).chain(adapters)
     }
 
     /// The same without a graph.
@@ -67,11 +74,11 @@ pub struct StackedExpert {
 #[derive(Debug, Clone)]
 pub struct ExpertStack {
     /// `[e, C, 2 I]`.
-    pub gate_up: Tensor,
+    pub gate_up: Weight,
     /// `[e, 2 I]`.
     pub gate_up_bias: Tensor,
     /// `[e, I, C]`.
-    pub down: Tensor,
+    pub down: Weight,
     /// `[e, C]`.
     pub down_bias: Tensor,
     /// What becomes of gate and up.
@@ -81,14 +88,19 @@ pub struct ExpertStack {
 }
 
 impl ExpertStack {
-    /// The tensors in the order of the fields.
-    pub(crate) fn parameters(&self) -> [&Tensor; 4] {
-        [&self.gate_up, &self.gate_up_bias, &self.down, &self.down_bias]
+    /// What is dense, in the order of the fields: a matrix that stays as it is stored has no place among gradients.
+    pub(crate) fn parameters(&self) -> [Option<&Tensor>; 4] {
+        [self.gate_up.dense(), Some(&self.gate_up_bias), self.down.dense(), Some(&self.down_bias)]
     }
 
     /// The same without a graph.
     pub(crate) fn detach(&self) -> Self {
-        let [gate_up, gate_up_bias, down, down_bias] = self.parameters().map(Tensor::detach);
-        Self { gate_up, gate_up_bias, down, down_bias, ..*self }
+        Self {
+            gate_up: self.gate_up.detach(),
+            gate_up_bias: self.gate_up_bias.detach(),
+            down: self.down.detach(),
+            down_bias: self.down_bias.detach(),
+            ..*self
+        }
     }
 }

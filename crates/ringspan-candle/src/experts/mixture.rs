@@ -108,7 +108,7 @@ pub fn mixed_keeping(
                 // All experts of a stack have the same parameters.
                 if stack_linked.is_none() {
                     stack_linked = Some(first_link);
-                    for parameter in expert.stack.parameters() {
+                    for parameter in expert.stack.parameters().into_iter().flatten() {
                         links.tie(parameter)?;
                     }
                 }

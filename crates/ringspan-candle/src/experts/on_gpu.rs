@@ -48,6 +48,7 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
 /// One expert's output: x `[n, C]` to `[n, C]`, of which `drops` drops what goes into adapters.
 fn output(x: &Tensor, expert: &GatedExpert, drops: Option<&Drops>) -> Result<Tensor> {
     let GatedExpert { gate, up, down, adapters } = expert;
+    let (gate, up, down) = (gate.tensor()?, up.tensor()?, down.tensor()?);
     if adapters.iter().all(Option::is_none) {
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
@@ -62,6 +63,7 @@ fn output(x: &Tensor, expert: &GatedExpert, drops: Option<&Drops>) -> Result<Ten
 /// The output of one expert of a stack: x `[n, C]` to `[n, C]`.
 fn stacked(x: &Tensor, StackedExpert { stack, index }: &StackedExpert) -> Result<Tensor> {
     let ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias } = &**stack;
+    let (gate_up, down) = (gate_up.tensor()?, down.tensor()?);
     let product = x.matmul(&gate_up.get(*index)?)?.broadcast_add(&gate_up_bias.get(*index)?)?;
     let (rows, wide) = product.dims2()?;
     let pairs = product.reshape((rows, wide / 2, 2))?;

@@ -3,12 +3,14 @@
 //! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert.
 
 use super::GatedExpert;
+use super::product::{back_through, through};
 use crate::cast::cast;
 use crate::dropout::Drops;
 use crate::kept::Kept;
 use crate::lora::Adapter;
 use crate::matmul::product_of;
 use crate::slices::values;
+use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without a graph.
@@ -28,7 +30,7 @@ impl GatedPart {
     pub(super) fn new(expert: &GatedExpert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         Self {
-            trained: [&expert.gate, &expert.up, &expert.down].map(Tensor::track_op),
+            trained: expert.weights().map(|weight| weight.dense().is_some_and(Tensor::track_op)),
             drops: drops.map(|drops| drops.of_rows(&tokens)),
             expert: expert.detach(),
             tokens,
@@ -38,14 +40,14 @@ impl GatedPart {
 
     /// The shape of its products with gate and up.
     pub(super) fn wide(&self) -> Result<[usize; 2]> {
-        Ok([self.tokens.len(), self.expert.gate.dim(0)?])
+        Ok([self.tokens.len(), self.expert.gate.dims().first().copied().unwrap_or(0)])
     }
 
     /// Of x `[T, C]`, the rows of its tokens through gate and through up: `[n, I]` each.
     pub(super) fn products(&self, x: &Tensor) -> Result<[Tensor; 2]> {
         let (rows, [gate, up, _]) = (gathered(x, &self.tokens)?, self.adapters());
         let rounded = |product: Tensor| cast(&product, x.dtype());
-        let (gate, up) = (self.through(&rows, &self.expert.gate, gate)?, self.through(&rows, &self.expert.up, up)?);
+        let (gate, up) = (self.adapted(&rows, &self.expert.gate, gate)?, self.adapted(&rows, &self.expert.up, up)?);
         Ok([rounded(gate)?, rounded(up)?])
     }
 
@@ -53,13 +55,13 @@ impl GatedPart {
     pub(super) fn add_output(&self, [gate, up]: [&Tensor; 2], factors: &[f32], out: &mut [f32]) -> Result<()> {
         let (dtype, gate, up) = (gate.dtype(), cast(gate, DType::F32)?, cast(up, DType::F32)?);
         let hidden = cast(&(gate.silu()? * up)?, dtype)?;
-        let y = self.through(&hidden, &self.expert.down, self.adapters()[2])?;
+        let y = self.adapted(&hidden, &self.expert.down, self.adapters()[2])?;
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
 
     /// `x weight^T`, and the adapter's part, in f32.
-    fn through(&self, x: &Tensor, weight: &Tensor, adapter: Option<&Adapter>) -> Result<Tensor> {
-        let y = product_of(x, &weight.t()?)?;
+    fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
+        let y = through(x, weight)?;
         match adapter {
             Some(adapter) => y + adapter.part(x, self.drops.as_ref())?,
             None => Ok(y),
@@ -85,7 +87,7 @@ impl GatedPart {
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, drops)).transpose();
         // Without the factors: so it is their gradient, too.
-        let mut unscaled = product_of(&d_out, &self.expert.down)?;
+        let mut unscaled = back_through(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
         if let Some([d_hidden, _]) = &down_back {
             unscaled = (unscaled + d_hidden)?;
@@ -94,7 +96,7 @@ impl GatedPart {
         let [hidden, d_gate, d_up] = self.gated(&gate, &up, &unscaled, factors, d_factors)?;
         let rounded = |tensor: Tensor| cast(&tensor, x.dtype());
         let (hidden, d_gate, d_up) = (rounded(hidden)?, rounded(d_gate)?, rounded(d_up)?);
-        let mut rows = (product_of(&d_gate, &self.expert.gate)? + product_of(&d_up, &self.expert.up)?)?;
+        let mut rows = (back_through(&d_gate, &self.expert.gate)? + back_through(&d_up, &self.expert.up)?)?;
         let (gate_back, up_back) = (back(of_gate, &d_gate)?, back(of_up, &d_up)?);
         for [d_rows, _] in [&gate_back, &up_back].into_iter().flatten() {
             rows = (rows + d_rows)?;
@@ -103,8 +105,10 @@ impl GatedPart {
 
         let pairs = [(&d_gate, &x), (&d_up, &x), (&d_out, &hidden)];
         let mut gradients = Vec::new();
-        for ((dy, x), trained) in pairs.iter().zip(self.trained) {
-            gradients.push(if trained { Some(rounded(product_of(&dy.t()?, x)?)?) } else { None });
+        for (((dy, x), trained), weight) in pairs.iter().zip(self.trained).zip(self.expert.weights()) {
+            if weight.dense().is_some() {
+                gradients.push(if trained { Some(rounded(product_of(&dy.t()?, x)?)?) } else { None });
+            }
         }
         for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
             if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {

@@ -4,6 +4,7 @@
 //! experts of the stack.
 
 use super::part::{gathered, scatter};
+use super::product::{back_through_one, through_one};
 use super::{ExpertStack, StackedExpert};
 use crate::cast::cast;
 use crate::kept::Kept;
@@ -25,8 +26,8 @@ pub(super) struct StackedPart {
 /// Gradients of the tensors of a stack, of those that are trained: in f32 until all are known.
 pub(super) struct StackGradients {
     sums: [Option<Vec<f32>>; 4],
-    shapes: [Vec<usize>; 4],
-    dtype: DType,
+    /// The shapes of what is dense, and its types.
+    dense: [Option<(Vec<usize>, DType)>; 4],
 }
 
 impl StackGradients {
@@ -40,12 +41,13 @@ impl StackGradients {
         })
     }
 
-    /// The gradients, in the order of [`ExpertStack::parameters`].
+    /// The gradients of what is dense, in the order of [`ExpertStack::parameters`].
     pub(super) fn tensors(self) -> Result<Vec<Option<Tensor>>> {
-        let tensor = |(sum, shape): (Option<Vec<f32>>, Vec<usize>)| {
-            sum.map(|sum| cast(&Tensor::from_vec(sum, shape, &Device::Cpu)?, self.dtype)).transpose()
+        let dense = self.sums.into_iter().zip(self.dense).filter_map(|(sum, dense)| Some((sum, dense?)));
+        let tensor = |(sum, (shape, dtype)): (Option<Vec<f32>>, (Vec<usize>, DType))| {
+            sum.map(|sum| cast(&Tensor::from_vec(sum, shape, &Device::Cpu)?, dtype)).transpose()
         };
-        self.sums.into_iter().zip(self.shapes).map(tensor).collect()
+        dense.map(tensor).collect()
     }
 }
 
@@ -55,7 +57,7 @@ impl StackedPart {
         Self {
             stack: expert.stack.detach(),
             index: expert.index,
-            trained: expert.stack.parameters().map(Tensor::track_op),
+            trained: expert.stack.parameters().map(|tensor| tensor.is_some_and(Tensor::track_op)),
             tokens: slots.iter().map(|slot| slot / top as u32).collect(),
             slots,
         }
@@ -64,24 +66,24 @@ impl StackedPart {
     /// Zeros for the gradients of its stack.
     pub(super) fn gradients(&self) -> StackGradients {
         let parameters = self.stack.parameters();
-        let mut trained = parameters.into_iter().zip(self.trained);
-        let zeros = |_| trained.next().and_then(|(tensor, trained)| trained.then(|| vec![0.0; tensor.elem_count()]));
-        StackGradients {
-            sums: [0, 1, 2, 3].map(zeros),
-            shapes: parameters.map(|tensor| tensor.dims().to_vec()),
-            dtype: self.stack.gate_up.dtype(),
-        }
+        let mut trained = self.trained.into_iter();
+        let zeros = |tensor: Option<&Tensor>| {
+            let trains = trained.next().unwrap_or(false);
+            tensor.filter(|_| trains).map(|tensor| vec![0.0; tensor.elem_count()])
+        };
+        let dense = parameters.map(|tensor| tensor.map(|tensor| (tensor.dims().to_vec(), tensor.dtype())));
+        StackGradients { sums: parameters.map(zeros), dense }
     }
 
     /// The shape of its product with gate and up.
     pub(super) fn wide(&self) -> Result<[usize; 2]> {
-        Ok([self.tokens.len(), self.stack.gate_up.dim(2)?])
+        Ok([self.tokens.len(), self.stack.gate_up_bias.dim(1)?])
     }
 
     /// The rows of its tokens of x `[T, C]` through gate and up: `[n, 2 I]`.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
-        let product = product_of(&gathered(x, &self.tokens)?, &gate_up.get(self.index)?)?;
+        let product = through_one(&gathered(x, &self.tokens)?, gate_up, self.index)?;
         cast(&product.broadcast_add(&wide(&gate_up_bias.get(self.index)?)?)?, x.dtype())
     }
 
@@ -92,7 +94,7 @@ impl StackedPart {
         let hidden =
             values(&wide(gate_up)?, |all| Ok(pairs(all).map(|(gate, up)| activation.value(gate, up)).collect()))?;
         let hidden: Tensor = Tensor::from_vec::<_, f32>(hidden, (rows, width / 2), &Device::Cpu)?;
-        let mut y = product_of(&hidden, &down.get(self.index)?)?;
+        let mut y = through_one(&hidden, down, self.index)?;
         if *adds_down_bias {
             y = y.broadcast_add(&wide(&down_bias.get(self.index)?)?)?;
         }
@@ -112,12 +114,20 @@ impl StackedPart {
         let ExpertStack { gate_up: of_gate_up, down, down_bias, adds_down_bias, .. } = &self.stack;
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         // Without the factors: so it is their gradient, too.
-        let unscaled = product_of(&d_out, &down.get(self.index)?.t()?)?;
+        let unscaled = back_through_one(&d_out, down, self.index)?;
         let [hidden, d_gate_up] = self.activated(&wide(&gate_up.tensor()?)?, &unscaled, factors, d_factors)?;
-        scatter(&product_of(&d_gate_up, &of_gate_up.get(self.index)?.t()?)?, &self.tokens, |_| 1.0, dx)?;
-        gradients.set(0, self.index, &product_of(&x.t()?, &d_gate_up)?)?;
-        gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
-        gradients.set(2, self.index, &product_of(&hidden.t()?, &d_out)?)?;
+        scatter(&back_through_one(&d_gate_up, of_gate_up, self.index)?, &self.tokens, |_| 1.0, dx)?;
+        // A product for the gradient of a frozen tensor would be computed for nothing.
+        let [trains_gate_up, trains_bias, trains_down, _] = self.trained;
+        if trains_gate_up {
+            gradients.set(0, self.index, &product_of(&x.t()?, &d_gate_up)?)?;
+        }
+        if trains_bias {
+            gradients.set(1, self.index, &d_gate_up.sum(0)?)?;
+        }
+        if trains_down {
+            gradients.set(2, self.index, &product_of(&hidden.t()?, &d_out)?)?;
+        }
         if *adds_down_bias {
             let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
             let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;

@@ -144,7 +144,7 @@ impl GatedMlp {
         let dense = |linear: &Projection| {
             Ok::<_, candle_core::Error>(match linear.weight(pass)? {
                 Weight::Dense(weight) => Some(weight.clone()),
-                Weight::Quantized(_) => None,
+                Weight::Quantized(_) | Weight::Stack(_) => None,
             })
         };
         let inner = match &self.inner {

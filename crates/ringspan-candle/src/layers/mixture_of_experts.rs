@@ -83,6 +83,12 @@ impl MixtureOfExperts {
         self.router.router
     }
 
+    /// The name of the router's weight.
+    #[must_use]
+    pub fn router_weight(&self) -> &str {
+        self.router.weight_name()
+    }
+
     /// Width I of an expert.
     #[must_use]
     pub fn width(&self) -> usize {
@@ -137,7 +143,7 @@ impl MixtureOfExperts {
 
 /// The parameters of an expert that has matrices of its own.
 fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
-    let weight = |linear: &Projection| linear.weight(pass)?.tensor().cloned();
+    let weight = |linear: &Projection| linear.weight(pass).cloned();
     Ok(Expert::Gated(GatedExpert {
         adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
         gate: weight(gate)?,

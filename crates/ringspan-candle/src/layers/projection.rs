@@ -59,6 +59,11 @@ impl Projection {
         &self.name
     }
 
+    /// The name of its weight.
+    pub(super) fn weight_name(&self) -> &str {
+        &self.weight
+    }
+
     /// Whether it has a bias.
     pub(super) fn has_bias(&self) -> bool {
         self.bias.is_some()
@@ -152,7 +157,7 @@ impl Loaded {
     pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
         let weight = match &mut self.weight {
             Weight::Dense(weight) => Some(weight),
-            Weight::Quantized(_) => None,
+            Weight::Quantized(_) | Weight::Stack(_) => None,
         };
         let adapter = self.adapter.iter_mut().flat_map(|adapter| [&mut adapter.a, &mut adapter.b]);
         weight.into_iter().chain(&mut self.bias).chain(adapter)

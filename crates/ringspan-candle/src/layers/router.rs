@@ -124,6 +124,11 @@ impl RouterLayer {
         Self { router, gate, correction: router.correction.then(correction) }
     }
 
+    /// The name of the weight.
+    pub(super) fn weight_name(&self) -> &str {
+        self.gate.weight_name()
+    }
+
     /// Where the tokens x `[T, C]` go, of which at least one is here. `pressures` are further losses of the scores.
     pub(super) fn forward(
         &self,
@@ -175,7 +180,8 @@ impl RouterLayer {
             Some(store) => store.router(name, x, &weight.into()),
             None => linear(x, &weight, None),
         };
-        let mut logits = product(self.gate.name(), x, exact(self.gate.weight(pass)?.tensor()?)?)?;
+        // A weight of 16 bits a number is widened whenever it is used: no number changes.
+        let mut logits = product(self.gate.name(), x, exact(&self.gate.weight(pass)?.to_tensor()?)?)?;
         if let Some(bias) = self.gate.bias(pass)? {
             logits = logits.broadcast_add(&exact(bias)?)?;
         }

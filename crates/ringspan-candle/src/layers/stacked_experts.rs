@@ -49,14 +49,14 @@ impl StackedExperts {
 
     /// What this rank has of them.
     pub(super) fn here(&self, pass: &ForwardPass) -> Result<ExpertsHere> {
-        let weight = |name: &String| pass.tensor(name).cloned();
+        let bias = |name: &String| pass.tensor(name).cloned();
         let ([gate_up, gate_up_bias], [down, down_bias]) = (&self.gate_up, &self.down);
         let experts = pass.attend().experts();
         let stack = ExpertStack {
-            gate_up: weight(gate_up)?,
-            gate_up_bias: weight(gate_up_bias)?,
-            down: weight(down)?,
-            down_bias: weight(down_bias)?,
+            gate_up: pass.weight(gate_up)?.clone(),
+            gate_up_bias: bias(gate_up_bias)?,
+            down: pass.weight(down)?.clone(),
+            down_bias: bias(down_bias)?,
             activation: self.activation,
             // Sums over the width get their bias once.
             adds_down_bias: experts.part(self.width).start == 0,

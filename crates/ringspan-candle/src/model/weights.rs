@@ -33,6 +33,7 @@ pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<Stor
         Weight::Quantized(matrix) if device.tensors().is_cpu() => {
             Ok(matrix.clone().computing_in(device.precision()).into())
         }
+        Weight::Stack(_) if device.tensors().is_cpu() => Ok(weight.clone()),
         _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
     };
     parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()

@@ -31,6 +31,7 @@ fn experts_of_a_stack() {
         let mix = |_: &RankDevice, x: &[Tensor]| -> Result<Tensor> {
             let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
             let activation = ClampedSwiglu { alpha: 1.4, limit };
+            let (gate_up, down) = (gate_up.into(), down.into());
             let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
             let stack = Arc::new(stack);
             let routing = Routing { chosen: chosen.clone(), weights: cast(&x[1], DType::F32)?, drops: None };

@@ -422,7 +422,14 @@ fn mixtures_of_stacked_experts() {
     inputs.push(random(&[5, 2], 2));
     compare_with("stack", &inputs, 1, |x| {
         let [gate_up, gate_up_bias, down, down_bias] = [1, 2, 3, 4].map(|at: usize| x[at].clone());
-        let stack = Arc::new(ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true });
+        let stack = Arc::new(ExpertStack {
+            gate_up: gate_up.into(),
+            gate_up_bias,
+            down: down.into(),
+            down_bias,
+            activation,
+            adds_down_bias: true,
+        });
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), drops: None };
         Local.mix(0, &x[0], &routing, &|index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index })))
     });

@@ -8,14 +8,14 @@ use ringspan_candle::geglu::geglu;
 use ringspan_candle::kept::Storage;
 use ringspan_candle::{Adapter, Drops, Expert, Experts, GatedExpert, Routing};
 
-fn random(shape: &[usize], seed: usize) -> Tensor {
+pub(crate) fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
     let values: Vec<f64> = (0..count).map(|i| ((i * 7919 + seed * 104_729) as f64 * 0.377).sin()).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).expect("sizes agree")
 }
 
 /// Compares output and all gradients of `fused` in f32 with those of `plain` in f64, for the same output gradient.
-fn compare(
+pub(crate) fn compare(
     inputs: &[Tensor],
     fused: impl Fn(&[Tensor]) -> Result<Tensor>,
     plain: impl Fn(&[Tensor]) -> Result<Tensor>,
@@ -77,7 +77,8 @@ fn a_mixture_of_experts_equals_its_definition() {
             let row = x[0].narrow(0, token, 1)?;
             let mut sum = row.zeros_like()?;
             for slot in 0..2 {
-                let GatedExpert { gate, up, down, .. } = of(&x[2..], CHOSEN[2 * token + slot] as usize)?;
+                let index = 2 + 3 * CHOSEN[2 * token + slot] as usize;
+                let (gate, up, down) = (&x[index], &x[index + 1], &x[index + 2]);
                 let gate = row.matmul(&gate.t()?)?;
                 let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * row.matmul(&up.t()?)?)?;
                 let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
@@ -135,10 +136,10 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
             for slot in 0..2 {
                 let GatedExpert { gate, up, down, adapters: [of_gate, of_up, of_down] } =
                     adapted(x, CHOSEN[2 * token + slot] as usize)?;
-                let gate = through(&row, token, &gate, &of_gate)?;
-                let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * through(&row, token, &up, &of_up)?)?;
+                let gate = through(&row, token, gate.tensor()?, &of_gate)?;
+                let hidden = ((&gate / ((gate.neg()?.exp()? + 1.0)?))? * through(&row, token, up.tensor()?, &of_up)?)?;
                 let weight = x[1].narrow(0, token, 1)?.narrow(1, slot, 1)?;
-                sum = (sum + through(&hidden, token, &down, &of_down)?.broadcast_mul(&weight)?)?;
+                sum = (sum + through(&hidden, token, down.tensor()?, &of_down)?.broadcast_mul(&weight)?)?;
             }
             rows.push(sum);
         }
@@ -235,6 +236,7 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
     let mix = |x: &[Tensor], memory: &mut Memory| {
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
         let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
+        let (gate_up, down) = (gate_up.into(), down.into());
         let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
         let stack = std::sync::Arc::new(stack);
         let expert = |index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index }));

@@ -4,3 +4,4 @@ mod bf16;
 mod collectives;
 mod feed_forward;
 mod fused_layers;
+mod stored_experts;

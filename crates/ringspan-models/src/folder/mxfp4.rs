@@ -3,7 +3,6 @@
 
 use super::read::Stored;
 use crate::error::{Error, Result};
-use candle_core::{Device, Tensor};
 use ringspan_candle::quantized::QuantizedMatrix;
 use safetensors::Dtype;
 use std::collections::BTreeMap;
@@ -54,36 +53,25 @@ pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<St
     Ok(stored)
 }
 
-/// The matrices of some experts in f32.
+/// Some rows of the matrices `[out, in]` of all experts, one behind the other, as they are stored.
 ///
 /// # Errors
-/// What the file system says.
-pub(super) fn read(codes: &Stored, exponents: &Stored, experts: Range<usize>) -> Result<Tensor> {
-    let &[_, outputs, blocks] = &exponents.shape[..] else {
+/// Rows that there are not, and what the file system says.
+pub(super) fn rows(codes: &Stored, exponents: &Stored, rows: Range<usize>) -> Result<QuantizedMatrix> {
+    let &[_, _, blocks] = &exponents.shape[..] else {
         return Err(Error::Format { path: exponents.file.clone(), problem: "exponents of no experts".into() });
     };
-    let mut all = Vec::with_capacity(experts.len());
-    for expert in experts {
-        let matrix = QuantizedMatrix::from_gpt_oss(
-            outputs,
-            blocks * BLOCK,
-            &bytes(codes, expert, outputs * blocks * CODE_BYTES)?,
-            &bytes(exponents, expert, outputs * blocks)?,
-        )?;
-        all.push(matrix.dequantize()?.t()?.contiguous()?);
-    }
-    if all.is_empty() {
-        return Ok(Tensor::zeros((0, blocks * BLOCK, outputs), candle_core::DType::F32, &Device::Cpu)?);
-    }
-    Ok(Tensor::stack(&all, 0)?)
+    let count = rows.len();
+    let codes = bytes(codes, rows.start, blocks * CODE_BYTES, count)?;
+    Ok(QuantizedMatrix::from_gpt_oss(count, blocks * BLOCK, &codes, &bytes(exponents, rows.start, blocks, count)?)?)
 }
 
-/// The bytes of one expert, of which each has `len`.
-fn bytes(stored: &Stored, expert: usize, len: usize) -> Result<Vec<u8>> {
+/// The bytes of some rows, of which each has `len`.
+fn bytes(stored: &Stored, first: usize, len: usize, rows: usize) -> Result<Vec<u8>> {
     let io = |source| Error::Io { path: stored.file.clone(), source };
     let mut file = File::open(&stored.file).map_err(io)?;
-    file.seek(SeekFrom::Start(stored.start + (expert * len) as u64)).map_err(io)?;
-    let mut bytes = vec![0; len];
+    file.seek(SeekFrom::Start(stored.start + (first * len) as u64)).map_err(io)?;
+    let mut bytes = vec![0; rows * len];
     file.read_exact(&mut bytes).map_err(io)?;
     Ok(bytes)
 }

@@ -10,7 +10,7 @@ use crate::tensor_file::TensorFile;
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use ringspan_candle::Weight;
-use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use std::collections::{BTreeMap, BTreeSet};
@@ -109,14 +109,15 @@ impl Folder {
     /// # Errors
     /// A parameter or rows that there are not, and what the file system says.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
-        let stored @ Stored { file, dtype, start, shape, exponents } = self.of(name)?;
+        let Stored { file, dtype, start, shape, exponents } = self.of(name)?;
         let mut part = shape.clone();
         let Some(first) = part.first_mut().filter(|first| rows.start <= rows.end && rows.end <= **first) else {
             return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
         };
         *first = rows.len();
-        if let Some(exponents) = exponents {
-            return mxfp4::read(stored, exponents, rows);
+        if let (Some(_), &[_, _, outputs]) = (exponents, &shape[..]) {
+            let all = self.read_matrix(name, rows.start * outputs..rows.end * outputs)?;
+            return Ok(QuantizedStack::new(all, outputs)?.dequantize(0..rows.len())?);
         }
         let width: usize = shape[1..].iter().product();
         let at = start + (rows.start * width * size(*dtype)) as u64;
@@ -129,46 +130,74 @@ impl Folder {
 }
 
 impl Folder {
-    /// A parameter as layers compute with it: a matrix of bf16 or f16 as it is stored, everything else in f32.
+    /// A parameter as layers compute with it: matrices of bf16, f16 and MXFP4 as they are stored, everything else in f32.
     ///
     /// # Errors
     /// A parameter that there is not, and what the file system says.
     pub fn read_stored(&self, name: &str) -> Result<Weight> {
-        let rows = 0..self.of(name)?.shape.first().copied().unwrap_or(0);
-        match self.format(name) {
-            Some(_) => Ok(self.read_matrix(name, rows)?.into()),
-            None => Ok(self.read(name, rows)?.into()),
+        let shape = &self.of(name)?.shape;
+        match (self.format(name), &shape[..]) {
+            (Some(_), &[rows, _]) => Ok(self.read_matrix(name, 0..rows)?.into()),
+            (Some(_), &[experts, _, outputs]) => {
+                Ok(QuantizedStack::new(self.read_matrix(name, 0..experts * outputs)?, outputs)?.into())
+            }
+            _ => Ok(self.read(name, 0..shape.first().copied().unwrap_or(0))?.into()),
         }
     }
 
-    /// The format of a matrix that layers can compute with as it is stored; none of other parameters.
+    /// The format of a matrix, or of the matrices of a layer's experts, that layers can compute with as it is stored; none of other
+    /// parameters.
     pub fn format(&self, name: &str) -> Option<Format> {
-        let Stored { dtype, shape, .. } = self.stored.get(name).filter(|_| self.matrices.contains(name))?;
-        match dtype {
-            Dtype::BF16 if shape.len() == 2 => Some(Format::BF16),
-            Dtype::F16 if shape.len() == 2 => Some(Format::F16),
+        let stored = self.stored.get(name).filter(|stored| {
+            self.matrices.contains(name) && (2..=3).contains(&stored.shape.len()) && !stored.shape.contains(&0)
+        })?;
+        match (stored.dtype, &stored.exponents) {
+            (Dtype::U8, Some(_)) => Some(Format::Mxfp4),
+            (Dtype::BF16, _) => Some(Format::BF16),
+            (Dtype::F16, _) => Some(Format::F16),
             _ => None,
         }
     }
 
-    /// Some rows of such a matrix. Nothing else is read.
+    /// Some rows of such a matrix; of a tensor `[e, in, out]` of experts, rows of their matrices `[out, in]`, one behind the other.
+    /// Nothing else is read, but of a tensor of 2 bytes a number whole experts.
     ///
     /// # Errors
     /// A parameter that is none, rows that there are not, and what the file system says.
     pub fn read_matrix(&self, name: &str, rows: Range<usize>) -> Result<QuantizedMatrix> {
-        let Stored { file, dtype, start, shape, .. } = self.of(name)?;
-        let (Some(format), &[all, columns]) = (self.format(name), &shape[..]) else {
-            return Err(Error::Unknown { name: name.to_owned(), shape: shape.clone() });
+        let stored @ Stored { file, start, shape, exponents, .. } = self.of(name)?;
+        let unknown = || Error::Unknown { name: name.to_owned(), shape: shape.clone() };
+        let format = self.format(name).ok_or_else(unknown)?;
+        let (all, columns, outputs) = match shape[..] {
+            [outputs, inputs] => (outputs, inputs, outputs),
+            [experts, inputs, outputs] => (experts * outputs, inputs, outputs),
+            _ => return Err(unknown()),
         };
         if rows.start > rows.end || rows.end > all {
             return Err(Error::Rows { name: name.to_owned(), rows, shape: shape.clone() });
         }
+        if let Some(exponents) = exponents {
+            return mxfp4::rows(stored, exponents, rows);
+        }
         let io = |source| Error::Io { path: file.clone(), source };
         let mut reader = File::open(file).map_err(io)?;
-        let mut bytes = vec![0; format.bytes(rows.len(), columns)?];
-        let at = start + (rows.start * columns * size(*dtype)) as u64;
-        reader.seek(SeekFrom::Start(at)).and_then(|_| reader.read_exact(&mut bytes)).map_err(io)?;
-        Ok(QuantizedMatrix::new(format, rows.len(), columns, bytes.into())?)
+        let mut seek = |row: usize| {
+            let at = start + format.bytes(row, columns)? as u64;
+            reader.seek(SeekFrom::Start(at)).map(drop).map_err(io)
+        };
+        if shape.len() == 2 {
+            seek(rows.start)?;
+            let mut bytes = vec![0; format.bytes(rows.len(), columns)?];
+            reader.read_exact(&mut bytes).map_err(io)?;
+            return Ok(QuantizedMatrix::new(format, rows.len(), columns, bytes.into())?);
+        }
+        // Matrices that have to be turned are read whole.
+        let (first, end) = (rows.start / outputs, rows.end.div_ceil(outputs));
+        seek(first * outputs)?;
+        let turned = QuantizedStack::from_tensor(format, [end - first, columns, outputs], |bytes| {
+            reader.read_exact(bytes).map_err(io)
+        })?;
+        Ok(turned.matrix().rows(rows.start - first * outputs..rows.end - first * outputs)?)
     }
 
     fn of(&self, name: &str) -> Result<&Stored> {

@@ -51,6 +51,11 @@ impl<'a> Metadata<'a> {
         self.count(key)?.ok_or_else(missing)
     }
 
+    /// Whether something is so, if the architecture says it.
+    pub(super) fn flag(&self, key: &str) -> Option<bool> {
+        self.own(key).and_then(|flag| flag.to_bool().ok())
+    }
+
     /// A text of the architecture.
     pub(super) fn text(&self, key: &str) -> Option<&'a str> {
         self.own(key).and_then(|text| text.to_string().ok()).map(String::as_str)

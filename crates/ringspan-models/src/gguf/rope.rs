@@ -40,9 +40,13 @@ pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Valu
         // Its factors are tensors, which only some families have.
         Some("longrope") if metadata.has(BY_LENGTH[0]) => Ok(None),
         Some(kind @ ("linear" | "yarn")) => {
-            let mut scaling = json!({ "rope_type": kind, "factor": metadata.number("rope.scaling.factor") });
-            if let (Some(length), "yarn") = (metadata.count("rope.scaling.original_context_length")?, kind) {
-                scaling["original_max_position_embeddings"] = json!(length);
+            // What the family knows, and files do not say.
+            let known = config["rope_scaling"].as_object().filter(|_| kind == "yarn");
+            let mut scaling = Value::Object(known.cloned().unwrap_or_default());
+            scaling["rope_type"] = json!(kind);
+            scaling["factor"] = json!(metadata.number("rope.scaling.factor"));
+            if kind == "yarn" {
+                yarn(metadata, &mut scaling)?;
             }
             Ok(Some(scaling))
         }
@@ -53,6 +57,26 @@ pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Valu
             Err(metadata.file().broken(&problem))
         }
     }
+}
+
+/// Adds what files say of YaRN.
+fn yarn(metadata: &Metadata, scaling: &mut Value) -> Result<()> {
+    if let Some(length) = metadata.count("rope.scaling.original_context_length")? {
+        scaling["original_max_position_embeddings"] = json!(length);
+    }
+    for key in ["beta_fast", "beta_slow"] {
+        if let Some(turns) = metadata.number(&format!("rope.scaling.yarn_{key}")) {
+            scaling[key] = json!(turns);
+        }
+    }
+    for key in ["yarn_ext_factor", "yarn_attn_factor"] {
+        if let Some(factor) = metadata.number(&format!("rope.scaling.{key}")).filter(|factor| *factor != 1.0) {
+            let architecture = metadata.architecture;
+            let problem = format!("{architecture}.rope.scaling.{key} is {factor}: possible is 1");
+            return Err(metadata.file().broken(&problem));
+        }
+    }
+    Ok(())
 }
 
 /// Llama 3.1's stretching, from what it came to: files keep the quotients of waves, not the numbers behind them. All

@@ -79,7 +79,7 @@ fn tokenizers_cut_and_join_text_as_the_ones_they_were_made_from() {
         tokens: Vec<u32>,
         decoded: String,
     }
-    for kind in ["llama-bpe", "qwen2"] {
+    for kind in ["llama-bpe", "qwen2", "deepseek-llm", "deepseek-v3"] {
         let tokenizer = gguf::tokenizer(&file(&format!("tokenizer-{kind}.gguf"))).expect("a tokenizer");
         let json = fs::read(file(&format!("tokenizer-{kind}.json"))).expect("the fixture");
         let wanted: Vec<Wanted> = serde_json::from_slice(&json).expect("JSON");
@@ -175,10 +175,14 @@ fn a_linear_or_yarn_stretching_is_read() {
     assert_eq!(scaling(&[kind("none")]), serde_json::Value::Null);
     assert_eq!(scaling(&[kind("linear"), factor.clone()]), json!({ "rope_type": "linear", "factor": 4.0 }));
     let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64 });
-    assert_eq!(scaling(&[kind("yarn"), factor.clone(), length]), yarn);
+    assert_eq!(scaling(&[kind("yarn"), factor.clone(), length.clone()]), yarn);
+    let slow = entry("llama.rope.scaling.yarn_beta_slow", Value::F32(0.5));
+    assert_eq!(scaling(&[kind("yarn"), factor.clone(), length.clone(), slow])["beta_slow"], 0.5);
     let message = |metadata: &[(&str, Value)]| {
         gguf::load(changed(MODEL, metadata, &[]).path()).expect_err("must be refused").to_string()
     };
+    let sharper = entry("llama.rope.scaling.yarn_attn_factor", Value::F32(1.5));
+    contains(&message(&[kind("yarn"), factor.clone(), length, sharper]), &["yarn_attn_factor is 1.5", "possible is 1"]);
     contains(&message(&[kind("longrope"), factor]), &["longrope", "none, linear, yarn"]);
     contains(&message(&[kind("linear")]), &["linear", "factor"]);
 }
@@ -221,6 +225,70 @@ fn files_that_cannot_be_read_say_why() {
         fs::write(cut.path(), &whole[..length]).expect("written");
         contains(&refusal(cut.path()), &[cut.path().to_str().expect("a name")]);
     }
+}
+
+/// What is said of a family's file in which the bytes behind some names are others: of a tensor's name, a key's type and value, or
+/// a tensor's number of dimensions and the dimensions, innermost first.
+fn refusal_of(name: &str, changes: &[(&str, &[u8])]) -> String {
+    let mut bytes = fs::read(fixture("gguf_families").join(name)).expect("bytes");
+    for (after, change) in changes {
+        let after = after.as_bytes();
+        let at = bytes.windows(after.len()).position(|window| window == after).expect("in the file") + after.len();
+        bytes[at..at + change.len()].copy_from_slice(change);
+    }
+    refusal(&bytes)
+}
+
+fn refusal(bytes: &[u8]) -> String {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    fs::write(file.path(), bytes).expect("written");
+    gguf::load(file.path()).expect_err("must be refused").to_string()
+}
+
+/// A number as metadata have it: its type, and itself.
+fn number(value: u32) -> Vec<u8> {
+    [4, value].map(u32::to_le_bytes).concat()
+}
+
+#[test]
+fn files_of_deepseek_that_cannot_be_read_say_why() {
+    let of_v3 = |after: &str, change: &[u8]| refusal_of("deepseek3.gguf", &[(after, change)]);
+    let gating = |value: u32| of_v3("deepseek2.expert_gating_func", &number(value));
+    contains(&gating(3), &["expert_gating_func is 3", "1, softmax, and 2, sigmoid"]);
+    // Weights of a softmax are not made to sum to 1.
+    contains(&gating(1), &["norm_topk_prob true", "deepseek_v2"]);
+    let heads = of_v3("deepseek2.attention.key_length_mla", &number(16));
+    contains(&heads, &["16 elements", "rope.dimension_count 16"]);
+    contains(&of_v3("deepseek2.expert_count", &number(0)), &["deepseek2.expert_count is 0"]);
+    // One of two tensors is in a layer that there is not.
+    let elsewhere = |layer: &str, tensor: &str| {
+        let mut bytes = fs::read(fixture("gguf_families").join("deepseek3.gguf")).expect("bytes");
+        let name = format!("blk.{layer}.{tensor}");
+        let at = bytes.windows(name.len()).position(|window| window == name.as_bytes()).expect("in the file");
+        bytes[at + 4] = b'9';
+        refusal(&bytes)
+    };
+    contains(&elsewhere("0", "attn_v_b.weight"), &["blk.0.attn_v_b.weight is missing"]);
+    let alone = elsewhere("0", "attn_k_b.weight");
+    contains(&alone, &["blk.0.attn_k_b.weight is missing", "blk.0.attn_v_b.weight"]);
+    contains(&elsewhere("1", "exp_probs_b.bias"), &["model.layers.1.mlp.gate.e_score_correction_bias"]);
+    let heads = [&3u32.to_le_bytes()[..], &[32u64, 32, 2].map(u64::to_le_bytes).concat()].concat();
+    contains(&of_v3("blk.0.attn_k_b.weight", &heads), &["blk.0.attn_k_b.weight", "[2, 32, 32] and [4, 32, 32]"]);
+}
+
+#[test]
+fn files_of_gpt_oss_that_cannot_be_read_say_why() {
+    let dims = |dims: &[u64]| {
+        let sizes: Vec<u8> = dims.iter().flat_map(|size| size.to_le_bytes()).collect();
+        [&(dims.len() as u32).to_le_bytes()[..], &sizes].concat()
+    };
+    let changed = |tensor: &str, sizes: &[u64]| refusal_of("gpt-oss.gguf", &[(tensor, &dims(sizes))]);
+    let narrow = changed("blk.1.ffn_up_exps.weight", &[64, 32, 4]);
+    contains(&narrow, &["blk.1.ffn_gate_exps.weight", "[4, 64, 64] and [4, 32, 64]"]);
+    contains(&changed("blk.0.attn_sinks.weight", &[3]), &["model.layers.0.self_attn.sinks", "[3]", "[4]"]);
+    let turned = changed("blk.0.ffn_down_exps.weight", &[32, 128, 4]);
+    contains(&turned, &["model.layers.0.mlp.experts.down_proj", "[4, 32, 128]", "[4, 64, 64]"]);
+    contains(&refusal_of("gpt-oss.gguf", &[("gpt-oss.expert_count", &number(0))]), &["gpt-oss.expert_count is 0"]);
 }
 
 #[test]

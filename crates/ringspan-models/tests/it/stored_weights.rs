@@ -6,6 +6,7 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Strategy};
 use ringspan_candle::model::stored;
+use ringspan_candle::quantized::Format;
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Context, Recompute, StoredWeights, Weight, Weights, loss};
 use ringspan_models::{Decoder, Error, Lora, folder, gguf, gradients};
@@ -14,8 +15,23 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 /// The families of `tools/make_gguf_family_fixtures.py`.
-const FAMILIES: [&str; 12] = [
-    "llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "olmo2", "glm4", "phi3", "smollm3", "granite",
+const FAMILIES: [&str; 16] = [
+    "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "glm4",
+    "phi3",
+    "smollm3",
+    "granite",
+    "deepseek2",
+    "deepseek2-lite",
+    "deepseek3",
+    "gpt-oss",
 ];
 
 fn file(name: &str) -> PathBuf {
@@ -98,15 +114,14 @@ fn matrices_stay_as_small_as_they_are_stored() {
         let mut formats = BTreeSet::new();
         for (name, weight) in weights.iter().filter(|(name, _)| as_stored.contains(*name)) {
             let elements: usize = weight.dims().iter().product();
-            match weight {
-                Weight::Quantized(matrix) => {
-                    let format = matrix.format();
+            match weight.format() {
+                Some(format) => {
                     assert_eq!(weight.bytes(), elements / format.block_len() * format.block_bytes(), "{name}");
                     assert!(weight.bytes() <= 2 * elements, "{name} takes {} bytes", weight.bytes());
-                    formats.insert(matrix.format().to_string());
+                    formats.insert(format.to_string());
                 }
                 // The only type in these files that is decoded.
-                Weight::Dense(tensor) => assert_eq!(tensor.dtype(), DType::F32, "{name}"),
+                None => assert_eq!(weight.computed_in(), DType::F32, "{name}"),
             }
         }
         assert!(formats.len() > 3, "{name} has only {formats:?}");
@@ -143,7 +158,7 @@ fn learned(
 
 #[test]
 fn adapters_learn_beside_quantized_matrices_what_they_learn_beside_the_decoded_ones() {
-    for name in ["qwen3", "gemma2", "phi3", "olmo2", "glm4"] {
+    for name in ["qwen3", "gemma2", "phi3", "olmo2", "glm4", "mixtral", "qwen3moe", "deepseek3", "gpt-oss"] {
         let (decoder, mut weights, mut decoded, tokens, _) = family(name);
         let targets: Vec<String> = decoder.linear_layers().map(|layer| layer.name.clone()).collect();
         let targets: BTreeSet<String> =
@@ -200,23 +215,44 @@ fn narrow_folder(from: &str, dtype: DType, to: &Path) {
 #[test]
 fn folders_of_two_bytes_a_number_are_held_so() {
     let tokens: Vec<u32> = (0..24).map(|i| i * i * 31 % 96).collect();
-    for (name, dtype, format) in
-        [("llama", DType::BF16, "BF16"), ("gemma3", DType::F16, "F16"), ("phi3", DType::BF16, "BF16")]
-    {
+    for (name, dtype, format) in [
+        ("llama", DType::BF16, "BF16"),
+        ("gemma3", DType::F16, "F16"),
+        ("phi3", DType::BF16, "BF16"),
+        ("mixtral", DType::BF16, "BF16"),
+        ("deepseek_v3", DType::F16, "F16"),
+        ("gpt_oss", DType::BF16, "BF16"),
+    ] {
         let out = tempfile::tempdir().expect("a folder");
         narrow_folder(name, dtype, out.path());
         let (config, weights) = folder::load_stored(out.path()).expect("loads");
         let (_, wide) = folder::load(out.path()).expect("loads");
         let decoder = Decoder::new(config).expect("supported");
         for name in decoder.stored_matrices() {
-            assert!(
-                matches!(&weights[&name], Weight::Quantized(matrix) if matrix.format().to_string() == format),
-                "{name}"
-            );
+            assert_eq!(weights[&name].format().map(|it| it.to_string()).as_deref(), Some(format), "{name}");
         }
         let error = relative_l2(&logits(&decoder, &weights, &tokens, 2), &logits(&decoder, &stored(wide), &tokens, 2));
         assert!(error < 1e-6, "{name}: {error:e}");
     }
+}
+
+/// Codes and exponents of experts stay what they are, in blocks of 17 bytes for 32 numbers.
+#[test]
+fn experts_of_folders_in_mxfp4_are_held_so() {
+    let folder = fixture("gpt_oss_mxfp4");
+    let (config, weights) = folder::load_stored(&folder).expect("loads");
+    let (_, wide) = folder::load(&folder).expect("loads");
+    let decoder = Decoder::new(config).expect("supported");
+    let stacks: Vec<_> = weights.iter().filter(|(_, weight)| matches!(weight, Weight::Stack(_))).collect();
+    assert_eq!(stacks.len(), 4);
+    for (name, weight) in stacks {
+        let elements: usize = weight.dims().iter().product();
+        assert_eq!((weight.format(), weight.bytes()), (Some(Format::Mxfp4), elements / 32 * 17), "{name}");
+        assert_eq!(values(&weight.to_tensor().expect("decodes")), values(&wide[name]), "{name}");
+    }
+    let tokens: Vec<u32> = (0..24).map(|i| i * i * 31 % 96).collect();
+    let error = relative_l2(&logits(&decoder, &weights, &tokens, 2), &logits(&decoder, &stored(wide), &tokens, 2));
+    assert!(error < 1e-6, "{error:e}");
 }
 
 #[test]

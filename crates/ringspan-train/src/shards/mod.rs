@@ -31,7 +31,7 @@ use ringspan_candle::transfers::Reserved;
 use ringspan_candle::{Portion, RankDevice, StoredWeights, Transfers, Unit};
 use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
-use stored::{StoredFlat, StoredShard, stack};
+use stored::{StoredFlat, StoredShard, stack, weight};
 
 /// This rank's shard of every unit.
 pub(crate) struct Shards {
@@ -272,7 +272,7 @@ impl Shards {
         let precision = self.transfers.precision();
         for (portion, matrix) in self.stored_portions(unit, gathering.stored)? {
             match portion.stacked_at {
-                None => drop(weights.insert(portion.name.clone(), matrix.computing_in(precision).into())),
+                None => drop(weights.insert(portion.name.clone(), weight(portion, matrix.computing_in(precision))?)),
                 Some(row) => drop(stacked.entry(&portion.name).or_insert_with(BTreeMap::new).insert(row, matrix)),
             }
         }

@@ -1,7 +1,7 @@
 //! Which rank of a copy of the model holds what: arithmetic that every rank does for all.
 
 use super::flat::Flat;
-use super::stored::{Formats, StoredFlat};
+use super::stored::{Formats, Region, StoredFlat};
 use crate::{error::Result, setup::model_error};
 use ringspan_candle::quantized::Format;
 use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
@@ -39,8 +39,8 @@ impl Sharing {
             for unit in decoder.units() {
                 for portion in decoder.portions(unit, *rank).map_err(model_error)? {
                     let inside = |format: &Format| {
-                        let block = format.block_len();
-                        !portion.columns.start.is_multiple_of(block) || !portion.columns.end.is_multiple_of(block)
+                        let (block, columns) = (format.block_len(), Region::new(&portion).columns);
+                        !columns.start.is_multiple_of(block) || !columns.end.is_multiple_of(block)
                     };
                     if stored.get(&portion.name).is_some_and(inside) {
                         stored.remove(&portion.name);

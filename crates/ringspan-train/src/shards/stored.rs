@@ -4,14 +4,15 @@ use super::Stretch;
 use crate::error::{Error, Result};
 use bytes::Bytes;
 use ringspan::comm::Buffer;
-use ringspan_candle::Portion;
-use ringspan_candle::quantized::{Format, QuantizedMatrix};
+use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
+use ringspan_candle::{Portion, Weight};
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
 /// The formats of such matrices, by the names of the parameters.
 pub(crate) type Formats = BTreeMap<String, Format>;
 
-/// Gives some rows and columns of a matrix by its name.
+/// Gives some rows and columns of a matrix by its name. The matrices `[out, in]` of experts that are one parameter lie one behind
+/// the other.
 pub(crate) type ReadMatrix<'a> = dyn FnMut(&str, Range<usize>, Range<usize>) -> Result<QuantizedMatrix> + 'a;
 
 /// Portions of such matrices of a unit, with the same holders, as one row of bytes. Shards are the same size to within a byte.
@@ -25,6 +26,7 @@ pub(crate) struct StoredFlat {
 #[derive(Debug, Clone)]
 struct StoredPortion {
     portion: Portion,
+    region: Region,
     format: Format,
     /// Bytes of a row of it.
     row: usize,
@@ -32,14 +34,79 @@ struct StoredPortion {
     place: Range<usize>,
 }
 
+/// Where a portion is in what is stored: rows and columns of one matrix, or the same rows and columns of several experts'.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Region {
+    experts: Range<usize>,
+    /// Rows of the matrix of one expert.
+    outputs: usize,
+    /// Rows and columns, of each expert.
+    rows: Range<usize>,
+    pub(super) columns: Range<usize>,
+}
+
+impl Region {
+    /// That of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
+    /// `[out, in]`.
+    pub(super) fn new(portion: &Portion) -> Self {
+        let Portion { whole, dim, rows, columns, .. } = portion;
+        match (&whole[..], dim) {
+            // Ranks share the outputs of each expert, or nothing of it.
+            (&[_, inputs, outputs], 2) => {
+                Self { experts: shrunk(rows, inputs), outputs, rows: columns.clone(), columns: 0..inputs }
+            }
+            (&[_, _, outputs], _) => {
+                Self { experts: rows.clone(), outputs, rows: 0..outputs, columns: shrunk(columns, outputs) }
+            }
+            _ => Self { experts: 0..1, outputs: whole[0], rows: rows.clone(), columns: columns.clone() },
+        }
+    }
+
+    /// Rows of all of it.
+    fn len(&self) -> usize {
+        self.experts.len() * self.rows.len()
+    }
+
+    /// Some of its rows, one behind the other.
+    fn read(&self, name: &str, rows: Range<usize>, read: &mut ReadMatrix) -> Result<QuantizedMatrix> {
+        let Self { experts, outputs, rows: of_expert, columns } = self;
+        if rows.is_empty() {
+            return read(name, 0..0, columns.clone());
+        }
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let mut next = rows.start;
+        while next < rows.end {
+            let (expert, row) = (next / of_expert.len(), next % of_expert.len());
+            let count = (of_expert.len() - row).min(rows.end - next);
+            let first = (experts.start + expert) * outputs + of_expert.start + row;
+            match ranges.last_mut() {
+                Some(before) if before.end == first => before.end += count,
+                _ => ranges.push(first..first + count),
+            }
+            next += count;
+        }
+        let mut matrices = ranges.into_iter().map(|range| read(name, range, columns.clone()));
+        match (matrices.next(), matrices.len()) {
+            (Some(matrix), 0) => matrix,
+            (first, _) => stack(&first.into_iter().chain(matrices).collect::<Result<Vec<_>>>()?),
+        }
+    }
+}
+
+/// A range counted in groups of `each`, which it is made of.
+fn shrunk(range: &Range<usize>, each: usize) -> Range<usize> {
+    range.start / each.max(1)..range.end / each.max(1)
+}
+
 impl StoredFlat {
     pub(crate) fn new(portions: impl Iterator<Item = (Portion, Format)>, ranks: usize) -> Result<Self> {
         let (mut all, mut len) = (Vec::new(), 0);
         for (portion, format) in portions {
-            let row = format.bytes(1, portion.columns.len())?;
+            let region = Region::new(&portion);
+            let row = format.bytes(1, region.columns.len())?;
             let start = len;
-            len += row * portion.rows.len();
-            all.push(StoredPortion { portion, format, row, place: start..len });
+            len += row * region.len();
+            all.push(StoredPortion { portion, region, format, row, place: start..len });
         }
         Ok(Self { portions: all, len, ranks })
     }
@@ -62,22 +129,21 @@ impl StoredFlat {
     /// What a rank keeps of it.
     pub(super) fn keep(&self, rank: usize, read: &mut ReadMatrix) -> Result<StoredShard> {
         if self.ranks == 1 {
-            let whole = |StoredPortion { portion, .. }: &StoredPortion| {
-                read(&portion.name, portion.rows.clone(), portion.columns.clone())
+            let whole = |StoredPortion { portion, region, .. }: &StoredPortion| {
+                region.read(&portion.name, 0..region.len(), read)
             };
             return Ok(StoredShard::Whole(self.portions.iter().map(whole).collect::<Result<_>>()?));
         }
         let shard = self.shard(rank);
         let mut bytes = Vec::with_capacity(shard.len());
-        for StoredPortion { portion, row, place, .. } in &self.portions {
+        for StoredPortion { portion, region, row, place, .. } in &self.portions {
             let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
             if start >= end {
                 continue;
             }
             let (start, end) = (start - place.start, end - place.start);
             let rows = start / row..end.div_ceil(*row);
-            let of_matrix = portion.rows.start + rows.start..portion.rows.start + rows.end;
-            let matrix = read(&portion.name, of_matrix, portion.columns.clone())?;
+            let matrix = region.read(&portion.name, rows.clone(), read)?;
             bytes.extend_from_slice(&matrix.bytes()[start - rows.start * row..end - rows.start * row]);
         }
         Ok(StoredShard::Part(Arc::new(Buffer::U8(bytes))))
@@ -92,7 +158,7 @@ impl StoredFlat {
                 return Err(Error::Model(format!("rank {rank} sent {sent} bytes of a shard of {expected}")));
             }
         }
-        let matrix = |StoredPortion { portion, format, place, .. }: &StoredPortion| {
+        let matrix = |StoredPortion { region, format, place, .. }: &StoredPortion| {
             let parts = shards.iter().enumerate().filter_map(|(rank, shard)| {
                 let own = self.shard(rank);
                 let (start, end) = (place.start.max(own.start), place.end.min(own.end));
@@ -103,8 +169,7 @@ impl StoredFlat {
                 Some(alone) if parts.is_empty() => Bytes::from_owner(alone),
                 last => parts.iter().chain(&last).map(AsRef::<[u8]>::as_ref).collect::<Vec<_>>().concat().into(),
             };
-            let (rows, columns) = (portion.rows.len(), portion.columns.len());
-            QuantizedMatrix::new(*format, rows, columns, bytes)
+            QuantizedMatrix::new(*format, region.len(), region.columns.len(), bytes)
         };
         self.portions.iter().map(|portion| Ok((&portion.portion, matrix(portion)?))).collect()
     }
@@ -127,6 +192,14 @@ impl StoredShard {
     /// Whether other ranks keep the rest.
     pub(super) fn is_part(&self) -> bool {
         matches!(self, Self::Part(_))
+    }
+}
+
+/// What layers compute with: the matrix of a portion, or those of its experts.
+pub(super) fn weight(portion: &Portion, matrix: QuantizedMatrix) -> Result<Weight> {
+    match portion.whole.len() {
+        3 => Ok(QuantizedStack::new(matrix, Region::new(portion).rows.len())?.into()),
+        _ => Ok(matrix.into()),
     }
 }
 

@@ -87,17 +87,69 @@ fn every_mesh_learns_what_one_rank_learns_beside_the_decoded_base() {
     }
 }
 
+/// Ranks share experts, their width, or both.
+fn meshes_of_experts() -> [(&'static str, Settings); 5] {
+    let s = Settings::default;
+    [
+        ("ring 2, ep 2", Settings { ring: Some(2), ep: Some(2), ..s() }),
+        ("ring 3, all experts on each", Settings { ring: Some(3), ..s() }),
+        ("tp 2", Settings { tp: Some(2), ..s() }),
+        ("tp 2, ring 2, ep 2", Settings { tp: Some(2), ring: Some(2), ep: Some(2), ..s() }),
+        ("ring 2, nothing cut", Settings { ring: Some(2), sharding: Some("none".into()), ..s() }),
+    ]
+}
+
+#[test]
+fn experts_stay_as_they_are_stored_on_every_mesh() {
+    let folder_ = tempfile::tempdir().unwrap();
+    let root = folder_.path();
+    let gguf = |name: &str| fixtures().join(format!("gguf_families/{name}.gguf"));
+    let in_bf16 = root.join("gpt-oss-bf16");
+    rounded(&fixtures().join("gpt_oss"), &in_bf16);
+    // Of 96 inner columns two ranks have 48 each, which are no blocks of 32.
+    for (name, stored, formats, cut_inside) in [
+        ("mixtral", gguf("mixtral"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),
+        ("qwen3moe", gguf("qwen3moe"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),
+        ("gpt_oss", in_bf16, "BF16", false),
+        ("gpt_oss_mxfp4", fixtures().join("gpt_oss_mxfp4"), "BF16, MXFP4", false),
+    ] {
+        let decoded = root.join(format!("{name}-decoded"));
+        let (weights, json) = match stored.is_file() {
+            true => (ringspan_models::gguf::load(&stored).unwrap().1, ringspan_models::gguf::config_json(&stored)),
+            false => (folder::load(&stored).unwrap().1, folder::config_json(&stored)),
+        };
+        folder::save(&decoded, &json.unwrap(), &weights).unwrap();
+        let (losses, said, adapter) = adapted(root, &decoded, &format!("{name}-f32"), Settings::default());
+        assert!(!said.contains("stored"), "{said}");
+        for (mesh_name, mesh) in [("one rank", Settings::default())].into_iter().chain(meshes_of_experts()) {
+            let cuts_width = mesh.tp.is_some();
+            let (got, said, own) = adapted(root, &stored, &format!("{name}-{mesh_name}"), mesh);
+            for (got, wanted) in got.iter().zip(&losses) {
+                assert!((got / wanted - 1.0).abs() < 2e-6, "{name} on {mesh_name}: {got} is not {wanted}");
+            }
+            assert!(off(&own, &adapter) < 1e-3, "{name} on {mesh_name}: adapters differ by {:e}", off(&own, &adapter));
+            assert!(said.contains(&format!("as they are stored ({formats})")), "{name} on {mesh_name}: {said}");
+            assert_eq!(said.contains("inside their blocks"), cuts_width && cut_inside, "{name} on {mesh_name}: {said}");
+        }
+    }
+}
+
+/// Writes a folder of bf16.
+fn rounded(from: &Path, to: &Path) {
+    std::fs::create_dir(to).unwrap();
+    let (_, weights) = folder::load(from).unwrap();
+    let weights: HashMap<_, _> =
+        weights.into_iter().map(|(name, tensor)| (name, tensor.to_dtype(DType::BF16).unwrap())).collect();
+    candle_core::safetensors::save(&weights, to.join("model.safetensors")).unwrap();
+    std::fs::copy(from.join("config.json"), to.join("config.json")).unwrap();
+}
+
 #[test]
 fn a_folder_in_bf16_is_held_so() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     let narrow = root.join("narrow");
-    std::fs::create_dir(&narrow).unwrap();
-    let (_, weights) = folder::load(&fixtures().join("gemma2")).unwrap();
-    let weights: HashMap<_, _> =
-        weights.into_iter().map(|(name, tensor)| (name, tensor.to_dtype(DType::BF16).unwrap())).collect();
-    candle_core::safetensors::save(&weights, narrow.join("model.safetensors")).unwrap();
-    std::fs::copy(fixtures().join("gemma2/config.json"), narrow.join("config.json")).unwrap();
+    rounded(&fixtures().join("gemma2"), &narrow);
     let wide = root.join("wide");
     let json = folder::config_json(&narrow).unwrap();
     folder::save(&wide, &json, &folder::load(&narrow).unwrap().1).unwrap();

@@ -261,6 +261,12 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
         ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
         ("bf16, words", words, (1, 256), s()),
     ];
+    let sparse: Model = (2, 512, 8, 4, 1536, 512, false);
+    let of_experts = [
+        ("bf16, experts", (8, 2, 512, 1), (1, 512), s()),
+        ("bf16, experts, ep 4", (8, 2, 512, 1), (1, 1024), Settings { ring: Some(4), ep: Some(4), ..s() }),
+        ("bf16, experts, tp 2", (8, 2, 512, 1), (1, 512), Settings { tp: Some(2), ..s() }),
+    ];
     let in_bf16 = |root: &Path, json: &Value| {
         let wide = saved(root, json);
         let narrow = wide.with_extension("bf16");
@@ -271,8 +277,20 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
         candle_core::safetensors::save(&weights, narrow.join("model.safetensors")).unwrap();
         narrow
     };
+    let stacked = {
+        let mut json = gpt_oss();
+        json["hidden_size"] = 512.into();
+        json["intermediate_size"] = 512.into();
+        json
+    };
+    let of_experts =
+        of_experts.map(|(name, experts, rows, settings)| (name, config(sparse, Some(experts)), rows, settings));
     let runs = runs.map(|(name, of, rows, settings)| (name, config(of, None), rows, settings));
-    take_what_is_predicted_of(runs, in_bf16);
+    let stacked = [
+        ("bf16, stacked experts", stacked.clone(), (1, 512), s()),
+        ("bf16, stacked experts, tp 2", stacked, (1, 512), Settings { tp: Some(2), ..s() }),
+    ];
+    take_what_is_predicted_of(runs.into_iter().chain(of_experts).chain(stacked), in_bf16);
 }
 
 fn take_what_is_predicted(runs: impl IntoIterator<Item = Run>) {

@@ -22,6 +22,8 @@ pub(super) const GEMMA2: GgufFamily = GgufFamily {
         ("ffn_norm", "pre_feedforward_layernorm"),
         ("post_ffw_norm", "post_feedforward_layernorm"),
     ],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Unchanged,
     one_in_norms: true,
     partial_rotary: false,

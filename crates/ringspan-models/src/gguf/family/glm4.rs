@@ -17,6 +17,8 @@ pub(super) const GLM4: GgufFamily = GgufFamily {
         ("ffn_up", "mlp.gate_up_proj"),
         ("post_ffw_norm", "post_mlp_layernorm"),
     ],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Unchanged,
     one_in_norms: false,
     partial_rotary: true,

@@ -13,6 +13,8 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     class: "LlamaForCausalLM",
     config: biases,
     parts: &[],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Neighbours,
     one_in_norms: false,
     partial_rotary: false,

@@ -9,6 +9,8 @@ pub(super) const OLMO2: GgufFamily = GgufFamily {
     class: "Olmo2ForCausalLM",
     config: no_more,
     parts: &[("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Unchanged,
     one_in_norms: false,
     partial_rotary: false,

@@ -22,6 +22,8 @@ pub(super) const PHI3: GgufFamily = GgufFamily {
         Ok(())
     },
     parts: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Unchanged,
     one_in_norms: false,
     partial_rotary: true,

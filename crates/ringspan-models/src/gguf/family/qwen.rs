@@ -10,6 +10,8 @@ pub(super) const QWEN2: GgufFamily = GgufFamily {
     class: "Qwen2ForCausalLM",
     config: no_more,
     parts: &[],
+    whole: &[],
+    in_two: &[],
     pairs: Pairs::Unchanged,
     one_in_norms: false,
     partial_rotary: false,

@@ -27,8 +27,8 @@ struct Cut {
 enum Words {
     /// As candle has it for this cut.
     Candle,
-    /// Each match of a pattern is a word.
-    Pattern(&'static str),
+    /// Each match of a pattern is a word, and what lies between is cut by the next one.
+    Patterns(&'static [&'static str]),
     /// As in GPT-2.
     Gpt2,
     /// As in GPT-2, with each digit a word of its own.
@@ -49,14 +49,40 @@ const TEKKEN: &str = concat!(
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-const CUTS: [Cut; 7] = [
+/// The patterns of DeepSeek-V2's tokenizer: lines, letters that have a case as far as Unicode had them then, symbols, spaces at the
+/// end, Chinese and its neighbours, and digits.
+const DEEPSEEK_V2: [&str; 6] = [
+    r"[\r\n]",
+    concat!(
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}&&",
+        r"[^\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB69}\x{10570}-\x{105BF}\x{16E40}-\x{1DFFF}]]+"
+    ),
+    r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+",
+    r"\s+$",
+    r"[一-龥\x{800}-一가-\x{D7FF}]+",
+    r"\p{N}",
+];
+
+/// The patterns of DeepSeek-V3's tokenizer: digits, Chinese and kana, and everything else.
+const DEEPSEEK_V3: [&str; 3] = [
+    r"\p{N}{1,3}",
+    r"[一-龥\x{3040}-\x{30FF}]+",
+    concat!(
+        r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+];
+
+const CUTS: [Cut; 9] = [
     Cut { names: &["llama-bpe", "llama3", "llama-v3"], candle: "llama3", begins: true, words: Words::Candle },
     Cut { names: &["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"], candle: "llama3", begins: false, words: Words::Candle },
     Cut { names: &["qwen2", "deepseek-r1-qwen", "stablelm2"], candle: "qwen2", begins: false, words: Words::Candle },
     Cut { names: &["gpt-2", "phi-2", "olmo"], candle: "gpt2", begins: false, words: Words::Gpt2 },
     Cut { names: &["smollm", "refact", "starcoder"], candle: "gpt2", begins: false, words: Words::Digits },
-    Cut { names: &["gpt-4o"], candle: "llama3", begins: false, words: Words::Pattern(O200K) },
-    Cut { names: &["tekken"], candle: "llama3", begins: true, words: Words::Pattern(TEKKEN) },
+    Cut { names: &["gpt-4o"], candle: "llama3", begins: false, words: Words::Patterns(&[O200K]) },
+    Cut { names: &["deepseek-llm"], candle: "llama3", begins: false, words: Words::Patterns(&DEEPSEEK_V2) },
+    Cut { names: &["deepseek-v3"], candle: "llama3", begins: false, words: Words::Patterns(&DEEPSEEK_V3) },
+    Cut { names: &["tekken"], candle: "llama3", begins: true, words: Words::Patterns(&[TEKKEN]) },
 ];
 
 /// Builds the tokenizer of a file whose kind is `gpt2`.
@@ -92,9 +118,12 @@ impl Words {
             Self::Candle => None,
             Self::Gpt2 => Some(gpt2.into()),
             Self::Digits => Some(Sequence::new(vec![Digits::new(true).into(), gpt2.into()]).into()),
-            Self::Pattern(pattern) => {
-                let split = Split::new(SplitPattern::Regex((*pattern).into()), Isolated, false)?;
-                Some(Sequence::new(vec![split.into(), ByteLevel::new(false, true, false).into()]).into())
+            Self::Patterns(patterns) => {
+                let split = |pattern: &&str| Split::new(SplitPattern::Regex((*pattern).into()), Isolated, false);
+                let splits = patterns.iter().map(|pattern| Ok(split(pattern)?.into()));
+                let mut all = splits.collect::<tokenizers::Result<Vec<PreTokenizerWrapper>>>()?;
+                all.push(ByteLevel::new(false, true, false).into());
+                Some(Sequence::new(all).into())
             }
         })
     }
