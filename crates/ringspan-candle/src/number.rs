@@ -174,6 +174,9 @@ pub(crate) fn convert<T: Number, U: Number>(values: &[T], out: &mut [U]) {
 /// # Errors
 /// Other types than f32 and bf16, and another number of numbers.
 pub(crate) fn tensor(values: Vec<f32>, dtype: DType, like: &Tensor) -> Result<Tensor> {
+    if values.len() != like.elem_count() {
+        bail!("{} numbers for a tensor of {:?}", values.len(), like.shape());
+    }
     let storage = Storage::Cpu(storage(values, dtype)?);
     Ok(Tensor::from_storage(storage, like.shape(), BackpropOp::none(), false))
 }

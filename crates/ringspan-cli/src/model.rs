@@ -42,7 +42,7 @@ pub(crate) struct ModelArgs {
     /// What computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
     #[arg(long, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
-    /// Type in which the model computes: f32, or bf16 on GPUs, to which f32 weights are rounded. In bf16 are weights,
+    /// Type in which the model computes: f32, or bf16, to which f32 weights are rounded. In bf16 are weights,
     /// activations, products (with sums in f32) and cached keys and values; norms, rotations, gates, softmax and routers
     /// compute in f32, and logits are f32
     #[arg(long, default_value_t = Precision::F32, value_name = "TYPE")]

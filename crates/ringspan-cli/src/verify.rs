@@ -89,7 +89,7 @@ pub(crate) struct VerifyArgs {
     /// compared with computes on the CPU
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     device: Option<String>,
-    /// Type in which the mesh computes: f32, or bf16 on GPUs, whose rounding passes then. The one rank computes in f32
+    /// Type in which the mesh computes: f32, or bf16, whose rounding passes then. The one rank computes in f32
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     dtype: Option<String>,
     /// Let what waits for the backward pass wait in memory of the CPU, not on the GPU; the tiny model has four layers then, of
@@ -202,6 +202,8 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     }
     if config.device != DeviceName::Cpu {
         mesh += &format!(" on {} in {} (the one rank is on the CPU, in f32)", config.device, config.dtype);
+    } else if config.dtype != Precision::F32 {
+        mesh += &format!(" in {} (the one rank computes in f32)", config.dtype);
     }
     say::line(format_args!(
         "{rows} rows of {} tokens in {} documents, {} of them tokens to predict: 1 rank against {mesh}, {}, {}",

@@ -150,7 +150,7 @@ pub struct Settings {
     /// it updates, stay on the CPU [default: cpu]
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     pub device: Option<String>,
-    /// Type in which the model computes: f32, or bf16 on GPUs. In bf16 are the weights that a step computes with, activations,
+    /// Type in which the model computes: f32 or bf16. In bf16 are the weights that a step computes with, activations,
     /// products (with sums in f32) and gradients of a pass; norms, rotations, gates, softmax, routers and the loss compute in
     /// f32. Parameters, sums of gradients and the optimiser stay f32, on the CPU [default: f32]
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]

@@ -1,6 +1,8 @@
 //! Parameters with their values.
 
 use crate::device::RankDevice;
+use crate::precision::Precision;
+use crate::quantized::{Format, QuantizedMatrix};
 use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use std::collections::BTreeMap;
@@ -24,17 +26,22 @@ pub fn constant(parameters: StoredWeights) -> StoredWeights {
 }
 
 /// The same parameters on a device, in the type in which it computes; those that are there already are not copied. A GPU gets
-/// quantized matrices decoded.
+/// quantized matrices decoded, and a CPU those that are stored in the type in which it computes.
 ///
 /// # Errors
 /// A GPU without memory for them.
 pub fn on_device(parameters: &StoredWeights, device: &RankDevice) -> Result<StoredWeights> {
+    let precision = device.precision();
     let there = |weight: &Weight| match weight {
-        Weight::Quantized(matrix) if device.tensors().is_cpu() => {
-            Ok(matrix.clone().computing_in(device.precision()).into())
+        Weight::Quantized(matrix) if device.tensors().is_cpu() && !is_stored_in(matrix, precision) => {
+            Ok(matrix.clone().computing_in(precision).into())
         }
         Weight::Stack(_) if device.tensors().is_cpu() => Ok(weight.clone()),
         _ => device.parameter(&weight.to_tensor()?).map(Weight::Dense),
     };
     parameters.iter().map(|(name, weight)| Ok((name.clone(), there(weight)?))).collect()
+}
+
+fn is_stored_in(matrix: &QuantizedMatrix, precision: Precision) -> bool {
+    precision == Precision::Bf16 && matrix.format() == Format::BF16
 }

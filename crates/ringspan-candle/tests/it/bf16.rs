@@ -446,7 +446,7 @@ fn quantized_matrices_beside_tensors_in_bf16() -> Result<()> {
     assert_eq!((rows.dtype(), weight.computed_in()), (DType::BF16, DType::BF16));
     assert_eq!(numbers(&rows), [&values[64..96], &values[160..]].concat());
     let (x, dense) = (random(&[4, 32], 1), Tensor::from_vec(values, (6, 32), &Device::Cpu)?);
-    let got = results(Precision::Bf16, &[x.clone()], 0, &|x| weight.linear(&x[0], None));
+    let got = results(Precision::Bf16, std::slice::from_ref(&x), 0, &|x| weight.linear(&x[0], None));
     let wanted = results(Precision::F32, &[x], 0, &|x| linear(&x[0], &dense, None));
     for (got, wanted) in got.iter().zip(&wanted) {
         assert_near("quantized", got, wanted);

@@ -6,6 +6,7 @@ mod support;
 mod attend;
 mod attend_refusals;
 mod attend_report;
+mod bf16;
 mod draw;
 mod dry_run;
 mod interrupt;

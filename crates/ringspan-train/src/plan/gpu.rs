@@ -197,7 +197,7 @@ impl Shape {
 
     /// Bytes of a number that a layer reads and returns.
     pub(super) fn width(&self) -> u64 {
-        self.computes_in.map_or(WIDE, |precision| precision.dtype().size_in_bytes() as u64)
+        self.precision.dtype().size_in_bytes() as u64
     }
 
     /// Bytes of a number that waits for the backward pass.

@@ -28,11 +28,11 @@ pub(super) fn fullest(moments: Vec<Moment>) -> Moment {
 impl Shape {
     /// What is there at the fullest moment of a rank with `tokens` tokens, of `batch` on all ranks; and when that is.
     pub(super) fn memory(&self, tokens: u64, batch: u64) -> Result<Moment> {
-        let held = &self.held;
+        let (held, width) = (&self.held, self.width());
         let rows = tokens.div_ceil(self.tp);
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
-        let last = 4 * rows * self.hidden;
-        let layer = 4 * (held.layer + held.layer_trained) + held.stored_layer;
+        let last = width * rows * self.hidden;
+        let layer = width * (held.layer + held.layer_trained) + held.stored_layer;
         // What other ranks have sent and not yet been told that it was used.
         let moving = |unit: u64| if held.shares() { 4 * unit } else { 0 };
         // The head's gradient waits for the embedding's.
@@ -60,7 +60,10 @@ impl Shape {
         let of_logits = scratch(chunk, self.vocabulary, hidden);
         let decoded_of_layer = ("a tile of a layer, decoded", if held.stores_layers { of_layer } else { 0 });
         let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
-        let of_head = if head_shard > 0 { 3 * 4 * head } else { 4 * head + stored_head };
+        // The gradient of the head is f32 in any type.
+        let of_head = if head_shard > 0 { (width + 2 * 4) * head } else { width * head + stored_head };
+        // Rounded logits stand beside those that turn into their gradient.
+        let of_logit = if width < 4 { 4 + width } else { 4 };
         let moments = vec![
             (
                 "at the loss",
@@ -70,8 +73,8 @@ impl Shape {
                         ("kept of the layers", kept * layers + last),
                         ("the head, with its gradient", of_head),
                         decoded_of_head,
-                        ("logits of a chunk", chunk * self.vocabulary * 4),
-                        ("hidden states, with their gradient", 2 * 4 * tokens * self.hidden),
+                        ("logits of a chunk", chunk * self.vocabulary * of_logit),
+                        ("hidden states, with their gradient", 2 * width * tokens * self.hidden),
                     ],
                 ),
             ),
@@ -147,7 +150,7 @@ impl Shape {
     /// Bytes of a layer that is computed again and differentiated: most of them are there while its feed-forward part is
     /// differentiated, or while attention is.
     fn activations(&self, tokens: u64, rows: u64) -> u64 {
-        let (queries, keys) = self.attended();
+        let (width, (queries, keys)) = (self.width(), self.attended());
         let both = queries + keys;
         // The input, its norm, the sum behind attention, its norm, the gradient of the output and that of the second norm; behind
         // these, the gradient of the sum alone. Where ranks share layers, norms and their gradients are those of all tokens.
@@ -161,16 +164,22 @@ impl Shape {
         let is_kept = self.recompute == Recompute::Nothing;
         let fused = !self.feed_forward_adapted && !self.feed_forward_bias;
         let wide = if is_kept && fused { 2 * tokens * self.feed_forward } else { 0 };
-        let dense = 4 * (of_dense * self.hidden + self.feed_forward_activations(tokens)) + self.kept_width() * wide;
+        let dense = width * (of_dense * self.hidden + self.feed_forward_activations(tokens)) + self.kept_width() * wide;
         let with_experts = self.experts.map_or(0, |experts| {
             let shared = if self.shared > 0 { tokens * self.hidden } else { 0 };
-            let products = if is_kept { self.kept_width() } else { 4 } * experts.products(rows);
-            4 * (of_experts * self.hidden + shared + experts.activations(rows, self.hidden, is_kept)) + products
+            let products = if is_kept { self.kept_width() } else { width } * experts.products(rows);
+            width * (of_experts * self.hidden + shared + experts.activations(rows, self.hidden, is_kept)) + products
         });
-        let held = tokens * (normed + self.dropped) + rows * self.projected[1];
-        let feed_forward = 4 * tokens * attended + dense.max(with_experts);
-        let attention = 4 * (of_attention * self.hidden + tokens * differentiated);
-        4 * held + feed_forward.max(attention)
+        let held = width * (tokens * (normed + self.dropped) + rows * self.projected[1]);
+        let feed_forward = width * tokens * attended + dense.max(with_experts);
+        let gradients = width * tokens * differentiated + self.widened_gradients(tokens);
+        held + feed_forward.max(width * of_attention * self.hidden + gradients)
+    }
+
+    /// Bytes of attention's gradients, which come in f32 where the model computes in bf16, and are rounded then.
+    fn widened_gradients(&self, tokens: u64) -> u64 {
+        let (queries, keys) = self.attended();
+        if self.width() < 4 { 4 * tokens * (queries + 2 * keys) } else { 0 }
     }
 
     /// Numbers of the feed-forward part of a layer without experts beside its input and output, as part of [`Self::activations`].
@@ -194,7 +203,8 @@ impl Shape {
         let (queries, keys) = self.attended();
         let place = tokens * self.ulysses as u64;
         let kv = self.shares()?.iter().map(|share| share.kv.len()).max().unwrap_or(0) as u64;
-        let block = place * kv * (self.dim + self.value_dim) * 4;
+        // Keys and values, and their gradients, which are f32 in any type.
+        let block = place * kv * (self.dim + self.value_dim) * (self.width() + 4);
         let blocks = match self.strategy {
             Strategy::Ring | Strategy::PassQ => 2.min(self.ring - 1),
             Strategy::BidirectionalRing => 4.min(self.ring - 1),
@@ -202,7 +212,7 @@ impl Shape {
             Strategy::AllGather | Strategy::Halo => self.ring - 1,
         };
         let exchanged = if self.ulysses > 1 { 2 * 4 * tokens * 2 * (queries + keys) } else { 0 };
-        Ok(2 * blocks * block + exchanged)
+        Ok(blocks * block + exchanged)
     }
 
     /// Numbers of a token in queries and in keys; where values are of another width, the mean of keys' and theirs.

@@ -20,7 +20,7 @@ use crate::{
 };
 use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
-use ringspan_candle::{DeviceName, ParallelRank, Recompute, room::Room};
+use ringspan_candle::{DeviceName, ParallelRank, Precision, Recompute, room::Room};
 use ringspan_models::{Beyond, Config, Decoder, adapter};
 use shape::Shape;
 use std::fmt;
@@ -124,7 +124,8 @@ impl Plan {
             Some(local) => format!("processes, {local} of them on this machine"),
         };
         let device = match config.device {
-            DeviceName::Cpu => String::new(),
+            DeviceName::Cpu if config.dtype == Precision::F32 => String::new(),
+            DeviceName::Cpu => format!(", in {}", config.dtype),
             device => format!(", on {device} in {}", config.dtype),
         };
         plan.mesh = format!("{axes} = {} {place}, {threads} each{device}", config.ranks());

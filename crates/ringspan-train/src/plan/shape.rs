@@ -53,7 +53,9 @@ pub(super) struct Shape {
     pub(super) storage: Storage,
     /// Whether what layers keep waits on the CPU, not on the GPU.
     pub(super) offloads: bool,
-    /// The type of a GPU's tensors; none where the CPU computes.
+    /// The type in which the model computes.
+    pub(super) precision: Precision,
+    /// The same of a GPU; none where the CPU computes.
     pub(super) computes_in: Option<Precision>,
     /// Whether queries and keys are normed.
     pub(super) norms_heads: bool,
@@ -127,6 +129,7 @@ impl Shape {
             recompute: setup.recompute,
             storage: config.activations,
             offloads: config.offload_activations,
+            precision: config.dtype,
             computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),
             norms_heads: setup.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
             experts,
@@ -197,14 +200,14 @@ impl Shape {
     fn to_experts(&self, experts: &Experts, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let there = experts.tokens_there(tokens.div_ceil(self.tp));
-        experts.layers * 4 * there * self.hidden
+        experts.layers * self.width() * there * self.hidden
     }
 
     /// Two layers in one, attention and feed-forward part, each with its rows gathered before and dealt behind: forward,
     /// again as it is computed again, and backward. Embedding and head do the same once.
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
-        let once = 4 * tokens * self.hidden * (self.tp - 1) / self.tp;
+        let once = self.width() * tokens * self.hidden * (self.tp - 1) / self.tp;
         let with_experts = self.experts.map_or(0, |experts| experts.layers);
         once * ((2 * self.layers - with_experts) * 2 * 3 + 4)
     }
@@ -212,7 +215,7 @@ impl Shape {
     fn sizes(&self) -> Sizes {
         let (heads, kv_heads) = (self.heads.queries.len(), self.heads.key_values.len());
         let (dim, v_dim) = (self.dim as usize, self.value_dim as usize);
-        Sizes { heads, kv_heads, dim, v_dim, wire: 4, bias_heads: 0 }
+        Sizes { heads, kv_heads, dim, v_dim, wire: self.width() as usize, bias_heads: 0 }
     }
 }
 

@@ -7,6 +7,7 @@ mod meshes;
 
 mod activations;
 mod attention_dropout;
+mod bf16;
 mod chat;
 mod documents;
 mod epochs;

@@ -293,6 +293,53 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     take_what_is_predicted_of(runs.into_iter().chain(of_experts).chain(stacked), in_bf16);
 }
 
+/// Models that compute in bf16: activations and whole layers take half, sums and what the optimiser has do not.
+fn in_bf16() -> Vec<Run> {
+    let s = || Settings { dtype: Some("bf16".into()), ..Settings::default() };
+    let deep: Model = (4, 256, 8, 4, 768, 512, true);
+    let words: Model = (2, 256, 8, 4, 768, 16384, false);
+    let sparse: Model = (4, 256, 8, 4, 768, 512, false);
+    let nothing = || Settings { recompute: Some("nothing".into()), ..s() };
+    let adapters = || Settings { lora_rank: Some(8), lora_dropout: Some(0.1), ..s() };
+    let shared = || Settings { tp: Some(2), ep: Some(2), ring: Some(2), ..s() };
+    let dense = |of| config(of, None);
+    let experts = || config(sparse, Some((8, 2, 256, 1)));
+    vec![
+        ("bf16, parameters", dense(deep), (1, 64), s()),
+        ("bf16, tokens", dense(deep), (1, 1024), s()),
+        ("bf16, recompute full", dense(deep), (1, 1024), Settings { recompute: Some("full".into()), ..s() }),
+        ("bf16, recompute nothing", dense(deep), (1, 1024), nothing()),
+        ("bf16, words", dense(words), (1, 512), s()),
+        ("bf16, ring", dense(deep), (1, 2048), Settings { ring: Some(4), ..s() }),
+        ("bf16, ulysses", dense(deep), (1, 2048), Settings { ulysses: Some(4), ..s() }),
+        ("bf16, tensor parallel", dense(deep), (1, 1024), Settings { tp: Some(4), ..s() }),
+        ("bf16, adapters, dropped", dense(deep), (1, 1024), adapters()),
+        ("bf16, adapters, recompute nothing", dense(deep), (1, 1024), Settings { lora_rank: Some(8), ..nothing() }),
+        ("bf16, experts", experts(), (1, 1024), s()),
+        ("bf16, experts, recompute nothing", experts(), (1, 1024), nothing()),
+        ("bf16, experts, tp 2, ep 2", experts(), (1, 2048), shared()),
+        ("bf16, experts, adapters, dropped", experts(), (1, 1024), adapters()),
+        ("bf16, latent attention", deepseek(), (1, 1024), s()),
+        ("bf16, stacked experts", gpt_oss(), (1, 1024), s()),
+    ]
+}
+
+/// Runs in bf16 that differ in what takes the most memory.
+const QUICK_IN_BF16: [&str; 3] = ["bf16, tokens", "bf16, recompute nothing", "bf16, ring"];
+
+#[test]
+fn a_run_in_bf16_takes_what_its_plan_predicts() {
+    let quick: Vec<Run> = in_bf16().into_iter().filter(|run| QUICK_IN_BF16.contains(&run.0)).collect();
+    assert_eq!(quick.len(), QUICK_IN_BF16.len());
+    take_what_is_predicted(quick);
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn every_run_in_bf16_takes_what_its_plan_predicts() {
+    take_what_is_predicted(in_bf16().into_iter().filter(|run| !QUICK_IN_BF16.contains(&run.0)));
+}
+
 fn take_what_is_predicted(runs: impl IntoIterator<Item = Run>) {
     take_what_is_predicted_of(runs, saved);
 }

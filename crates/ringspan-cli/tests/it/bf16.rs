@@ -1,0 +1,138 @@
+//! Commands that compute in bf16 on CPUs: what they make is what f32 makes, up to rounding.
+
+use crate::support::model::{bench, refusal, succeed};
+use crate::support::{Tensor, apart, read, write};
+use ringspan_candle::{Devices, Precision};
+use ringspan_models::{Decoder, folder};
+use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
+use std::ops::ControlFlow;
+
+/// Of two layers, the roundings of each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
+/// direction.
+const ROUNDED: f64 = 8e-3;
+
+/// Relative difference (L2).
+fn off(got: &[f32], wanted: &[f32]) -> f64 {
+    apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
+}
+
+/// A dense model, and one whose second layer is made of experts.
+fn models() -> [serde_json::Value; 2] {
+    [
+        serde_json::json!({}),
+        serde_json::json!({
+            "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "norm_topk_prob": true, "mlp_only_layers": [0]
+        }),
+    ]
+}
+
+/// Not closer than rounding allows, either.
+#[test]
+fn scores_are_those_of_f32_up_to_rounding() {
+    for more in models() {
+        let bench = bench(&more);
+        let text = &std::fs::read_to_string(bench.path("text.txt")).expect("text")[..90];
+        std::fs::write(bench.path("short.txt"), text).expect("file");
+        let score = "--model model --text short.txt --out out.safetensors --logits";
+        succeed(&bench, "score", score);
+        let wanted = read(&bench.path("out.safetensors"));
+        for mesh in ["", "--ring 2", "--ulysses 2"] {
+            succeed(&bench, "score", &format!("{score} --dtype bf16 {mesh}"));
+            let got = read(&bench.path("out.safetensors"));
+            for name in ["logprobs", "logits"] {
+                let off = off(&got[name].values(), &wanted[name].values());
+                assert!(off <= ROUNDED, "{mesh}: {name} differs by {off:e}");
+            }
+            let off = off(&got["logits"].values(), &wanted["logits"].values());
+            assert!(off > 5e-4, "{mesh}: logits differ by {off:e} only: nothing was computed in bf16");
+        }
+    }
+}
+
+/// Every token that is drawn is, to the model in f32, as likely as the likeliest, up to rounding; and the cache is half as large.
+#[test]
+fn a_text_is_one_that_f32_may_draw_and_its_cache_takes_half() {
+    for more in models() {
+        let bench = bench(&more);
+        let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
+        // Wider than they are made, so that layers have a say in what follows.
+        let weights: ringspan_candle::Weights =
+            weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
+        let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
+        let prompt: Vec<u32> = (0..BLOCK as u32 - 3).map(|i| i * 7 % 257).collect();
+        let options = Options { sampling: Sampling::greedy(), max_tokens: 8, stop_tokens: Vec::new() };
+        let run = |precision, ring| {
+            let devices = Devices::CPU.computing_in(precision);
+            let model = model().on(&devices).expect("a model there");
+            assert!(model.weights(0).values().all(|weight| weight.computed_in() == precision.dtype()));
+            let mesh = Mesh { ring, devices, ..Mesh::single() };
+            let all = generate(&model, &mesh, &prompt, &options, |_| Ok(ControlFlow::Continue(()))).expect("text");
+            let bytes: usize = all.iter().map(|rank| rank.cached_bytes).sum();
+            (all[0].tokens.clone(), bytes)
+        };
+        for ring in [1, 2] {
+            let ((_, wide), (tokens, narrow)) = (run(Precision::F32, ring), run(Precision::Bf16, ring));
+            assert_eq!((wide, tokens.len()), (2 * narrow, 8), "{ring} ranks: bytes of the cache");
+            let all = [&prompt[..], &tokens].concat();
+            let documents = ringspan::Documents::batch(1, all.len());
+            let batch = ringspan_serve::Batch { tokens: &all, documents: &documents };
+            let (layout, strategy) = (ringspan::LayoutKind::Contiguous, ringspan::Strategy::Ring);
+            let scores = ringspan_serve::score(&model(), &Mesh::single(), batch, layout, strategy, true);
+            let logits = scores.expect("scores").and_then(|scores| scores.logits).expect("logits");
+            for (row, token) in logits.chunks_exact(257).skip(prompt.len() - 1).zip(&tokens) {
+                let most = row.iter().copied().fold(f32::MIN, f32::max);
+                let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
+                let behind = (most - row[*token as usize]) / size;
+                // Each of the two may be off by the bound of all, and the greatest are off by more than most.
+                assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
+            }
+        }
+    }
+}
+
+/// Loss, logits, gradients and updated weights, against one rank in f32.
+#[test]
+fn verify_passes_on_meshes() {
+    let bench = bench(&serde_json::json!({}));
+    for mesh in [
+        "--ring 1",
+        "--ring 2 --ulysses 2",
+        "--dp-shard 2 --tp 2",
+        "--ring 2 --ep 2",
+        "--ring 2 --ep 2 --lora-rank 4 --lora-dropout 0.2",
+    ] {
+        let said = succeed(&bench, "verify", &format!("--tiny --sequence-length 24 --dtype bf16 {mesh}"));
+        assert!(said.contains("PASS") && said.contains("in bf16 (the one rank computes in f32)"), "{said}");
+        println!("{mesh}: {}", said.lines().last().unwrap_or_default());
+    }
+}
+
+/// A GGUF file's matrices stay as they are, and are multiplied with activations in bf16.
+#[test]
+fn quantized_matrices_go_with_activations_in_bf16() {
+    let bench = bench(&serde_json::json!({}));
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../ringspan-models/tests/fixtures/gguf_families/qwen3.gguf");
+    let tokens: Vec<i64> = (0..40).map(|i| i * i * 31 % 96).collect();
+    write(&bench.path("tokens.safetensors"), &[("tokens", Tensor::i64(&[2, 20], &tokens))]);
+    let score = format!("--model {model} --tokens tokens.safetensors --out out.safetensors --logits");
+    succeed(&bench, "score", &score);
+    let wanted = read(&bench.path("out.safetensors"));
+    for mesh in ["", "--ring 2"] {
+        succeed(&bench, "score", &format!("{score} --dtype bf16 {mesh}"));
+        let off = off(&read(&bench.path("out.safetensors"))["logits"].values(), &wanted["logits"].values());
+        assert!(off > 5e-4 && off <= 2.0 * ROUNDED, "{mesh}: logits differ by {off:e}");
+    }
+}
+
+#[test]
+fn what_has_no_effect_in_bf16_is_refused() {
+    let bench = bench(&serde_json::json!({}));
+    let train = "--model model --data text.txt --sequence-length 32 --steps 1 --dtype bf16";
+    let said = refusal(&bench, "train", &format!("{train} --activations bf16"));
+    assert!(said.contains("--activations has no effect with --dtype bf16"), "{said}");
+    let said = refusal(&bench, "train", &train.replace("bf16", "f16"));
+    assert!(said.contains("'f16'") && said.contains("f32, bf16"), "{said}");
+    let plan = succeed(&bench, "train", &format!("{train} --dry-run"));
+    assert!(plan.contains("in bf16"), "{plan}");
+}
