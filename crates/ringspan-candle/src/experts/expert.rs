@@ -10,7 +10,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub enum Expert {
     /// Matrices of its own.
-    Gated(GatedExpert),
+    Gated(Box<GatedExpert>),
     /// A part of tensors of all experts.
     Stacked(StackedExpert),
 }
@@ -30,7 +30,7 @@ pub struct GatedExpert {
 
 impl From<GatedExpert> for Expert {
     fn from(expert: GatedExpert) -> Self {
-        Self::Gated(expert)
+        Self::Gated(Box::new(expert))
     }
 }
 

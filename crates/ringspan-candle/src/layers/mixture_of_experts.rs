@@ -144,10 +144,11 @@ impl MixtureOfExperts {
 /// The parameters of an expert that has matrices of its own.
 fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
     let weight = |linear: &Projection| linear.weight(pass).cloned();
-    Ok(Expert::Gated(GatedExpert {
+    let expert = GatedExpert {
         adapters: [gate.adapter(pass)?, up.adapter(pass)?, down.adapter(pass)?],
         gate: weight(gate)?,
         up: weight(up)?,
         down: weight(down)?,
-    }))
+    };
+    Ok(expert.into())
 }

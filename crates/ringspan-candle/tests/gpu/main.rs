@@ -218,7 +218,7 @@ fn mixture(adapted: bool) {
             };
             // One stands beside nothing.
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));
-            Ok(Expert::Gated(GatedExpert { adapters, ..GatedExpert::plain(gate, up, down) }))
+            Ok(Expert::from(GatedExpert { adapters, ..GatedExpert::plain(gate, up, down) }))
         };
         let mut memory = Memory::new(Storage::F32);
         let first = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;

@@ -124,7 +124,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
             let expert = |index: usize| {
                 let [gate, up, down] = weights[index].clone();
                 let adapters = [0, 1, 2].map(|which| beside(x, index, which));
-                Ok(Expert::Gated(GatedExpert { gate, up, down, adapters }))
+                Ok(Expert::from(GatedExpert { gate, up, down, adapters }))
             };
             mixed_keeping(&x[0], &routing, &expert, memory)
         };
