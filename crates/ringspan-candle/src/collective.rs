@@ -77,7 +77,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
     let op = ReduceScatter { comm: comm.clone(), counts, seen: seen && !tape::is_unseen(x) };
     if tape::is_unseen(x) {
         let shape = [&[op.counts[comm.rank()]], &x.dims()[1..]].concat();
-        return tape::apply_unseen(op, [x], Reads::Nothing, shape);
+        return tape::apply_unseen(op, [x], Reads::Nothing, (shape, x.dtype()));
     }
     gpu::on_host(x, op)
 }

@@ -123,7 +123,7 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     // What the layer reads must not refer to the graph: the graph refers to the layer.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
     match is_unseen {
-        true => tape::apply_unseen(op, [&inputs, &down], Reads::Inputs, x.shape()),
+        true => tape::apply_unseen(op, [&inputs, &down], Reads::Inputs, (x.shape(), x.dtype())),
         false => tape::apply(op, [&inputs, &down], Reads::Inputs),
     }
 }

@@ -45,7 +45,7 @@ pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
     match tape::is_recording() && x.device().is_cpu() {
-        true => tape::apply_unseen(Residual, [x, y], Reads::Nothing, x.shape()),
+        true => tape::apply_unseen(Residual, [x, y], Reads::Nothing, (x.shape(), x.dtype())),
         false => residual(x, y),
     }
 }

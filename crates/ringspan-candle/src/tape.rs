@@ -18,7 +18,7 @@ mod test;
 use crate::cotangent;
 use crate::residual::{add_in_place, residual};
 use candle_core::op::BackpropOp;
-use candle_core::{Result, Shape, Storage, Tensor, TensorId, Var, bail};
+use candle_core::{DType, Result, Shape, Storage, Tensor, TensorId, Var, bail};
 pub(crate) use operation::Operation;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -143,7 +143,7 @@ pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N],
 }
 
 /// The same for an operation whose values nothing looks at: a tape writes it down and does not compute it. Its output, of this
-/// shape and of the type of the first input, has no memory, and can only be an input of [`residual`](crate::residual::residual) or
+/// shape and type, has no memory, and can only be an input of [`residual`](crate::residual::residual) or
 /// the output of the recording.
 ///
 /// # Errors
@@ -152,12 +152,12 @@ pub(crate) fn apply_unseen<const N: usize>(
     op: impl Operation<N>,
     inputs: [&Tensor; N],
     reads: Reads,
-    shape: impl Into<Shape>,
+    (shape, dtype): (impl Into<Shape>, DType),
 ) -> Result<Tensor> {
     if !is_recording() || !can_be_taped(inputs) {
         return apply(op, inputs, reads);
     }
-    let zero = Var::from_tensor(&Tensor::zeros((), inputs[0].dtype(), inputs[0].device())?)?;
+    let zero = Var::from_tensor(&Tensor::zeros((), dtype, inputs[0].device())?)?;
     let output = zero.broadcast_as(shape)?;
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {

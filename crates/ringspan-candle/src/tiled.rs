@@ -71,7 +71,7 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tens
     let is_unseen = matches!(pass, Pass::Unseen);
     let op = Tiled { x: x.detach(), function, trained, gradients, pass };
     match is_unseen {
-        true => tape::apply_unseen(op, [&x, &ties], Reads::Nothing, shape),
+        true => tape::apply_unseen(op, [&x, &ties], Reads::Nothing, (shape, x.dtype())),
         false => tape::apply(op, [&x, &ties], Reads::Nothing),
     }
 }

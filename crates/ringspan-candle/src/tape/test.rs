@@ -89,7 +89,7 @@ fn operations_are_come_to_in_the_opposite_order_and_let_go_of_on_the_way() -> Re
         let a = noted(2, &a.sqr()?)?;
         residual(&noted(3, &b)?, &a)
     })?;
-    let mut gradients = tape.backward(output, Tensor::ones(3, candle_core::DType::F32, &Device::Cpu)?)?;
+    let mut gradients = tape.backward(output, Tensor::ones(3, DType::F32, &Device::Cpu)?)?;
     assert_eq!(*ran.lock().expect("no panic"), [(3, 4), (2, 3), (1, 2), (0, 1)]);
     let got = gradients.remove(&x).expect("a gradient");
     let wanted: Vec<f32> = numbers(&x)?.into_iter().map(|x| 1.0 + 2.0 * x).collect();
@@ -103,7 +103,7 @@ fn gradients_that_share_memory_are_not_added_to_in_place() -> Result<()> {
     let x = Var::from_tensor(&wave(&[4], 0.3)?)?;
     let y = Var::from_tensor(&wave(&[4], 0.5)?)?;
     let (output, tape) = Tape::record(|| residual(&residual(&x, &y)?, &residual(&x, &x)?))?;
-    let mut gradients = tape.backward(output, Tensor::ones(4, candle_core::DType::F32, &Device::Cpu)?)?;
+    let mut gradients = tape.backward(output, Tensor::ones(4, DType::F32, &Device::Cpu)?)?;
     let mut of = |variable: &Tensor| numbers(&gradients.remove(variable).expect("a gradient"));
     assert_eq!((of(&x)?, of(&y)?), (vec![3.0; 4], vec![1.0; 4]));
     Ok(())
@@ -127,7 +127,7 @@ fn a_recording_that_fails_leaves_the_one_around_it_as_it_was() -> Result<()> {
         residual(&sum, &x)
     })?;
     assert_eq!(tape.entries.len(), 2);
-    let mut gradients = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?)?;
+    let mut gradients = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?)?;
     assert_eq!(numbers(&gradients.remove(&x).expect("a gradient"))?, vec![3.0; 6]);
     assert!(RECORDING.take().is_none());
     Ok(())
@@ -139,16 +139,16 @@ fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
     let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
     let (x, y) = (x?, y?);
     let noted = || Noted { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };
-    let unseen = |y: &Tensor| apply_unseen(noted(), [y], Reads::Nothing, (2, 3));
+    let unseen = |y: &Tensor| apply_unseen(noted(), [y], Reads::Nothing, ((2, 3), y.dtype()));
     let (output, tape) = Tape::record(|| residual(&x.sqr()?, &unseen(&y)?))?;
     assert_eq!((output.dims(), output.stride()), (&[2, 3][..], &[0, 0][..]));
-    let mut gradients = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?)?;
+    let mut gradients = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?)?;
     let wanted: Vec<f32> = numbers(&x)?.into_iter().map(|x| 2.0 * x).collect();
     assert_eq!(numbers(&gradients.remove(&x).expect("a gradient"))?, wanted);
     assert_eq!(numbers(&gradients.remove(&y).expect("a gradient"))?, vec![1.0; 6]);
 
     let (output, tape) = Tape::record(|| unseen(&y)? * 2.0)?;
-    let refused = tape.backward(output, Tensor::ones((2, 3), candle_core::DType::F32, &Device::Cpu)?);
+    let refused = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?);
     assert!(refused.is_err_and(|error| error.to_string().contains("residual stream")));
     // Without a tape it is computed.
     assert_eq!(numbers(&unseen(&y)?)?, numbers(&y)?);

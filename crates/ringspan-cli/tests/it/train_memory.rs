@@ -8,7 +8,7 @@ fn train(folder: &Path, more: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
     command
         .current_dir(folder)
-        .args(["train", "--data", "text.txt", "--steps", "2", "--sample-tokens", "0"])
+        .args(["train", "--data", "text.txt", "--sequence-length", "16384", "--steps", "2", "--sample-tokens", "0"])
         .args(more);
     let output = command.output().expect("the binary starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

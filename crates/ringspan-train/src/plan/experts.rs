@@ -21,7 +21,8 @@ pub(super) struct Experts {
     pub(super) ep: u64,
     /// Ranks that share the width of each.
     width_ranks: u64,
-    /// Whether experts and routers have adapters, and whether these drop some of their inputs.
+    /// Whether adapters are trained, whether experts and routers have some, and whether these drop some of their inputs.
+    has_adapters: bool,
     adapted: bool,
     router_adapted: bool,
     dropping: bool,
@@ -41,6 +42,7 @@ impl Experts {
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,
+            has_adapters: decoder.lora().is_some(),
             adapted: decoder
                 .linear_layers()
                 .any(|it| it.is_of_experts() && !it.is_router && decoder.adapter(&it.name).is_some()),
@@ -66,12 +68,13 @@ impl Experts {
 
     /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output and
     /// [`Self::products`] left out; `kept` says that those wait for the backward pass. The factors are counts of what is there
-    /// at once, found by the allocator.
-    pub(super) fn activations(&self, rows: u64, hidden: u64, kept: bool) -> u64 {
+    /// at once, found by the allocator; what is of one expert is left out, too. `stored` says that experts stay as they are
+    /// stored.
+    pub(super) fn activations(&self, rows: u64, hidden: u64, kept: bool, stored: bool) -> u64 {
         let gathered = rows * self.width_ranks;
         // Tokens on each way that they take, and their gradients; adapters are beside outputs, too. To kept products tokens go once
-        // more, while the gradients of outputs do.
-        let ways = match (kept, self.adapted) {
+        // more, while the gradients of outputs do. Beside experts that stay as they are stored, less is there.
+        let ways = match (kept, self.adapted && !stored) {
             (true, _) => 6,
             (false, true) => 4,
             (false, false) => 2,
@@ -79,13 +82,23 @@ impl Experts {
         let under_way = ways * gathered * hidden;
         let to_widths = if self.width_ranks > 1 { under_way } else { 0 };
         let to_experts = if self.ep > 1 { (self.ranks_of_a_token() * under_way as f64) as u64 } else { 0 };
-        // What adapters add to one expert's gradients, to which all tokens may have gone.
-        let adapted = if self.adapted { 3 * gathered * (hidden + self.wide) } else { 0 };
-        // The products are there of all experts, the rest of one at a time.
-        let of_one = self.choices(rows) * self.ep / self.all.max(1);
         let dropped = if self.router_adapted && self.dropping { rows * hidden } else { 0 };
-        let router = 10 * rows * self.all + dropped;
-        to_widths + to_experts + adapted + router + of_one * (4 * hidden + 5 * self.wide)
+        to_widths + to_experts + 10 * rows * self.all + dropped
+    }
+
+    /// Numbers in f32 of the same that are of one expert, beside its products.
+    pub(super) fn activations_of_one(&self, rows: u64, hidden: u64, stored: bool) -> u64 {
+        let gathered = rows * self.width_ranks;
+        // To one expert all tokens may have gone, which its adapters read.
+        let adapted = match (self.adapted, stored) {
+            (false, _) => 0,
+            (true, false) => 3 * gathered * (hidden + self.wide),
+            (true, true) => 3 * gathered * (hidden + self.wide) / 2,
+        };
+        let even = self.choices(rows) * self.ep / self.all.max(1);
+        // Where adapters are trained beside others alone, most is there at the last layer, which chooses less evenly than the first.
+        let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
+        adapted + tokens * (4 * hidden + 5 * self.wide)
     }
 
     /// Bytes of the same on a GPU, where all choices are computed at once, in numbers of `width` bytes: at their fullest, and

@@ -33,8 +33,8 @@ impl Shape {
         let (kept, layers) = (self.kept(tokens, rows), self.layers);
         let last = width * rows * self.hidden;
         let layer = width * (held.layer + held.layer_trained) + held.stored_layer;
-        // What other ranks have sent and not yet been told that it was used.
-        let moving = |unit: u64| if held.shares() { 4 * unit } else { 0 };
+        // What other ranks have sent and not yet been told that it was used: half of it, by the allocator.
+        let moving = |unit: u64| if held.shares() { 2 * unit } else { 0 };
         // The head's gradient waits for the embedding's.
         let tied = if self.tied && held.embedding_shard > 0 { 4 * held.embedding } else { 0 };
         let always = |gradients: u64| {
@@ -58,7 +58,10 @@ impl Shape {
         let (hidden, wide, chunk) = (self.hidden, self.feed_forward, tokens.min(loss::CHUNK as u64));
         let of_layer = scratch(tokens, wide, hidden).max(scratch(tokens, hidden, wide));
         let of_logits = scratch(chunk, self.vocabulary, hidden);
-        let decoded_of_layer = ("a tile of a layer, decoded", if held.stores_layers { of_layer } else { 0 });
+        // It is decoded before a tile's gradients are all there, or between them.
+        let of_tile = 5 * self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
+        let decoded = if held.stores_layers { of_layer.saturating_sub(of_tile) } else { 0 };
+        let decoded_of_layer = ("a tile of a layer, decoded", decoded);
         let decoded_of_head = ("a tile of the head, decoded", if held.stores_head { of_logits } else { 0 });
         // The gradient of the head is f32 in any type.
         let of_head = if head_shard > 0 { (width + 2 * 4) * head } else { width * head + stored_head };
@@ -162,13 +165,17 @@ impl Shape {
         let (attended, differentiated) = (2 * both + 2 * keys, 4 * both + 2 * keys);
         let normed = if self.norms_heads { both } else { 0 };
         let is_kept = self.recompute == Recompute::Nothing;
-        let fused = !self.feed_forward_adapted && !self.feed_forward_bias;
+        let fused = !self.feed_forward_adapted && !self.feed_forward_bias && !self.held.stores_layers;
         let wide = if is_kept && fused { 2 * tokens * self.feed_forward } else { 0 };
         let dense = width * (of_dense * self.hidden + self.feed_forward_activations(tokens)) + self.kept_width() * wide;
         let with_experts = self.experts.map_or(0, |experts| {
             let shared = if self.shared > 0 { tokens * self.hidden } else { 0 };
             let products = if is_kept { self.kept_width() } else { width } * experts.products(rows);
-            width * (of_experts * self.hidden + shared + experts.activations(rows, self.hidden, is_kept)) + products
+            let stored = self.held.stores_layers;
+            let single = 4 * experts.activations_of_one(rows, self.hidden, stored);
+            width * (of_experts * self.hidden + shared + experts.activations(rows, self.hidden, is_kept, stored))
+                + single
+                + products
         });
         let held = width * (tokens * (normed + self.dropped) + rows * self.projected[1]);
         let feed_forward = width * tokens * attended + dense.max(with_experts);
@@ -185,12 +192,13 @@ impl Shape {
     /// Numbers of the feed-forward part of a layer without experts beside its input and output, as part of [`Self::activations`].
     fn feed_forward_activations(&self, tokens: u64) -> u64 {
         let tile = tokens.min(gated_mlp::TILE as u64);
-        // With biases or adapters, products are stored of all tokens or of none; adapted tiles have inputs and outputs of their own.
+        // With biases, adapters or stored weights, products are stored of all tokens or of none; such tiles have inputs and outputs
+        // of their own.
         let (rows, of_adapters, tiles) = match self.recompute {
             Recompute::Nothing => (tokens, 5, 0),
             _ => (tile, 8, 4 * tile * self.hidden),
         };
-        let (wide, tiles) = match (self.feed_forward_adapted, self.feed_forward_bias) {
+        let (wide, tiles) = match (self.feed_forward_adapted, self.feed_forward_bias || self.held.stores_layers) {
             (true, _) => (of_adapters * rows, tiles),
             (false, true) => (6 * rows, tiles),
             _ => (3 * tile, 0),
