@@ -233,7 +233,7 @@ impl<T: Number> Layer<'_, T> {
     /// With gate and up of all tokens, if they are to be kept.
     fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<T>, Option<Tiles>) {
         let mut out = vec![T::ZERO; self.tokens * self.hidden];
-        // What is rounded already is kept as it is.
+        // Numbers in bf16 are kept as they are.
         let keep = keep.map(|storage| if T::DTYPE == DType::BF16 { Storage::Bf16 } else { storage });
         let mut kept = keep.map(|storage| Tiles::new(self.tokens * self.wide, storage));
         let [mut gate, mut up] = self.buffers();

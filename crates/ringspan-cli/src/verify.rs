@@ -171,7 +171,7 @@ impl std::fmt::Display for Tolerance {
         let Self { values, gradients } = self;
         match values == gradients {
             true => write!(f, "{values:.0e}"),
-            false => write!(f, "{values:.0e}, or {gradients:.0e} of a gradient,"),
+            false => write!(f, "{values:.0e}, {gradients:.0e} of a gradient,"),
         }
     }
 }
@@ -256,7 +256,10 @@ fn compared(expected: &Trial, actual: &Trial, tolerance: Tolerance) -> Result<Ve
 }
 
 fn report(all: &[Compared], tolerance: Tolerance, is_rounded: bool) -> Result<()> {
-    let rounding = if is_rounded { ", and twice what one rank in bf16 differs by," } else { "" };
+    let tolerance = match is_rounded {
+        true => format!("{tolerance} or twice what one rank in bf16 differs by,"),
+        false => tolerance.to_string(),
+    };
     let width = all.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
     let mut failed = 0;
     for (name, difference, passes) in all {
@@ -271,13 +274,10 @@ fn report(all: &[Compared], tolerance: Tolerance, is_rounded: bool) -> Result<()
         .fold(0.0, |worst: f64, x| if x > worst || x.is_nan() { x } else { worst });
     if failed > 0 {
         say::line("FAIL")?;
-        bail!(
-            "{failed} of {} differ by more than {tolerance}{rounding} (relative L2), at worst by {worst:.2e}",
-            all.len()
-        );
+        bail!("{failed} of {} differ by more than {tolerance} (relative L2), at worst by {worst:.2e}", all.len());
     }
     say::line(format_args!(
-        "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {tolerance}{rounding} passes)",
+        "PASS: {} quantities, at worst {worst:.2e} apart (relative L2; {tolerance} passes)",
         all.len()
     ))?;
     Ok(())

@@ -88,7 +88,7 @@ pub struct ExpertStack {
 }
 
 impl ExpertStack {
-    /// What is dense, in the order of the fields: a matrix that stays as it is stored has no place among gradients.
+    /// The dense tensors, in the order of the fields: a matrix that stays as it is stored has no gradient.
     pub(crate) fn parameters(&self) -> [Option<&Tensor>; 4] {
         [self.gate_up.dense(), Some(&self.gate_up_bias), self.down.dense(), Some(&self.down_bias)]
     }

@@ -38,7 +38,7 @@ impl Memory {
 
 /// As [`Experts::mix`](super::Experts::mix), of experts that are all here.
 ///
-/// Of bf16, what the experts make of a token is weighted and added up in f32, and rounded once.
+/// In bf16, the outputs of a token's experts are weighted and added up in f32, and rounded once.
 ///
 /// Each expert's tokens are gathered once and go through three products; experts that nobody chose cost nothing, and
 /// get no gradient.

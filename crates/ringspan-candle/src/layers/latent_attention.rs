@@ -131,7 +131,7 @@ impl LatentAttention {
 /// `[T, 1, R]` to `[T, H, R]`, the same for all heads.
 fn for_heads(shared: &Tensor, shape: (usize, usize, usize)) -> Result<Tensor> {
     match shared.device().is_cpu() {
-        // Of bf16, candle would round the sum over heads that the gradient is after each.
+        // Candle would round the gradient in bf16, which is a sum over heads, after each of them.
         true => cast(&cast(shared, DType::F32)?.broadcast_as(shape)?.contiguous()?, shared.dtype()),
         false => shared.broadcast_as(shape)?.contiguous(),
     }

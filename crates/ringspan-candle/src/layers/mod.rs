@@ -52,7 +52,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
         return Ok(x.clone());
     }
     match x.device().is_cpu() {
-        // Of bf16, candle would round the factor, too.
+        // Candle would round the factor to bf16, too.
         true => cast(&(cast(x, DType::F32)? * factor)?, x.dtype()),
         false => x * factor,
     }
@@ -61,7 +61,7 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
 /// x `[T, N]` and a bias `[N]`.
 fn with_bias(x: &Tensor, bias: &Tensor) -> Result<Tensor> {
     match x.device().is_cpu() {
-        // Of bf16, candle would round the bias's gradient after each row.
+        // Candle would round the bias's gradient to bf16 after each row.
         true => cast(&cast(x, DType::F32)?.broadcast_add(&cast(bias, DType::F32)?)?, x.dtype()),
         false => x.broadcast_add(bias),
     }

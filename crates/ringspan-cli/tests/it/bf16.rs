@@ -7,7 +7,7 @@ use ringspan_models::{Decoder, folder};
 use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
 use std::ops::ControlFlow;
 
-/// Of two layers, the roundings of each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
+/// Two layers round each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
 /// direction.
 const ROUNDED: f64 = 8e-3;
 

@@ -11,7 +11,7 @@ use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
 pub(super) enum Joined {
     /// Rows of the first and of the second take turns, of each expert.
     Alternating,
-    /// Of each head the transpose of its part of the first, and behind it its part of the second.
+    /// Each head is the transpose of its part of the first tensor, and behind it its part of the second.
     LatentHeads,
 }
 

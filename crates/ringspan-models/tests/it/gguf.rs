@@ -227,7 +227,7 @@ fn files_that_cannot_be_read_say_why() {
     }
 }
 
-/// What is said of a family's file in which the bytes behind some names are others: of a tensor's name, a key's type and value, or
+/// The refusal of a family's file in which the bytes behind some names are others: of a tensor's name, a key's type and value, or
 /// a tensor's number of dimensions and the dimensions, innermost first.
 fn refusal_of(name: &str, changes: &[(&str, &[u8])]) -> String {
     let mut bytes = fs::read(fixture("gguf_families").join(name)).expect("bytes");

@@ -142,7 +142,7 @@ impl Shape {
     fn of_layer(&self, tokens: u64, rows: u64) -> u64 {
         let ((heads, _), (attended, keys)) = (self.head_counts(), self.attended());
         // Before attention rows are gathered, and behind it there are partial sums of all of them.
-        let stream = if self.tp > 1 { 11 * rows + 11 * tokens } else { 13 * tokens } * self.hidden;
+        let stream = if self.tp > 1 { 8 * rows + 11 * tokens } else { 10 * tokens } * self.hidden;
         // Products, what is turned, what is normed.
         let projected = tokens * ((if self.norms_heads { 4 } else { 3 }) * (attended + keys) + self.linked);
         let held = match self.recompute {

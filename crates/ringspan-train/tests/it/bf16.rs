@@ -69,7 +69,7 @@ fn losses_stay_close_on_every_mesh_and_a_run_goes_on_elsewhere() {
     stay_close(root, "", 5e-3, &Settings::default(), &meshes);
     let adapters = Settings { lora_rank: Some(4), lora_dropout: Some(0.1), ..Settings::default() };
     stay_close(root, "adapters, ", 5e-3, &adapters, &meshes[..4]);
-    // What is kept of a run is f32: another mesh goes on with it, in either type.
+    // Checkpoints are f32, so that another mesh goes on with them in either type.
     for (dtype, ring, tp) in [("bf16", 2, 2), ("f32", 1, 1)] {
         let args = TrainArgs {
             dry_run: false,

@@ -106,7 +106,7 @@ fn experts_stay_as_they_are_stored_on_every_mesh() {
     let gguf = |name: &str| fixtures().join(format!("gguf_families/{name}.gguf"));
     let in_bf16 = root.join("gpt-oss-bf16");
     rounded(&fixtures().join("gpt_oss"), &in_bf16);
-    // Of 96 inner columns two ranks have 48 each, which are no blocks of 32.
+    // Two ranks have 48 of 96 inner columns each, which are no blocks of 32.
     for (name, stored, formats, cut_inside) in [
         ("mixtral", gguf("mixtral"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),
         ("qwen3moe", gguf("qwen3moe"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),

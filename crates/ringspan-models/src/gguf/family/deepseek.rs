@@ -98,7 +98,7 @@ fn config(metadata: &Metadata, config: &mut Value) -> Result<()> {
         own["rope_scaling"] = Value::Null;
     }
     if let (Value::Object(config), Value::Object(own)) = (config, own) {
-        // Of the width of a head, of which nothing turns but a part that has a key of its own.
+        // The rotary part of a head has a key of its own, so that no share of the whole width is said.
         config.remove("partial_rotary_factor");
         config.extend(own);
     }
