@@ -1,6 +1,6 @@
 //! The types of numbers that layers on the CPU compute with: f32, and bf16.
 //!
-//! Of bf16 every number is widened when it is read, and a result is rounded once when it is written; between the two is f32.
+//! A number in bf16 is widened to f32 when it is read, all arithmetic is f32, and a result is rounded once when it is written.
 //! Loops over a type of numbers are compiled for each, and of f32 they are what they would be without the other.
 
 use crate::kept::{nearest, rounded};

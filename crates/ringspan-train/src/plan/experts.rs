@@ -86,7 +86,7 @@ impl Experts {
         to_widths + to_experts + 10 * rows * self.all + dropped
     }
 
-    /// Numbers in f32 of the same that are of one expert, beside its products.
+    /// Numbers, always in f32, that differentiating one expert holds beside its products: experts are differentiated one by one.
     pub(super) fn activations_of_one(&self, rows: u64, hidden: u64, stored: bool) -> u64 {
         let gathered = rows * self.width_ranks;
         // To one expert all tokens may have gone, which its adapters read.
@@ -96,7 +96,8 @@ impl Experts {
             (true, true) => 3 * gathered * (hidden + self.wide) / 2,
         };
         let even = self.choices(rows) * self.ep / self.all.max(1);
-        // Where adapters are trained beside others alone, most is there at the last layer, which chooses less evenly than the first.
+        // Where only adapters are trained, a rank is at its fullest at the last layer, whose router chooses experts less evenly than
+        // the first layer's.
         let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
         adapted + tokens * (4 * hidden + 5 * self.wide)
     }

@@ -58,7 +58,7 @@ impl Shape {
         let (hidden, wide, chunk) = (self.hidden, self.feed_forward, tokens.min(loss::CHUNK as u64));
         let of_layer = scratch(tokens, wide, hidden).max(scratch(tokens, hidden, wide));
         let of_logits = scratch(chunk, self.vocabulary, hidden);
-        // It is decoded before a tile's gradients are all there, or between them.
+        // A tile of weights is decoded while not all of the gradients of a tile of rows are there.
         let of_tile = 5 * self.width() * tokens.min(gated_mlp::TILE as u64) * self.feed_forward;
         let decoded = if held.stores_layers { of_layer.saturating_sub(of_tile) } else { 0 };
         let decoded_of_layer = ("a tile of a layer, decoded", decoded);

@@ -46,7 +46,7 @@ pub(super) struct Region {
 }
 
 impl Region {
-    /// That of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
+    /// The rows and columns of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
     /// `[out, in]`.
     pub(super) fn new(portion: &Portion) -> Self {
         let Portion { whole, dim, rows, columns, .. } = portion;
