@@ -44,7 +44,7 @@ CASES = {
     "long": (65536, 16, 16, 128),
     "tiny": (256, 4, 2, 32),
 }
-# Largest relative L2 distance from Ringspan: more is another computation.
+# Upper limit of the relative L2 distance from Ringspan: beyond it, another computation was timed.
 TOLERANCE = {"f32": 1e-4, "bf16": 3e-2}
 
 
@@ -64,7 +64,7 @@ class Run:
         return f"S={s} H={h} G={g} D={d} {self.mask} {self.dtype} {device} ring {self.ring} x {self.threads}"
 
     def environment(self) -> dict:
-        """The environment in which PyTorch uses the same instructions."""
+        """Environment variables with which PyTorch uses the same instruction set."""
         avx2 = dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
         return dict(os.environ, **(avx2 if self.isa == "avx2" else {}))
 
@@ -72,12 +72,12 @@ class Run:
         return self.ring * self.threads
 
     def bind(self):
-        """Its cores, for `preexec_fn`; on a GPU it takes all."""
+        """A `preexec_fn` that binds the process to its cores; on a GPU it may use all."""
         return bound(self.cores()) if self.device == "cpu" else None
 
 
 def bound(threads: int):
-    """What a child process does first: it takes as many cores as it has threads, where the system can bind."""
+    """A `preexec_fn` that binds a child process to as many cores as it has threads, where the system can bind."""
 
     def bind() -> None:
         if hasattr(os, "sched_setaffinity"):
@@ -103,7 +103,7 @@ class Ringspan:
 
 
 class Alone(Ringspan):
-    """Ringspan with one rank in the place of all."""
+    """Ringspan with one rank that has the threads of all ranks of the run."""
 
     def __init__(self, run: Run, binary: pathlib.Path, source: pathlib.Path, folder: pathlib.Path, repeat: int):
         super().__init__(replace(run, ring=1, threads=run.cores()), binary, source, folder / "alone", repeat)
@@ -118,7 +118,7 @@ class Alone(Ringspan):
 
 
 class Worker:
-    """A peer in its process (see peers/worker.py)."""
+    """Times a peer in a process of its own (see peers/worker.py)."""
 
     def __init__(self, script: str, job: dict, bind, environment: dict | None = None):
         command = [sys.executable, str(HERE / "peers" / script)]
@@ -144,12 +144,12 @@ class Worker:
 
 
 def takes_part(peer: str, run: Run, arguments: argparse.Namespace) -> bool:
-    # PyTorch has no ring, and a device of JAX no threads of its own.
+    # PyTorch is run without a ring, and a device of JAX has no threads of its own.
     return run.ring == 1 if peer == "torch" else run.threads == 1 and run.ring in arguments.rings
 
 
 def measure(run: Run, arguments: argparse.Namespace, missing: dict) -> list[dict]:
-    """One line for each peer."""
+    """Prints one line for each peer."""
     s, h, g, d = CASES[run.case]
     random = np.random.default_rng(7)
     values = {
@@ -268,7 +268,7 @@ def main() -> None:
     head = f"{'ringspan':>8} {'peer':>8} {'ratio':>17}"
     print(f"{'':47} {'':20}  {head:35}  {head:35}")
     print(f"{'':47} {'':20}  {'forward, s':>35}  {'forward + backward, s':>35}")
-    # Threads of a rank compute nothing on a GPU.
+    # On a GPU the number of threads has no effect.
     threads = arguments.threads if arguments.device == "cpu" else [1]
     meshes = [(1, threads) for threads in threads if "torch" in arguments.peers]
     meshes += [(ring, 1) for ring in arguments.rings if set(arguments.peers) & {"jax", "alone"}]

@@ -19,7 +19,7 @@ import tempfile
 from bench_peers import HERE, Worker, bound, machine
 
 LR = 1e-4
-# Relative distance of the losses: more is another computation.
+# Upper limit of the relative distance of the losses: beyond it, another computation was timed.
 TOLERANCE = 1e-4
 
 
@@ -49,7 +49,7 @@ def model(folder: pathlib.Path, sizes: dict, length: int) -> pathlib.Path:
 
 
 def bench(arguments: argparse.Namespace) -> list[str]:
-    # With features of the whole workspace, so that a build of it serves.
+    # With the features of the whole workspace, so that an existing build can be used.
     return ["cargo", "bench", "--profile", arguments.profile, "--workspace", "--bench", "step"]
 
 
@@ -68,7 +68,7 @@ def measure(arguments: argparse.Namespace, length: int, checkpointing: bool) -> 
     with tempfile.TemporaryDirectory() as name:
         sizes = TINY if arguments.tiny else SMALL
         path = model(pathlib.Path(name), sizes, length)
-        # The tokens that the bench makes for itself.
+        # The same tokens as the benchmark in Rust makes.
         tokens = [(7919 * i + 13) % sizes["vocab_size"] for i in range(length)]
         job = dict(model=str(path), tokens=tokens, threads=arguments.threads, recompute=checkpointing, lr=LR)
         worker = Worker("torch_train.py", job, bound(arguments.threads))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compiles the library for aarch64 and looks whether the portable kernel's products are vector instructions there: in the
-# forward and the backward kernel, fused multiply-adds of four f32 and none of one.
+# Compiles the library for aarch64 and checks that the portable kernel's matrix products are vector instructions there: its
+# forward and backward kernels must use fused multiply-adds of four f32, and none of a single one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

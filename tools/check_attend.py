@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 class Call:
-    """One random call: the tensors, the flags, and what PyTorch makes of them."""
+    """One random call: the tensors, the flags, and the results of PyTorch."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -82,7 +82,7 @@ class Call:
             lengths = torch.tensor([rng.randint(0, self.keys) for _ in range(self.batch)], dtype=torch.int32)
             self.tensors["kv_lengths"] = lengths
             visible &= j[None] < lengths[:, None, None]
-        # Positions count inside the document: of queries [B, Sq, 1], of keys [B, 1, Sk].
+        # Positions inside the document: those of queries are [B, Sq, 1], those of keys [B, 1, Sk].
         i = (i[None, :, 0] - start)[:, :, None] if not plain_positions else i[None].expand(self.batch, -1, -1)
         j = (j[None, 0] - start)[:, None] if not plain_positions else j[None].expand(self.batch, -1, -1)
         self.distance = i + shift - j
@@ -151,7 +151,7 @@ class Call:
             self.flags += ["--layout", rng.choice(layouts)]
 
     def buckets(self, count):
-        """T5's buckets of the distances."""
+        """T5's bucket for each distance."""
         ahead, bucket = -self.distance, torch.zeros_like(self.distance)
         if self.bidirectional:
             count //= 2
@@ -200,7 +200,7 @@ def relative_error(got, wanted):
     got, finite = got.double(), wanted.isfinite()
     if not ((got[~finite] == wanted[~finite]).all() and got[finite].isfinite().all()):
         return float("inf")
-    # What cancels to zero (one visible key: dq = 0) is compared with elements of size 0.01.
+    # Tensors that cancel to zero (dq, if one key is visible) are compared as if their elements had size 0.01.
     floor = 1e-2 * max(1, finite.sum().item()) ** 0.5
     return ((got[finite] - wanted[finite]).norm() / wanted[finite].norm().clamp(min=floor)).item()
 

@@ -27,7 +27,7 @@ ROOT = TOOLS.parent
 MODELS = ROOT / "crates/ringspan-models/tests/fixtures"
 TRAIN = ROOT / "crates/ringspan-train/tests/fixtures"
 CANDLE = ROOT / "crates/ringspan-candle/tests/fixtures"
-# The folder of `--out`, and the folders in it that a script makes.
+# For each script: its folder for `--out`, and the folders that it writes there.
 SCRIPTS = {
     "make_model_fixtures.py": (MODELS, ["."]),
     "make_adapter_fixture.py": (MODELS, ["llama_lora", "adapters"]),
@@ -38,17 +38,17 @@ SCRIPTS = {
     "make_chat_fixture.py": (TRAIN / "chat", ["."]),
     "make_quantized_fixture.py": (CANDLE / "quantized", ["."]),
 }
-# Needs packages that are older than those of the others.
+# This script needs older packages than the others.
 EXPERTS = "make_expert_adapter_fixture.py"
 TOLERANCE = 1e-5
-# PiSSA begins with singular vectors that PEFT computes in f32. Where singular values are close to each other, the vectors
-# turn with the rounding of the processor's kernels, by 2e-5 so far.
+# PiSSA begins with singular vectors that PEFT computes in f32. If singular values are close to each other, the vectors
+# depend on the rounding of the processor's kernels; differences of up to 2e-5 have been seen.
 OF_SINGULAR_VECTORS = pathlib.Path("adapters/pissa_converted")
 TOLERANCE_OF_SINGULAR_VECTORS = 1e-4
 
 
 def json_difference(made, kept) -> float:
-    """The largest relative distance of two numbers in the same place; infinite where anything else differs."""
+    """The largest relative distance of corresponding numbers in two JSON values; infinite if anything else differs."""
     if isinstance(made, dict) and isinstance(kept, dict) and list(made) == list(kept):
         return max((json_difference(made[key], kept[key]) for key in made), default=0.0)
     if isinstance(made, list) and isinstance(kept, list) and len(made) == len(kept):
@@ -59,7 +59,7 @@ def json_difference(made, kept) -> float:
 
 
 def tensors_difference(made: pathlib.Path, kept: pathlib.Path) -> float:
-    """The largest distance of two elements relative to the largest in their tensor; infinite where anything else differs."""
+    """The largest distance of two elements, relative to the largest in their tensor; infinite if anything else differs."""
     ours, theirs = load_file(made), load_file(kept)
     if ours.keys() != theirs.keys():
         return math.inf
@@ -94,9 +94,9 @@ def files(folder: pathlib.Path, root: pathlib.Path | None = None) -> set[pathlib
 
 
 def compare(name: str, made: pathlib.Path) -> list[str]:
-    """What is wrong with the files that a script made."""
+    """Differences between the files that a script made and the fixtures."""
     kept, folders = SCRIPTS[name]
-    # Folders of other scripts lie between those of this one.
+    # Fixtures of other scripts may lie in the same folder.
     others = {root / folder for other, (root, folders) in SCRIPTS.items() if other != name for folder in folders}
     others = {other for other in others if any(kept / folder in other.parents for folder in folders)}
     made_here = {path for folder in folders for path in files(kept / folder, kept)}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes all fixtures again and compares them with those in the tree, in an environment of its own.
+# Makes all fixtures again, in a Python environment of its own, and compares them with those in the repository.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs the Python scripts of this folder that compute with Ringspan, each in its smallest form, with a program and a bench
-# that were built for tests: that they work, and that what they compare agrees. Their speeds mean nothing.
+# Runs the Python scripts of this folder that call Ringspan, each in its smallest form, with binaries in the test profile, and
+# checks that they work and that the results they compare agree. The speeds they print mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 . tools/python_env.sh
-# The program that the tests run: without them, crates of others would have other features, and be built again.
+# Builds the binary as part of the tests: built alone, dependencies would get other features and be compiled again.
 cargo test --workspace --no-run --quiet
 ringspan=$target/debug/ringspan
 "$python" tools/check_attend.py "$ringspan" --calls 60 --seed 1

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures")
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
-# By folder: the model, and what PEFT is asked for.
+# For each folder: the base model, and the arguments of PEFT's LoraConfig.
 ADAPTERS = {
     "llama_lora": ("llama", {"r": 3, "lora_alpha": 12, "target_modules": TARGETS}),
-    # One regular expression for the layers, with a lookahead, and others for ranks and alphas.
+    # The layers are given by one regular expression with a lookahead, ranks and alphas by others.
     "adapters/regex": (
         "llama",
         {
@@ -36,7 +36,7 @@ ADAPTERS = {
             "alpha_pattern": {"q_proj|gate_proj": 9, "mlp": 1},
         },
     ),
-    # Names of several parts, in some of the layers, scaled by the root of their rank.
+    # Layers are given by names of several parts and by numbers, and scaled by the root of the rank.
     "adapters/layers": (
         "gemma3",
         {
@@ -56,7 +56,7 @@ ADAPTERS = {
 
 
 def moved(adapted: torch.nn.Module) -> None:
-    """As if it had been trained: new adapters have 0 in B, and then A has no gradient."""
+    """Draws B at random, as if the adapter had been trained: in a new adapter B is 0, so A would have no gradient."""
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
@@ -68,7 +68,7 @@ def load(base: str) -> torch.nn.Module:
 
 
 def clean(out: pathlib.Path, folder: str, base: str) -> None:
-    """What PEFT has saved, with the model where the fixtures have it."""
+    """Completes a folder that PEFT saved: its configuration names the base model by its place among the fixtures."""
     (out / "README.md").unlink(missing_ok=True)
     path = out / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -103,7 +103,7 @@ def make(root: pathlib.Path, folder: str, base: str, asked: dict) -> None:
 
 
 def make_converted(root: pathlib.Path, folder: str, base: str) -> None:
-    """PiSSA changes the model that it is trained beside; PEFT can convert its adapter to one beside the model as it was."""
+    """PiSSA changes its base model when it begins; PEFT can convert the adapter to one for the unchanged model."""
     torch.manual_seed(11)
     out = root / folder
     asked = LoraConfig(
@@ -112,14 +112,14 @@ def make_converted(root: pathlib.Path, folder: str, base: str) -> None:
     adapted = get_peft_model(load(base), asked)
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as first:
-        # PEFT compares with the adapter as it was in the beginning, which must not count as PiSSA's when it is read.
+        # PEFT converts by comparing with the initial adapter, which must not be initialised by PiSSA again when it is loaded.
         adapted.peft_config["default"].init_lora_weights = True
         adapted.save_pretrained(first)
         adapted.peft_config["default"].init_lora_weights = "pissa"
         moved(adapted)
         adapted.save_pretrained(out, path_initial_model_for_weight_conversion=first)
     clean(out, folder, base)
-    # The converted adapter beside the model as it is must be the trained model.
+    # The unchanged model with the converted adapter must equal the trained model.
     again = PeftModel.from_pretrained(load(base), out, is_trainable=True)
     tokens = load_file(FIXTURES / base / "reference.safetensors")["tokens"]
     wanted = adapted(input_ids=tokens).logits

@@ -86,7 +86,7 @@ BRACKETS = """\
 {%- endfor -%}
 """
 
-# The logic of Qwen3's own template: it writes thoughts, empty ones too, into the answers behind the last question only.
+# The logic of Qwen3's own template: it writes thoughts, even empty ones, only into answers after the last question.
 THINKING = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -181,7 +181,7 @@ THINKING = """\
 
 
 def with_blocks(template: str) -> str:
-    """THINKING, which has no generation blocks, with them: what an answer adds to the prompt before it."""
+    """THINKING with generation blocks, which it lacks, around the text that an answer adds to the prompt before it."""
     head = "'<|im_start|>' + message.role + '\\n"
     start, middle = template.split("    {%- elif message.role == 'assistant' %}\n")
     answer, rest = middle.split("    {%- elif message.role == 'tool' %}\n")
@@ -258,7 +258,7 @@ def prefix_mask(fast: PreTrainedTokenizerFast, conversation: dict, text: str) ->
             assert upto.startswith(before) and text.startswith(upto)
             spans.append((len(before), len(upto)))
     offsets = fast(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    # Offsets may leave spaces out: a token of nothing but spaces then has an empty place, behind them.
+    # Offsets may leave out spaces: a token of spaces alone then has an empty range, after them.
     offsets = [(a, b) if a < b else (b - 1, b) for a, b in offsets]
     return [int(any(start < b and a < end for start, end in spans)) for a, b in offsets]
 
@@ -272,7 +272,7 @@ def main() -> None:
         folder = out / name
         folder.mkdir(parents=True)
         (folder / "chat_template.jinja").write_text(template)
-        # Where offsets leave spaces out, transformers finds no token at an answer that begins with one, and masks it all.
+        # If offsets leave out spaces, transformers finds no token where an answer begins with a space, and masks all of it.
         marked = with_blocks(template) if template is THINKING else template
         blocks = "generation %}" in marked
         fast = tokenizer(folder, special, names, trim=not blocks)

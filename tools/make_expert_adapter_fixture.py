@@ -29,7 +29,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.manual_seed(13)
     given = load_file(FIXTURES / "qwen3_moe" / "reference.safetensors")
-    # Written by transformers 5, which calls the number of experts otherwise.
+    # The file was written by transformers 5, which has another name for the number of experts.
     config = Qwen3MoeConfig.from_pretrained(FIXTURES / "qwen3_moe")
     config.num_experts = config.num_local_experts
     model = Qwen3MoeForCausalLM.from_pretrained(FIXTURES / "qwen3_moe", config=config, attn_implementation="eager")
@@ -39,7 +39,7 @@ def main() -> None:
     adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:  # New adapters have 0 here, and then A has no gradient.
+            if "lora_B" in name:  # In a new adapter B is 0, so A would have no gradient.
                 parameter.normal_(0.0, 0.1)
     shutil.rmtree(out, ignore_errors=True)
     adapted.save_pretrained(out)
@@ -55,7 +55,7 @@ def main() -> None:
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             plain = name.removeprefix("base_model.model.").replace(".default.", ".")
-            # An expert that no token went to has none.
+            # An expert to which no token was routed has no gradient.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             reference[f"grad.{plain}"] = gradient.contiguous()
     save_file(reference, out / "reference.safetensors")

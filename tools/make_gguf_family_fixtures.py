@@ -47,7 +47,7 @@ COMMON = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
-# Tensors that transformers does not call weights or biases.
+# Tensors whose names in transformers do not end in weight or bias.
 WHOLE = {
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -98,7 +98,7 @@ DEEPSEEK_KEYS = {
     "expert_used_count": 2,
     "expert_feed_forward_length": 32,
 }
-# Heads as they are where keys and values are made of latent vectors when they are read, not when they are written.
+# Metadata of newer files of DeepSeek: the plain keys give latent widths, the keys with `_mla` the widths of a head.
 LATENT_HEADS = {
     "attention.head_count_kv": 1,
     "attention.key_length": 48,
@@ -109,7 +109,7 @@ LATENT_HEADS = {
 PLAIN = dict(rope_parameters=ROPE)
 FACTORS = dict(short_factor=[1.0 + 0.1 * i for i in range(8)], long_factor=[1.0 + i for i in range(8)])
 
-# For each family: what transformers calls it, its keys, its names of parts, and its metadata beside those of all.
+# For each family: its name in transformers, its configuration, the names of its modules, and the metadata that only it has.
 FAMILIES = {
     "llama": ("llama", PLAIN | dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False), {}, {}),
     "mixtral": (
@@ -205,7 +205,7 @@ FAMILIES = {
         {},
         {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0},
     ),
-    # As older files are: keys and values in one matrix, and heads of their own.
+    # Like older files: keys and values are made by one matrix, and the keys for widths are those of the heads.
     "deepseek2": (
         "deepseek_v2",
         DEEPSEEK
@@ -270,12 +270,12 @@ FAMILIES = {
     ),
 }
 ARCHITECTURES = {"mixtral": "llama", "deepseek2-lite": "deepseek2", "deepseek3": "deepseek2"}
-# llama.cpp turns neighbours in these.
+# In these families llama.cpp rotates neighbouring rows.
 NEIGHBOURS = {"llama", "mixtral", "smollm3", "granite"}
 
 
 def pairs_together(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The two elements that are turned together lie half a head apart; llama.cpp wants them side by side."""
+    """Reorders rows: the two rows of a rotary pair are half a head apart, and llama.cpp wants them side by side."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -286,7 +286,7 @@ def halves_together(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def encoded(values: np.ndarray, kind: str, random: np.random.Generator) -> np.ndarray:
-    """Bytes of a format; the gguf package cannot encode IQ4_NL, so its codes are drawn."""
+    """Encodes values in a format; the gguf package cannot encode IQ4_NL, so its codes are random."""
     if kind != "IQ4_NL":
         return gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     blocks = values.size // 32
@@ -300,7 +300,7 @@ def turned(values: np.ndarray) -> np.ndarray:
 
 
 def pieces_of(name: str, part: str, suffix: str, values: np.ndarray, names: dict, config) -> tuple[list, callable]:
-    """The tensors of a layer's parameter, without the layer: names and values; and what makes the parameter of the latter."""
+    """The stored tensors of a layer's parameter, as names and values, and a function from these values to the parameter."""
     path = f"{part}.{suffix}"
     if path == "mlp.experts.gate_up_proj" and name == "gpt-oss":
         rows = turned(values)
@@ -324,7 +324,7 @@ def pieces_of(name: str, part: str, suffix: str, values: np.ndarray, names: dict
 
 
 def format_of(name: str, stored: str, count: int) -> str:
-    """Experts of gpt-oss's first layer are as they are published, and of a layer's latent heads both in 16 bits, or neither."""
+    """A tensor's format: MXFP4 for experts in the first layer of gpt-oss; 16 bits for both parts of latent heads, or neither."""
     if name == "gpt-oss" and stored.startswith("blk.0.") and "_exps" in stored:
         return "MXFP4"
     if name == "deepseek2-lite" and stored.endswith(("k_b.weight", "v_b.weight")):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FIXTURES = pathlib.Path("crates/ringspan-models/tests/fixtures")
 
-# What matrices are stored as; norms and biases stay as they are.
+# For each model, the type in which its matrices are stored; norms and biases stay in f32.
 MODELS = {"llama_tied": "F32", "qwen2": "Q8_0", "qwen3": "F16"}
 
 NAMES = {
@@ -39,8 +39,8 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
-# How each model cuts text into words, by one pattern after the other. Those of Llama and Qwen differ in the runs of digits; of
-# DeepSeek-V2 the letters are those that have a case, as far as Unicode had them when it was made.
+# The patterns by which each model splits text into words, one after the other. Those of Llama and Qwen differ in runs of digits;
+# the letters of DeepSeek-V2 are those with a case in the Unicode version of its time.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -73,12 +73,12 @@ TEXTS = [
     "<|begin|>The fox<|end|>",
     "漢字 and e\u0301mojis 🦊🦊",
 ]
-# What only DeepSeek's patterns tell apart: kana, cased letters, symbols before letters.
+# Texts that only DeepSeek's patterns split differently: kana, letters with a case, symbols before letters.
 MORE_TEXTS = ["これはペンです。 漢字カナ: 20000x", "(if) ⴀⴁ 𝐀b Ǆ ƻ ʰ, ѐ! \u3000“quoted”  ", "a_b.c+=d $x\n\n  end  "]
 
 
 def pairs_together(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The two elements that are turned together lie half a head apart; llama.cpp wants them side by side."""
+    """Reorders rows: the two rows of a rotary pair are half a head apart, and llama.cpp wants them side by side."""
     rows = weight.shape[0]
     halves = weight.reshape(heads, 2, rows // heads // 2, -1)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)

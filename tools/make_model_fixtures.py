@@ -26,13 +26,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 MODELS = DENSE | SPARSE
 ROWS, LENGTH = 2, 41
-# Experts whose scores lie closer together than this could change places where numbers are rounded otherwise.
+# If the scores of two experts are closer than this, another rounding could change which of them is chosen.
 MARGIN = 1e-4
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """Norms and biases are 1 and 0 at first, which would hide a mistake in them."""
+    """Makes norms and biases random: their initial values, 1 and 0, would hide a mistake."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -64,7 +64,7 @@ def in_mxfp4(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def margin(router: torch.nn.Module, logits: torch.Tensor) -> float:
-    """How far apart the last chosen expert and the first other are, and so for groups where these are chosen first."""
+    """The smallest distance of scores between the last chosen and the first other expert, and so for groups of experts."""
 
     def gap(scores: torch.Tensor, chosen: int) -> float:
         ordered = scores.sort(dim=-1, descending=True).values
@@ -93,7 +93,7 @@ def smallest_margin(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 
 
 def drawn(name: str, tiny: Tiny) -> tuple[torch.nn.Module, torch.Tensor, dict[str, torch.Tensor]]:
-    """A model, tokens, and its experts in MXFP4: the first whose routing does not hang on how numbers are rounded."""
+    """A model, tokens, and its experts in MXFP4, with the first seed for which routing does not depend on rounding."""
     for seed in itertools.count(sum(map(ord, name))):
         torch.manual_seed(seed)
         model = randomised(MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny.config)](copy.deepcopy(tiny.config)))
@@ -104,7 +104,7 @@ def drawn(name: str, tiny: Tiny) -> tuple[torch.nn.Module, torch.Tensor, dict[st
 
 
 def changed(model: torch.nn.Module, ablation: dict) -> torch.nn.Module:
-    """The model without a feature."""
+    """A copy of the model without one of its features."""
     config, weights = copy.deepcopy(model.config), dict(model.state_dict())
     for key, value in copy.deepcopy(ablation).items():
         if "*" in key:
@@ -119,7 +119,7 @@ def changed(model: torch.nn.Module, ablation: dict) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, quantised: dict[str, torch.Tensor], folder: pathlib.Path, shard: str) -> None:
-    """A folder as transformers writes it; with experts in MXFP4, as they are published, whatever else is bf16."""
+    """Saves a folder as transformers does; with experts in MXFP4, as published, all other tensors are in bf16."""
     if quantised:
         model = copy.deepcopy(model).bfloat16()
     model.save_pretrained(folder, max_shard_size=shard)
@@ -136,7 +136,7 @@ def save(model: torch.nn.Module, quantised: dict[str, torch.Tensor], folder: pat
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By the names and in the shapes in which transformers stores what they are of."""
+    """Gradients by the names, and in the shapes, in which transformers stores their parameters."""
     named = copy.deepcopy(model)
     for parameter, of in zip(named.parameters(), model.parameters()):
         parameter.data = of.grad
@@ -164,11 +164,11 @@ def write(name: str, out: pathlib.Path) -> None:
         assert change > 1e-2, f"{name}: {ablation} changes logits by {change} only"
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
-    # One model is sharded, to show that the index is read.
+    # One model is split into several files, to show that the index is read.
     save(model, quantised, folder, shard="30KB" if name == "llama" else "1GB")
     reference = {"tokens": tokens, "logits": result.logits.detach(), "loss": loss.detach().reshape(1)}
     reference |= gradients(model)
-    if quantised:  # Such weights are not trained.
+    if quantised:  # Weights in MXFP4 are not trained.
         reference = {key: value for key, value in reference.items() if not key.endswith(EXPERTS)}
     save_file({key: value.contiguous() for key, value in reference.items()}, folder / "reference.safetensors")
     if tiny.short:

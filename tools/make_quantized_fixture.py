@@ -20,7 +20,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 FOLDER = pathlib.Path("crates/ringspan-candle/tests/fixtures/quantized")
 ROWS, COLUMNS = 6, 256
 
-# Where the numbers of half precision are that scale a block.
+# Offsets of the half-precision scales in a block.
 SCALES = {
     "F16": [],
     "BF16": [],
@@ -35,12 +35,12 @@ SCALES = {
 }
 # The bits of 0.1, 0, -0, the least subnormal number, a negative subnormal one, the least normal one, -1, 65504 and 0.003.
 SPECIAL = np.array([0x2E66, 0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0xBC00, 0x7BFF, 0x1A25], np.uint16)
-# Those of MXFP4 are powers of two; the first two of these are subnormal.
+# Exponents of MXFP4 scales, which are powers of two; the first two give subnormal numbers.
 EXPONENTS = np.array([0, 1, 2, 100, 127, 130, 250], np.uint8)
 
 
 def random_blocks(name: str, rows: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows of random bytes, no number of which is infinite or no number."""
+    """Rows of random bytes that decode to finite numbers."""
     kind = gguf.GGMLQuantizationType[name]
     block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     count = rows * COLUMNS // block_len
@@ -48,14 +48,14 @@ def random_blocks(name: str, rows: int, rng: np.random.Generator) -> np.ndarray:
     if name in ("F16", "BF16"):
         exponent = np.uint16(0x7C00 if name == "F16" else 0x7F80)
         bits = blocks.view(np.uint16)
-        # Ones in the whole exponent are infinite or no number; without its last bit they are large.
+        # An exponent of ones means infinity or NaN; with its last bit cleared, the number is large.
         bits[(bits & exponent) == exponent] &= ~(exponent & (~exponent << np.uint16(1)))
-        # Some are subnormal.
+        # Some numbers are made subnormal.
         bits[::5] &= ~exponent
     elif name == "MXFP4":
         blocks[:, 0] = np.resize(EXPONENTS, count)
     for i, place in enumerate(SCALES[name]):
-        # Another scale for the minima of a block than for its steps.
+        # The minima of a block have another scale than its steps.
         blocks[:, place : place + 2] = np.resize(np.roll(SPECIAL, 4 * i), count)[:, None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
@@ -78,7 +78,7 @@ def gpt_oss(rng: np.random.Generator) -> dict[str, np.ndarray]:
     blocks = rng.integers(0, 256, (1, 2, COLUMNS // 32, 16), dtype=np.uint8)
     scales = rng.integers(100, 140, (1, 2, COLUMNS // 32), dtype=np.uint8)
     values = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
-    # Transformers multiplies with the transpose.
+    # Transformers stores the transpose, by which it multiplies.
     values = np.ascontiguousarray(values[0].T.numpy())
     return {"gpt-oss.blocks": blocks[0], "gpt-oss.scales": scales[0], "gpt-oss.values": values}
 

@@ -4,7 +4,7 @@ import gguf
 
 
 class Pieces:
-    """The pieces of a file whose tokenizer is of the kind `llama`. Quadratic, and by itself."""
+    """A tokenizer for a file of the kind `llama`, written without a tokenizer library; it takes quadratic time."""
 
     def __init__(self, reader: gguf.GGUFReader):
         field = lambda name: reader.fields[f"tokenizer.ggml.{name}"].contents()

@@ -3,7 +3,7 @@
 from tiny_models import PLAIN, SIZES, UNPADDED, YARN, Tiny
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
-# Sparse and dense layers; more experts than are chosen.
+# Sparse and dense layers; there are more experts than a token is routed to.
 MOE = SIZES | dict(
     num_hidden_layers=3,
     head_dim=16,

@@ -20,11 +20,11 @@ from transformers import (
 
 @dataclass
 class Tiny:
-    """A model."""
+    """The configuration of a tiny model, and how its fixture is made."""
 
     config: PreTrainedConfig
-    # Each must change the logits, or the fixture would not show the feature: keys of the configuration with other
-    # values, or patterns of parameters (with a `*`) with the value that fills them.
+    # Each of these must change the logits, or the fixture would not show its feature: keys of the configuration with
+    # other values, or patterns of parameters' names (with a `*`) with the value that fills these parameters.
     ablations: list[dict] = field(default_factory=list)
     # Tokens of a second, shorter row; 0 is none.
     short: int = 0
@@ -45,7 +45,7 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-# Without a row of the embedding that is kept at 0.
+# A configuration without padding token, whose row of the embedding would stay 0.
 UNPADDED = SIZES | dict(pad_token_id=None)
 
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
@@ -62,7 +62,7 @@ LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.5)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=3.0)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 YARN_FINE = YARN | dict(beta_fast=2.0, beta_slow=0.5, truncate=False, mscale=0.7, mscale_all_dim=1.3)
-# Of the three pairs that are turned; the rows are longer than 16 tokens.
+# Factors for the three rotary pairs; the rows are longer than 16 tokens.
 LONGROPE = PLAIN | dict(
     rope_type="longrope",
     short_factor=[1.0, 1.1, 1.3],

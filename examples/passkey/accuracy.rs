@@ -1,4 +1,4 @@
-//! How many keys a trained model finds.
+//! Counts the keys that a trained model finds.
 
 use crate::document::Document;
 use crate::sight::{RANKS, Sight};
@@ -8,10 +8,10 @@ use ringspan_models::{Decoder, folder};
 use ringspan_serve::{Batch, Mesh, Model, score};
 use std::path::Path;
 
-/// Documents whose key is the model's most likely answer, digit by digit.
+/// Number of documents whose key is the model's most likely answer, digit by digit.
 ///
-/// Each digit is judged after the true ones before it. All of them are the most likely ones exactly when greedy generation
-/// writes the key, so this counts what generation would get right, at the price of one pass.
+/// Each digit is judged after the true digits before it. All of them are the most likely ones exactly if greedy generation
+/// writes the key, so this counts what generation would get right, at the cost of one pass.
 pub(crate) fn exact_matches(folder: &Path, documents: &[Document], sight: Sight) -> Result<usize> {
     let (config, weights) = folder::load(folder)?;
     let model = Model::new(Decoder::new(config)?, weights)?;

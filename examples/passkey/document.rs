@@ -19,7 +19,7 @@ const FILLER: [&str; 8] = [
     "The river runs to the sea.",
 ];
 const QUESTION: &str = " What is the pass key? The pass key is ";
-/// Digits of a key: guessing is right once in 100,000 times.
+/// Number of digits of a key: a guess is right once in 100,000 times.
 pub(crate) const DIGITS: usize = 5;
 
 /// A document of text; a token is a byte.
@@ -27,14 +27,14 @@ pub(crate) const DIGITS: usize = 5;
 pub(crate) struct Document {
     /// Filler, needle, filler, question.
     pub(crate) prompt: String,
-    /// What the model has to say: digits.
+    /// The answer that the model has to give, in digits.
     pub(crate) key: String,
-    /// Where in the prompt the needle stands.
+    /// Place of the needle in the prompt, in bytes.
     pub(crate) needle: Range<usize>,
 }
 
 impl Document {
-    /// A document of exactly `length` tokens, with the one that ends the text.
+    /// A document of exactly `length` tokens, including the token that ends the text.
     fn new(random: &mut ChaCha8Rng, length: usize) -> Result<Self> {
         let key: String = (0..DIGITS).map(|_| char::from(b'0' + below(random, 10) as u8)).collect();
         let needle = format!(" The pass key is {key}. Remember it. ");
@@ -47,7 +47,7 @@ impl Document {
         Ok(Self { prompt, key, needle: before..before + needle.len() })
     }
 
-    /// Where the answer stands among the document's tokens.
+    /// Place of the answer among the document's tokens.
     pub(crate) fn answer(&self) -> Range<usize> {
         self.prompt.len()..self.prompt.len() + DIGITS
     }
@@ -80,7 +80,7 @@ fn filler(random: &mut ChaCha8Rng, len: usize) -> String {
     text
 }
 
-/// A number below `end`; the bias of a 64-bit product over so few is of no account.
+/// A random number below `end`; the bias of a 64-bit product is negligible for such small ranges.
 fn below(random: &mut ChaCha8Rng, end: usize) -> usize {
     ((u128::from(random.next_u64()) * end as u128) >> 64) as usize
 }

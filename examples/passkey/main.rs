@@ -22,18 +22,19 @@ use stage::Stage;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// As in `ringspan`: buffers come and go all the time.
+/// Like the command `ringspan`, training allocates and frees buffers all the time.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Learned on short texts, where a model soon sees what to look for; then stretched at once for the longest ones, and tuned.
+/// The model learns the task on short texts, where it soon sees what to look for; then its rotary embedding is scaled once for
+/// the longest texts, and it is tuned.
 const STAGES: [Stage; 3] = [
     Stage { length: 128, texts: 32, steps: 300, lr: 5e-3, stretch: None },
     Stage { length: 4096, texts: 4, steps: 20, lr: 3e-4, stretch: Some("yarn:128") },
     Stage { length: 16_384, texts: 1, steps: 20, lr: 3e-4, stretch: None },
 ];
 
-/// Part of the keys that has to be found.
+/// Share of the keys that has to be found.
 const WANTED: f64 = 0.95;
 
 /// Trains a model to find a pass key across two ranks, and the same model with attention cut between them.
@@ -61,7 +62,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Trains both models and asks them; the keys that the one with the ring finds.
+/// Trains both models and tests them; returns the number of keys that the model with the ring finds.
 fn run(out: &Path, stages: &[Stage], seed: u64, questions: usize) -> Result<usize> {
     ensure!(!out.exists(), "{} is there already: remove it, or name another folder with --out", out.display());
     let (first, last) = stages.first().zip(stages.last()).context("a training has at least one stage")?;
@@ -107,7 +108,7 @@ fn run(out: &Path, stages: &[Stage], seed: u64, questions: usize) -> Result<usiz
     Ok(*found)
 }
 
-/// Says which rank holds what, as the layout deals it.
+/// Prints which rank holds which part of a text, according to the layout.
 fn tell_ranks(held_out: &[Document], length: usize) -> Result<()> {
     let layout = Sight::Ring.layout(length)?;
     for rank in 0..layout.ranks() {
@@ -133,7 +134,7 @@ fn document_needle(document: &Document) -> &str {
     document.prompt[document.needle.clone()].trim()
 }
 
-/// Different random streams for different texts.
+/// Gives different texts different random streams.
 fn salted(seed: u64, salt: u64) -> u64 {
     seed.wrapping_mul(STAGES.len() as u64 + 1).wrapping_add(salt)
 }

@@ -1,4 +1,4 @@
-//! A model small enough for minutes on two cores, with what it takes to find a key again.
+//! A model small enough to train in minutes on two cores, and able to find a key.
 
 use anyhow::Result;
 use ringspan_candle::Weights;
@@ -38,10 +38,10 @@ fn config(positions: usize) -> Value {
     })
 }
 
-/// Deviation of a new embedding, which Gemma multiplies by the root of the width.
+/// Standard deviation of a new embedding, which Gemma multiplies by the root of the width.
 const EMBEDDING: f64 = 0.06;
 
-/// Writes a new model into a folder as Hugging Face's.
+/// Writes a new model into a folder in the layout of Hugging Face.
 pub(crate) fn write(path: &Path, positions: usize, seed: u64) -> Result<()> {
     let json = config(positions);
     let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone())?)?;
@@ -50,8 +50,8 @@ pub(crate) fn write(path: &Path, positions: usize, seed: u64) -> Result<()> {
     Ok(std::fs::write(path.join("tokenizer.json"), tokenizer.to_json()?)?)
 }
 
-/// New weights. The usual deviation of 0.02 is made for widths of thousands; at 64 it hides the layers behind the embedding,
-/// and hundreds of steps go into growing them. So matrices get 1 / sqrt(inputs).
+/// New weights. The usual deviation of 0.02 is meant for widths of thousands; at 64 the embedding outweighs the layers, and
+/// hundreds of steps are spent on growing them. So matrices have a deviation of 1 / sqrt(inputs).
 fn weights(decoder: &Decoder, seed: u64) -> Result<Weights> {
     const USUAL: f64 = 0.02;
     let mut weights = decoder.init(seed)?;

@@ -1,4 +1,4 @@
-//! Losses over steps as an SVG.
+//! Draws losses over steps as an SVG.
 
 use crate::document::DIGITS;
 use crate::stage::Stage;
@@ -8,7 +8,7 @@ const INK: &str = "#1c2330";
 const MUTED: &str = "#5b6472";
 const LINE: &str = "#d5d9e0";
 const BAND: &str = "#f3f4f7";
-/// Of the curves; dark and light, so that they differ without colour too.
+/// Colours of the curves; one is dark and one light, so that they differ without colour, too.
 const COLOURS: [&str; 2] = ["#215e70", "#de9654"];
 
 const WIDTH: f64 = 900.0;
@@ -25,7 +25,7 @@ pub(crate) struct Curve {
     pub(crate) losses: Vec<f64>,
 }
 
-/// What is drawn.
+/// The contents of the plot.
 pub(crate) struct Plot<'a> {
     pub(crate) stages: &'a [Stage],
     pub(crate) curves: Vec<Curve>,
@@ -85,7 +85,8 @@ impl Plot<'_> {
     }
 }
 
-/// Loss of who knows all but the digits, of which each is one of ten: the end of the text, which is learned too, is certain.
+/// Loss of a model that guesses each of the key's digits, one of ten, and is certain of the end of the text, which is learned,
+/// too.
 fn chance() -> f64 {
     DIGITS as f64 * 10f64.ln() / (DIGITS + 1) as f64
 }
@@ -123,7 +124,7 @@ impl Svg {
     fn line(&mut self, points: impl IntoIterator<Item = (f64, f64)>, stroke: &str, width: f64) {
         let mut path = String::new();
         for (x, y) in points {
-            // Points after the first one of M are lines.
+            // In an SVG path, points after the first one of M are connected by lines.
             let word = if path.is_empty() { "M" } else { " " };
             // Writing to a string cannot fail.
             let _ = write!(path, "{word}{x:.1} {y:.1}");

@@ -1,14 +1,14 @@
-//! How far attention reaches: over the whole text, or not beyond the border between the ranks.
+//! How far attention reaches: over the whole text, or only to the border between the ranks.
 
 use anyhow::Result;
 use ringspan::{Documents, Layout, LayoutKind};
 
-/// Ranks that share a text.
+/// Number of ranks that share a text.
 pub(crate) const RANKS: usize = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sight {
-    /// Keys and values go around the ring: every token sees all before it.
+    /// Keys and values go around the ring: every token sees all tokens before it.
     Ring,
     /// The control. Each rank's half of a text is a document of its own, so no token sees across the border.
     Cut,
@@ -31,7 +31,7 @@ impl Sight {
         }
     }
 
-    /// Documents that a text of `length` tokens is attended as.
+    /// Number of documents into which a text of `length` tokens is split for attention.
     pub(crate) fn documents(self, length: usize) -> usize {
         match self {
             Self::Ring => 1,
@@ -39,7 +39,7 @@ impl Sight {
         }
     }
 
-    /// Who holds which token of a text; in both cases rank 0 the first half and rank 1 the second.
+    /// The layout of a text; in both cases rank 0 has the first half of its tokens and rank 1 the second.
     pub(crate) fn layout(self, length: usize) -> Result<Layout> {
         let parts = self.documents(length);
         let cut = |part: usize| length * part / parts;

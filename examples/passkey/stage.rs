@@ -1,4 +1,4 @@
-//! One length of the curriculum: its texts, and the training that starts from the stage before.
+//! One length of the curriculum: its texts, and the training that starts from the model of the stage before.
 
 use crate::document;
 use crate::sight::{RANKS, Sight};
@@ -8,37 +8,38 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// Texts of one length.
+/// A stage of training with texts of one length.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stage {
-    /// Tokens of a text.
+    /// Number of tokens in a text.
     pub(crate) length: usize,
-    /// Texts of a step.
+    /// Number of texts in a step.
     pub(crate) texts: usize,
-    /// Steps.
+    /// Number of steps.
     pub(crate) steps: u64,
     /// Highest learning rate.
     pub(crate) lr: f64,
-    /// How the model of the stage before is stretched, which can be done once.
+    /// Scaling of the rotary embedding of the previous stage's model; a model can be scaled once only.
     pub(crate) stretch: Option<&'static str>,
 }
 
 impl Stage {
-    /// Its texts, in the folder of a run.
+    /// The file of its texts, in the folder of a run.
     pub(crate) fn data(&self, out: &Path) -> PathBuf {
         out.join(format!("data/{}.jsonl", self.length))
     }
 
-    /// Writes as many texts as its steps take, and those that the trainer holds out: none is seen twice.
+    /// Writes as many texts as its steps take, and those that the trainer holds out, so that no text is seen twice.
     pub(crate) fn write_data(&self, out: &Path, seed: u64) -> Result<()> {
         let taken = self.texts * self.steps as usize;
         document::write(&self.data(out), &document::documents(self.length, taken + taken / 8 + 4, seed)?)
     }
 
-    /// Trains the model in `from`, with needles and questions on different ranks; the loss of each step, and the new model.
+    /// Trains the model in `from`, with needles and questions on different ranks; returns the loss of each step, and the new
+    /// model's folder.
     pub(crate) fn train(&self, out: &Path, from: &Path, sight: Sight, seed: u64) -> Result<(Vec<f64>, PathBuf)> {
-        // A sequence that is as long as a text is one document. One of half its length ends where the first rank's part
-        // does: the second half becomes the next sequence, a document of its own.
+        // With the ring, a sequence is as long as a text, and is one document. In the control, a sequence is half as long and
+        // ends where the first rank's part does: the second half of a text becomes the next sequence, a document of its own.
         let parts = sight.documents(self.length);
         let new = out.join(format!("{}-{}", sight.name(), self.length));
         let settings = Settings {
@@ -47,7 +48,7 @@ impl Stage {
             out: Some(new.clone()),
             token_cache: Some(out.join("tokens")),
             sequence_length: Some(self.length / parts),
-            // The control learns from both halves of a text, each by itself.
+            // The control learns from both halves of a text, each as a text of its own.
             overlong: Some("split".into()),
             batch_size: Some(self.texts * parts),
             ring: Some(RANKS),
@@ -69,7 +70,7 @@ impl Stage {
     }
 }
 
-/// Prints a line now and then, and remembers the losses.
+/// Prints a line now and then, and records the losses.
 struct Progress {
     title: String,
     steps: u64,

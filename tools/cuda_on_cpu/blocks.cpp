@@ -1,4 +1,4 @@
-// Threads of a block as fibers of the calling thread.
+// Runs the threads of a thread block as fibers on the calling thread.
 #include "device.hpp"
 #include <algorithm>
 #include <cstring>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr size_t STACK = 128 * 1024, WARP = 32, MOST_THREADS = 1024;
 
-// Where a fiber or the scheduler stands.
+// The saved execution context of a fiber or of the scheduler.
 #if defined(__x86_64__)
-// The calls for this of the C library save signal masks, which takes most of the time of a barrier.
+// The C library's functions for this also save signal masks, which takes most of the time of a barrier.
 using Place = void *;
 
 asm(R"(
@@ -52,26 +52,26 @@ void prepare(Place &place, char *stack, void (*start)()) {
 }
 #endif
 
-// Where a thread stands when it does not run.
+// The state of a thread that is not running.
 enum class State { READY, AT_BARRIER, AT_SHUFFLE, ENDED };
 
 struct Copy {
     void *to;
-    // Nowhere for zeros.
+    // Null to write zeros.
     const void *from;
     size_t size;
 };
 
 struct Fiber {
     Place place;
-    // As it comes, so that what no fiber uses is no memory.
+    // Not initialised, so that unused pages take no memory.
     std::unique_ptr<char[]> stack;
     State state;
     size_t shuffles;
-    // Started, not done; those of the last group are not closed.
+    // Groups of copies and products that were started and are not complete; the last group is still open.
     std::deque<std::vector<Copy>> copies;
     std::deque<std::vector<std::function<void()>>> products;
-    // Steps of 16 bytes of shared memory that it copied and did not share.
+    // Indices of 16-byte units of shared memory that this thread has copied and not made visible to products.
     std::vector<size_t> unshared;
     bool says;
 };
@@ -81,13 +81,13 @@ struct Block {
     Place scheduler;
     size_t current = 0;
     const std::function<void()> *body = nullptr;
-    // Values under way in a warp. Two of each: who is late still reads the one while others write the next.
+    // Values of the current shuffle, double-buffered: a late thread still reads one buffer while others write the next.
     unsigned char slots[2][MOST_THREADS][16];
     size_t shared_bytes;
     std::vector<bool> unshared;
 };
 
-// The block of the calling thread, and who deletes it when the thread ends.
+// The thread block of the calling thread, and its owner, which deletes it when the thread ends.
 __thread Block *block;
 thread_local std::unique_ptr<Block> owner;
 
@@ -120,7 +120,7 @@ void finish(std::vector<Copy> &copies) {
     copies.clear();
 }
 
-// How many of these threads stand there.
+// Number of threads in [first, end) that are in this state.
 size_t standing(size_t first, size_t end, State state) {
     const auto begin = block->fibers.begin();
     return static_cast<size_t>(std::count_if(begin + static_cast<long>(first), begin + static_cast<long>(end),
@@ -144,7 +144,7 @@ void shuffle(void *value, size_t size, unsigned lane) {
 
 namespace {
 
-// The values of all threads of a warp, each of SIZE bytes.
+// Collects the values of all threads of a warp, SIZE bytes each.
 template <size_t SIZE> void gather(unsigned char *all, const unsigned char (*slots)[16]) {
     for (size_t lane = 0; lane < WARP; lane++) {
         std::memcpy(all + lane * SIZE, slots[lane], SIZE);
@@ -173,14 +173,14 @@ bool any_of_block(bool yes) {
     for (size_t i = 0; i < blockDim.x; i++) {
         any = any || block->fibers[i].says;
     }
-    barrier(); // All have seen what the next call overwrites.
+    barrier(); // All threads have read `says`, which the next call overwrites.
     return any;
 }
 
 void later(void *to, const void *from, size_t size) {
     auto &copies = block->fibers[block->current].copies;
     copies.back().push_back({to, from, size});
-    // As late as may be, or as soon.
+    // Odd blocks copy at once, even ones as late as allowed.
     if (blockIdx.x % 2 == 1) {
         finish(copies.back());
     }
@@ -196,7 +196,7 @@ void finish_groups(size_t left) {
 }
 
 void later_product(const std::function<void()> &product) {
-    // Whatever copies do.
+    // Half of the blocks compute at once, independently of when they copy.
     if ((blockIdx.x / 2 + blockIdx.y) % 2 == 1) {
         product();
     } else {
@@ -273,7 +273,7 @@ void run_block(size_t threads, size_t shared_bytes, const std::function<void()> 
             }
             forwards = !forwards;
         }
-        // One warp goes on to the next barrier before another begins.
+        // One warp runs to the next barrier before another begins.
         size_t first = threads, end = threads;
         for (const State state : {State::AT_SHUFFLE, State::READY}) {
             for (size_t n = 0; n < warps && first == threads; n++) {

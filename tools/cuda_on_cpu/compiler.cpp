@@ -1,4 +1,4 @@
-// Sources of kernels, by the C++ compiler of this machine.
+// Compiles kernels with the C++ compiler of this machine.
 #include "device.hpp"
 #include <condition_variable>
 #include <cstdio>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// This library, as it was found.
+// The path of this library.
 std::string library() {
     Dl_info self;
     dladdr(reinterpret_cast<void *>(&barrier), &self);
@@ -21,7 +21,7 @@ std::string library() {
 
 std::string folder() { return library().substr(0, library().rfind('/')); }
 
-// For the shell.
+// A path quoted for the shell.
 std::string quoted(const std::string &path) { return "'" + path + "'"; }
 
 std::string contents(const std::string &path) {
@@ -29,12 +29,12 @@ std::string contents(const std::string &path) {
     return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Candle's kernels, for an architecture whose half types compute.
+// Flags for candle's kernels: an architecture with arithmetic on 16-bit types.
 const char *const CANDLE = " -D__CUDA_ARCH__=800 -D__CUDACC_VER_MAJOR__=13 -D__CUDACC_VER_MINOR__=0";
 
 std::string with_prelude() { return " -include " + quoted(folder() + "/prelude.h") + " -I " + quoted(folder() + "/include"); }
 
-// The right to make a file, of which two threads may ask for one at once.
+// A lock on a file, because two threads may compile the same one.
 class Turn {
     static inline std::mutex mutex;
     static inline std::condition_variable ended;
@@ -72,7 +72,7 @@ std::string compile(const std::string &source, const std::string &flags, std::st
     if (std::system(("mkdir -p " + quoted(cache)).c_str()) != 0) {
         fail("no folder for compiled kernels");
     }
-    // Another process may be at the same source.
+    // Another process may be compiling the same source.
     const std::string own = stem + "-" + std::to_string(getpid());
     std::ofstream(own + ".cpp") << source;
     const std::string build = command + " " + quoted(own + ".cpp") + " " + quoted(library()) + " -Wl,-rpath," +
@@ -90,7 +90,7 @@ std::string compile(const std::string &source, const std::string &flags, std::st
 }
 
 std::string compile_text(const std::string &source, const std::string &flags, std::string &log) {
-    // What the prelude says counts as part of the source.
+    // A changed prelude makes this another source, which is compiled again.
     return compile(source + "\n// " + std::to_string(std::hash<std::string>()(contents(folder() + "/prelude.h"))) + "\n",
                    flags + with_prelude(), log);
 }
@@ -112,7 +112,7 @@ std::string compile_candle(const std::string &include, std::string &log) {
         log = "cannot be preprocessed: " + include;
         return "";
     }
-    // As the prelude marks kernels.
+    // The prelude's definition of __global__, by which kernels are found.
     const std::string mark = "__attribute__((noinline)) void ";
     std::string entries;
     for (size_t at = source.find(mark); at != std::string::npos; at = source.find(mark, at)) {

@@ -1,4 +1,4 @@
-// The products of cuBLAS that candle asks for: matrices column after column, many of them in even distance.
+// The matrix products of cuBLAS that candle calls: batches of column-major matrices with a constant stride.
 #include "device.hpp"
 #include "include/cuda_bf16.h"
 #include "include/cuda_fp16.h"
@@ -33,7 +33,7 @@ struct Stored {
     long long stride;
     int device;
 
-    // Number `batch` of the matrices, [rows, cols] after it was transposed or not, column after column.
+    // Matrix number `batch`, [rows, cols] after the optional transposition, column-major.
     std::vector<float> matrix(int batch, bool transposed, int rows, int cols) const {
         const int height = transposed ? cols : rows, width = transposed ? rows : cols;
         if (leading < height) {
@@ -58,7 +58,7 @@ struct Stored {
 
 extern "C" {
 
-// A handle is where its stream stands.
+// A handle points to its stream.
 int cublasCreate_v2(void **handle) {
     *handle = new void *(nullptr);
     return 0;
@@ -81,7 +81,7 @@ int cublasGemmStridedBatchedEx(void *handle, int a_op, int b_op, int m, int n, i
     if (m <= 0 || n <= 0 || k <= 0 || count <= 0 || c_leading < m || compute != COMPUTE_F32) {
         return 7;
     }
-    // What is there is not read unless it is added to.
+    // The output is read only if beta is not 0.
     const float factor = *static_cast<const float *>(alpha), before = *static_cast<const float *>(beta);
     Stream *on = stream(*static_cast<void **>(handle));
     const Stored left{a, a_type, a_leading, a_stride, on->device}, right{b, b_type, b_leading, b_stride, on->device};

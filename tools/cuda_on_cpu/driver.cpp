@@ -1,4 +1,4 @@
-// CUDA's driver: two devices, whose streams are as late as they may be.
+// CUDA's driver: two devices, whose streams run as late as allowed.
 #include "device.hpp"
 #include <cstdio>
 #include <cstring>
@@ -9,12 +9,12 @@ namespace {
 
 constexpr int DEVICES = 2;
 
-// By the address of one of these a context is known.
+// A context is the address of one of these.
 int contexts[DEVICES];
 
 int device_of(const void *context) { return static_cast<int>(static_cast<const int *>(context) - contexts); }
 
-// Up to where a stream was told to get; a new one is over.
+// A position in a stream's work; a new event has no stream and counts as complete.
 struct Event {
     Stream *stream;
     uint64_t position;
@@ -42,7 +42,7 @@ thread_local void *current;
 int device() { return current == nullptr ? 0 : device_of(current); }
 
 Stream *stream(void *given) {
-    // The stream without a name: one for each device.
+    // The default stream of each device.
     static Stream *nameless[DEVICES] = {new_stream(0), new_stream(1)};
     return given == nullptr ? nameless[device()] : static_cast<Stream *>(given);
 }
@@ -114,7 +114,7 @@ int cuStreamCreate(void **made, unsigned) {
     return SUCCESS;
 }
 
-// What is left on it is still done.
+// The stream's remaining work is still run.
 int cuStreamDestroy_v2(void *) { return SUCCESS; }
 
 int cuStreamSynchronize(void *given) {
@@ -125,7 +125,7 @@ int cuStreamSynchronize(void *given) {
 int cuStreamWaitEvent(void *given, void *event, unsigned) {
     const Event until = *static_cast<Event *>(event);
     if (until.stream != nullptr) {
-        // Piece by piece: what waits for another rank must not keep who asks.
+        // One piece per poll: work that waits for another rank must not block the thread that polls.
         stream(given)->push_until([until] { return !until.stream->step(until.position); });
     }
     return SUCCESS;
@@ -146,7 +146,7 @@ int cuEventRecord(void *event, void *given) {
     return SUCCESS;
 }
 
-// Each question brings its stream a piece further, so that a wait is a wait.
+// Each query runs one piece of the stream's work, so that polling ends.
 int cuEventQuery(void *event) {
     const Event until = *static_cast<Event *>(event);
     return until.stream != nullptr && until.stream->step(until.position) ? NOT_READY : SUCCESS;
@@ -160,7 +160,7 @@ int cuEventSynchronize(void *event) {
     return SUCCESS;
 }
 
-// Of a pool, no memory is had for the asking: its stream has to come to it.
+// Memory from a pool is inaccessible until the stream has reached its allocation.
 int cuMemAllocAsync(uintptr_t *to, size_t size, void *given) {
     *to = 0;
     if (size == 0) {
@@ -196,7 +196,7 @@ int cuMemHostAlloc(void **to, size_t size, unsigned) { return pin(to, size); }
 
 int cuMemFreeHost(void *at) { return unpin(at); }
 
-// Memory of the CPU is read before the call returns, as a driver reads what is not pinned.
+// CPU memory that is not pinned is read before the call returns, as by a real driver.
 int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *given) {
     const auto *bytes = static_cast<const unsigned char *>(from);
     Stream *on = stream(given);
@@ -214,7 +214,7 @@ int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t size, void *give
     return SUCCESS;
 }
 
-// Such memory is written before the call returns.
+// CPU memory that is not pinned is written before the call returns.
 int cuMemcpyDtoHAsync_v2(void *to, uintptr_t from, size_t size, void *given) {
     if (is_pinned(to, size)) {
         Stream *on = stream(given);
@@ -259,7 +259,7 @@ int cuMemsetD8Async(uintptr_t to, unsigned char value, size_t size, void *given)
     return SUCCESS;
 }
 
-// The path of a library, or where a source of candle's lies.
+// The image is the path of a library, or an #include of a source of candle's.
 int cuModuleLoadData(void **module, const void *image) {
     std::string library = static_cast<const char *>(image), log;
     if (library.rfind("#include ", 0) == 0) {
@@ -289,7 +289,7 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     if (gx == 0 || gy == 0 || gz != 1 || gy > 65535 || bx == 0 || bx > 1024 || by != 1 || bz != 1) {
         return INVALID_VALUE;
     }
-    // Bound to its parameters as they are now: the launch may come later.
+    // The parameters are copied now, because the kernel may run later.
     std::shared_ptr<std::function<void()>> kernel(reinterpret_cast<Entry *>(function)(parameters));
     stream(given)->push([=] {
         gridDim = {gx, gy, gz};
@@ -304,7 +304,7 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     return SUCCESS;
 }
 
-// What NVIDIA's own libraries ask of each other's insides: NVRTC looks for it where there is a driver, and goes on without.
+// An undocumented interface between NVIDIA's libraries: NVRTC asks for it if there is a driver, and works without it.
 int cuGetExportTable(const void **table, const void *) {
     *table = nullptr;
     return NOT_FOUND;

@@ -1,4 +1,4 @@
-// Buffers that show who reads or writes beside them.
+// Buffers in which an access out of bounds ends the process.
 #include "device.hpp"
 #include <algorithm>
 #include <cstdio>
@@ -20,7 +20,7 @@ std::mutex lock;
 std::map<uintptr_t, Buffer> buffers;
 std::map<uintptr_t, size_t> pinned;
 
-// Pages of a buffer, with one before and one behind it that nobody may touch.
+// The size of a buffer in whole pages; an inaccessible page lies before and after it.
 size_t pages(size_t size) { return (size + PAGE - 1) / PAGE * PAGE; }
 
 } // namespace
@@ -35,7 +35,7 @@ Result allocate(uintptr_t *to, size_t size, int device) {
         return OUT_OF_MEMORY;
     }
     auto *first = static_cast<unsigned char *>(memory) + PAGE;
-    // The end is where buffers are left by mistake: it lies before the closed page.
+    // The buffer ends at the inaccessible page, since most accesses out of bounds are beyond the end.
     std::memset(first, FENCE, held - size);
     std::memset(first + held - size, UNWRITTEN, size);
     *to = reinterpret_cast<uintptr_t>(first + held - size);
@@ -104,7 +104,7 @@ Result pin(void **to, size_t size) {
     return SUCCESS;
 }
 
-// What copies it later ends the process by a signal.
+// A later copy from or to this memory ends the process by a signal.
 Result unpin(void *at) {
     std::lock_guard<std::mutex> guard(lock);
     auto found = pinned.find(reinterpret_cast<uintptr_t>(at));
@@ -137,7 +137,7 @@ namespace {
 
 struct AtEnd {
     ~AtEnd() {
-        // The kernels of this thread are gone by now.
+        // A new thread runs the remaining work, because this thread's `thread_local` objects are destroyed already.
         std::thread(run_all).join();
         if (!buffers.empty()) {
             fail(std::to_string(buffers.size()) + " buffers were never given back");

@@ -1,5 +1,5 @@
-// What candle's libraries are linked with, and Ringspan never calls; and a generator of random numbers, which candle makes
-// for each device.
+// Symbols that candle's libraries are linked with and Ringspan never calls, and a random number generator without function, which
+// candle creates for each device.
 #include "device.hpp"
 
 extern "C" {

@@ -1,9 +1,9 @@
-// NCCL between threads and processes of one machine, without buffers: the sends and receives of a pair are matched in order, none
-// ends before both ends of it are there, those of a group move together, and groups of a communicator follow each other. What
-// would wait for ever there does so here. Communicators that do not block begin late.
+// NCCL between threads and processes of one machine, without buffers: the sends and receives of two ranks are matched in order, no
+// transfer ends before both its ends have begun, the transfers of a group move together, and the groups of a communicator run one
+// after the other. Calls that deadlock in NCCL deadlock here. Non-blocking communicators begin late.
 //
-// Ranks meet in a folder, whose path is the id: `rank.R` says that R is there and on which device, `want.A.B.N` that B waits
-// for the N-th block of A, `data.A.B.N` is that block, and `ended.R` says that R needs the folder no more.
+// Ranks communicate through a folder, whose path is the id: `rank.R` says that R has joined and on which device, `want.A.B.N` that B
+// waits for the N-th block of A, `data.A.B.N` is that block, and `ended.R` says that R no longer needs the folder.
 #include "device.hpp"
 #include <algorithm>
 #include <cstdlib>
@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 
 enum Code { OK = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 
-// Questions that are answered with "not yet".
+// Number of queries that return IN_PROGRESS before an operation begins.
 constexpr int LATE = 2;
 
 struct Transfer {
@@ -41,12 +41,12 @@ struct Comm {
     int rank = 0, size = 0, device = 0;
     bool connected = false, aborted = false, finalized = false;
     int late = LATE;
-    // Between the end of a group and its place on the stream.
+    // The group that has been closed and is not on the stream yet.
     std::shared_ptr<Group> starting;
     Stream *stream = nullptr;
-    // Whose turn it is on the stream.
+    // The group that is running on the stream.
     std::shared_ptr<Group> open;
-    // Blocks so far, by peer.
+    // Number of blocks sent and received so far, by peer.
     std::map<int, unsigned> sent, received;
 };
 
@@ -61,7 +61,7 @@ struct Config {
 };
 
 std::mutex lock;
-// Those that were not ended.
+// The communicators that have not been destroyed.
 std::map<Comm *, std::shared_ptr<Comm>> comms;
 
 thread_local int depth = 0;
@@ -86,7 +86,7 @@ std::shared_ptr<Comm> of(void *handle) {
 
 std::string named(const char *what, int rank) { return std::string(what) + "." + std::to_string(rank); }
 
-// A file is there whole or not at all.
+// Writes a file atomically.
 void put(const fs::path &path, const void *bytes, size_t size) {
     fs::path begun = path;
     begun += ".begun";
@@ -103,7 +103,7 @@ std::optional<std::string> get(const fs::path &path) {
     return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
-// Moves a transfer if its other end is there.
+// Completes a transfer if its other end has begun.
 void move(Comm &comm, Transfer &mine) {
     const int from = mine.sends ? comm.rank : mine.peer, to = mine.sends ? mine.peer : comm.rank;
     unsigned &number = (mine.sends ? comm.sent : comm.received)[mine.peer];
@@ -140,7 +140,7 @@ void move(Comm &comm, Transfer &mine) {
     mine.done = true;
 }
 
-// Moves what both ends are there for; whether all of this group has moved.
+// Completes the transfers of a group of which both ends have begun; returns whether all are complete.
 bool move(Comm &comm, const std::shared_ptr<Group> &now) {
     std::lock_guard<std::mutex> guard(comm.lock);
     if (comm.aborted) {
@@ -153,7 +153,7 @@ bool move(Comm &comm, const std::shared_ptr<Group> &now) {
         return false;
     }
     bool all = true;
-    // Of each direction, the first that is not done.
+    // For each peer and direction, only the first incomplete transfer may move.
     std::map<std::pair<int, bool>, bool> later;
     for (Transfer &mine : *now) {
         if (!mine.done && !std::exchange(later[{mine.peer, mine.sends}], true)) {
@@ -167,7 +167,7 @@ bool move(Comm &comm, const std::shared_ptr<Group> &now) {
     return all;
 }
 
-// The last one clears the folder.
+// Destroys a communicator; the last rank removes the folder.
 void end(void *handle) {
     const auto comm = of(handle);
     put(comm->folder / named("ended", comm->rank), "", 0);

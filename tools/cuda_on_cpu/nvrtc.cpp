@@ -1,4 +1,4 @@
-// NVIDIA's run-time compiler, by the C++ compiler of this machine.
+// NVRTC's functions, implemented with the C++ compiler of this machine.
 #include "device.hpp"
 #include <cstring>
 #include <regex>

@@ -1,8 +1,8 @@
-// How much memory each device has, and how much of it is in use.
+// Counts the total and the used memory of each device.
 //
-// Bytes are counted when a call takes them and when a call gives them back, not when a stream gets there: what a stream gives
-// back, a driver's pool hands to the next call on that stream without waiting. Streams here are later than any driver's, so what
-// they have not come to says nothing of a GPU.
+// Bytes are counted at the calls that allocate and free them, not when a stream reaches these: a driver's pool reuses memory
+// that a stream frees for the next call on that stream, without waiting. Emulated streams run later than any driver's, so counting
+// when they run would say nothing about a GPU.
 #include "device.hpp"
 #include <algorithm>
 #include <cstdlib>
@@ -15,12 +15,12 @@ enum Attribute { RELEASE_THRESHOLD = 4, USED_NOW = 7, USED_HIGH = 8 };
 
 std::mutex lock;
 
-// Bytes in use: of the device's pool, the most of them since somebody wrote 0 there, and those that no pool gave.
+// Bytes in use: from the device's pool, their maximum since it was reset, and bytes allocated without a pool.
 struct Use {
     uint64_t now, high, beside;
 } uses[DEVICES];
 
-// Of each device: 16 GiB, or CUDA_ON_CPU_MEMORY bytes.
+// Memory of each device: 16 GiB, or CUDA_ON_CPU_MEMORY bytes.
 uint64_t total() {
     static const char *given = std::getenv("CUDA_ON_CPU_MEMORY");
     static const uint64_t bytes = given == nullptr ? uint64_t{16} << 30 : std::strtoull(given, nullptr, 10);
@@ -74,7 +74,7 @@ int cuMemPoolGetAttribute(void *pool, int attribute, void *value) {
     }
 }
 
-// The mark can be set to nothing but 0. What a pool keeps for later is not counted here.
+// The maximum can only be reset to 0. Freed memory that a pool keeps for reuse is not counted.
 int cuMemPoolSetAttribute(void *pool, int attribute, void *value) {
     if (attribute == RELEASE_THRESHOLD) {
         return SUCCESS;

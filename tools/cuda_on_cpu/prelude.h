@@ -1,4 +1,4 @@
-// What CUDA C++ has and C++ has not, for kernels on fibers.
+// The parts of CUDA C++ that C++ does not have, for kernels that run on fibers.
 #pragma once
 #include <algorithm>
 #include <cassert>
@@ -15,33 +15,33 @@ struct Index {
     unsigned x, y, z;
 };
 
-// `__thread`, since these need no construction: an access to a `thread_local` of another library asks for it each time.
+// `__thread` is for variables without constructor: each access to a `thread_local` of another library checks for construction.
 extern "C" __thread Index threadIdx, blockIdx, blockDim, gridDim;
-// Shared memory of the block that runs: of the greatest size, of which a launch asks for a part.
+// Shared memory of the running thread block, with the maximum size; a launch uses a part of it.
 extern "C" {
 alignas(16) extern __thread float shared[58112];
 }
 extern "C" void barrier();
-// Replaces the value by that of another thread of the warp, by its lane.
+// Replaces the value by that of the thread with this lane in the warp.
 extern "C" void shuffle(void *value, size_t size, unsigned lane);
-// Writes those of all threads of the warp to `all`, by their lanes.
+// Writes the values of all threads of the warp to `all`, by lane.
 extern "C" void exchange(const void *value, size_t size, void *all);
-// A barrier that tells whether any thread of the block said yes.
+// A barrier that returns whether any thread of the block passed true.
 extern "C" bool any_of_block(bool yes);
-// Copies of a thread: started, closed to a group, and done when all but the last `left` groups are waited for.
+// Asynchronous copies of a thread: starts one, closes a group of them, and completes all but the last `left` groups.
 extern "C" void later(void *to, const void *from, size_t size);
 extern "C" void close_group();
 extern "C" void finish_groups(size_t left);
-// The same of products, which are done when they are waited for, or as soon as they are started.
+// The same for products, which are computed when they are waited for, or as soon as they are started.
 extern "C" void later_product(const std::function<void()> &product);
 extern "C" void close_products();
 extern "C" void finish_products(size_t left);
-// Copies of this thread that are done can be read by products.
+// Makes the completed copies of this thread visible to products.
 extern "C" void share_copies();
-// Fails unless the 16 bytes of shared memory there can be.
+// Fails unless products may read the 16 bytes of shared memory at this address.
 extern "C" void check_shared(const void *at);
 
-// Also the mark by which kernels are found in a preprocessed source.
+// `__global__` is also the mark by which kernels are found in a preprocessed source.
 #define __global__ __attribute__((noinline))
 #define __device__
 #define __host__
@@ -56,7 +56,7 @@ using std::max;
 using std::min;
 using std::signbit;
 
-// A kernel with what a launch gives: where each parameter lies.
+// Binds a kernel to the parameters of a launch, given by their addresses.
 template <class... Parameters, size_t... I>
 std::function<void()> *bound_with(void (*kernel)(Parameters...), void **at, std::index_sequence<I...>) {
     std::tuple<std::remove_cv_t<Parameters>...> given(*static_cast<std::remove_cv_t<Parameters> *>(at[I])...);
@@ -108,7 +108,7 @@ template <class T> T __shfl_sync(unsigned, T value, int lane, int = 32) {
     return value;
 }
 
-// What tensor.cu has in assembly, by the tables of the PTX ISA: which thread has which element of a fragment.
+// The inline assembly of tensor.cu, by the tables of the PTX ISA that say which thread has which element of a fragment.
 
 inline float of_bf16(unsigned word, unsigned half) { return __uint_as_float(word >> 16 * half << 16); }
 
@@ -127,7 +127,7 @@ inline void multiply(float (&sums)[4], const unsigned (&a)[4], const unsigned (&
     }
 }
 
-// Where the rows of four matrices are, by all threads of a warp.
+// The addresses of the rows of four matrices, one from each thread of a warp.
 inline void matrix_rows(const unsigned short *row, const unsigned short *(&rows)[32]) {
     if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
         __builtin_trap();
@@ -173,13 +173,13 @@ inline unsigned pair_of(float low, float high) {
     return rounded(low) | rounded(high) << 16;
 }
 
-// What warpgroup.cu has in assembly. A descriptor says where a side of a product lies, in steps of 16 bytes.
+// The inline assembly of warpgroup.cu. A descriptor gives the address and strides of a factor, in units of 16 bytes.
 
 inline unsigned shared_address(const void *at) {
     return static_cast<unsigned>(static_cast<const char *>(at) - reinterpret_cast<const char *>(shared));
 }
 
-// A side of a product: cores of 8 x 8, with their rows along what is summed over, or along the other.
+// A factor of a product, in core matrices of 8 x 8, whose rows run along the summed dim or along the other one.
 struct Side {
     const char *first;
     unsigned next_summed, next_other;
@@ -192,7 +192,7 @@ struct Side {
         next_other = field(32);
     }
 
-    // The 8 elements of a row of a core, one of which is [other, summed].
+    // The row of 8 elements of a core matrix that contains element [other, summed].
     const unsigned short *row(unsigned other, unsigned summed) const {
         const char *core = first + summed / 8 * next_summed + other / 8 * next_other;
         const auto *at = reinterpret_cast<const unsigned short *>(core + (along_other ? summed : other) % 8 * 16);
@@ -201,7 +201,7 @@ struct Side {
     }
 };
 
-// Reads what a thread has of the left side of a product over 16: its row, and the one eight below.
+// Reads a thread's part of the left factor of a product over 16 terms: its row, and the row eight below.
 inline void read_left(float (&left)[2][16], unsigned long long a) {
     const Side side(a, false);
     const unsigned row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -215,12 +215,12 @@ inline void read_left(float (&left)[2][16], unsigned long long a) {
     }
 }
 
-// Adds what a thread has of a product over 16.
+// Adds a thread's part of a product over 16 terms.
 template <int TILES_OF>
 void add_product(float (*sums)[4], const float (&left)[2][16], unsigned long long b, bool along_other) {
     const Side side(b, along_other);
     for (unsigned n = 0; n < TILES_OF; n++) {
-        // Two neighbours, which lie in one row of a core, or in two.
+        // Two neighbouring columns, which are in one row of a core matrix, or in two.
         const unsigned other = n * 8 + threadIdx.x % 4 * 2;
         for (unsigned first = 0; first < 16; first += 8) {
             float right[2][8];
@@ -280,7 +280,7 @@ template <int LEFT> void wait_products() { finish_products(LEFT); }
 template <int TILES_OF> void take_sums(float (&)[TILES_OF][4]) {}
 inline float power_of_2(float x) { return std::exp2(x); }
 
-// Threads of a block run one at a time, and blocks one after the other.
+// Threads of a block run one at a time, and blocks one after the other, so atomic operations are plain ones.
 template <class T, class U> T atomicAdd(T *at, U x) {
     const T old = *at;
     *at = static_cast<T>(old + x);

@@ -1,4 +1,4 @@
-// Streams that do nothing until somebody asks for it, and then no more than that needs.
+// Streams that run no work until a call needs it, and then only that work and its dependencies.
 #include "device.hpp"
 #include <cstdlib>
 #include <deque>
@@ -9,7 +9,7 @@ namespace {
 
 std::mutex lock;
 
-// Never destroyed: work is left on them until the process ends.
+// Never destroyed, since streams have work until the process ends.
 std::deque<std::unique_ptr<Stream>> &all() {
     static auto *streams = new std::deque<std::unique_ptr<Stream>>;
     return *streams;
@@ -37,9 +37,9 @@ void Stream::push_until(std::function<bool()> work) {
     pushed++;
 }
 
-// Whoever needs work of a stream does it, one at a time. Threads that wait for each other's streams do so without a circle: an
-// event is recorded before a stream is told to wait for it, so what one needs of a stream is done before whoever works on it
-// waits for more. That is why nobody waits for the lock alone.
+// A thread that needs a stream's work runs it, one thread at a time. Threads that wait for each other's streams do not deadlock: an
+// event is recorded before a stream waits for it, so the work that one thread needs is done before the thread that runs the
+// stream waits for more. That is why a thread that waits for the lock also checks whether its work is done.
 bool Stream::step(uint64_t position) {
     std::unique_lock<std::mutex> guard(running, std::defer_lock);
     do {

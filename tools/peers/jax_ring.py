@@ -10,7 +10,7 @@ import pathlib
 import tensors
 from worker import Peer, serve
 
-# Queries of a block of scores.
+# Number of queries in a block of scores.
 BLOCK = 512
 
 

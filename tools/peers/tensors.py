@@ -8,7 +8,7 @@ import numpy as np
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """The upper halves of f32, rounded to the nearest, ties to even."""
+    """bf16 bits: the upper halves of f32, rounded to the nearest, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -31,7 +31,7 @@ def write(path: pathlib.Path, tensors: dict[str, np.ndarray], dtype: str) -> Non
 
 
 def read(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """All tensors, as f32."""
+    """All tensors of a file, as f32."""
     data = path.read_bytes()
     (length,) = struct.unpack_from("<Q", data)
     tensors = {}

@@ -57,7 +57,7 @@ def prepare(job: dict) -> Peer:
         how = backend.name.removesuffix("_ATTENTION").lower() + of_groups
         return Peer(torch.__version__, how, forward, both, results)
 
-    # Without its fused kernels it would keep all S x S scores; where one refuses groups, keys are repeated.
+    # Without a fused kernel PyTorch would store all S x S scores. If a kernel refuses grouped heads, keys are repeated.
     def fused(backend: SDPBackend) -> Peer | None:
         for attend in (grouped, repeated):
             try:
@@ -74,7 +74,7 @@ def prepare(job: dict) -> Peer:
     peers = [peer for backend in backends if (peer := fused(backend))]
     if not peers:
         raise ImportError(f"PyTorch {torch.__version__} has no fused kernel for {dtype} on {device}")
-    # Of several the one that is fastest forward and backward.
+    # Of several kernels, the fastest in forward and backward together is taken.
     return peers[0] if len(peers) == 1 else min(peers, key=lambda peer: seconds(peer.both, job["repeat"]))
 
 

@@ -8,13 +8,13 @@ import time
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever held at once, with all its libraries."""
+    """The peak memory of this process, with all its libraries."""
     text = pathlib.Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM"))
 
 
 def main() -> None:
-    # Libraries print what they like; the answers have the real output to themselves.
+    # Libraries may print to standard output, so answers are written to a duplicate of it.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

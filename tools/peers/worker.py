@@ -20,10 +20,10 @@ import tensors
 class Peer:
     version: str
     how: str
-    """What of the peer was timed, in words."""
+    """A description of the computation that is timed."""
     forward: Callable[[], object]
     both: Callable[[], object]
-    """Both return when all is computed."""
+    """`forward` and `both` return when everything is computed."""
     results: Callable[[], dict]
     """out, dq, dk, dv as numpy arrays [B, S, H, D]."""
 
@@ -38,7 +38,7 @@ def seconds(work: Callable[[], object], repeat: int) -> float:
 
 
 def serve(prepare: Callable[[dict], Peer]) -> None:
-    # Libraries print what they like; the answers have the real output to themselves.
+    # Libraries may print to standard output, so answers are written to a duplicate of it.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,9 +1,10 @@
-//! Speed of products with quantized weights, beside that of the same product in f32 and of reading the weight's bytes.
+//! Speed of products with quantized weights, compared with the same product in f32 and with reading the weight's bytes.
 //!
-//! `cargo bench -p ringspan-candle --bench quantized`. Words choose: `threads=1`, `size=4096`, `formats=Q4_K,MXFP4`, `rounds=5`,
-//! `many=no`.
-//! The ways are timed in turn, and the least times are printed: what else runs on a machine only adds to them. With one token,
-//! each product takes another copy of the weight, so that its bytes come from memory.
+//! Run `cargo bench -p ringspan-candle --bench quantized`. Arguments change the settings: `threads=1`, `size=4096`,
+//! `formats=Q4_K,MXFP4`, `rounds=5`, `many=no`.
+//!
+//! The methods are timed in turn, and the shortest times are printed, since other work on the machine only adds to them. With
+//! one token, each product uses another copy of the weight, so that its bytes come from memory.
 
 use bytes::Bytes;
 use candle_core::{Device, Result, Tensor};
@@ -13,7 +14,7 @@ use ringspan_candle::quantized::{Format, QuantizedMatrix, linear_quantized};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Bytes that the copies of a weight take together: more than caches hold.
+/// Bytes that the copies of a weight take together: more than fits in the caches.
 const COPIES: usize = 256 << 20;
 
 struct Settings {
@@ -44,7 +45,7 @@ impl Settings {
     }
 }
 
-/// Random blocks, with scales that are ordinary numbers.
+/// Random blocks whose scales are finite numbers.
 fn random(format: Format, size: usize, seed: u64) -> Result<QuantizedMatrix> {
     let mut state = seed;
     let mut bytes = vec![0u8; format.bytes(size, size)?];

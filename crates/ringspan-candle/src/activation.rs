@@ -3,7 +3,7 @@
 use crate::number::Number;
 use crate::pool::vectorized;
 
-/// What the gate goes through.
+/// The activation function that is applied to the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x / (1 + e^-x)`: Llama, Qwen, Mistral (Elfwing et al., 2017).
@@ -13,13 +13,13 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// `(up + 1) gate / (1 + e^(-alpha gate))`, where gate is at most `limit`, and up within it on both sides: gpt-oss (OpenAI,
-/// 2025, arXiv:2508.10925).
+/// The gated activation of gpt-oss, `(up + 1) gate / (1 + e^(-alpha gate))`, where gate is clamped to at most `limit` and up
+/// to `-limit..=limit` (OpenAI, 2025, arXiv:2508.10925).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClampedSwiglu {
-    /// How steep the gate is.
+    /// The factor of the gate inside the sigmoid.
     pub alpha: f32,
-    /// The bound.
+    /// The bound at which gate and up are clamped.
     pub limit: f32,
 }
 
@@ -28,7 +28,7 @@ impl ClampedSwiglu {
         self.with_slopes(gate, up).0
     }
 
-    /// The value, and its derivatives in gate and up: 0 beyond the bounds.
+    /// The value and its derivatives with respect to gate and up, which are 0 where the input is clamped.
     pub(crate) fn with_slopes(self, gate: f32, up: f32) -> (f32, f32, f32) {
         let Self { alpha, limit } = self;
         let (open, free) = (gate <= limit, (-limit..=limit).contains(&up));
@@ -44,7 +44,7 @@ const SLOPE: f32 = 2.0 * std::f32::consts::FRAC_2_SQRT_PI * std::f32::consts::FR
 const CUBE: f32 = 0.044_715;
 
 impl Activation {
-    /// The activation and its derivative. Vectorises where `self` is a constant of the loop.
+    /// The activation and its derivative at x. The code vectorises where `self` is a constant of the loop.
     #[inline(always)]
     pub(crate) fn both(self, x: f32) -> (f32, f32) {
         let (u, du) = match self {
@@ -57,14 +57,15 @@ impl Activation {
 
     /// `gate = act(gate) * up`, element by element.
     pub(crate) fn gate_in_place<T: Number>(self, gate: &mut [T], up: &[T]) {
-        // A constant in each arm, so that each loop is compiled for one activation.
+        // Each arm passes a constant, so that its loop is compiled for one activation.
         match self {
             Self::Silu => vectorized(|| gated(Self::Silu, gate, up)),
             Self::GeluTanh => vectorized(|| gated(Self::GeluTanh, gate, up)),
         }
     }
 
-    /// From `gate`, `up` and the gradient `d` of `act(gate) * up` to the gradients of gate and up, and that product.
+    /// Turns `gate`, `up` and the gradient `d` of `act(gate) * up` in place into the gradient of gate, the gradient of up and
+    /// `act(gate) * up`.
     pub(crate) fn gate_backward_in_place<T: Number>(self, gate: &mut [T], up: &mut [T], d: &mut [T]) {
         match self {
             Self::Silu => vectorized(|| gated_backward(Self::Silu, gate, up, d)),
@@ -88,10 +89,11 @@ fn gated_backward<T: Number>(act: Activation, gate: &mut [T], up: &mut [T], d: &
     }
 }
 
-/// `e^x` to 1e-7 of itself; 0 below -87, at most e^88. Plain arithmetic, so that loops over it vectorise.
+/// `e^x` with a relative error of at most 1.5e-7; 0 below -87, and at most e^88. It is plain arithmetic, so that loops over
+/// it vectorise.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // Adding 1.5 * 2^23 rounds to an integer, and leaves it in the lowest bits.
+    // Adding 1.5 * 2^23 rounds a number to an integer, which is left in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
@@ -99,7 +101,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let shifted = bounded * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
     let f = bounded - n * LN2_HIGH - n * LN2_LOW;
-    // Cephes library, expf.
+    // The coefficients of this polynomial are those of `expf` in the Cephes library.
     let p = 1.987_569_1e-4;
     let p = p * f + 1.398_2e-3;
     let p = p * f + 8.333_452e-3;
@@ -154,7 +156,8 @@ mod tests {
                 let (y, d_gate, d_up) = act.with_slopes(gate, up);
                 let (at, of, h) = (f64::from(gate), f64::from(up), 1e-5);
                 assert!((f64::from(y) - plain(at, of)).abs() < 1e-6, "{gate}, {up}: {y}");
-                // Between the bounds, and beyond them; on one the slope is another on each side.
+                // Central differences are compared where an input is inside its bounds or clamped; at a bound the slope
+                // differs between the two sides.
                 let slopes = [plain(at + h, of) - plain(at - h, of), plain(at, of + h) - plain(at, of - h)];
                 for (got, wanted, value) in [(d_gate, slopes[0], gate), (d_up, slopes[1], up)] {
                     let on_a_bound = (value.abs() - 1.3).abs() < 1e-4;

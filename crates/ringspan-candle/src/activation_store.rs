@@ -1,4 +1,4 @@
-//! Where layers store activations of the forward pass for the backward pass, and what is recomputed instead.
+//! Stores activations of the forward pass for the backward pass, and decides which are recomputed instead.
 
 use crate::activation::Activation;
 use crate::attend::{Attend, AttentionInputs};
@@ -20,21 +20,24 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::{fmt, str::FromStr};
 
-/// Says which activations are recomputed before a layer's backward. All give the same gradients, to the last bit, unless gated layers have
-/// adapters or biases: these layers are computed in tiles but by `Nothing`, which sums their gradients in another order.
+/// Says which activations are recomputed before a layer's backward. All choices give the same gradients, to the last bit,
+/// with one exception: gated layers with adapters or biases are computed in tiles unless nothing is recomputed, and `Nothing`
+/// sums their gradients in another order.
 ///
-/// Kept for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value heads:
+/// The numbers stored for each token and layer, with C hidden size, I inner width, H query heads of width Dv, G key-value
+/// heads, are:
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Recompute {
-    /// The whole layer: C numbers are kept, its input.
+    /// Recomputes the whole layer: only its input is stored, C numbers.
     Full,
-    /// All but attention: C + H (Dv + 1) numbers. The longer the sequence, the more of a layer is attention.
+    /// Recomputes all but attention: C + H (Dv + 2) numbers are stored. The longer the sequence, the more of a layer is
+    /// attention.
     #[default]
     KeepAttention,
-    /// No product: 2 C + 2 (H + G) Dv + H + 2 I numbers. Norms, rotations and gates are computed again, and where ranks share
-    /// experts, tokens travel to them again.
+    /// Recomputes no matrix product: 2 C + 2 (H + G) Dv + 2 H + 2 I numbers are stored. Norms, rotary embeddings and gates
+    /// are computed again, and where ranks share experts, tokens are sent to them again.
     ///
-    /// A layer with E experts keeps I of each of those that a token goes to, and E of the router.
+    /// A sparse layer with E experts stores 2 I numbers for each expert that a token is routed to, and E router logits.
     Nothing,
 }
 
@@ -45,7 +48,7 @@ pub struct CheckpointPolicy<'a> {
     pub recompute: Recompute,
     /// The type in which activations are stored; bf16 makes gradients approximate.
     pub storage: Storage,
-    /// Where they wait, if not on the GPU on which they were computed.
+    /// Moves stored activations to CPU memory until they are needed; without it they stay on the GPU that computed them.
     pub offload: Option<&'a Offload>,
 }
 
@@ -56,7 +59,7 @@ impl From<Recompute> for CheckpointPolicy<'_> {
 }
 
 impl Recompute {
-    /// All of them, those that compute most again first.
+    /// All choices, beginning with the one that recomputes most.
     pub const ALL: [Self; 3] = [Self::Full, Self::KeepAttention, Self::Nothing];
 }
 
@@ -87,24 +90,24 @@ impl fmt::Display for Recompute {
     }
 }
 
-/// Activations of the layers of a pass: stored when a layer is computed for the first time, and taken out again when it is
-/// computed for the second time, for its gradients.
+/// The stored activations of one forward pass: layers put them in when they are computed for the first time, and take them
+/// out when they are recomputed for their gradients.
 pub struct ActivationStore<'a> {
     attend: &'a dyn Attend,
     policy: CheckpointPolicy<'a>,
-    /// Whether layers are computed for the second time.
+    /// Whether the backward pass has begun, so that layers are recomputed.
     again: Cell<bool>,
     attentions: RefCell<BTreeMap<usize, Memory>>,
-    /// Results of products, by name.
+    /// Outputs of matrix products, by the name of their layer.
     products: RefCell<BTreeMap<String, Kept>>,
     wide: RefCell<BTreeMap<String, Wide>>,
     mixtures: RefCell<BTreeMap<usize, experts::Memory>>,
-    /// By the number of the model's rotary embedding: layers share them.
+    /// Sines and cosines by the id of the model's rotary embedding, which all layers share.
     rotations: RefCell<BTreeMap<usize, Rotation>>,
 }
 
 impl<'a> ActivationStore<'a> {
-    /// An empty store for so many layers, whose attention and experts are those of `attend`.
+    /// An empty store for a model of `layers` layers, which attend and mix experts through `attend`.
     pub fn new(attend: &'a dyn Attend, policy: CheckpointPolicy<'a>, layers: usize) -> Self {
         if let Some(offload) = policy.offload {
             offload.begin(layers);
@@ -121,7 +124,7 @@ impl<'a> ActivationStore<'a> {
         }
     }
 
-    /// From here on this layer is computed for the first time: layers come in their order.
+    /// Announces that layer `layer` is computed for the first time from here on; layers are announced in ascending order.
     ///
     /// # Errors
     /// Failures of a device from which activations are offloaded.
@@ -129,7 +132,7 @@ impl<'a> ActivationStore<'a> {
         self.policy.offload.map_or(Ok(()), |offload| offload.forward(layer))
     }
 
-    /// From here on this layer is computed for the second time, for its gradients: layers come in the opposite order.
+    /// Announces that layer `layer` is recomputed for its gradients from here on; layers are announced in descending order.
     ///
     /// # Errors
     /// As for [`forward`](Self::forward).
@@ -138,7 +141,7 @@ impl<'a> ActivationStore<'a> {
         self.policy.offload.map_or(Ok(()), |offload| offload.backward(layer))
     }
 
-    /// Whether layers are computed for the second time.
+    /// Whether the backward pass has begun, so that layers are recomputed.
     pub(crate) fn is_recomputing(&self) -> bool {
         self.again.get()
     }
@@ -151,7 +154,7 @@ impl<'a> ActivationStore<'a> {
         self.kept(tensor, self.policy.storage)
     }
 
-    /// A contiguous tensor that waits for the second time.
+    /// Stores a contiguous tensor for the backward pass, and offloads it if the policy says so.
     fn kept(&self, tensor: &Tensor, storage: Storage) -> Result<Kept> {
         let kept = Kept::new(tensor, storage)?;
         match self.policy.offload {
@@ -160,12 +163,13 @@ impl<'a> ActivationStore<'a> {
         }
     }
 
-    /// Whether results of products are stored, so that none is computed twice.
+    /// Whether outputs of matrix products are stored, so that none is computed twice.
     pub(crate) fn keeps_products(&self) -> bool {
         self.policy.recompute == Recompute::Nothing
     }
 
-    /// A linear layer, called `name`. `seen` says whether anything looks at its values when it is computed again.
+    /// The linear layer `name`. `seen` says whether anything reads its output values when it is recomputed, not only its
+    /// gradients.
     pub(crate) fn linear(
         &self,
         name: &str,
@@ -183,7 +187,7 @@ impl<'a> ActivationStore<'a> {
         )
     }
 
-    /// A linear layer with an adapter beside it, called `name`: x, and B of the adapter with what it is multiplied with; `seen`
+    /// The linear layer `name` with a LoRA adapter: x `[T, in]`, `narrow` = scale x A^T `[T, R]` and B `[out, R]`; `seen` is
     /// as for [`linear`](Self::linear).
     pub(crate) fn adapted(
         &self,
@@ -197,20 +201,20 @@ impl<'a> ActivationStore<'a> {
         self.product(name, seen, self.keep(seen), || frozen.with_adapter(x, narrow, b), again)
     }
 
-    /// How the result of a product is stored, if it is.
+    /// The type in which the output of a product is stored; `None` if it is not stored.
     fn keep(&self, seen: bool) -> Option<Storage> {
         (self.keeps_products() && seen).then_some(self.policy.storage)
     }
 
-    /// A router's logits, called `name`. They are never rounded, and kept wherever anything else is: near a tie, what was
-    /// rounded would send a token to other experts than before.
+    /// The logits of the router `name`. They are stored unrounded wherever other activations are stored rounded: near a tie,
+    /// a rounded activation would send a token to other experts in the recomputation than in the forward pass.
     pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Weight) -> Result<Tensor> {
         let keep = (self.keeps_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
         self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_again(x, None, known))
     }
 
-    /// What `compute` makes, kept as `keep` says; the second time what `again` makes of what was kept, or of nothing where
-    /// nothing looks at the values.
+    /// Returns the output of `compute` and stores it as `keep` says. When the layer is recomputed, it returns what `again`
+    /// makes of the stored output, or of `None` if nothing reads the values.
     fn product(
         &self,
         name: &str,
@@ -230,7 +234,7 @@ impl<'a> ActivationStore<'a> {
         Ok(out)
     }
 
-    /// A gated layer, called `name`; `seen` as for [`linear`](Self::linear).
+    /// The gated feed-forward layer `name`; `seen` is as for [`linear`](Self::linear).
     pub(crate) fn gated(
         &self,
         name: &str,
@@ -261,13 +265,13 @@ impl<'a> ActivationStore<'a> {
         Ok(out)
     }
 
-    /// A function of rows, called `name`, computed tile by tile; `seen` as for [`linear`](Self::linear).
+    /// The row-wise function `name`, computed tile by tile; `seen` is as for [`linear`](Self::linear).
     pub(crate) fn tiled(&self, name: &str, x: &Tensor, function: impl RowFunction, seen: bool) -> Result<Tensor> {
         let again = |known| tiled_again(x, function.clone(), known);
         self.product(name, seen, self.keep(seen), || tiled(x, function.clone()), again)
     }
 
-    /// The angles of the model's rotary embedding `id`, made by `make` once.
+    /// The sines and cosines of the model's rotary embedding `id`; `make` computes them on the first call.
     pub(crate) fn rotation(&self, id: usize, make: impl FnOnce() -> Rotation) -> Rotation {
         self.rotations.borrow_mut().entry(id).or_insert_with(make).clone()
     }

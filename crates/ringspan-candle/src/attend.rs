@@ -1,4 +1,4 @@
-//! What a model needs to know about attention: how to call it, and where its tokens stand.
+//! What a model needs to know about attention: how to compute it, and the positions of its tokens.
 
 use crate::attention::Memory;
 use crate::dropout::Drops;
@@ -7,7 +7,8 @@ use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
 
-/// What attention is computed of: T tokens are at hand, H query heads share G key-value heads of width D and Dv.
+/// The inputs of attention, for T tokens on this rank; H query heads share G key-value heads, of width D (queries, keys) and
+/// Dv (values).
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionInputs<'a> {
     /// Queries `[T, H, D]`.
@@ -16,7 +17,8 @@ pub struct AttentionInputs<'a> {
     pub k: &'a Tensor,
     /// Values `[T, G, Dv]`.
     pub v: &'a Tensor,
-    /// The score `[H]` of a key whose value is 0, which every query of a head sees; none without sinks.
+    /// Attention sinks `[H]`: for each head the score of one more key, with value 0, that every query sees; `None` without
+    /// sinks.
     pub sinks: Option<&'a Tensor>,
 }
 
@@ -28,18 +30,19 @@ impl<'a> AttentionInputs<'a> {
     }
 }
 
-/// Attention as a model sees it. Who else holds tokens, and how keys and values reach this rank, is the implementation's
-/// business.
+/// Attention as a model sees it. Which other ranks hold tokens, and how their keys and values are used here, is the
+/// implementation's business.
 pub trait Attend {
-    /// Attention of `layer`, `[T, H, Dv]`, differentiable in its inputs. The numbers in `score` are constants; sinks are not
-    /// among them.
+    /// Attention of layer `layer`, `[T, H, Dv]`, differentiable in its inputs. The numbers in `score` are constants; sinks
+    /// are passed in `inputs` instead.
     ///
     /// # Errors
     /// Shapes that do not fit, and failures of other ranks.
     fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor>;
 
-    /// The same for a layer that is computed twice: the first call fills `memory`, the second empties it and computes nothing
-    /// but the backward. Without this method attention is computed twice.
+    /// Like [`attention`](Self::attention), for a layer that is recomputed: the first call stores its output in `memory`; the
+    /// second takes it out and only provides the backward pass. An implementation without this method computes attention
+    /// twice.
     ///
     /// # Errors
     /// As for [`attention`](Self::attention).
@@ -57,19 +60,20 @@ pub trait Attend {
     /// The position of each of the T tokens inside its document.
     fn positions(&self) -> &[usize];
 
-    /// Tokens of the longest document there is or will be, on any rank: the same number on every rank, and for all
-    /// calls whose keys meet in one attention. Rotary embeddings that depend on the length are made for it.
+    /// The length in tokens of the longest document that there is or will be on any rank. It must be equal on every rank, and
+    /// for all calls whose keys meet in one attention: rotary embeddings whose frequencies depend on the length are made for
+    /// it.
     fn length(&self) -> usize;
 
-    /// Who computes the experts of sparse layers. Who wraps another hands on its experts, and [`Local`](crate::experts::Local) is the answer of
-    /// who knows no other: all are computed here.
+    /// Computes the experts of sparse layers. A wrapper around another `Attend` returns the experts of that one; without
+    /// expert parallelism, [`Local`](crate::experts::Local) computes all experts on this rank.
     fn experts(&self) -> &dyn Experts;
 
-    /// The ranks that share the width of layers. Who wraps another hands on its own, and
-    /// [`WHOLE`](crate::tensor_parallel::WHOLE) is the answer of who shares with nobody.
+    /// The tensor-parallel group. A wrapper around another `Attend` returns the group of that one; without tensor parallelism
+    /// it is [`WHOLE`](crate::tensor_parallel::WHOLE).
     fn tensor_parallel(&self) -> &TensorParallel;
 
-    /// What is dropped of the inputs of layers that have dropout; none where nothing is learnt. Who wraps another hands on
-    /// its own, and must say so: without it a model would train with nothing dropped, and nobody would notice.
+    /// The dropout of layer inputs; `None` outside training. There is no default implementation, so that a wrapper cannot
+    /// forget to pass it on: a model would then train without dropout, and nobody would notice.
     fn drops(&self) -> Option<&Drops>;
 }

@@ -1,4 +1,4 @@
-//! Attention over a group of ranks as one candle operation with a backward.
+//! Attention over a group of ranks as one candle operation with a backward pass.
 
 use crate::attend::AttentionInputs;
 use crate::cast::cast;
@@ -15,15 +15,14 @@ use ringspan::kernel::{Floats, Statistics};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient of
-/// sinks is what this rank's queries contribute: the sum over ranks is that of all.
+/// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient
+/// of the sinks covers only this rank's queries; its sum over the ranks is the whole gradient.
 ///
-/// q `[T, H, D]`, k `[Tk, G, D]`, v `[Tk, G, Dv]` to `[T, H, Dv]`, f32 or bf16, in which keys and values then travel; sums are
-/// f32, and rounded once. All ranks must call this in the same order,
-/// forward and backward.
+/// q `[T, H, D]`, k `[Tk, G, D]` and v `[Tk, G, Dv]` give `[T, H, Dv]`. They are f32 or bf16, the type in which keys and
+/// values are also sent; sums are f32 and are rounded once. All ranks must call this in the same order, forward and backward.
 ///
-/// Tensors on the GPU on which the group's kernel computes stay there, and so do the output and all gradients. Where the kernel
-/// computes on the CPU, tensors of a GPU are copied there and back.
+/// Tensors on the GPU on which the group's kernel computes stay there, and so do the output and all gradients. Where the
+/// kernel computes on the CPU, tensors on a GPU are copied to the CPU, and results are copied back.
 ///
 /// # Errors
 /// Other types or shapes than these, tensors on another GPU than the kernel's, and failures of other ranks.
@@ -36,35 +35,37 @@ pub fn attention(
     attention_keeping(group, schedule, inputs, score, &mut Memory::default())
 }
 
-/// What attention computed: output `[T, H, Dv]` and the softmax's maxima and sums `[H, T]`, where it was computed.
+/// The stored result of attention: output `[T, H, Dv]`, and the softmax's maxima and sums `[H, T]` on the device that
+/// computed them.
 #[derive(Debug, Clone)]
 pub struct Kept {
     out: kept::Kept,
     statistics: OnTheWay,
 }
 
-/// Statistics on their way from the forward pass to the backward; none before the one, and behind the other.
+/// The softmax statistics, shared by the forward pass, which sets them, and the backward pass, which takes them out.
 type OnTheWay = Arc<Mutex<Option<Statistics<Tensor>>>>;
 
-/// Where attention looks for what it computed before, and leaves what it computes.
+/// Holds the output of one layer's attention between its first computation and its recomputation.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// How outputs are stored; statistics, two numbers a head, are never rounded.
+    /// The type in which the output is stored; the statistics, two numbers for each token and head, are never rounded.
     storage: Stored,
     kept: Option<Kept>,
 }
 
 impl Memory {
-    /// An empty one.
+    /// An empty memory.
     #[must_use]
     pub fn new(storage: Stored) -> Self {
         Self { storage, kept: None }
     }
 
-    /// The same output, which waits on the CPU as [`kept::Kept::away`] says. Statistics, two numbers a head, stay.
+    /// Offloads the stored output to CPU memory, as [`kept::Kept::away`] does. The statistics, two numbers for each token and
+    /// head, stay.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`kept::Kept::away`].
     pub fn away(&mut self, offload: &Offload) -> Result<()> {
         if let Some(Kept { out, statistics }) = self.kept.take() {
             self.kept = Some(Kept { out: out.away(offload)?, statistics });
@@ -72,15 +73,16 @@ impl Memory {
         Ok(())
     }
 
-    /// Whether attention would be computed, and kept.
+    /// Whether the next call would compute attention and store its output.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.kept.is_none()
     }
 }
 
-/// The same with a memory: what it computes is put into an empty `memory`; what it finds there is taken out and not
-/// computed again, so no rank may find it empty if one does not. The inputs must be those of the call that filled it.
+/// Like [`attention()`], with a memory: if `memory` is empty, attention is computed and stored there. Otherwise the stored
+/// output is taken out and not computed again, so `memory` must be empty on all ranks or on none. The inputs must equal those
+/// of the call that filled it.
 ///
 /// # Errors
 /// As for [`attention()`].
@@ -115,7 +117,7 @@ pub fn attention_keeping(
     out.to_device(q.device())
 }
 
-/// The same with the values of these sinks `[H]`.
+/// Returns `score` with the values of these sinks `[H]`, if there are any.
 pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> {
     match sinks {
         Some(sinks) => Ok(Score { sinks: Some(cast(&sinks.detach(), DType::F32)?.to_vec1()?), ..score }),
@@ -123,11 +125,11 @@ pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> 
     }
 }
 
-/// The gradient of sinks, on its way from attention's backward pass to theirs.
+/// The gradient of the sinks, handed from the backward pass of attention to that of [`LinkSinks`].
 type OfSinks = Arc<Mutex<Vec<f32>>>;
 
-/// Queries as they are. A candle operation has three arguments, which are q, k and v in attention's: the backward pass of
-/// attention comes first and leaves the gradient of sinks here.
+/// Returns q unchanged and connects the sinks to the graph. A candle operation has at most three arguments, which are q, k
+/// and v for attention, so attention's backward pass, which runs first, leaves the gradient of the sinks in `d_sinks`.
 struct LinkSinks {
     d_sinks: OfSinks,
 }
@@ -153,25 +155,25 @@ impl CustomOp2 for LinkSinks {
     }
 }
 
-/// One call. Candle gives an operation one output, so the statistics wait here for the backward pass.
+/// One call of attention. Candle gives an operation one output, so the statistics wait here for the backward pass.
 struct Attention {
     group: Arc<Group>,
     schedule: Arc<Schedule>,
     score: Score,
-    /// Computed before.
+    /// The stored output, if this call is a recomputation.
     out: Mutex<Option<kept::Kept>>,
     statistics: OnTheWay,
     d_sinks: OfSinks,
 }
 
 impl Attention {
-    /// What is known of the output, which has this shape.
+    /// Takes the stored output, if there is one; it must have this shape.
     fn known(&self, shape: &[usize]) -> Result<Option<kept::Kept>> {
         let known = self.out.lock().unwrap_or_else(PoisonError::into_inner).take();
         known.map(|kept| kept.of(shape)).transpose()
     }
 
-    /// The output where the kernel has it; the statistics are left on `device`.
+    /// Returns the output where the kernel computes, and stores the statistics as tensors on `device`.
     fn forward(&self, [q, k, v]: [&Loan; 3], device: &Device) -> Result<Floats> {
         let (q, k, v) = (q.view()?, k.view()?, v.view()?);
         let inputs = Inputs::new(q, k, v, &self.score);
@@ -184,7 +186,7 @@ impl Attention {
     }
 }
 
-/// `[T, H, Dv]` of q and v.
+/// The shape of the output, `[T, H, Dv]`, from those of q and v.
 fn out_shape(q: &Layout, v: &Layout) -> Result<[usize; 3]> {
     let ((tokens, heads, _), (_, _, v_dim)) = (q.shape().dims3()?, v.shape().dims3()?);
     Ok([tokens, heads, v_dim])
@@ -246,7 +248,7 @@ impl CustomOp3 for Attention {
         out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        // The gradient may be a broadcast view.
+        // The gradient may be a broadcast view, which cannot be lent.
         let d_out = d_out.contiguous()?;
         let Some(Statistics { max, sum }) = self.statistics.lock().unwrap_or_else(PoisonError::into_inner).take()
         else {

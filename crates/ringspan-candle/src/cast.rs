@@ -1,4 +1,4 @@
-//! From one type of numbers to another, as an operation with a backward.
+//! Conversion between f32 and bf16 as an operation with a backward pass.
 
 use crate::gpu;
 use crate::number::{Number, convert, with_number};
@@ -6,7 +6,8 @@ use crate::slices::elements;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 
-/// x in the type `to`, rounded to the nearest; as it is, if it has that type. The gradient comes back in the type of x.
+/// Converts x to type `to`, rounding to the nearest; x is returned as it is if it has that type. The gradient is converted
+/// back to the type of x.
 ///
 /// Candle's own conversion starts a kernel for a tensor without elements, which a GPU refuses, and on the CPU has one thread.
 ///
@@ -20,7 +21,8 @@ pub fn cast(x: &Tensor, to: DType) -> Result<Tensor> {
     }
 }
 
-/// The sum of the rows of x `[T, C]`, `[C]`, in f32: of bf16 on the CPU, candle would round after each.
+/// The sum over the rows of x `[T, C]`, `[C]`. On the CPU it is f32, since candle would round a bf16 sum after every
+/// addition.
 ///
 /// # Errors
 /// Other shapes.

@@ -1,10 +1,10 @@
-//! Collectives as candle operations with a backward.
+//! Collectives as candle operations with a backward pass.
 //!
-//! All ranks of the communicator must call them, and their backward, in the same order: build the same graph everywhere.
-//! Tensors travel in their type, f32 or bf16; sums over ranks are f32, and rounded once.
+//! All ranks of the communicator must call them, and their backward passes, in the same order: build the same graph
+//! everywhere. Tensors are sent in their type, f32 or bf16; sums over ranks are computed in f32 and rounded once.
 //!
-//! Tensors on GPUs are handed over where ranks are threads, or processes that are connected from GPU to GPU; else they go
-//! through the memory of the CPU.
+//! Tensors on GPUs are handed over without a copy through CPU memory where ranks are threads, or processes that are connected
+//! from GPU to GPU; elsewhere they are copied through CPU memory.
 
 #[cfg(feature = "cuda")]
 mod message;
@@ -21,7 +21,7 @@ use on_cpu::message;
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 
-/// Rows of all ranks in rank order: `[n_r, ..]` on rank r to `[sum of n_r, ..]`. Backward is a reduce-scatter.
+/// The rows of all ranks in rank order: `[n_r, ..]` on rank r to `[sum of n_r, ..]`. The backward pass is a reduce-scatter.
 ///
 /// # Errors
 /// Failures of other ranks, ranks whose rows have other widths.
@@ -35,10 +35,10 @@ pub fn all_gather(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
     all_gather_of(comm, x, counts.collect::<Result<_>>()?)
 }
 
-/// As [`all_gather`], where all ranks know how many rows each has.
+/// Like [`all_gather`], where all ranks know already how many rows each rank has.
 ///
 /// # Errors
-/// Other rows than `counts` says, failures of other ranks.
+/// A number of rows other than `counts` says, failures of other ranks.
 pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
     let (rank, rows) = (comm.rank(), x.dim(0)?);
     if counts.len() != comm.size() || counts[rank] != rows {
@@ -51,8 +51,8 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     gpu::on_host(x, AllGather { comm: comm.clone(), counts })
 }
 
-/// The rows of the sum over the ranks that are this rank's: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r gets
-/// `counts[r]`. Backward is an all-gather.
+/// Sums x over the ranks and distributes the rows of the sum: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r receives
+/// `counts[r]` rows. The backward pass is an all-gather.
 ///
 /// # Errors
 /// Counts that do not add up, failures of other ranks.
@@ -60,7 +60,8 @@ pub fn reduce_scatter(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usiz
     scattered(comm, x, counts, true)
 }
 
-/// The same where nothing looks at the result: zeros, that no rank sends, with the backward of [`reduce_scatter`].
+/// Like [`reduce_scatter`], where nothing reads the result: it is zeros and nothing is sent, but the backward pass is that of
+/// a reduce-scatter.
 pub(crate) fn reduce_scatter_unseen(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
     scattered(comm, x, counts, false)
 }
@@ -82,7 +83,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
     gpu::on_host(x, op)
 }
 
-/// Sum over the ranks, the same on each. Backward sums the gradients over the ranks.
+/// The sum of x over the ranks, equal on each. The backward pass sums the gradients over the ranks.
 ///
 /// # Errors
 /// Failures of other ranks, ranks with other shapes.
@@ -94,8 +95,8 @@ pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
     gpu::on_host(x, AllReduce { comm: comm.clone() })
 }
 
-/// `send[r]` rows to each rank r, in order; returns what each rank sent here, in rank order, `receive[r]` rows from r.
-/// Backward is the exchange the other way.
+/// Sends `send[r]` rows to each rank r, in order; returns the rows that this rank received, in rank order, `receive[r]` from
+/// rank r. The backward pass is the exchange in the other direction.
 ///
 /// # Errors
 /// Counts that do not add up, failures of other ranks.
@@ -103,7 +104,8 @@ pub fn all_to_all(comm: &Arc<dyn Communicator>, x: &Tensor, send: &[usize], rece
     exchanged(comm, x, [send, receive], true)
 }
 
-/// The same where nothing looks at the result: zeros, that no rank sends, with the backward of [`all_to_all`].
+/// Like [`all_to_all`], where nothing reads the result: it is zeros and nothing is sent, but the backward pass is that of an
+/// all-to-all.
 pub(crate) fn all_to_all_unseen(
     comm: &Arc<dyn Communicator>,
     x: &Tensor,
@@ -226,7 +228,7 @@ impl CustomOp1 for AllToAll {
     }
 }
 
-/// Elements of so many rows of a tensor of these dimensions.
+/// The number of elements in each of these numbers of rows, in a tensor of these dims.
 fn elements(dims: &[usize], rows: &[usize]) -> Vec<usize> {
     let width: usize = dims[1..].iter().product();
     rows.iter().map(|rows| rows * width).collect()

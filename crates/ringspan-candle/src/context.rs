@@ -1,4 +1,4 @@
-//! Attention for a model whose tokens are spread over a group of ranks.
+//! Attention for a model whose tokens are distributed over a group of ranks.
 
 use crate::attend::{Attend, AttentionInputs};
 use crate::attention::{Memory, attention, attention_keeping};
@@ -11,7 +11,7 @@ use ringspan::{Layout, Mask, Schedule, Score, Strategy};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// This rank's tokens of a batch, and how attention reaches those of the others.
+/// This rank's tokens of a batch, and the group through which they attend to the tokens of other ranks.
 pub struct Context {
     group: Arc<Group>,
     layout: Arc<Layout>,
@@ -21,15 +21,15 @@ pub struct Context {
     experts: Arc<dyn Experts + Send + Sync>,
     tensor_parallel: TensorParallel,
     drops: Option<Drops>,
-    /// Layers share masks, and planning costs time, so schedules are kept.
+    /// Schedules by mask. Layers share masks and planning takes time, so each schedule is made once.
     schedules: Mutex<HashMap<Mask, Arc<Schedule>>>,
 }
 
 impl Context {
-    /// Tokens lie as in `layout`, which deals to the ranks of `group`.
+    /// A context for tokens that are distributed over the ranks of `group` as `layout` says.
     ///
     /// # Errors
-    /// A layout for another number of ranks.
+    /// A layout for a number of ranks other than the size of the group.
     pub fn new(group: Arc<Group>, layout: Arc<Layout>, strategy: Strategy) -> Result<Self> {
         if layout.ranks() != group.size() {
             candle_core::bail!("the layout deals to {} ranks, the group has {}", layout.ranks(), group.size());
@@ -42,32 +42,33 @@ impl Context {
         Ok(Self { group, layout, strategy, positions, length, experts, tensor_parallel, drops: None, schedules })
     }
 
-    /// The experts of sparse layers are computed by `experts`, not all by this rank.
+    /// Sets the implementation of the experts of sparse layers; by default this rank computes all of them.
     pub fn with_experts(self, experts: Arc<dyn Experts + Send + Sync>) -> Self {
         Self { experts, ..self }
     }
 
-    /// The width of layers is shared with the ranks of `tensor_parallel`, which have the same tokens.
+    /// Sets the tensor-parallel group, whose ranks have the same tokens and share the width of layers.
     pub fn with_tensor_parallel(self, tensor_parallel: TensorParallel) -> Self {
         Self { tensor_parallel, ..self }
     }
 
-    /// Inputs of layers that have dropout are dropped by `drops`, whose tokens are this rank's.
+    /// Sets the dropout of layer inputs; the tokens of `drops` must be those of this rank.
     pub fn with_drops(self, drops: Drops) -> Self {
         Self { drops: Some(drops), ..self }
     }
 
-    /// Sequences will grow to `length` tokens: rotary embeddings that depend on the length are made for it.
+    /// Announces that sequences will grow to `length` tokens: rotary embeddings whose frequencies depend on the length are
+    /// made for it.
     pub fn growing_to(self, length: usize) -> Self {
         Self { length: self.length.max(length), ..self }
     }
 
-    /// Who holds which tokens.
+    /// The layout: which rank holds which tokens.
     pub fn layout(&self) -> &Arc<Layout> {
         &self.layout
     }
 
-    /// The ranks that share the batch's sequences.
+    /// The context-parallel group: the ranks that share the batch's sequences.
     pub fn group(&self) -> &Arc<Group> {
         &self.group
     }
@@ -75,7 +76,7 @@ impl Context {
     /// The schedule of attention with `mask`.
     ///
     /// # Errors
-    /// What [`Schedule::new`] refuses.
+    /// Masks and layouts that [`Schedule::new`] refuses.
     pub fn schedule(&self, mask: &Mask) -> Result<Arc<Schedule>> {
         let mut schedules = self.schedules.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(schedule) = schedules.get(mask) {

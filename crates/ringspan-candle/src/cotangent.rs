@@ -1,13 +1,13 @@
-//! A backward pass from a given gradient. Candle's own starts from ones.
+//! A backward pass that starts from a given gradient; candle's own starts from ones.
 
 use crate::gpu;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
-/// Gradients of `sum(dy * y)` in everything that y was made of.
+/// Gradients of `sum(dy * y)` with respect to everything that y was computed from.
 ///
 /// # Errors
-/// A gradient of another shape than y, and what the operations behind y fail with.
+/// A `dy` of another shape than y, and what the operations behind y fail with.
 pub fn backward(y: &Tensor, dy: &Tensor) -> Result<GradStore> {
     if y.shape() != dy.shape() {
         bail!("a gradient of {:?} for {:?}", dy.shape(), y.shape());
@@ -15,7 +15,7 @@ pub fn backward(y: &Tensor, dy: &Tensor) -> Result<GradStore> {
     y.apply_op1(Cotangent { dy: dy.detach() })?.backward()
 }
 
-/// A number whose gradient in its input is `dy`. The number itself is never looked at.
+/// A scalar whose gradient with respect to its input is `dy`. Its value is never read.
 struct Cotangent {
     dy: Tensor,
 }

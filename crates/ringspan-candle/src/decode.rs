@@ -1,4 +1,4 @@
-//! Attention of new tokens over keys and values that ranks keep between calls.
+//! Attention of new tokens over a KV cache that is distributed over the ranks.
 
 use crate::attend::AttentionInputs;
 use crate::attention::with_sinks;
@@ -8,14 +8,16 @@ use candle_core::{Result, Tensor};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, on_device};
 use ringspan::{Mask, Score};
 
-/// Attention of q `[Tq, H, D]`, which every rank has, over the keys of all ranks, of which k `[n, G, D]` and v `[n, G, Dv]` are
-/// this rank's, to `[Tq, H, Dv]`; if there are sinks, with those of all heads. f32 or bf16; not differentiable. All ranks of the group must call this.
+/// Attention of q `[Tq, H, D]`, which all ranks have, over the keys of all ranks; k `[n, G, D]` and v `[n, G, Dv]` are this
+/// rank's. It returns `[Tq, H, Dv]`; sinks, if there are any, cover all heads. Tensors are f32 or bf16; the result is not
+/// differentiable. All ranks of the group must call this.
 ///
-/// Tensors on the GPU on which the group's kernel computes stay there. Where the kernel computes on the CPU, those of a GPU are
-/// copied there and back.
+/// Tensors on the GPU on which the group's kernel computes stay there. Where the kernel computes on the CPU, tensors on a GPU
+/// are copied to the CPU, and the result is copied back.
 ///
 /// # Errors
-/// Other types, shapes that do not fit the tokens, tensors on another GPU than the kernel's, failures of other ranks.
+/// Tensors of other types, shapes that do not fit the tokens, tensors on another GPU than the kernel's, failures of other
+/// ranks.
 pub fn decode(
     group: &Group,
     mask: &Mask,

@@ -1,4 +1,4 @@
-//! What ranks compute on, chosen once and handed down: threads of the CPU, or GPUs; and in which type models compute there.
+//! The devices on which ranks compute, CPU or GPU, chosen once and passed down, and the type in which models compute on them.
 
 use crate::kept::rounded;
 use crate::precision::Precision;
@@ -11,13 +11,13 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// A device as it is asked for.
+/// A device as a user names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceName {
-    /// The processor.
+    /// The CPU.
     #[default]
     Cpu,
-    /// The NVIDIA GPU of this number, or all of them in turn.
+    /// The NVIDIA GPU of this number, or with `None` all GPUs, assigned to ranks in turn.
     Cuda(Option<usize>),
 }
 
@@ -49,7 +49,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// What one rank computes on.
+/// The device on which one rank computes.
 #[derive(Debug, Clone)]
 pub struct RankDevice {
     tensors: Device,
@@ -59,7 +59,7 @@ pub struct RankDevice {
 }
 
 impl RankDevice {
-    /// The processor.
+    /// The CPU, where models compute in f32.
     pub const CPU: Self = Self {
         tensors: Device::Cpu,
         precision: Precision::F32,
@@ -67,13 +67,13 @@ impl RankDevice {
         gpu: None,
     };
 
-    /// The GPU of this number, with a stream of its own for tensors. Models compute in f32 there.
+    /// The GPU of this number, with a CUDA stream of its own for tensors. Models compute in f32 on it.
     ///
     /// # Errors
     /// No driver, no such GPU, or no compiler for kernels.
     #[cfg(feature = "cuda")]
     pub fn gpu(number: usize) -> Result<Self> {
-        // The library says best what is missing.
+        // Opening the GPU by the library first gives the most helpful error about what is missing.
         let gpu = ringspan::kernel::Gpu::open(number)?;
         let tensors = Device::new_cuda_with_stream(number).map_err(|error| Error::Device {
             device: format!("{gpu:?}"),
@@ -83,24 +83,24 @@ impl RankDevice {
         Ok(Self { tensors, precision: Precision::F32, gpu: Some(gpu) })
     }
 
-    /// Where candle's tensors lie.
+    /// The device of candle's tensors.
     pub fn tensors(&self) -> &Device {
         &self.tensors
     }
 
-    /// The same, where models compute in another type.
+    /// The same device, with models that compute in `precision`.
     #[must_use]
     pub fn computing_in(self, precision: Precision) -> Self {
         Self { precision, ..self }
     }
 
-    /// The type in which models compute here.
+    /// The type in which models compute on this device.
     pub fn precision(&self) -> Precision {
         self.precision
     }
 
-    /// An f32 parameter of a model as it is computed with here: rounded on the CPU, so that half is copied, if that is in
-    /// bf16. One that is here already in this type is not copied.
+    /// An f32 parameter of a model in the type and on the device in which it is used. For bf16 it is rounded on the CPU, so
+    /// that half the bytes are copied. A parameter that has this type and device already is not copied.
     ///
     /// # Errors
     /// A GPU without memory for it; other types.
@@ -111,10 +111,10 @@ impl RankDevice {
         slices::values(&tensor.contiguous()?, |values| Tensor::from_vec(rounded(values), tensor.shape(), &self.tensors))
     }
 
-    /// What computes attention, with `threads` threads of the rank's [pool](crate::pool) where it is the CPU.
+    /// The attention kernel of this device; on the CPU it uses `threads` threads of the rank's [pool](crate::pool).
     ///
     /// # Errors
-    /// A GPU that gives no stream.
+    /// A GPU on which no stream can be created.
     pub fn kernel(&self, threads: usize) -> Result<Kernel> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
@@ -124,11 +124,11 @@ impl RankDevice {
     }
 }
 
-/// The devices of the ranks of this process, which take them in turn.
+/// The devices of the ranks of this process, assigned to ranks in turn.
 #[derive(Debug, Clone)]
 pub struct Devices {
     cpu: RankDevice,
-    /// None where all compute on the CPU.
+    /// The GPUs; empty where all ranks compute on the CPU.
     gpus: Vec<RankDevice>,
 }
 
@@ -142,7 +142,8 @@ impl Devices {
     /// All ranks compute on the CPU.
     pub const CPU: Self = Self { cpu: RankDevice::CPU, gpus: Vec::new() };
 
-    /// Opens what is asked for. A process that is one rank has a place among those of its machine, and takes one GPU.
+    /// Opens the devices of this name. A process that is one rank passes its number among the ranks of its machine, and opens
+    /// one GPU.
     ///
     /// # Errors
     /// No driver, no such GPU, no compiler for kernels; GPUs in a program that was built without them.
@@ -155,11 +156,11 @@ impl Devices {
 
     #[cfg(feature = "cuda")]
     fn open_gpus(number: Option<usize>, local_rank: Option<usize>) -> Result<Self> {
-        // Without any, opening the first one says what is missing.
+        // Where there is no GPU, opening the first one returns an error that says what is missing.
         let count = ringspan::kernel::Gpu::count()?.max(1);
         let numbers = match (number, local_rank) {
             (Some(number), _) => number..number + 1,
-            // A process opens its own: memory of a GPU goes to every process that has it open.
+            // Each process opens its own GPU only, since an open GPU takes some of its memory for every process.
             (None, Some(rank)) => rank % count..rank % count + 1,
             (None, None) => 0..count,
         };
@@ -177,12 +178,13 @@ impl Devices {
         })
     }
 
-    /// The same ranks, whose tensors go from GPU to GPU by NCCL where they are processes, compute on GPUs, and all can; and
-    /// how their blocks go, where there is more than one way. All ranks must call this; `deadline` is the longest wait for
-    /// another one. The returned ranks must go before the communicator that these had.
+    /// Connects the ranks' GPUs, if ranks are processes that all compute on GPUs and NCCL works: the returned ranks send
+    /// tensors from GPU to GPU by NCCL. It also returns a description of how attention's blocks are sent, where there is more
+    /// than one way. All ranks must call this; `deadline` is the longest wait for another rank. The returned ranks must be
+    /// dropped before the communicator of `ranks`.
     ///
     /// # Errors
-    /// What NCCL says; failures of other ranks.
+    /// Failures of NCCL and of other ranks.
     pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.gpus.first().and_then(|device| device.gpu.as_ref()) {
@@ -192,14 +194,14 @@ impl Devices {
         Ok((ranks.clone(), None))
     }
 
-    /// The same, where models compute in another type.
+    /// The same devices, with models that compute in `precision`.
     #[must_use]
     pub fn computing_in(self, precision: Precision) -> Self {
         let gpus = self.gpus.into_iter().map(|gpu| gpu.computing_in(precision)).collect();
         Self { cpu: self.cpu.computing_in(precision), gpus }
     }
 
-    /// Devices, at least one: ranks whose numbers leave the same rest share one.
+    /// The number of devices, at least one: ranks whose numbers are equal modulo this share a device.
     pub fn count(&self) -> usize {
         self.gpus.len().max(1)
     }
@@ -209,7 +211,7 @@ impl Devices {
         self.gpus.get(rank % self.count()).unwrap_or(&self.cpu)
     }
 
-    /// All of them.
+    /// All devices.
     pub fn iter(&self) -> impl Iterator<Item = &RankDevice> {
         (0..self.count()).map(|rank| self.of(rank))
     }

@@ -1,4 +1,4 @@
-//! Dropout of a layer's inputs in training (Srivastava et al., 2014), the same on every mesh.
+//! Dropout of a layer's inputs in training (Srivastava et al., 2014), with the same result on every mesh.
 
 use crate::slices::widened;
 use crate::tape::{self, Reads};
@@ -8,66 +8,67 @@ use candle_core::{CpuStorage, CustomOp1, DType, Device, Layout, Result, Shape, T
 use ringspan::kernel::Dropout;
 use std::sync::Arc;
 
-/// What is dropped in a pass of training.
+/// Decides which elements are dropped in one forward pass.
 ///
-/// Whether a number is dropped follows from seed, layer, token and column alone, by the generator that drops attention
-/// weights. So each mesh drops the same, and a layer that is computed again drops what it dropped before.
+/// Whether an element is dropped follows from seed, layer, token and column alone, by the random generator that also drops
+/// attention weights. So every mesh drops the same elements, and a recomputed layer drops what it dropped before.
 #[derive(Debug, Clone)]
 pub struct Drops {
     seed: u64,
     tokens: Arc<[usize]>,
-    /// The number of the first token of the batch whose rows attention sees.
+    /// The number, among all tokens of the step, of the first token of the batch that attention sees.
     first_of_batch: usize,
 }
 
 impl Drops {
-    /// Drops by `seed`, another one each step, where `tokens` are the numbers of the tokens at hand among all those of the
-    /// step: a position in a document is not enough, since many documents have it.
+    /// Dropout with `seed`, which should differ in each step. `tokens` are the numbers of this rank's tokens among all tokens
+    /// of the step: positions in documents would not do, since tokens of many documents share one.
     pub fn new(seed: u64, tokens: Vec<usize>) -> Self {
         Self { seed, tokens: tokens.into(), first_of_batch: 0 }
     }
 
-    /// The same, where the batch in whose flat rows attention counts its queries begins with the token of this number: the
-    /// ranks of a mesh may see some of the rows of a step. All ranks of an attention must say the same.
+    /// Sets the first token of the batch in whose flat rows attention counts its queries, by its number among all tokens of
+    /// the step: a group of ranks may see only some rows of a step. All ranks of an attention must pass the same number.
     #[must_use]
     pub fn in_batch_from(self, first_of_batch: usize) -> Self {
         Self { first_of_batch, ..self }
     }
 
-    /// The same for some of the tokens, by their rows here, in this order.
+    /// The same dropout for some of the tokens, given by their rows on this rank, in this order.
     ///
     /// # Panics
-    /// Rows that are not here.
+    /// If a row is out of range.
     #[must_use]
     pub fn of_rows(&self, rows: &[u32]) -> Self {
         self.of(rows.iter().map(|row| self.tokens[*row as usize]).collect())
     }
 
-    /// The same for other tokens, by their numbers among all those of the step.
+    /// The same dropout for other tokens, given by their numbers among all tokens of the step.
     #[must_use]
     pub fn of(&self, tokens: Vec<usize>) -> Self {
         Self { tokens: tokens.into(), ..self.clone() }
     }
 
-    /// The numbers of the tokens at hand among all those of the step.
+    /// The numbers of this rank's tokens among all tokens of the step.
     #[must_use]
     pub fn tokens(&self) -> &[usize] {
         &self.tokens
     }
 
-    /// What is dropped of attention's weights, a share of `rate` in 0..1, in layer number `layer`, of which `first_head` is the
-    /// first head here.
+    /// The dropout of attention weights in layer number `layer`, for a share of `rate` in 0..1; `first_head` is the first
+    /// query head on this rank.
     #[must_use]
     pub fn of_attention(&self, rate: f64, layer: u64, first_head: usize) -> Dropout {
         let seed = self.seed.wrapping_add(layer);
         Dropout { rate: rate as f32, seed, first_head, first_query: self.first_of_batch }
     }
 
-    /// `x` `[T, in]`, the input of layer number `layer`, of which `first` is the first column here: a share of `rate` in
-    /// 0..1 becomes 0, and the rest grows by `1 / (1 - rate)`. Differentiable.
+    /// Drops from `x` `[T, in]`, the input of layer number `layer`, whose first column on this rank is column `first` of the
+    /// whole input: a share of `rate` in 0..1 of the elements becomes 0, and the rest is multiplied by `1 / (1 - rate)`.
+    /// Differentiable.
     ///
     /// # Errors
-    /// Another number of rows than tokens at hand.
+    /// A number of rows that differs from the number of tokens.
     pub fn apply(&self, x: &Tensor, rate: f64, layer: usize, first: usize) -> Result<Tensor> {
         let rows = x.dim(0)?;
         if rows != self.tokens.len() {
@@ -76,7 +77,7 @@ impl Drops {
         let dropout = Dropout { rate: rate as f32, seed: self.seed, first_head: 0, first_query: 0 };
         let op = DropInputs { dropout, layer, first, tokens: self.tokens.clone() };
         if gpu::holds(x) {
-            // The generator is the CPU's.
+            // The generator runs on the CPU alone.
             let factors = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?.apply_op1_no_bwd(&op)?;
             return gpu::masked(x, factors.to_device(x.device())?);
         }
@@ -84,7 +85,7 @@ impl Drops {
     }
 }
 
-/// Its own backward: what was dropped has no gradient, and the gradient of the rest grows as it did.
+/// The operation is its own backward pass: gradients are dropped and scaled where inputs were.
 #[derive(Clone)]
 struct DropInputs {
     dropout: Dropout,
@@ -125,7 +126,7 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu)
     }
 
-    /// The factors of `[tokens, columns]`, one by one.
+    /// The factors of the elements `[tokens, columns]`, computed one by one.
     fn factors(
         seed: u64,
         rate: f64,
@@ -140,7 +141,7 @@ mod tests {
         Tensor::from_vec(all, (tokens.len(), columns.len()), &Device::Cpu)
     }
 
-    /// A low-rank adapter behind it, against candle's own operations and a mask.
+    /// Compares a low-rank adapter behind the dropout with candle's own operations and a mask.
     #[test]
     fn results_and_gradients_are_those_of_a_mask() -> Result<()> {
         let tokens = vec![5, 0, 900_000_000_000, 7];
@@ -167,7 +168,7 @@ mod tests {
         Ok(())
     }
 
-    /// Over seeds the mean stays, tokens at the same place of a row are dropped apart, and so are layers.
+    /// The mean over seeds is the input, and masks of different seeds, tokens and layers differ.
     #[test]
     fn the_mean_over_seeds_is_the_input_and_no_two_tokens_or_layers_agree() -> Result<()> {
         let (rows, width, seeds) = (8, 16, 4000);
@@ -178,7 +179,7 @@ mod tests {
         }
         let mean = (sum / seeds as f64)?;
         let most = (mean - &x)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
-        // A number deviates by a half of itself, its mean by a 126th.
+        // One result deviates by half of the input (standard deviation), so the mean of 4000 deviates by a 126th of it.
         assert!(most < 5.0 * 0.5 / (seeds as f32).sqrt(), "{most}");
 
         let ones = x.ones_like()?;

@@ -1,7 +1,7 @@
-//! Experts spread over ranks (Lepikhin et al., 2020, arXiv:2006.16668): tokens travel to the ranks that hold their experts,
-//! and come back.
+//! Expert parallelism (Lepikhin et al., 2020, arXiv:2006.16668): tokens are sent to the ranks that hold their experts, and
+//! the outputs are sent back.
 //!
-//! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to.
+//! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to.
 
 use crate::collective::{all_gather, all_to_all, all_to_all_unseen, reduce_scatter, reduce_scatter_unseen};
 use crate::dropout::Drops;
@@ -17,21 +17,22 @@ use ringspan::comm::{Buffer, Communicator};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Experts of which each rank holds some, whole or with its part of their width.
+/// Experts that are distributed over ranks, each rank holding some of them, whole or sharded in their width.
 ///
 /// All ranks of both groups call [`Experts::mix`] together, each with tokens of its own, or none. A token is sent once to
-/// each rank that has experts of it, however many these are.
+/// each rank that holds at least one of its experts.
 pub struct ExpertParallel {
     experts: usize,
-    /// The ranks among which whole experts are dealt, neighbours in number to the same one.
+    /// The expert-parallel group, over which whole experts are distributed; each of its ranks holds a contiguous range of
+    /// experts.
     ep: Arc<dyn Communicator>,
-    /// The ranks that hold the same experts, each its part of their width.
+    /// The ranks that hold the same experts, each a shard of their width.
     width: Arc<dyn Communicator>,
 }
 
 impl ExpertParallel {
-    /// Deals `experts` E to the ranks of `ep`, and the width of each to the ranks of `width`. The groups are used for
-    /// nothing else.
+    /// Distributes `experts` E over the ranks of `ep`, and the width of each expert over the ranks of `width`. The two
+    /// communicators must be used for nothing else.
     ///
     /// # Errors
     /// Fewer experts than ranks.
@@ -42,7 +43,7 @@ impl ExpertParallel {
         }
     }
 
-    /// As [`Experts::mix_keeping`], of the tokens of all ranks that share the width of experts.
+    /// Like [`Experts::mix_keeping`], for the gathered tokens of all ranks that share the width of experts.
     fn exchanged(
         &self,
         x: &Tensor,
@@ -95,8 +96,8 @@ impl Experts for ExpertParallel {
         self.mix_keeping(&mut Memory::default(), layer, x, routing, expert)
     }
 
-    /// Tokens travel to their experts again: kept where these are, they would take about as much memory as the products.
-    /// What experts computed of them does not travel back again.
+    /// On the second call, tokens are sent to their experts again: stored where the experts are, they would take about as
+    /// much memory as the products. The experts' outputs are not sent back again.
     fn mix_keeping(
         &self,
         memory: &mut Memory,
@@ -128,8 +129,8 @@ impl Experts for ExpertParallel {
     }
 }
 
-/// Where tokens go, as it travels: the `top` experts of each and, where something is dropped, behind them its number among
-/// all tokens of the step, of which what is dropped follows.
+/// The message that describes the routing of tokens: for each token its `top` experts and, with dropout, its number among all
+/// tokens of the step, which decides what is dropped.
 fn message(chosen: &[u32], top: usize, drops: Option<Drops>) -> Buffer {
     let numbers = drops.as_ref().map(Drops::tokens);
     let of_token = |(token, choices): (usize, &[u32])| {
@@ -139,7 +140,8 @@ fn message(chosen: &[u32], top: usize, drops: Option<Drops>) -> Buffer {
     Buffer::U64(chosen.chunks_exact(top.max(1)).enumerate().flat_map(of_token).collect())
 }
 
-/// How many tokens each rank sent, the choices of all of them, and what is dropped of them, by `drops` of any tokens.
+/// Reads the messages of all ranks: how many tokens each rank sent, their experts in rank order, and their dropout; `drops`
+/// supplies the seed.
 fn read(arrived: &[Arc<Buffer>], top: usize, drops: Option<&Drops>) -> Result<(Vec<usize>, Vec<u32>, Option<Drops>)> {
     let each = (top + usize::from(drops.is_some())).max(1);
     let (mut counts, mut chosen, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
@@ -160,7 +162,7 @@ fn read(arrived: &[Arc<Buffer>], top: usize, drops: Option<&Drops>) -> Result<(V
     Ok((counts, chosen, drops.map(|drops| drops.of(numbers))))
 }
 
-/// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
+/// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     if gpu::holds(x) {
         return gpu::picked(x, &rows);
@@ -169,7 +171,7 @@ fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     tape::apply(Pick { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
 }
 
-/// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
+/// The transpose of [`picked`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
 fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
         return gpu::put_back(x, &rows, of);
@@ -177,7 +179,7 @@ fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     tape::apply(Pick { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }
 
-/// Numbers of rows, and how many rows there are.
+/// Indices of selected rows, and the number of rows `of` that they were selected from.
 struct Rows {
     rows: Vec<u32>,
     of: usize,
@@ -190,7 +192,7 @@ impl Rows {
         out
     }
 
-    /// Sums are f32, and rounded once.
+    /// Sums are computed in f32 and rounded once.
     fn add<T: Number>(&self, from: &[T], width: usize) -> Vec<T> {
         let mut out = vec![0.0f32; self.of * width];
         for (row, from) in self.rows.iter().zip(from.chunks_exact(width.max(1))) {
@@ -200,7 +202,7 @@ impl Rows {
     }
 }
 
-/// Picks rows, or, the other way, puts them back; each is the backward of the other.
+/// Selects rows or, with `back`, adds them to where they were selected from; each is the backward pass of the other.
 struct Pick {
     rows: Rows,
     back: bool,

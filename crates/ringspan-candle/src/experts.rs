@@ -1,6 +1,6 @@
-//! The experts of a sparse layer: who computes them, and how one rank computes all.
+//! The experts of a sparse layer: the trait that computes them, and its implementation for a rank that holds all of them.
 //!
-//! Shape letters: T tokens at hand, C hidden size, E experts, K experts a token goes to, I width of an expert.
+//! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to, I width of an expert.
 
 mod expert;
 mod mixture;
@@ -19,33 +19,33 @@ use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Ten
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-/// A choice that is not computed here.
+/// Marks an expert in a routing that another rank computes.
 pub const NOWHERE: u32 = u32::MAX;
 
-/// Where a router sends T tokens.
+/// The result of a router: the experts of T tokens.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The experts of each token `[T, K]`; [`NOWHERE`] for a choice that another rank computes.
+    /// The experts of each token `[T, K]`, row by row; [`NOWHERE`] for an expert that another rank computes.
     pub chosen: Vec<u32>,
-    /// Their weights `[T, K]`, differentiable.
+    /// The weights of these experts `[T, K]`, differentiable.
     pub weights: Tensor,
-    /// What is dropped of the T tokens on their way into adapters of experts, if anything is: on all ranks, or on none.
+    /// The dropout of the T tokens in adapters of experts; it is set on all ranks or on none.
     pub drops: Option<Drops>,
 }
 
-/// What a router did with the tokens at hand, as sums: those of several ranks, or layers, may be added.
+/// Sums over the routed tokens, from which a load-balancing loss is computed. Those of several ranks or layers may be added.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Load {
-    /// Tokens that went to each expert `[E]`.
+    /// Number of tokens that were routed to each expert `[E]`.
     pub chosen: Vec<f64>,
     /// The router's probability of each expert, summed over tokens `[E]`.
     pub probability: Vec<f64>,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: f64,
 }
 
 impl Load {
-    /// Adds that of other tokens, ranks or layers; to an empty one, of any number of experts.
+    /// Adds the load of other tokens, ranks or layers; both must have equally many experts, unless `self` is empty.
     pub fn add(&mut self, other: &Self) {
         let sums = [(&mut self.chosen, &other.chosen), (&mut self.probability, &other.probability)];
         for (sum, more) in sums {
@@ -56,13 +56,13 @@ impl Load {
     }
 }
 
-/// The experts as a model sees them. Which rank holds which of them is the implementation's business.
+/// The experts as a model sees them. Which rank holds which experts is the implementation's business.
 ///
-/// All ranks call these in the same order, also those without tokens.
+/// All ranks call these methods in the same order, also ranks without tokens.
 pub trait Experts {
-    /// The sum over each token's experts of weight times output: x `[T, C]` to `[T, C]`, differentiable in x, in the
-    /// weights and in the parameters. `expert` gives the parameters of an expert; it need not be asked for those that
-    /// another rank computes.
+    /// The weighted sum of the outputs of each token's experts: x `[T, C]` to `[T, C]`, differentiable in x, in the weights
+    /// and in the parameters. `expert` returns the parameters of an expert; it need not be called for experts that another
+    /// rank computes.
     ///
     /// # Errors
     /// Shapes that do not fit, what `expert` returns, and failures of other ranks.
@@ -74,12 +74,13 @@ pub trait Experts {
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor>;
 
-    /// The same for a layer that is computed twice: the first call fills `memory`, the second empties it and computes nothing
-    /// but the backward. Nothing may look at the values of the second: they may be zeros. It must have the routing of the
-    /// first. Without this method, and on a GPU, all is computed twice.
+    /// Like [`mix`](Self::mix), for a layer that is recomputed: the first call stores products in `memory`; the second takes
+    /// them out and only provides the backward pass. Nothing may read the values that the second call returns: they may be
+    /// zeros. Its routing must equal that of the first. An implementation without this method, and one on a GPU, computes
+    /// everything twice.
     ///
     /// # Errors
-    /// As for [`mix`](Self::mix); another routing than that of the first call.
+    /// As for [`mix`](Self::mix), and a routing that differs from that of the first call.
     fn mix_keeping(
         &self,
         _memory: &mut Memory,
@@ -91,23 +92,24 @@ pub trait Experts {
         self.mix(layer, x, routing, expert)
     }
 
-    /// The part of an expert's width that is here, of `whole`. Who wraps another hands on its own.
+    /// The range of an expert's width, out of `whole`, that this rank holds. A wrapper returns the range of the experts it
+    /// wraps.
     fn part(&self, whole: usize) -> Range<usize>;
 
-    /// Which of a layer's `experts` are here. Who wraps another hands on its own.
+    /// The range of a layer's `experts` that this rank holds. A wrapper returns the range of the experts it wraps.
     fn held(&self, experts: usize) -> Range<usize>;
 
-    /// What the router of `layer` did with this rank's tokens; called once in a forward pass, and again where a layer
-    /// is recomputed.
+    /// Reports what the router of `layer` did with this rank's tokens. It is called once in a forward pass, and again when a
+    /// layer is recomputed.
     ///
     /// # Errors
-    /// What the implementation finds wrong.
+    /// Errors that the implementation detects.
     fn routed(&self, _layer: usize, _load: Load) -> Result<()> {
         Ok(())
     }
 
-    /// The forward pass of all layers is done, the backward pass begins: the place to sum loads over ranks. The model
-    /// has this many experts in each sparse layer; 0 if it has none.
+    /// Announces that the forward pass of all layers is done and the backward pass begins, so that loads can be summed over
+    /// ranks. The model has `experts` experts in each sparse layer, or 0 if it has no sparse layer.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -115,13 +117,14 @@ pub trait Experts {
         Ok(())
     }
 
-    /// Further losses of the probabilities of the router of `layer`.
+    /// Gradients of further losses, such as a load-balancing loss, with respect to the probabilities of the router of
+    /// `layer`.
     fn pressures(&self, _layer: usize) -> Vec<Pressure> {
         Vec::new()
     }
 }
 
-/// All experts on this rank, one after the other, each with the tokens that chose it.
+/// All experts are computed on this rank, one after the other, each for the tokens that are routed to it.
 #[derive(Debug, Clone, Copy)]
 pub struct Local;
 
@@ -156,14 +159,14 @@ impl Experts for Local {
     }
 }
 
-/// Gradient of a loss in each expert's probability, the same for every token: `[E]`. The loss may be of sums over all
-/// layers and ranks, so it is set when the forward pass has ended, and looked at when the backward comes by.
+/// Gradient of a loss with respect to each expert's probability `[E]`, equal for every token. The loss may depend on sums
+/// over all layers and ranks, so it is set when the forward pass has ended, and read by the backward pass of the router.
 pub type Pressure = Arc<OnceLock<Vec<f32>>>;
 
-/// Probabilities as they are, whose backward adds the pressure to each token's gradient: p `[T, E]`.
+/// Returns the router's probabilities p `[T, E]` unchanged; the backward pass adds the pressure to each token's gradient.
 ///
 /// # Errors
-/// Other types. The backward fails if the pressure was not set, or is of another number of experts.
+/// Other types. The backward pass fails if the pressure is not set, or has another number of experts.
 pub fn pressed(p: &Tensor, pressure: Pressure) -> Result<Tensor> {
     tape::apply(Pressed { pressure }, [&p.contiguous()?], Reads::Nothing)
 }

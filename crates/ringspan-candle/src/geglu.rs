@@ -1,4 +1,4 @@
-//! The gated activation of Gemma's feed-forward layer as one operation with a backward (Shazeer, 2020).
+//! The gated activation of Gemma's feed-forward layer as one operation with a backward pass (Shazeer, 2020).
 
 use crate::activation::Activation;
 use crate::gpu;
@@ -30,7 +30,7 @@ struct GeGlu;
 const ROOT: f32 = 0.797_884_6;
 const CUBE: f32 = 0.044_715;
 
-/// gelu(x) and its derivative.
+/// gelu(x) and its derivative at x.
 fn gelu(x: f32) -> (f32, f32) {
     let t = (ROOT * (x + CUBE * x * x * x)).tanh();
     let slope = ROOT * (1.0 + 3.0 * CUBE * x * x);

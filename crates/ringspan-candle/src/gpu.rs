@@ -1,7 +1,9 @@
-//! Layers on a GPU, with the values and gradients of those of the CPU: norms, rotations, gates and the loss are kernels,
-//! products cuBLAS's, and the rest is made of candle's operations, which candle differentiates.
+//! Layers on a GPU, with the values and gradients of the CPU's layers: norms, rotary embeddings, gates and the loss are
+//! kernels of this crate, matrix products are cuBLAS's, and the rest is composed of candle's operations, which candle
+//! differentiates.
 //!
-//! Tensors are f32 or bf16. Of bf16, what is not a product is computed in f32, and rounded once, as a layer's result.
+//! Tensors are f32 or bf16. In bf16, everything but matrix products is computed in f32, and rounded once, as the result of a
+//! layer.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod kernels;
@@ -20,7 +22,7 @@ pub(crate) fn holds(tensor: &Tensor) -> bool {
     !tensor.device().is_cpu()
 }
 
-/// A tensor as layers read it: contiguous; on a GPU rows may lie apart.
+/// Returns x in a layout that layers can read: contiguous, or on a GPU with contiguous rows that may lie apart.
 pub(crate) fn readable(x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if holds(x) {
@@ -29,8 +31,8 @@ pub(crate) fn readable(x: &Tensor) -> Result<Tensor> {
     x.contiguous()
 }
 
-/// An operation of this crate, on the CPU wherever the tensor is; its result is where the tensor is.
-/// Those of a GPU travel in f32, whatever their type.
+/// Applies an operation of this crate that exists on the CPU only; a tensor on a GPU is copied there as f32, and the result
+/// is copied back and converted to its type.
 pub(crate) fn on_host(x: &Tensor, op: impl CustomOp1 + 'static + Send + Sync) -> Result<Tensor> {
     if !holds(x) {
         return tape::apply(op, [&x.contiguous()?], Reads::Nothing);
@@ -39,30 +41,30 @@ pub(crate) fn on_host(x: &Tensor, op: impl CustomOp1 + 'static + Send + Sync) ->
     cast(&host.apply_op1(op)?.to_device(x.device())?, x.dtype())
 }
 
-/// Zeros of the same type, as an operation returns them.
+/// Zeros of the type of `like`, as an operation returns them.
 pub(crate) fn zeros(like: &CudaStorage, shape: impl Into<Shape>) -> Result<(CudaStorage, Shape)> {
     let shape = shape.into();
     Ok((like.device().zeros_impl(&shape, like.dtype())?, shape))
 }
 
-/// Elements in another type, as an operation returns them.
+/// The elements converted to type `to`, as an operation returns them.
 pub(crate) fn converted(x: &CudaStorage, at: &Layout, to: DType) -> Result<CudaStorage> {
     match at.shape().elem_count() {
-        // A GPU starts no kernel for nothing.
+        // A GPU refuses to start a kernel for a tensor without elements.
         0 => x.device().zeros_impl(at.shape(), to),
         _ => x.to_dtype(at, to),
     }
 }
 
-/// What an operation computed, in the type in which it returns it.
+/// The result of an operation, converted to type `to` if it has another.
 #[cfg(feature = "cuda")]
 pub(crate) fn converted_if(x: CudaStorage, shape: &Shape, to: DType) -> Result<CudaStorage> {
     if x.dtype() == to { Ok(x) } else { converted(&x, &Layout::contiguous(shape), to) }
 }
 
-/// A tensor as an operation returns it: a copy.
+/// A copy of a tensor, as an operation returns it.
 pub(crate) fn copied(tensor: &Tensor) -> Result<(CudaStorage, Shape)> {
-    // Of its elements alone: copying a storage copies all of it.
+    // Cloning a storage copies all of it, so the elements of a view are made contiguous first.
     let tensor = tensor.force_contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {
@@ -71,13 +73,14 @@ pub(crate) fn copied(tensor: &Tensor) -> Result<(CudaStorage, Shape)> {
     }
 }
 
-/// What is computed already, with a backward of its own: candle's would also differentiate what is constant.
+/// An operation whose value is computed already, with a backward pass of its own: candle's would also differentiate
+/// constants.
 struct Given<F> {
     value: Tensor,
     backward: F,
 }
 
-/// `value`, computed from x, whose gradient in x `backward` makes of that in `value`.
+/// Returns `value`, which was computed from x; `backward` turns the gradient of `value` into that of x.
 pub(crate) fn given<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
@@ -103,14 +106,14 @@ impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
     }
 }
 
-/// Rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
+/// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 pub(crate) fn picked(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
     let (of, rows) = (x.dim(0)?, Tensor::new(rows, x.device())?);
     let value = pick(&x.detach(), &rows)?;
     given(x, value, move |d| add_up(d, &rows, of))
 }
 
-/// Rows added up where they were picked from: `[rows, C]` to `[T, C]`.
+/// The transpose of [`picked`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
 pub(crate) fn put_back(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
     let rows = Tensor::new(rows, x.device())?;
     let value = add_up(&x.detach(), &rows, of)?;
@@ -119,7 +122,7 @@ pub(crate) fn put_back(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
 
 fn pick(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
     match rows.elem_count() * x.elem_count() {
-        // Candle starts no kernels for tensors without elements.
+        // Candle would start a kernel for tensors without elements, which a GPU refuses.
         0 => Tensor::zeros((rows.elem_count(), x.dim(1)?), x.dtype(), x.device()),
         _ => x.contiguous()?.index_select(rows, 0),
     }
@@ -133,7 +136,7 @@ fn add_up(x: &Tensor, rows: &Tensor, of: usize) -> Result<Tensor> {
     cast(&zeros.index_add(rows, &cast(&x.contiguous()?, DType::F32)?, 0)?, x.dtype())
 }
 
-/// x times a constant of its shape, f32.
+/// Multiplies x by a constant f32 tensor of its shape.
 pub(crate) fn masked(x: &Tensor, mask: Tensor) -> Result<Tensor> {
     let times = move |x: &Tensor| cast(&(cast(x, DType::F32)? * &mask)?, x.dtype());
     let value = times(&x.detach())?;

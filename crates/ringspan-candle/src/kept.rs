@@ -1,4 +1,4 @@
-//! Numbers that wait from a layer's forward pass for its backward, whole or rounded.
+//! Activations that are stored from a layer's forward pass for its backward pass, in full precision or rounded to bf16.
 
 use crate::cast::cast;
 use crate::number::Number;
@@ -8,13 +8,13 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use std::{fmt, str::FromStr, sync::Arc};
 
-/// The type in which what waits is stored. What is computed with keeps its own.
+/// The type in which activations are stored between the passes. It does not change the type in which layers compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Storage {
-    /// Nothing is lost.
+    /// Activations are stored in the type in which they were computed, so nothing is lost.
     #[default]
     F32,
-    /// Half the memory; each number is wrong by up to 2^-9 of itself.
+    /// Activations take half the memory of f32; rounding changes each number by at most 2^-9 of itself.
     Bf16,
 }
 
@@ -40,7 +40,7 @@ impl fmt::Display for Storage {
 }
 
 impl Storage {
-    /// Bytes of a number.
+    /// Bytes of one stored number.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -50,29 +50,29 @@ impl Storage {
     }
 }
 
-/// A tensor that waits. Clones share its numbers.
+/// An activation that is stored until the backward pass. Clones share its memory.
 #[derive(Debug, Clone)]
 pub struct Kept {
     shape: Vec<usize>,
-    /// Of the tensor that was given.
+    /// The type of the tensor that was stored, which [`tensor`](Self::tensor) returns again.
     dtype: DType,
     numbers: Numbers,
 }
 
 #[derive(Debug, Clone)]
 enum Numbers {
-    /// As it was computed: nothing is copied; on a GPU also rounded ones.
+    /// The tensor itself, not a copy; on a GPU, tensors rounded to bf16 are stored this way, too.
     Whole(Tensor),
     Rounded(Arc<Vec<bf16>>),
-    /// On the CPU, or on its way there or back.
+    /// The tensor was offloaded: it is in CPU memory, or on its way there or back.
     Away(Away),
 }
 
 impl Kept {
-    /// Keeps a contiguous tensor, without its graph: f32, or bf16, which is kept as it is.
+    /// Stores a contiguous tensor, f32 or bf16, without its graph; one in bf16 is stored as it is, whatever `storage` says.
     ///
     /// # Errors
-    /// Other tensors.
+    /// Tensors of another type.
     pub fn new(tensor: &Tensor, storage: Storage) -> Result<Self> {
         let numbers = match storage {
             Storage::F32 => Numbers::Whole(tensor.detach()),
@@ -83,7 +83,7 @@ impl Kept {
         Ok(Self { shape: tensor.dims().to_vec(), dtype: tensor.dtype(), numbers })
     }
 
-    /// What was kept, in the type that it was given in.
+    /// The stored activation, in the type of the tensor that was stored.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -95,10 +95,11 @@ impl Kept {
         }
     }
 
-    /// The same, which waits on the CPU if it is on a GPU, and if the layer that `offload` is at sends what it keeps away.
+    /// Offloads the stored tensor to CPU memory if it is on a GPU and `offload` sends away the activations of the layer that
+    /// is being computed.
     ///
     /// # Errors
-    /// No memory of the CPU that the driver can pin; failures of the device.
+    /// No CPU memory that the driver can pin; failures of the device.
     pub fn away(self, offload: &Offload) -> Result<Self> {
         let sent = match &self.numbers {
             Numbers::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
@@ -110,7 +111,7 @@ impl Kept {
         })
     }
 
-    /// Its shape.
+    /// The shape of the stored tensor.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         &self.shape
@@ -118,12 +119,12 @@ impl Kept {
 }
 
 impl Kept {
-    /// Numbers in it.
+    /// The number of elements of the stored tensor.
     pub(crate) fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The same, if it has this shape.
+    /// Returns `self`, or an error if it has another shape.
     pub(crate) fn of(self, shape: &[usize]) -> Result<Self> {
         if self.shape != shape {
             bail!("kept {:?}, and asked for {shape:?}", self.shape);
@@ -131,7 +132,7 @@ impl Kept {
         Ok(self)
     }
 
-    /// What was kept, of this shape, on the CPU, in f32.
+    /// The stored values in f32 on the CPU, of this shape.
     pub(crate) fn values(self, shape: &[usize]) -> Result<Vec<f32>> {
         let kept = self.of(shape)?;
         match kept.numbers {
@@ -149,7 +150,7 @@ impl Kept {
     }
 }
 
-/// As it is, on the threads of this pool.
+/// Copies values on the threads of the current pool.
 pub(crate) fn copy(values: &[f32], out: &mut [f32]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[f32])| {
@@ -157,14 +158,14 @@ pub(crate) fn copy(values: &[f32], out: &mut [f32]) {
     });
 }
 
-/// To the nearest bf16, on the threads of this pool.
+/// Returns the values rounded to the nearest bf16, computed on the threads of the current pool.
 pub(crate) fn rounded(values: &[f32]) -> Vec<bf16> {
     let mut out = vec![bf16::ZERO; values.len()];
     round(values, &mut out);
     out
 }
 
-/// To the nearest bf16, ties to even, on the threads of this pool.
+/// Rounds values to the nearest bf16, ties to even, on the threads of the current pool.
 pub(crate) fn round(values: &[f32], out: &mut [bf16]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [bf16], &[f32])| {
@@ -172,14 +173,14 @@ pub(crate) fn round(values: &[f32], out: &mut [bf16]) {
     });
 }
 
-/// In f32, on the threads of this pool.
+/// Returns the values in f32, computed on the threads of the current pool.
 pub(crate) fn widened(values: &[bf16]) -> Vec<f32> {
     let mut out = vec![0.0; values.len()];
     widen(values, &mut out);
     out
 }
 
-/// In f32, on the threads of this pool.
+/// Converts values to f32 on the threads of the current pool.
 pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[bf16])| {
@@ -189,7 +190,8 @@ pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
     });
 }
 
-/// Plain arithmetic, so that loops over it vectorise; a NaN stays one.
+/// The nearest bf16, ties to even; a NaN stays a NaN. It is integer arithmetic without branches, so that loops over it
+/// vectorise.
 #[inline(always)]
 pub(crate) fn nearest(x: f32) -> bf16 {
     let bits = x.to_bits();

@@ -1,6 +1,7 @@
-//! A frozen linear layer and the adapter beside it, as one operation with a backward: neither has an output of its own.
+//! A frozen linear layer with a LoRA adapter as one operation with a backward pass: the two outputs are summed without being
+//! stored separately.
 //!
-//! Shape letters: T rows, R inner width of the adapter.
+//! Shape letters: T rows, R rank of the adapter.
 
 use crate::gated_mlp::TILE;
 use crate::kept::Kept;
@@ -22,7 +23,7 @@ pub(crate) struct Frozen<'a> {
 }
 
 impl<'a> Frozen<'a> {
-    /// The layer of weight `[out, in]` and bias `[out]`, if neither is trained and both are on the CPU.
+    /// The layer of weight `[out, in]` and bias `[out]`; `None` if one of them is trained or the weight is not on the CPU.
     pub(crate) fn new(weight: &'a Weight, bias: Option<&'a Tensor>) -> Option<Self> {
         let is_trained = match weight {
             Weight::Dense(weight) => weight.track_op(),
@@ -32,8 +33,8 @@ impl<'a> Frozen<'a> {
         (is_frozen && weight.device().is_cpu()).then_some(Self { weight, bias })
     }
 
-    /// `x weight^T + bias + narrow b^T`: x `[T, in]`, narrow `[T, R]`, b `[out, R]` to `[T, out]`, f32 or bf16, whose sums are
-    /// rounded once; differentiable in x, narrow and b.
+    /// `x weight^T + bias + narrow b^T`: x `[T, in]`, narrow `[T, R]`, b `[out, R]` to `[T, out]`. All are f32 or all bf16;
+    /// sums are f32 and are rounded once. Differentiable in x, narrow and b.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -41,11 +42,11 @@ impl<'a> Frozen<'a> {
         self.apply(x, narrow, b, None)
     }
 
-    /// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
-    /// product.
+    /// Like [`with_adapter`](Self::with_adapter), for the second pass of a recomputed layer: the output is the stored one,
+    /// `known`, or zeros if nothing reads its values, and no product is computed.
     ///
     /// # Errors
-    /// As for [`with_adapter`](Self::with_adapter); something known of another shape.
+    /// As for [`with_adapter`](Self::with_adapter), and a stored output of another shape.
     pub(crate) fn with_adapter_again(
         self,
         x: &Tensor,
@@ -77,12 +78,12 @@ impl<'a> Frozen<'a> {
 struct AdaptedLinear {
     weight: Weight,
     bias: Option<Tensor>,
-    /// The result, if it was computed before.
+    /// The output, if this is a recomputation.
     known: Mutex<Option<Vec<f32>>>,
 }
 
 impl AdaptedLinear {
-    /// The gradient of x, rows of `width`.
+    /// The gradient of x, in rows of `width` elements.
     fn dx<T: Number>(&self, dy: Matrix<T>, width: usize) -> Result<Vec<T>> {
         let mut dx = vec![T::ZERO; dy.shape().0 * width];
         WeightMatrix::read(&self.weight, |weight| {
@@ -93,12 +94,13 @@ impl AdaptedLinear {
 }
 
 impl AdaptedLinear {
-    /// The result for x `[T, in]`, narrow `[T, R]` and b `[out, R]`.
+    /// Computes the output for x `[T, in]`, narrow `[T, R]` and b `[out, R]`.
     fn forward<T: Number>(&self, x: Matrix<T>, narrow: Matrix<T>, b: Matrix<T>) -> Result<CpuStorage> {
         let (tokens, outs) = (x.shape().0, b.shape().0);
         let bias = self.bias.as_ref().map(|bias| wide_values(bias, |bias| Ok(bias.to_vec()))).transpose()?;
         let mut out = vec![T::ZERO; tokens * outs];
-        // Sums that are to be rounded wait some rows at a time; others are the result.
+        // In bf16, f32 sums are buffered for some rows at a time before they are rounded; in f32, they are written to the
+        // output directly.
         let step = if T::DTYPE == DType::F32 { tokens } else { TILE };
         WeightMatrix::read(&self.weight, |weight| {
             for (block, out) in out.chunks_mut((step * outs).max(1)).enumerate() {
@@ -117,7 +119,7 @@ impl AdaptedLinear {
         Ok(T::to_cpu_storage_owned(out))
     }
 
-    /// Gradients of x, if it has one, of narrow and of b.
+    /// Gradients of x, if it needs one, of narrow and of b.
     fn backward<T: Number>(
         &self,
         [x, narrow, b]: [&Tensor; 3],

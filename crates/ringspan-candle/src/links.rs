@@ -1,7 +1,7 @@
-//! Parameters that an operation of candle's reads beside its arguments, of which it has three at most.
+//! Parameters that an operation reads in addition to its inputs, since a candle operation has at most three inputs.
 //!
-//! Each parameter is tied into the graph by one element. The backward pass of the operation comes first and leaves the
-//! gradients where the ties of the parameters find them.
+//! Each parameter is connected to the graph by a tie: an operation with one output element. The backward pass of the
+//! operation that reads the parameters runs first and stores their gradients where the backward passes of the ties find them.
 
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
@@ -17,7 +17,7 @@ pub(crate) struct Links {
 }
 
 impl Links {
-    /// Ties a parameter, f32 or bf16.
+    /// Connects a parameter, f32 or bf16, to the operation.
     ///
     /// # Errors
     /// Other types.
@@ -27,12 +27,12 @@ impl Links {
         Ok(())
     }
 
-    /// Parameters that are tied: the number of the next.
+    /// The number of tied parameters, which is also the number of the next one.
     pub(crate) fn len(&self) -> usize {
         self.ties.len()
     }
 
-    /// The argument of the operation that stands for all of them, and where its backward pass leaves their gradients.
+    /// Returns the one input of the operation that stands for all parameters, and the place for their gradients.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -45,12 +45,12 @@ impl Links {
     }
 }
 
-/// Gradients on their way from an operation to the parameters that are tied to it, by the numbers of these.
+/// Gradients by the number of the parameter, handed from an operation's backward pass to the ties of its parameters.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct LinkedGradients(Arc<Mutex<HashMap<usize, Tensor>>>);
 
 impl LinkedGradients {
-    /// Leaves the gradient of a parameter for its tie.
+    /// Stores the gradient of a parameter for its tie.
     pub(crate) fn leave(&self, number: usize, gradient: Tensor) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(number, gradient);
     }

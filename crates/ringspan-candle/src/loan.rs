@@ -1,7 +1,7 @@
-//! Tensors lent to the library where they are, and its results as tensors.
+//! Lends candle's tensors to attention's kernels without a copy, and turns their results into tensors.
 //!
-//! A tensor on the GPU of the kernel that borrows it is read there: events order candle's stream and the kernel's, and no CPU
-//! waits for either.
+//! A tensor on the GPU on which the kernel computes is read in place: events order candle's stream and the kernel's, and no
+//! CPU waits for either.
 
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
@@ -11,7 +11,8 @@ use candle_core::{CudaDevice, CudaStorage, DType};
 use ringspan::Kernel;
 use ringspan::kernel::{Data, Floats, View};
 
-/// The elements of a tensor, f32 or bf16. What is started on the tensor's stream behind the end of a loan comes behind what read it.
+/// The elements of a tensor, f32 or bf16, borrowed by a kernel. Work that is started on the tensor's stream after the end of
+/// a loan runs after the kernels that read it.
 pub(crate) struct Loan<'a> {
     elements: Elements<'a>,
     layout: &'a Layout,
@@ -23,30 +24,30 @@ enum Elements<'a> {
     Gpu(ringspan::kernel::Lent<'a>),
 }
 
-/// Whether `kernel` reads tensors of this device where they are. Others go through the memory of the CPU.
+/// Whether `kernel` reads tensors of this device in place. Others are copied to CPU memory first.
 pub(crate) fn stays(kernel: &Kernel, device: &Device) -> bool {
     #[cfg(feature = "cuda")]
     if device.is_cuda() {
-        // Of another GPU the loan says what is wrong.
+        // For a tensor on another GPU, making the loan returns the error.
         return kernel.gpu().is_some();
     }
     let _ = kernel;
     device.is_cpu()
 }
 
-/// The tensor as a kernel can read it: its last dimension contiguous, and where a loan can be made of it.
+/// Returns the tensor as a kernel can borrow it: with a contiguous last dim, on a device from which the kernel reads.
 pub(crate) fn readable(kernel: &Kernel, tensor: &Tensor) -> Result<Tensor> {
     let stays = stays(kernel, tensor.device());
     match tensor.stride().last() {
         Some(1) if stays => Ok(tensor.clone()),
         _ if stays => tensor.contiguous(),
-        // Moving a tensor moves all that it is a part of.
+        // Copying a view to another device copies its whole storage, so the view is made contiguous first.
         _ => tensor.contiguous()?.to_device(&Device::Cpu),
     }
 }
 
 impl<'a> Loan<'a> {
-    /// Of a tensor that [`readable`] gave, or of its storage.
+    /// Borrows a tensor that [`readable`] returned, given by its storage.
     pub(crate) fn new(kernel: &Kernel, storage: &'a Storage, layout: &'a Layout) -> Result<Self> {
         match storage {
             Storage::Cpu(storage) => Self::cpu(storage, layout),
@@ -59,7 +60,7 @@ impl<'a> Loan<'a> {
         }
     }
 
-    /// Of what the CPU holds.
+    /// Borrows a tensor on the CPU.
     pub(crate) fn cpu(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
         match storage {
             CpuStorage::F32(elements) => Ok(Self { elements: Elements::Cpu(Data::F32(elements)), layout }),
@@ -68,7 +69,7 @@ impl<'a> Loan<'a> {
         }
     }
 
-    /// Of what the GPU holds on which `kernel` computes.
+    /// Borrows a tensor on the GPU on which `kernel` computes.
     #[cfg(feature = "cuda")]
     pub(crate) fn cuda(kernel: &Kernel, storage: &'a CudaStorage, layout: &'a Layout) -> Result<Self> {
         let lent = match storage.dtype() {
@@ -79,7 +80,7 @@ impl<'a> Loan<'a> {
         Ok(Self { elements: Elements::Gpu(lent.map_err(candle_core::Error::wrap)?), layout })
     }
 
-    /// All elements of the storage from the tensor's first.
+    /// All elements of the storage from the tensor's first one.
     fn rest(&self) -> Data<'_> {
         let all = match &self.elements {
             Elements::Cpu(elements) => *elements,
@@ -89,7 +90,7 @@ impl<'a> Loan<'a> {
         all.slice(self.layout.start_offset().min(all.len())..all.len())
     }
 
-    /// The tensor `[T, H, D]`, in its strides.
+    /// The tensor `[T, H, D]`, with its strides.
     pub(crate) fn view(&self) -> Result<View<'_>> {
         let (tokens, heads, dim) = self.layout.shape().dims3()?;
         let stride = self.layout.stride();
@@ -110,7 +111,7 @@ impl<'a> Loan<'a> {
     }
 }
 
-/// What a kernel computed, as a tensor on `device`: a copy where both are on a GPU, which candle's stream makes.
+/// A kernel's result as a tensor on `device`; where both are on a GPU, candle's stream copies it.
 pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     #[cfg(feature = "cuda")]
@@ -122,7 +123,7 @@ pub(crate) fn tensor(kernel: &Kernel, values: Floats, shape: impl Into<Shape>, d
     Tensor::from_storage(storage, shape, BackpropOp::none(), false).to_device(device)
 }
 
-/// What a kernel computed on a GPU, as an operation of candle returns it.
+/// A kernel's result on a GPU, as a candle operation returns it.
 #[cfg(feature = "cuda")]
 pub(crate) fn on_gpu(values: Floats, device: &CudaDevice) -> Result<CudaStorage> {
     match values {

@@ -1,6 +1,6 @@
-//! A low-rank adapter beside a linear layer (Hu et al., 2021, arXiv:2106.09685).
+//! A low-rank adapter (LoRA) of a linear layer (Hu et al., 2021, arXiv:2106.09685).
 //!
-//! Shape letters: T tokens, R inner width.
+//! Shape letters: T tokens, R rank of the adapter.
 
 use crate::cast::cast;
 use crate::dropout::Drops;
@@ -12,19 +12,19 @@ use std::collections::BTreeMap;
 const A: &str = "lora_A.weight";
 const B: &str = "lora_B.weight";
 
-/// The names of the two matrices beside the linear layer `name`.
+/// The checkpoint names of the matrices A and B that adapt the linear layer `name`.
 #[must_use]
 pub fn matrices(name: &str) -> [String; 2] {
     [format!("{name}.{A}"), format!("{name}.{B}")]
 }
 
-/// The linear layer beside which the matrix of this name stands, if it is one of an adapter.
+/// The name of the linear layer that the matrix of this name adapts; `None` if the matrix is not an adapter's.
 #[must_use]
 pub fn layer_of(name: &str) -> Option<&str> {
     name.strip_suffix(A).or_else(|| name.strip_suffix(B))?.strip_suffix('.')
 }
 
-/// A number of its own for each name, whatever others there are: FNV-1a. Layers drop apart from each other by it.
+/// A number derived from a layer's name alone (FNV-1a), which seeds its dropout differently from that of other layers.
 #[must_use]
 pub fn stream(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
@@ -33,22 +33,22 @@ pub fn stream(name: &str) -> u64 {
 /// The size of one adapter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdapterSize {
-    /// Inner width R.
+    /// The rank R.
     pub rank: usize,
-    /// What the product of its matrices is multiplied with.
+    /// The factor of the product B A; in PEFT, alpha / R or alpha / sqrt(R).
     pub scale: f64,
 }
 
-/// Which linear layers of a model have adapters beside them.
+/// Says which linear layers of a model have adapters.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Adapters {
-    /// By the whole names of the layers.
+    /// Sizes by the whole names of the adapted layers.
     pub sizes: BTreeMap<String, AdapterSize>,
     /// Share of an adapter's input that is dropped in training, in 0..1.
     pub dropout: f64,
 }
 
-/// How the matrices of one adapter are used.
+/// How the matrices of one adapter are used: everything but their values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AdapterSettings {
     scale: f64,
@@ -63,53 +63,56 @@ impl Adapters {
         Self { sizes: BTreeMap::new(), dropout: 0.0 }
     }
 
-    /// The size of the adapter beside the layer with this whole name, if it has one.
+    /// The size of the adapter of the layer with this whole name, if the layer is adapted.
     #[must_use]
     pub fn size(&self, layer: &str) -> Option<AdapterSize> {
         self.sizes.get(layer).copied()
     }
 
-    /// Whether anything of their inputs is dropped in training.
+    /// Whether adapters drop a share of their inputs in training.
     pub(crate) fn drop_inputs(&self) -> bool {
         !self.sizes.is_empty() && self.dropout > 0.0
     }
 
-    /// What the adapter beside a layer does, if the layer has one. Each layer drops by itself, as in PEFT.
+    /// The settings of a layer's adapter, if the layer is adapted. Each layer has dropout of its own, as in PEFT.
     pub(crate) fn beside(&self, layer: &str) -> Option<AdapterSettings> {
         let AdapterSize { scale, .. } = self.size(layer)?;
-        // Half of the words: the generator counts on from this.
+        // Half of the 64-bit words are used, since the generator counts upwards from this number.
         Some(AdapterSettings { scale, dropout: self.dropout, layer: (stream(layer) >> 1) as usize })
     }
 }
 
 impl AdapterSettings {
-    /// The adapter with these matrices, or a rank's parts of them; `first` is the first column of the layer's input that is here.
+    /// The adapter with these matrices, or this rank's shards of them; `first` is the first column of the layer's input on
+    /// this rank.
     pub(crate) fn adapter(self, a: &Tensor, b: &Tensor, first: usize) -> Adapter {
         let Self { scale, dropout, layer } = self;
         Adapter { a: a.clone(), b: b.clone(), scale, dropout, layer, first }
     }
 }
 
-/// An adapter's matrices, and how they are used. A rank that has part of a layer's width has as much of the adapter's.
+/// An adapter's matrices, and how they are used. A rank that holds a shard of a layer's width holds the corresponding shard
+/// of its adapter.
 #[derive(Debug, Clone)]
 pub struct Adapter {
-    /// `[R, in]`.
+    /// The matrix A `[R, in]`.
     pub a: Tensor,
-    /// `[out, R]`.
+    /// The matrix B `[out, R]`.
     pub b: Tensor,
-    /// What the product of the matrices is multiplied with.
+    /// The factor of the product B A.
     pub scale: f64,
     /// Share of the input that is dropped in training, in 0..1.
     pub dropout: f64,
-    /// Number of the layer, by which it drops apart from others.
+    /// The number of the layer, by which its dropout differs from that of other layers.
     pub layer: usize,
-    /// First column of the input that is here.
+    /// The first column of the layer's input on this rank.
     pub first: usize,
 }
 
 impl Adapter {
-    /// Its part of the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`, f32, so that it is rounded once, as part of the
-    /// layer; differentiable in x and in the matrices. In training, `drops` says what is dropped of x.
+    /// The adapter's contribution to the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`. It is f32, since it is
+    /// rounded once, after it was added to the layer's own output; differentiable in x and in the matrices. In training,
+    /// `drops` is the dropout of x.
     ///
     /// # Errors
     /// Shapes that do not fit.
@@ -117,16 +120,17 @@ impl Adapter {
         linear_wide(&self.narrow(x, drops)?, &self.b)
     }
 
-    /// What B is multiplied with, `scale x A^T`: x `[T, in]` to `[T, R]`, as in [`Self::part`].
+    /// The input of B, `scale x A^T`: x `[T, in]` to `[T, R]`, with dropout as in [`Self::part`].
     ///
     /// # Errors
     /// Shapes that do not fit.
     pub fn narrow(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        // The scale goes to the narrow matrix; both are rounded once.
+        // Scaling the narrow product costs less than scaling the output; product and scale are rounded together.
         cast(&(linear_wide(&self.input(x, drops)?, &self.a)? * self.scale)?, x.dtype())
     }
 
-    /// x with some of it dropped, or a gradient of what was dropped as one of x: dropping is its own backward.
+    /// Applies dropout to x; as dropout is its own backward pass, this also turns the gradient of the dropped input into that
+    /// of x.
     fn input(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
         match drops.filter(|_| self.dropout > 0.0) {
             Some(drops) => drops.apply(x, self.dropout, self.layer, self.first),
@@ -134,18 +138,19 @@ impl Adapter {
         }
     }
 
-    /// The same without a graph.
+    /// The same adapter without the graph that computed its matrices.
     pub(crate) fn detach(&self) -> Self {
         Self { a: self.a.detach(), b: self.b.detach(), ..self.clone() }
     }
 
-    /// For the gradient dy `[T, out]` of its part: that of x, `[T, in]`, and that of the narrow product, `[T, R]`, in f32.
+    /// For the gradient dy `[T, out]` of the adapter's contribution, the gradients of x `[T, in]` and of the narrow product x
+    /// A^T `[T, R]`, in f32.
     pub(crate) fn backward(&self, dy: &Tensor, drops: Option<&Drops>) -> Result<[Tensor; 2]> {
         let d_narrow = (product_of(dy, &self.b)? * self.scale)?;
         Ok([self.input(&product_of(&d_narrow, &self.a)?, drops)?, d_narrow])
     }
 
-    /// Gradients of A and B, for x, the gradient of the adapter's part and that of the narrow product.
+    /// Gradients of A and B, from x, the gradient of the adapter's contribution and the gradient of the narrow product.
     pub(crate) fn d_matrices(
         &self,
         x: &Tensor,

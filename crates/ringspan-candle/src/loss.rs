@@ -1,4 +1,4 @@
-//! Cross entropy over a vocabulary without ever holding the logits of all tokens.
+//! Cross entropy over a vocabulary without ever holding the logits of all tokens at once.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
@@ -16,21 +16,22 @@ use crate::weight_matrix::WeightMatrix;
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// Target of a token that has none: padding, and the last token of a document.
+/// The target of a token without a target: padding, and the last token of a document.
 pub const IGNORE: u32 = u32::MAX;
 
-/// Tokens whose logits exist at once.
+/// Tokens whose logits are in memory at once on the CPU.
 pub const CHUNK: usize = 512;
 
-/// The same on a GPU: of more, products pass less often over the head, and over the sum of its gradient.
+/// Tokens whose logits are in memory at once on a GPU: with larger chunks, products read the head and the sum of its gradient
+/// less often.
 pub const CHUNK_ON_GPU: usize = 2 * CHUNK;
 
-/// The matrix of an output head, and what its logits go through.
+/// The matrix of an output head, and the softcap of its logits.
 #[derive(Debug, Clone)]
 pub struct OutputHead {
-    /// `[V, C]`, f32, bf16 or, on a CPU, quantized; where ranks share the vocabulary, this rank's rows.
+    /// The matrix `[V, C]`, f32, bf16 or, on a CPU, quantized; with tensor parallelism, this rank's rows of it.
     pub weight: Weight,
-    /// Logits become `cap * tanh(logit / cap)`, if there is a cap.
+    /// Logits become `cap * tanh(logit / cap)` if there is a cap.
     pub softcap: Option<f32>,
 }
 
@@ -40,27 +41,28 @@ impl From<&Tensor> for OutputHead {
     }
 }
 
-/// What [`head_loss`] returns.
+/// The result of [`head_loss`].
 #[derive(Debug, Clone)]
 pub struct HeadLoss {
-    /// Sum over tokens with a target of -ln p(target).
+    /// The sum of -ln p(target) over the tokens with a target.
     pub nll_sum: f64,
-    /// Gradient `[T, C]` of `scale * nll_sum`, in the type of hidden; where ranks share the vocabulary, this rank's part of a sum over them.
+    /// Gradient `[T, C]` of `scale * nll_sum`, in the type of hidden; with tensor parallelism, this rank's summand of the
+    /// gradient.
     pub d_hidden: Tensor,
-    /// Gradient `[V, C]` of `scale * nll_sum`, f32, if the head is trained.
+    /// Gradient `[V, C]` of `scale * nll_sum` with respect to the head, f32, if the head is trained.
     pub d_head: Option<Tensor>,
 }
 
 /// Negative log-likelihood of `targets` under softmax(hidden head^T), and its gradients times `scale`.
 ///
-/// hidden `[T, C]`, head `[V, C]`, f32 or bf16; one target a token, [`IGNORE`] for none. Three products, chunk by chunk: the
-/// logits turn into their gradient where they are, so `[CHUNK, V]` is the most that exists of them; on a GPU twice that. In bf16
-/// their gradient is beside them.
+/// hidden `[T, C]` and head `[V, C]` are f32 or bf16; each token has one target, or [`IGNORE`]. Three products are computed
+/// chunk by chunk. The logits are overwritten with their gradient, so at most `[CHUNK, V]` of them are in memory, on a GPU
+/// twice that; in bf16, their rounded gradient is in memory as well.
 ///
-/// Where ranks share the vocabulary, each has the rows of its part in `head`, and all have the same tokens: they exchange
-/// three numbers a token, and no logits.
+/// With tensor parallelism, each rank has its rows of the vocabulary in `head`, and all have the same tokens: they exchange
+/// three numbers for each token, and no logits.
 ///
-/// Tokens without a target cost nothing, and their hidden states may be anything.
+/// Tokens without a target cost nothing, and their hidden states may be anything, also NaN.
 ///
 /// # Errors
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
@@ -77,7 +79,7 @@ pub fn head_loss(
     let (tokens, width) = check(hidden, &head, targets, &vocabulary)?;
     let hidden = hidden.contiguous()?;
     if trains_head {
-        // A quantized head is refused.
+        // A quantized head cannot be trained, so it returns an error here.
         head.tensor()?;
     }
     let (rows, targets) = with_target(targets);
@@ -119,7 +121,7 @@ pub fn head_loss(
     })
 }
 
-/// ln p(target) of every token; 0 where there is no target. Arguments and errors as for [`head_loss`].
+/// ln p(target) of every token; 0 for tokens without a target. The arguments are those of [`head_loss`].
 ///
 /// # Errors
 /// As for [`head_loss`].
@@ -163,18 +165,18 @@ pub fn logits(hidden: &Tensor, head: impl std::convert::Into<OutputHead>) -> Res
     }
 }
 
-/// The rows of the tokens that have a target, and their targets.
+/// The row indices of the tokens with a target, and their targets.
 fn with_target(targets: &[u32]) -> (Vec<usize>, Vec<u32>) {
     targets.iter().copied().enumerate().filter(|(_, target)| *target != IGNORE).unzip()
 }
 
-/// The range that ascending rows are, if none is missing between the first and the last.
+/// Ascending row indices as a range, if none is missing between the first and the last.
 fn span(rows: &[usize]) -> Option<Range<usize>> {
     let (first, last) = (*rows.first()?, *rows.last()?);
     (last - first + 1 == rows.len()).then_some(first..last + 1)
 }
 
-/// Tokens with a target whose logits exist at once, and what they are made of.
+/// Tokens with a target whose logits are in memory at once, and the factors of these logits.
 struct Chunk<'a, T> {
     rows: &'a [usize],
     targets: &'a [u32],
@@ -184,17 +186,17 @@ struct Chunk<'a, T> {
     head: WeightMatrix<'a>,
 }
 
-/// Rows of logits and their targets.
+/// Rows of logits and the targets of these rows.
 type Rows<'a> = (&'a mut [f32], &'a [u32]);
 
 impl<T: Number> Chunk<'_, T> {
-    /// The logits and targets of the chunk, in parts for the threads.
+    /// The logits and targets of the chunk, split for the threads.
     fn parts<'b>(&'b self, logits: &'b mut [f32]) -> Vec<Rows<'b>> {
         let part = pool::part(self.targets.len(), self.vocabulary);
         logits.chunks_mut(part * self.vocabulary).zip(self.targets.chunks(part)).collect()
     }
 
-    /// Turns logits into exponentials, row by row.
+    /// Turns logits into exponentials relative to their row's maximum, row by row; returns the sums of each row.
     fn sums(&self, logits: &mut [f32], vocabulary: &Vocabulary) -> Vec<Sums> {
         let sums: Vec<Vec<Sums>> = pool::map(self.parts(logits), |(logits, targets)| {
             let of = |row: &mut [f32], target: u32| pool::vectorized(|| row_sums(row, vocabulary.place(target)));
@@ -203,11 +205,11 @@ impl<T: Number> Chunk<'_, T> {
         sums.concat()
     }
 
-    /// Turns the logits of each token into `scale` times the gradient of its negative log-likelihood; returns the sum of
-    /// these.
+    /// Turns the logits of each token into `scale` times the gradient of its negative log-likelihood; returns the sum of the
+    /// negative log-likelihoods.
     fn differentiate(&self, logits: &mut [f32], vocabulary: &Vocabulary, scale: f32) -> Result<f64> {
         if vocabulary.shared.is_whole() {
-            // Row by row, while each is in the cache.
+            // Each row is finished while it is in the cache.
             let of_rows = pool::map(self.parts(logits), |(logits, targets)| {
                 let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
                 let one = |row: &mut [f32], target: u32| {
@@ -235,10 +237,10 @@ impl<T: Number> Chunk<'_, T> {
     }
 }
 
-/// The vocabulary, of which this rank may know a part only.
+/// The vocabulary, of which this rank may hold a shard.
 struct Vocabulary<'a> {
     whole: usize,
-    /// The tokens whose logits are computed here.
+    /// The range of token ids whose logits are computed on this rank.
     known: Range<usize>,
     softcap: Option<f32>,
     shared: &'a TensorParallel,
@@ -260,12 +262,12 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    /// Where the logit of a target is in this rank's row.
+    /// The index of a target's logit in this rank's rows of logits; `None` if another rank has it.
     fn place(&self, target: u32) -> Option<usize> {
         (target as usize).checked_sub(self.known.start).filter(|place| *place < self.known.len())
     }
 
-    /// The sums of rows over the vocabulary, from those of this rank's part of it.
+    /// The statistics of rows over the whole vocabulary, combined from those of the ranks' shards.
     fn totals(&self, own: &[Sums]) -> Result<Vec<Sums>> {
         if self.shared.is_whole() {
             return Ok(own.to_vec());
@@ -281,13 +283,13 @@ impl<'a> Vocabulary<'a> {
     }
 }
 
-/// What the softmax of a row needs to know of it.
+/// The softmax statistics of a row of logits.
 #[derive(Debug, Clone, Copy)]
 struct Sums {
     max: f32,
-    /// Of exponentials relative to the maximum.
+    /// The sum of the exponentials relative to the maximum.
     sum: f64,
-    /// The target's logit; 0 where it is not in the row.
+    /// The target's logit; 0 if this row does not contain it.
     of_target: f64,
 }
 
@@ -298,22 +300,23 @@ impl Sums {
         f64::from(self.max) + self.sum.ln() - self.of_target
     }
 
-    /// What turns the exponentials of a part of the vocabulary, of which `part` is known, into `scale` times probabilities.
+    /// The factor that turns the exponentials of a shard of the vocabulary, with statistics `part`, into `scale` times
+    /// probabilities.
     fn factor(&self, part: &Self, scale: f32) -> f32 {
         (f64::from(scale) / self.sum * f64::from(part.max - self.max).exp()) as f32
     }
 
-    /// Takes in another part of the vocabulary.
+    /// Combines the statistics with those of another shard of the vocabulary.
     fn add(&mut self, other: &Self) {
-        // f32::max would lose a NaN.
+        // f32::max would ignore a NaN.
         let max = if other.max > self.max || other.max.is_nan() { other.max } else { self.max };
         let relative = |part: &Self| if part.sum == 0.0 { 0.0 } else { part.sum * f64::from(part.max - max).exp() };
         *self = Self { max, sum: relative(self) + relative(other), of_target: self.of_target + other.of_target };
     }
 }
 
-/// Calls `work` with the logits `[.., V]` of each chunk of the tokens with a target, given by their rows and targets, in one
-/// buffer that it may write over.
+/// Calls `work` with the logits `[.., V]` of each chunk of the tokens with a target, which are given by their row indices and
+/// targets. The logits are in one buffer, which `work` may overwrite.
 fn of_chunks<T: Number>(
     hidden: &Tensor,
     head: &Weight,
@@ -352,7 +355,7 @@ fn of_chunks<T: Number>(
     })
 }
 
-/// Turns a row of logits into exponentials.
+/// Turns a row of logits into exponentials relative to its maximum, and returns its statistics.
 #[inline(always)]
 fn row_sums(row: &mut [f32], target: Option<usize>) -> Sums {
     let of_target = target.map_or(0.0, |target| f64::from(row[target]));
@@ -364,7 +367,7 @@ fn row_sums(row: &mut [f32], target: Option<usize>) -> Sums {
 #[inline(always)]
 fn capped(x: f32, cap: f32) -> f32 {
     let u = x / cap;
-    // 1 - 2 / (e^2u + 1) loses digits where u is small: there tanh is its series up to u^9.
+    // 1 - 2 / (e^2u + 1) loses digits where u is small, so there tanh is computed by its series up to u^9.
     let square = u * u;
     let terms = 1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * (62.0 / 2835.0)));
     let closed = 1.0 - 2.0 / (exp(2.0 * u) + 1.0);
@@ -372,8 +375,8 @@ fn capped(x: f32, cap: f32) -> f32 {
 }
 
 /// Turns a row of exponentials into `scale` times the gradient of the negative log-likelihood of the target, which is at
-/// `place` if it is in this row: `sums` is what is known of the row, `totals` of the whole vocabulary. With a cap, the
-/// gradient is that of the numbers that were capped.
+/// index `place` if it is in this row. `sums` are the statistics of the row, `totals` those of the whole vocabulary. With a
+/// softcap, the result is the gradient with respect to the logits before the cap.
 #[inline(always)]
 fn gradient(row: &mut [f32], place: Option<usize>, scale: f32, sums: &Sums, totals: &Sums, softcap: Option<f32>) {
     let factor = totals.factor(sums, scale);
@@ -384,7 +387,7 @@ fn gradient(row: &mut [f32], place: Option<usize>, scale: f32, sums: &Sums, tota
         }
         return;
     };
-    // The capped logit is that of its exponential; where this is 0, so is the gradient.
+    // The capped logit is recovered from its exponential; where the exponential is 0, so is the gradient.
     let slope = |y: f32| 1.0 - (y / cap) * (y / cap);
     let of_target = place.map(|place| (place, (row[place] * factor - scale) * slope(sums.of_target as f32)));
     for x in row.iter_mut() {
@@ -395,10 +398,11 @@ fn gradient(row: &mut [f32], place: Option<usize>, scale: f32, sums: &Sums, tota
     }
 }
 
-/// Turns a row into exponentials relative to its maximum; returns the maximum, and their sum.
+/// Turns a row into exponentials relative to its maximum; returns the maximum and their sum.
 #[inline(always)]
 fn exponentials(row: &mut [f32]) -> (f32, f64) {
-    /// Lanes of a vector, so that maximum and sum vectorise, and elements summed in f32 before f64 takes over.
+    /// The maximum and the sum are computed in this many lanes, so that they vectorise; after each `BLOCK` of elements,
+    /// f64 takes over the f32 sums.
     const LANES: usize = 16;
     const BLOCK: usize = 32 * LANES;
     let mut most = [f32::NEG_INFINITY; LANES];

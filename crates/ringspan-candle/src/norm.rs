@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation as one operation with a backward (Zhang and Sennrich, 2019).
+//! Root-mean-square normalisation as one operation with a backward pass (Zhang and Sennrich, 2019).
 
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
@@ -13,8 +13,8 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
 
-/// `x / sqrt(mean(x^2) + eps) * weight` over the last dimension: x `[.., C]`, weight `[C]`, f32 or bf16, which is
-/// rounded once.
+/// `x / sqrt(mean(x^2) + eps) * weight` over the last dim: x `[.., C]`, weight `[C]`, f32 or bf16; the result is rounded
+/// once.
 ///
 /// # Errors
 /// Other types, and a weight of another width than x.
@@ -30,10 +30,10 @@ struct RmsNorm {
     eps: f64,
 }
 
-/// Independent partial sums, so that a sum vectorises.
+/// A sum has this many independent partial sums, so that it vectorises.
 const LANES: usize = 16;
 
-/// `sum of f(i)` for `i < count`: LANES partial sums in f32, then f64.
+/// `sum of f(i)` for `i < count`: LANES partial sums in f32, which are then added in f64.
 #[inline(always)]
 fn sum(count: usize, f: impl Fn(usize) -> f32) -> f64 {
     let mut sums = [0.0f32; LANES];
@@ -64,7 +64,7 @@ impl RmsNorm {
         }
     }
 
-    /// Writes the gradient of x, and returns what these rows add to that of the weight.
+    /// Writes the gradient of x, and returns the contribution of these rows to the gradient of the weight.
     #[inline(always)]
     fn backward<T: Number>(&self, x: &[T], w: &[f32], g: &[T], dx: &mut [T]) -> Vec<f32> {
         let width = w.len().max(1);

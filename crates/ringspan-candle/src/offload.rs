@@ -1,9 +1,10 @@
-//! Activation offload: what layers keep for the backward pass waits in memory of the CPU, not in that of the GPU.
+//! Activation offload: activations that layers store for the backward pass wait in CPU memory instead of GPU memory.
 //!
-//! A GPU copies between its memory and pinned memory of the CPU by itself, while it computes. What layer i keeps leaves while
-//! layer i + 1 is computed, and comes back while layer i + 1 is differentiated. So what [`STAYING`] layers keep is on the GPU
-//! at any time, that of the layer at hand, and that of one that leaves or arrives; of the last [`STAYING`] layers nothing
-//! leaves, since it would be wanted again at once. No bit changes, and no CPU waits for a copy.
+//! A GPU copies between its memory and pinned CPU memory while it computes. The activations of layer i are copied to the CPU
+//! while layer i + 1 is computed, and copied back while layer i + 1 is differentiated. So the activations of at most
+//! [`STAYING`] layers are on the GPU at any time: those of the current layer, and those of one that is being copied. The
+//! activations of the last [`STAYING`] layers stay, since they are needed again at once. No bit changes, and no CPU thread
+//! waits for a copy.
 
 #[cfg(feature = "cuda")]
 mod moving;
@@ -15,33 +16,33 @@ use moving::{Mover, Moving};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Layers that have what they keep on the GPU at a time.
+/// Number of layers whose activations are on the GPU at a time.
 pub const STAYING: usize = 2;
 
-/// Moves what one rank's layers keep, pass after pass; buffers stay for the next pass.
+/// Offloads the activations of one rank, pass after pass; pinned buffers are used again by the next pass.
 pub struct Offload {
     mover: Arc<Mover>,
     pass: Mutex<Pass>,
 }
 
-/// A pass through the layers and back.
+/// One pass through the layers, forward and backward.
 #[derive(Default)]
 struct Pass {
-    /// What each layer has sent away, as long as somebody waits for it.
+    /// The offloaded tensors of each layer, as long as something will read them.
     sent: Vec<Vec<Weak<Mutex<Moving>>>>,
-    /// The layer that is computed.
+    /// The current layer.
     at: usize,
 }
 
-/// A tensor that was sent away. Clones are the same one.
+/// An offloaded tensor. Clones refer to the same tensor.
 #[derive(Clone)]
 pub(crate) struct Away(Arc<Mutex<Moving>>);
 
 impl Offload {
-    /// For the rank that computes on this GPU.
+    /// Offloading for the rank that computes on this GPU.
     ///
     /// # Errors
-    /// A CPU; a driver that gives no stream.
+    /// A CPU, or a GPU on which no stream can be created.
     #[cfg(feature = "cuda")]
     pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
         let failed = |message: String| ringspan::Error::Device {
@@ -54,42 +55,43 @@ impl Offload {
         Ok(Self { mover, pass: Mutex::default() })
     }
 
-    /// For the rank that computes on this GPU.
+    /// Offloading for the rank that computes on this GPU.
     ///
     /// # Errors
-    /// A CPU, which is all that there is without feature `cuda`.
+    /// A CPU, the only kind of device without the feature `cuda`.
     #[cfg(not(feature = "cuda"))]
     pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
         let device = format!("{:?}", device.tensors());
         Err(ringspan::Error::Device { device, operation: "offload activations", message: ON_CPU.into() })
     }
 
-    /// A new pass through so many layers. What the one before did not use of the memory of the CPU is given back.
+    /// Begins a new pass through this many layers. Pinned memory that the pass before did not use is freed.
     pub fn begin(&self, layers: usize) {
         *self.pass() = Pass { sent: vec![Vec::new(); layers], at: 0 };
         self.mover.begin();
     }
 
-    /// From here on `layer` is computed, after the one before it.
+    /// Announces that `layer` is computed from here on; layers are announced in ascending order.
     ///
     /// # Errors
     /// Failures of the device.
     pub fn forward(&self, layer: usize) -> Result<()> {
         let mut pass = self.pass();
         pass.at = layer;
-        // That has had the time of a layer to leave.
+        // The activations of this layer had the time of one layer to be copied, so their GPU memory is freed.
         pass.sent(layer.checked_sub(STAYING)).try_for_each(|moving| lock(&moving).let_go())
     }
 
-    /// From here on `layer` is differentiated, after the one behind it: what the one before it has sent away comes back.
+    /// Announces that `layer` is differentiated from here on; layers are announced in descending order. The activations of
+    /// the layer before it are copied back.
     ///
     /// # Errors
-    /// A GPU without memory for it.
+    /// A GPU without memory for the activations.
     pub fn backward(&self, layer: usize) -> Result<()> {
         self.pass().sent(layer.checked_sub(1)).try_for_each(|moving| lock(&moving).fetch())
     }
 
-    /// Sends a contiguous tensor of a GPU away, if those of the layer that is computed leave.
+    /// Offloads a contiguous tensor on a GPU; `None` if the activations of the current layer stay.
     ///
     /// # Errors
     /// No memory of the CPU that the driver can pin; failures of the device.
@@ -104,7 +106,7 @@ impl Offload {
         Ok(Some(Away(moving)))
     }
 
-    /// Bytes of the memory of the CPU that are held, in use or not.
+    /// Bytes of pinned CPU memory, in use or free.
     pub fn held(&self) -> usize {
         self.mover.held()
     }
@@ -115,14 +117,14 @@ impl Offload {
 }
 
 impl Pass {
-    /// What a layer has sent away, if there is such a layer, and somebody still waits for it.
+    /// The offloaded tensors of a layer, if there is such a layer, that something will read.
     fn sent(&self, layer: Option<usize>) -> impl Iterator<Item = Arc<Mutex<Moving>>> {
         layer.and_then(|layer| self.sent.get(layer)).into_iter().flatten().filter_map(Weak::upgrade)
     }
 }
 
 impl Away {
-    /// The tensor, on the GPU: waited for by the stream that reads it, if it is on its way, and fetched if it is not.
+    /// The tensor on the GPU. Candle's stream waits for the copy if it is under way; the copy is started if it was not.
     pub(crate) fn tensor(&self) -> Result<Tensor> {
         lock(&self.0).tensor()
     }
@@ -146,11 +148,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 const ON_CPU: &str = "there is no GPU whose activations could wait in the memory of the CPU";
 
-/// Without GPUs there is nothing to move.
+/// Has no values, since there is nothing to move without GPUs.
 #[cfg(not(feature = "cuda"))]
 enum Mover {}
 
-/// As [`Mover`].
+/// Has no values, like [`Mover`].
 #[cfg(not(feature = "cuda"))]
 enum Moving {}
 

@@ -1,16 +1,17 @@
-//! What a rank's threads, or its GPU, reach in a matrix product: the speed that everything else is a share of.
+//! Measures the speed of a large matrix product on a rank's threads or GPU, the peak to which other speeds are compared.
 
 use crate::device::RankDevice;
 use crate::matmul::{Into, Matrix, product};
 use candle_core::{Result, Tensor};
 use std::time::Instant;
 
-/// Large enough that packing costs little, small enough to take a millisecond.
+/// Rows and columns of the factors: large enough that packing costs little, small enough that a product takes about a
+/// millisecond.
 const SIZE: usize = 384;
-/// The first try warms the caches up; the best of the others counts.
+/// Number of products; the first warms up the caches, and the fastest counts.
 const TRIES: usize = 4;
 
-/// Floating-point operations a second of f32 products on the threads of this pool.
+/// Floating-point operations per second of f32 products on the threads of the current pool.
 #[must_use]
 pub fn flops() -> f64 {
     let (a, b) = (vec![1.0f32; SIZE * SIZE], vec![0.5f32; SIZE * SIZE]);
@@ -25,17 +26,18 @@ pub fn flops() -> f64 {
     2.0 * (SIZE * SIZE * SIZE) as f64 / fastest.max(1e-9)
 }
 
-/// Sizes on a GPU: from one that is done at once on any, doubled until a product takes [`LONG`] seconds, in which starting it
-/// counts for nothing. The largest is enough for any GPU there is, and takes less than a gibibyte.
+/// Rows and columns of the factors on a GPU: from [`FIRST`], which is fast on any GPU, doubled until a product takes [`LONG`]
+/// seconds, of which launching is a negligible part. [`LAST`] is enough for any GPU there is, and takes less than a gibibyte
+/// of memory.
 const FIRST: usize = 256;
 const LAST: usize = 8192;
 const LONG: f64 = 5e-3;
 
-/// Floating-point operations a second of products on this device, in the type in which models compute there. A GPU should have
-/// nothing else to do.
+/// Floating-point operations per second of products on this device, in the type in which models compute there. A GPU should
+/// be otherwise idle.
 ///
 /// # Errors
-/// A GPU that does not compute.
+/// A GPU that fails to compute.
 pub fn flops_on(device: &RankDevice) -> Result<f64> {
     if device.tensors().is_cpu() {
         return Ok(flops());
@@ -43,7 +45,7 @@ pub fn flops_on(device: &RankDevice) -> Result<f64> {
     let (mut size, mut reached) = (FIRST, 0.0);
     while size <= LAST {
         let seconds = match fastest(device, size) {
-            // Its memory may be full; a smaller product says nearly as much.
+            // The GPU's memory may be full; the speed of a smaller product is nearly the same.
             Err(_) if reached > 0.0 => break,
             seconds => seconds?,
         };
@@ -56,10 +58,10 @@ pub fn flops_on(device: &RankDevice) -> Result<f64> {
     Ok(reached)
 }
 
-/// Seconds of the fastest of some products of two matrices of this size, from when the GPU is idle until it is again.
+/// Seconds of the fastest of several products of two square matrices of this size, measured from an idle GPU to an idle GPU.
 fn fastest(device: &RankDevice, size: usize) -> Result<f64> {
     let tensors = device.tensors();
-    // Numbers that differ: a GPU multiplies zeros with less power, and faster.
+    // The numbers differ because a GPU multiplies zeros with less power, and therefore faster.
     let numbers: Vec<f32> = (0..size).map(|i| ((i * 7919 % 1009) as f32 - 504.0) / 504.0).collect();
     let column = Tensor::from_slice(&numbers, (size, 1), tensors)?;
     let of = |column: &Tensor| column.broadcast_mul(&column.t()?)?.to_dtype(device.precision().dtype());

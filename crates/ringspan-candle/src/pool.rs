@@ -1,4 +1,4 @@
-//! The threads of a rank: a pool of its own, never the process's, so that ranks of one process do not fight for one.
+//! The thread pool of a rank. Each rank has one of its own, so that ranks in one process do not compete for the global one.
 
 use candle_core::{Error, Result};
 use rayon::ThreadPoolBuilder;
@@ -7,24 +7,24 @@ use std::ops::Range;
 
 /// Runs `work` on a new pool of `threads` threads, at least one. The fused layers that `work` calls compute on all of them.
 ///
-/// Without this, a layer computes on the thread that calls it.
+/// Outside such a pool, a layer computes on the thread that calls it.
 ///
 /// # Errors
-/// A machine that gives no threads.
+/// A machine that cannot start the threads.
 pub fn run<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> Result<R> {
     let name = |index| format!("ringspan-{index}");
     let pool = ThreadPoolBuilder::new().num_threads(threads.max(1)).thread_name(name).build();
     Ok(pool.map_err(Error::wrap)?.install(work))
 }
 
-/// Threads of the pool that this thread belongs to; one outside of any.
+/// Number of threads in the pool that this thread belongs to; one outside of any pool.
 #[must_use]
 pub fn threads() -> usize {
-    // Outside of a pool rayon would answer for the process's.
+    // Outside of a pool, rayon would return the size of the process's global pool.
     if rayon::current_thread_index().is_some() { rayon::current_num_threads() } else { 1 }
 }
 
-/// What `work` makes of every part, in order of the parts, computed by the threads of this pool.
+/// Applies `work` to every part on the threads of the current pool; returns the results in the order of the parts.
 pub fn map<T: Send, R: Send>(parts: Vec<T>, work: impl Fn(T) -> R + Sync + Send) -> Vec<R> {
     match threads() {
         1 => parts.into_iter().map(work).collect(),
@@ -32,8 +32,8 @@ pub fn map<T: Send, R: Send>(parts: Vec<T>, work: impl Fn(T) -> R + Sync + Send)
     }
 }
 
-/// Rows of a part, when `rows` of `width` elements are shared out: several parts a thread, since no two threads are
-/// equally fast, but not so small that handing them out costs more than their work.
+/// Number of rows in a part, when `rows` of `width` elements are distributed over the threads: several parts for each thread,
+/// since threads are not equally fast, but not so small that distributing them costs more than their work.
 #[must_use]
 pub fn part(rows: usize, width: usize) -> usize {
     const LEAST: usize = 1 << 14;
@@ -41,13 +41,13 @@ pub fn part(rows: usize, width: usize) -> usize {
     rows.div_ceil(parts).max(LEAST.div_ceil(width.max(1)))
 }
 
-/// Ranges of [`part`] rows that make up `rows`.
+/// Consecutive ranges of [`part`] rows that cover `rows`.
 pub fn parts(rows: usize, width: usize) -> Vec<Range<usize>> {
     let part = part(rows, width);
     (0..rows.div_ceil(part)).map(|index| index * part..rows.min((index + 1) * part)).collect()
 }
 
-/// Runs loops compiled for the widest vectors that this machine has.
+/// Runs `work` compiled for the widest vector instructions of this machine.
 #[inline(always)]
 pub fn vectorized<R>(work: impl FnOnce() -> R) -> R {
     pulp::Arch::new().dispatch(work)

@@ -5,17 +5,17 @@ use ringspan::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// In what weights, activations, and keys and values in a cache are stored, and multiplied.
+/// The type in which weights, activations and cached keys and values are stored and multiplied.
 ///
-/// Sums are f32 in either, and so is what a layer computes inside: norms, rotations, gates, the softmax of attention and
-/// of routers, losses. Logits are f32, and never rounded.
+/// With either type, sums are f32, and so is the inner arithmetic of layers: norms, rotary embeddings, gates, the softmax of
+/// attention and of routers, losses. Logits are f32 and never rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// Nothing is rounded further.
+    /// Computes in f32, without further rounding.
     #[default]
     F32,
-    /// Each number that is stored is wrong by up to 2^-9 of itself: half the memory and, on tensor cores, many times the
-    /// speed. CPUs multiply in bf16 where they can (AVX512-BF16), and in f32 else.
+    /// Rounds each stored number by at most 2^-9 of itself; takes half the memory and, on tensor cores, is many times as
+    /// fast. CPUs multiply in bf16 where they can (AVX512-BF16), and elsewhere in f32.
     Bf16,
 }
 

@@ -1,8 +1,9 @@
 //! Weights that stay in memory as GGUF and gpt-oss files store them: blocks of small integers with scales.
 //!
 //! A [`QuantizedMatrix`] is never expanded to f32 as a whole. A product with many tokens decodes one tile of it at a time and
-//! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1 cache.
-//! All arithmetic is f32: activations are not quantized, so results are those of the decoded matrix but for the rounding of sums.
+//! multiplies that in f32; a product with a few tokens decodes blocks where it multiplies them, in registers or in the L1
+//! cache. All arithmetic is f32: activations are not quantized, so results equal those of the decoded matrix up to the
+//! rounding of sums.
 
 mod blocks;
 mod dots;

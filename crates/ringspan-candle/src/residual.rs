@@ -1,4 +1,4 @@
-//! The sum of a layer's input and what the layer makes of it.
+//! The residual sum of a layer's input and output.
 
 #[cfg(feature = "cuda")]
 mod normed;
@@ -21,8 +21,8 @@ use candle_core::{CpuStorage, CustomOp2, InplaceOp2, Layout, Result, Shape, Tens
 /// `x + y`, two tensors of one shape, each f32 or bf16, computed on the rank's threads. The sum has the type of x, and is
 /// rounded once.
 ///
-/// Candle's own addition runs on the process's threads, and leaves y out of the graph where there is no element: a rank
-/// without rows would then miss the exchanges of the others on the way back.
+/// Candle's own addition runs on the process's global threads, and drops y from the graph if it has no elements: a rank
+/// without rows would then miss the collectives of the other ranks' backward passes.
 ///
 /// # Errors
 /// Other types, and unequal shapes.
@@ -36,7 +36,7 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     tape::apply(Residual, [&x.contiguous()?, &y.contiguous()?], Reads::Nothing)
 }
 
-/// The same where nothing looks at the sum: one that is on a tape is not computed.
+/// Like [`residual`], where nothing reads the sum: on a tape it is recorded but not computed.
 ///
 /// # Errors
 /// As for [`residual`].
@@ -50,7 +50,7 @@ pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// `x + y`, and what [`rms_norm`] makes of it: on a GPU by one kernel, and their gradients by one.
+/// Returns `x + y` and the [`rms_norm`] of this sum; on a GPU one kernel computes both, and one kernel their gradients.
 ///
 /// # Errors
 /// As for [`residual`] and [`rms_norm`].
@@ -70,7 +70,8 @@ pub fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Resul
 
 struct Residual;
 
-/// Adds y to x, two tensors of one shape and type on the CPU without graphs; nobody else may read the memory of x.
+/// Adds y to x in place, two tensors of one shape and type on the CPU without graphs; nothing else may refer to the memory of
+/// x.
 ///
 /// # Errors
 /// Other types and unequal shapes.
@@ -94,7 +95,7 @@ impl InplaceOp2 for AddInPlace {
     }
 }
 
-/// Adds y to x, on the threads of this pool.
+/// Adds y to x in place, on the threads of the current pool.
 fn add<T: Number, U: Number>(x: &mut [T], y: &[U]) {
     let part = pool::part(x.len(), 1);
     pool::map(x.chunks_mut(part).zip(y.chunks(part)).collect(), |(x, y): (&mut [T], &[U])| {

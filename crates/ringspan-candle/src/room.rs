@@ -5,21 +5,21 @@ use ringspan::comm::Buffer;
 use ringspan::comm::ranks::Ranks;
 use ringspan::error::Result;
 
-/// A GPU on which ranks of this process compute.
+/// The memory of a GPU on which ranks of this process compute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Room {
-    /// Its number and what it is called.
+    /// The GPU's number and model name.
     pub name: String,
-    /// Bytes that nobody has taken.
+    /// Bytes of free memory.
     pub free: u64,
-    /// Bytes that there are.
+    /// Bytes of memory in all.
     pub total: u64,
-    /// Ranks that share it, those of other processes too.
+    /// Number of ranks that share the GPU, including those of other processes.
     pub ranks: usize,
 }
 
 impl RankDevice {
-    /// The number by which ranks know that they share a GPU; none on the CPU.
+    /// An identifier that is equal for ranks that share a GPU; `None` on the CPU.
     ///
     /// # Errors
     /// Failures of the driver.
@@ -33,8 +33,8 @@ impl RankDevice {
 }
 
 impl Devices {
-    /// The GPUs on which ranks of this process compute, of `size` ranks in all; none where it is the CPU. Where ranks are
-    /// processes, all of them must call this.
+    /// The GPUs on which ranks of this process compute, empty on the CPU; `size` is the number of ranks in all. Where ranks
+    /// are processes, all of them must call this.
     ///
     /// # Errors
     /// Failures of the driver and of other ranks.
@@ -46,11 +46,11 @@ impl Devices {
         let id = self.of(comm.rank()).id()?.map_or_else(Vec::new, |id| id.to_vec());
         let all = comm.all_gather(Buffer::U8(id.clone()))?;
         let sharing = all.iter().filter(|other| ***other == Buffer::U8(id.clone())).count();
-        // Asked when all processes have opened theirs: that takes memory, too.
+        // The gathering above makes sure that all processes have opened their GPUs, which takes memory, too.
         self.gpus().map(|device| room(device, sharing)).collect()
     }
 
-    /// Most bytes of each GPU that this process had in use at once since this was called last. See
+    /// The largest number of bytes that this process had in use at once on each GPU since the last call. See
     /// `ringspan::kernel::Gpu::most_used`.
     ///
     /// # Errors

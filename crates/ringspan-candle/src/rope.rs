@@ -1,4 +1,4 @@
-//! Rotary position embedding as one operation with a backward (Su et al., 2021), in the rotate-half convention.
+//! Rotary position embedding as one operation with a backward pass (Su et al., 2021), in the rotate-half convention.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
@@ -13,19 +13,20 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, WithDType, bail};
 use std::sync::Arc;
 
-/// The angles of T tokens: cosines and sines `[T, D/2]`, shared by all heads and layers.
+/// Cosines and sines `[T, D/2]` of the angles of T tokens, shared by all heads and layers.
 #[derive(Debug, Clone)]
 pub struct Rotation {
     cos: Arc<[f32]>,
     sin: Arc<[f32]>,
     half: usize,
-    /// The same on the GPU that asked first.
+    /// Cosines and sines on the first GPU that asked for them.
     #[cfg(feature = "cuda")]
     uploaded: Arc<std::sync::OnceLock<[Tensor; 2]>>,
 }
 
 impl Rotation {
-    /// Angle of pair i at each position: `position * inverse_frequencies[i]`, in f64; cosines and sines times `scale`.
+    /// The angle of pair i at each position is `position * inverse_frequencies[i]`, computed in f64; cosines and sines are
+    /// multiplied by `scale`.
     pub fn new(positions: &[usize], inverse_frequencies: &[f64], scale: f64) -> Self {
         let half = inverse_frequencies.len();
         let parts = pool::map(pool::parts(positions.len(), 8 * half), |tokens| {
@@ -44,11 +45,11 @@ impl Rotation {
     }
 }
 
-/// Turns elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32 or bf16, which is rounded
+/// Rotates elements i and i + D/2 of every head by the token's angle i: x `[T, H, D]`, f32 or bf16; the result is rounded
 /// once.
 ///
 /// # Errors
-/// Other types, and a rotation of other tokens or another width.
+/// Other types, and a rotation of another number of tokens or another width.
 pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     let (tokens, _, dim) = x.dims3()?;
     if dim != 2 * rotation.half || rotation.cos.len() != tokens * rotation.half {
@@ -58,19 +59,19 @@ pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
     tape::apply(Rope { rotation: rotation.clone(), back: false }, [&placed(x)?], Reads::Nothing)
 }
 
-/// x as it is read: on a GPU in its strides.
+/// Returns x as the kernels read it: with any strides on a GPU, contiguous on the CPU.
 fn placed(x: &Tensor) -> Result<Tensor> {
     if gpu::holds(x) { Ok(x.clone()) } else { x.contiguous() }
 }
 
 struct Rope {
     rotation: Rotation,
-    /// By the angles' negatives.
+    /// Rotates by the negative angles.
     back: bool,
 }
 
 impl Rope {
-    /// Turns the heads of tokens from `first` on: x and out `[.., heads, D]`.
+    /// Rotates the heads of consecutive tokens, beginning with token `first`: x and out `[.., heads, D]`.
     #[inline(always)]
     fn turn<T: Number>(&self, first: usize, heads: usize, x: &[T], out: &mut [T]) {
         let half = self.rotation.half;
@@ -118,7 +119,7 @@ impl CustomOp1 for Rope {
     }
 
     fn bwd(&self, _x: &Tensor, _out: &Tensor, d_out: &Tensor) -> Result<Option<Tensor>> {
-        // The transpose of a rotation is the rotation back.
+        // The transpose of a rotation is the rotation by the negative angle.
         placed(d_out)?.apply_op1_no_bwd(&Rope { rotation: self.rotation.clone(), back: !self.back }).map(Some)
     }
 }

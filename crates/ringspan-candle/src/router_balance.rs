@@ -1,4 +1,4 @@
-//! The loss that keeps the load of experts even (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
+//! The auxiliary loss that balances the load of experts (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
 
 use crate::experts::{Expert, Experts, Load, Memory, Pressure, Routing};
 use candle_core::{Result, Tensor, bail};
@@ -6,38 +6,39 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Experts whose load is watched, and pressed towards an even one.
+/// Experts with the load-balancing loss.
 ///
-/// The loss is `coefficient * E * sum over experts of f p`: f is the mean number of tokens' choices, p the mean
-/// probability of an expert, over the tokens of all ranks and all sparse layers, as Hugging Face computes it. It needs
-/// sums over the whole forward pass before the first gradient, so one `Balanced` serves one pass forward and back. The
-/// tokens may be those of several passes, if what routers do in the others is known [before](Self::beside).
+/// The loss is `coefficient * E * sum over experts of f p`: f is the mean number of times that a token is routed to an
+/// expert, p the mean probability of the expert, over the tokens of all ranks and all sparse layers, as Hugging Face computes
+/// it. It needs sums over the whole forward pass before the first gradient, so each forward and backward pass has a
+/// `Balanced` of its own. The loss may span several passes (micro-batches), if the loads of the others are known
+/// [beforehand](Self::beside).
 pub struct Balanced {
     inner: Arc<dyn Experts + Send + Sync>,
     coefficient: f64,
-    /// Over all ranks that share the batch.
+    /// Sums numbers over all ranks that share the batch.
     sum: Box<Sum>,
     state: Mutex<State>,
     pressure: Pressure,
-    /// What routers do in the other passes that the loss is over, summed over layers and ranks.
+    /// The load of the other passes that the loss spans, summed over layers and ranks.
     others: Load,
 }
 
-/// Adds numbers over ranks, in place.
+/// Sums numbers over ranks, in place.
 type Sum = dyn Fn(&mut [f64]) -> Result<()> + Send + Sync;
 
 enum State {
-    /// Forward: what each layer's router did.
+    /// During the forward pass: the load of each layer.
     Watching(BTreeMap<usize, Load>),
-    /// Backward: the sums over layers and ranks, of this pass and of all that the loss is over.
+    /// During the backward pass: the loads summed over layers and ranks, of this pass and of all passes that the loss spans.
     Summed { own: Load, all: Load },
 }
 
 impl Balanced {
-    /// `inner` computes the experts; `sum` adds numbers over the ranks, in place, and is called once.
+    /// `inner` computes the experts; `sum` sums numbers over the ranks, in place, and is called once.
     ///
-    /// The coefficient is that of the loss whose gradients the pass yields: where each pass of a step has a loss of its own, its
-    /// share of it.
+    /// The coefficient is that of the loss whose gradients this pass computes: where each pass of a step has a loss of its
+    /// own, it is this pass's share of the coefficient.
     pub fn new(
         inner: Arc<dyn Experts + Send + Sync>,
         coefficient: f64,
@@ -54,14 +55,14 @@ impl Balanced {
         }
     }
 
-    /// The same, of a pass beside others: the loss is over the tokens of all, and the same in each of them, and this one yields
-    /// its part of the gradients.
+    /// Makes the loss span other passes (micro-batches), whose summed load is `others`. The loss is then equal in all these
+    /// passes, and this pass computes its share of the gradients.
     #[must_use]
     pub fn beside(self, others: Load) -> Self {
         Self { others, ..self }
     }
 
-    /// What routers did in this pass, summed over layers and ranks; none before the forward pass ended.
+    /// The load of this pass, summed over layers and ranks; `None` before the forward pass has ended.
     pub fn load(&self) -> Option<Load> {
         match &*self.state() {
             State::Watching(_) => None,
@@ -69,7 +70,7 @@ impl Balanced {
         }
     }
 
-    /// The loss, the same on every rank; none before the forward pass ended, or if there is no token or sparse layer.
+    /// The loss, equal on every rank; `None` before the forward pass has ended, or without tokens or sparse layers.
     pub fn loss(&self) -> Option<f64> {
         let State::Summed { all: load, .. } = &*self.state() else { return None };
         let products: f64 = load.chosen.iter().zip(&load.probability).map(|(f, p)| f * p).sum();
@@ -125,7 +126,7 @@ impl Experts for Balanced {
         let State::Watching(layers) = &*state else {
             bail!("the forward pass ended twice: experts are balanced once a pass, with a new Balanced each");
         };
-        // A rank without tokens has seen no router, and adds zeros.
+        // A rank without tokens has no load, and adds zeros.
         let zeros = || vec![0.0; experts];
         let mut own = Load { chosen: zeros(), probability: zeros(), tokens: 0.0 };
         layers.values().for_each(|load| own.add(load));
@@ -137,7 +138,7 @@ impl Experts for Balanced {
         let own = Load { chosen: sums, probability, tokens };
         let mut all = own.clone();
         all.add(&self.others);
-        // How often an expert was chosen has no gradient, its probability has.
+        // The number of times that an expert is chosen has no gradient; its probability has one.
         let factor = self.coefficient * experts as f64 / (all.tokens * all.tokens).max(1.0);
         let pressure = all.chosen.iter().map(|chosen| (factor * chosen) as f32).collect();
         if self.pressure.set(pressure).is_err() {

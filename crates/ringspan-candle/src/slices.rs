@@ -1,4 +1,4 @@
-//! The elements of CPU tensors as slices.
+//! Access to the elements of CPU tensors as slices and matrices.
 
 use crate::cast::cast;
 use crate::matmul::Matrix;
@@ -16,16 +16,16 @@ pub(crate) fn cpu<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f
     }
 }
 
-/// The elements of a contiguous storage of this type.
+/// The elements of a contiguous storage of type `T`.
 pub(crate) fn elements<'a, T: Number>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
     match layout.contiguous_offsets() {
-        // A part of a tensor without elements begins behind its end.
+        // An empty view may start beyond the end of its storage.
         Some((start, end)) => Ok(slice_of::<T>(storage)?.get(start..end).unwrap_or_default()),
         None => bail!("expected a contiguous tensor, given strides {:?}", layout.stride()),
     }
 }
 
-/// The same, to be changed.
+/// Like [`elements`], with mutable access.
 pub(crate) fn elements_mut<'a, T: Number>(storage: &'a mut CpuStorage, layout: &Layout) -> Result<&'a mut [T]> {
     let dtype = storage.dtype();
     match (layout.contiguous_offsets(), T::of_storage(storage)) {
@@ -35,7 +35,7 @@ pub(crate) fn elements_mut<'a, T: Number>(storage: &'a mut CpuStorage, layout: &
     }
 }
 
-/// The elements of a contiguous storage in f32: those of a weight that is small enough to be copied.
+/// The elements of a contiguous storage in f32; bf16 elements are copied, so this is for small weights.
 pub(crate) fn widened<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Cow<'a, [f32]>> {
     Ok(match storage {
         CpuStorage::BF16(_) => Cow::Owned(elements::<half::bf16>(storage, layout)?.iter().map(|x| x.wide()).collect()),
@@ -43,7 +43,7 @@ pub(crate) fn widened<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<Co
     })
 }
 
-/// A matrix of this type whose rows are contiguous, but may lie apart.
+/// A matrix of type `T` whose rows are contiguous, but may lie apart.
 pub(crate) fn matrix_of<'a, T: Number>(storage: &'a CpuStorage, layout: &Layout) -> Result<Matrix<'a, T>> {
     let (rows, cols) = layout.shape().dims2()?;
     match layout.stride() {
@@ -62,11 +62,11 @@ fn slice_of<T: Number>(storage: &CpuStorage) -> Result<&[T]> {
     }
 }
 
-/// A tensor whose rows [`matrix_of`] can read: a copy only if they are not contiguous.
+/// Returns the tensor with contiguous rows, as [`matrix_of`] needs them; it is copied only if they are not contiguous.
 pub(crate) fn rows(tensor: &Tensor) -> Result<Tensor> {
     match tensor.stride() {
         [stride, 1] if *stride > 0 => Ok(tensor.clone()),
-        // Candle calls a tensor of one column contiguous whatever the stride of its columns is.
+        // Candle calls a tensor of one column contiguous whatever its stride is.
         _ => tensor.force_contiguous(),
     }
 }
@@ -76,17 +76,17 @@ pub(crate) fn values<T>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<T>) ->
     on_cpu(tensor, |storage, layout| f(cpu(storage, layout)?))
 }
 
-/// Calls `f` with the elements of a contiguous tensor of this type on the CPU.
+/// Calls `f` with the elements of a contiguous tensor of type `T` on the CPU.
 pub(crate) fn elements_of<T: Number, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
     on_cpu(tensor, |storage, layout| f(elements(storage, layout)?))
 }
 
-/// Calls `f` with a tensor of this type from [`rows`].
+/// Calls `f` with a tensor of type `T` that [`rows`] returned.
 pub(crate) fn with_matrix<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>) -> Result<R>) -> Result<R> {
     on_cpu(tensor, |storage, layout| f(matrix_of(storage, layout)?))
 }
 
-/// Calls `f` with a matrix of this type on the CPU whose rows or columns are contiguous; others are copied.
+/// Calls `f` with a matrix of type `T` on the CPU whose rows or columns are contiguous; others are copied first.
 pub(crate) fn with_lines<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>) -> Result<R>) -> Result<R> {
     match tensor.stride() {
         [1, stride] if *stride > 1 => with_matrix(&tensor.t()?, |matrix: Matrix<T>| f(matrix.t())),
@@ -94,7 +94,7 @@ pub(crate) fn with_lines<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>
     }
 }
 
-/// Calls `f` with the elements of a contiguous tensor on the CPU in f32: those of bf16 are copied.
+/// Calls `f` with the elements of a contiguous tensor on the CPU in f32; bf16 elements are converted.
 pub(crate) fn wide_values<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     values(&cast(tensor, DType::F32)?, f)
 }

@@ -1,4 +1,4 @@
-//! The gate of a feed-forward layer as one operation with a backward (Shazeer, 2020).
+//! The gated activation of a feed-forward layer as one operation with a backward pass (Shazeer, 2020).
 
 #[cfg(feature = "cuda")]
 pub(crate) mod on_gpu;
@@ -13,7 +13,7 @@ use candle_core::CudaStorage;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType, bail};
 
-/// `silu(gate) * up`, element by element: two f32 tensors of one shape.
+/// `silu(gate) * up`, element by element: two tensors of one shape, both f32 or both bf16.
 ///
 /// # Errors
 /// Other types, and unequal shapes.
@@ -21,7 +21,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated(gate, up, Activation::Silu)
 }
 
-/// `gelu(gate) * up` with the tanh form of GELU, element by element: two f32 tensors of one shape.
+/// `gelu(gate) * up` with the tanh form of GELU, element by element: two tensors of one shape, both f32 or both bf16.
 ///
 /// # Errors
 /// Other types, and unequal shapes.

@@ -1,15 +1,17 @@
-//! A tape of a layer's operations, in place of candle's graph.
+//! A tape: the recorded operations of one layer, from which gradients are computed in place of candle's autograd graph.
 //!
 //! Candle's graph holds every tensor that an operation read or wrote until the whole backward pass is over, and adds each
-//! gradient to fresh zeros. A tape holds what an operation's backward pass reads, lets go of it as soon as that has run, and
-//! takes the first gradient of a tensor as it is.
+//! gradient to fresh zeros. A tape holds only what each operation's backward pass reads, frees it as soon as that backward
+//! pass has run, and uses the first gradient of a tensor without a copy.
 //!
-//! While a thread records, operations of this crate are written on its tape, and their outputs are variables for candle: what a
-//! model makes of them with candle's own operations is a graph that begins at these outputs. Where the next operation of this
-//! crate, or the end of the recording, takes the end of such a graph, the tape remembers to differentiate it by candle. So
-//! nothing is lost between the two, and a model is free to use either.
+//! While a thread records, operations of this crate are appended to its tape, and their outputs are leaf variables for
+//! candle. What a model computes from them with candle's own operations is a candle graph that begins at these outputs. Where
+//! an operation of this crate takes the end of such a graph as its input, or the recording ends with one, the tape adds an
+//! entry by which candle differentiates that graph. So no gradient is lost between the two, and a model is free to use
+//! either.
 //!
-//! Ranks that record the same operations come to them again in the opposite order, so that those that exchange tensors meet.
+//! The backward pass runs the recorded operations in reverse order. Ranks that recorded the same operations therefore meet in
+//! the same collectives, in the same order.
 
 mod operation;
 #[cfg(test)]
@@ -23,51 +25,51 @@ pub(crate) use operation::Operation;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
-/// The values that an operation's backward pass reads beside the gradient of its output. Where it reads none, only shape, type and
-/// device of a tensor are held for it.
+/// The values that an operation's backward pass reads besides the gradient of its output. For a value that is not read, the
+/// tape holds a tensor of the same shape, type and device without its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reads {
-    /// Neither inputs nor output.
+    /// The backward pass reads neither inputs nor output.
     Nothing,
-    /// The inputs.
+    /// The backward pass reads the inputs.
     Inputs,
-    /// The inputs and the output.
+    /// The backward pass reads the inputs and the output.
     InputsAndOutput,
 }
 
-/// The operations of a layer that was computed to be differentiated.
+/// The recorded operations of one layer that is to be differentiated.
 #[derive(Default)]
 pub struct Tape {
     entries: Vec<Entry>,
-    /// The ends of candle's graphs among the entries.
+    /// Tensors at the end of a candle graph that the entries cover already, so that none is differentiated twice.
     graphs: HashSet<TensorId>,
-    /// The outputs that are not computed, and the number that each of them is a view of.
+    /// Outputs of [`apply_unseen`], which have no values; each is mapped to the scalar that it is a broadcast view of.
     unseen: HashMap<TensorId, TensorId>,
 }
 
 enum Entry {
     /// An operation of this crate.
     Operation(Recorded),
-    /// The end of a graph of candle's.
+    /// The last tensor of a graph of candle's operations.
     Graph(Tensor),
 }
 
 struct Recorded {
     output: TensorId,
-    /// The inputs that have gradients.
+    /// Tensors that receive a gradient; `None` for an input that needs none.
     inputs: Vec<Option<TensorId>>,
     backward: Backward,
 }
 
-/// Gradients of inputs, from the gradient of the output.
+/// Computes the gradients of the inputs from the gradient of the output.
 type Backward = Box<dyn FnOnce(&Tensor) -> Result<Vec<Option<Tensor>>>>;
 
 thread_local! {
-    /// The tape on which this thread records.
+    /// The tape on which this thread records, if it records.
     static RECORDING: RefCell<Option<Tape>> = const { RefCell::new(None) };
 }
 
-/// Puts the tape of before back, also when a computation panics.
+/// Restores the tape that was active before a nested recording, also when a computation panics.
 struct Restored(Option<Tape>);
 
 impl Drop for Restored {
@@ -77,10 +79,10 @@ impl Drop for Restored {
 }
 
 impl Tape {
-    /// What `compute` makes, with the tape of the operations that this thread computed for it on the CPU.
+    /// Runs `compute` and returns its output with the tape of the operations that this thread computed for it on the CPU.
     ///
     /// # Errors
-    /// What `compute` fails with.
+    /// Errors of `compute`.
     pub fn record<E>(
         compute: impl FnOnce() -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(Tensor, Self), E> {
@@ -92,11 +94,12 @@ impl Tape {
         Ok((output, tape))
     }
 
-    /// Gradients of `sum(dy * output)` in all variables that the output was made of; of an output that [`record`](Self::record)
-    /// returned. What was recorded is let go of on the way.
+    /// Gradients of `sum(dy * output)` in all variables from which `output` was computed; `output` is the tensor that
+    /// [`record`](Self::record) returned with this tape. Each entry is freed as soon as it has been differentiated.
     ///
     /// # Errors
-    /// A gradient of another shape than the output, and what the operations fail with.
+    /// A `dy` of another shape than the output, a model that read the values of an output that was not computed, and what the
+    /// operations fail with.
     pub fn backward(mut self, output: Tensor, dy: Tensor) -> Result<Gradients> {
         if output.shape() != dy.shape() {
             bail!("a gradient of {:?} for {:?}", dy.shape(), output.shape());
@@ -116,7 +119,7 @@ impl Tape {
         Ok(gradients)
     }
 
-    /// Remembers that this tensor is made of others by candle's operations, if it is.
+    /// Adds an entry for the candle graph that ends in this tensor, unless the tensor is a leaf or has an entry already.
     fn add_graph(&mut self, tensor: &Tensor) {
         if tensor.track_op() && !tensor.is_variable() && self.graphs.insert(tensor.id()) {
             self.entries.push(Entry::Graph(tensor.clone()));
@@ -124,12 +127,13 @@ impl Tape {
     }
 }
 
-/// Computes an operation, and writes it on the tape of this thread if there is one; else candle tracks it.
+/// Computes an operation and records it on the tape of this thread; without a tape, or for inputs that tapes do not record,
+/// candle tracks it.
 ///
 /// # Errors
-/// What the operation fails with.
+/// Errors of the operation.
 pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], reads: Reads) -> Result<Tensor> {
-    // The operation may be made of others, which are not written down.
+    // The tape is taken out while the operation computes, so that operations it is made of are not recorded a second time.
     let Some(mut tape) = (if can_be_taped(inputs) { RECORDING.take() } else { None }) else {
         return op.apply(inputs);
     };
@@ -142,9 +146,9 @@ pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N],
     Ok(output)
 }
 
-/// The same for an operation whose values nothing looks at: a tape writes it down and does not compute it. Its output, of this
-/// shape and type, has no memory, and can only be an input of [`residual`](crate::residual::residual) or
-/// the output of the recording.
+/// Like [`apply`], for an operation whose output values nothing reads: while a tape records, the operation is recorded and
+/// not computed. Its output, of this shape and type, has no memory, and can only be an input of
+/// [`residual`](crate::residual::residual) or the output of the recording.
 ///
 /// # Errors
 /// As for [`apply`].
@@ -162,7 +166,7 @@ pub(crate) fn apply_unseen<const N: usize>(
     RECORDING.with_borrow_mut(|tape| {
         if let Some(tape) = tape {
             inputs.iter().for_each(|input| tape.add_graph(input));
-            // Candle takes it for the end of a graph.
+            // Candle takes the broadcast for a graph of its own, which must not be differentiated.
             tape.graphs.insert(output.id());
             tape.unseen.insert(output.id(), zero.id());
         }
@@ -171,22 +175,22 @@ pub(crate) fn apply_unseen<const N: usize>(
     Ok(output)
 }
 
-/// Whether this is the output of [`apply_unseen`] on the tape of this thread.
+/// Whether this tensor is an output of [`apply_unseen`] on the tape of this thread, so that its values must not be read.
 pub(crate) fn is_unseen(tensor: &Tensor) -> bool {
     RECORDING.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.unseen.contains_key(&tensor.id())))
 }
 
-/// Whether this thread records.
+/// Whether a tape records on this thread.
 pub(crate) fn is_recording() -> bool {
     RECORDING.with_borrow(Option::is_some)
 }
 
-/// Whether an operation of these inputs is one that tapes record: on the CPU, with gradients.
+/// Whether tapes record an operation of these inputs: all are on the CPU, and at least one needs a gradient.
 fn can_be_taped<const N: usize>(inputs: [&Tensor; N]) -> bool {
     inputs.iter().all(|input| input.device().is_cpu()) && inputs.iter().any(|input| input.track_op())
 }
 
-/// Writes an operation on the tape of this thread.
+/// Appends an operation to the tape of this thread.
 fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Tensor, reads: Reads) -> Result<()> {
     let held = |tensor: &Tensor, is_read: bool| if is_read { Ok(tensor.clone()) } else { stand_in(tensor) };
     let read_inputs =
@@ -205,7 +209,8 @@ fn push<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N], output: &Te
     Ok(())
 }
 
-/// x in another shape with as many elements, of a contiguous x without a copy. Candle would add its gradient to zeros of x.
+/// Reshapes x to as many elements, without a copy if x is contiguous. It is recorded on the tape because candle's own reshape
+/// would add its gradient to zeros of the size of x.
 ///
 /// # Errors
 /// A shape of another number of elements.
@@ -215,7 +220,8 @@ pub(crate) fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
         RECORDING.with_borrow_mut(|tape| {
             let Some(tape) = tape else { return };
             tape.add_graph(x);
-            // The view is the end of a graph of candle's, too, which leads to x: it is not differentiated a second time.
+            // To candle the view ends a graph that leads to x; it is marked so that this graph is not differentiated a second
+            // time.
             tape.graphs.insert(view.id());
             let backward: Backward = Box::new(move |d| Ok(vec![Some(d.reshape(before)?)]));
             let recorded = Recorded { output: view.id(), inputs: vec![Some(x.id())], backward };
@@ -225,25 +231,25 @@ pub(crate) fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     Ok(view)
 }
 
-/// One zero, seen as a tensor of the same shape; tracked if the other is.
+/// A tensor of the same shape, type and device that takes the memory of one element; candle tracks it if it tracks `tensor`.
 fn stand_in(tensor: &Tensor) -> Result<Tensor> {
     let zero = Tensor::zeros((), tensor.dtype(), tensor.device())?;
     let zero = if tensor.track_op() { Var::from_tensor(&zero)?.into_inner() } else { zero };
     zero.broadcast_as(tensor.shape())
 }
 
-/// Whether two tensors have the same memory.
+/// Whether two tensors are backed by the same memory.
 fn share_memory(a: &Tensor, b: &Tensor) -> bool {
     let ((a, _), (b, _)) = (a.storage_and_layout(), b.storage_and_layout());
     std::ptr::eq(&*a, &*b)
 }
 
-/// Gradients by what they are of.
+/// Gradients by the id of the tensor that each belongs to.
 #[derive(Default)]
 pub struct Gradients(HashMap<TensorId, Tensor>);
 
 impl Gradients {
-    /// Takes the gradient of a variable out, if the output depends on it.
+    /// Removes and returns the gradient of a variable; `None` if the output does not depend on it.
     pub fn remove(&mut self, variable: &Tensor) -> Option<Tensor> {
         self.0.remove(&variable.id())
     }
@@ -252,7 +258,8 @@ impl Gradients {
         let Recorded { output, inputs, backward } = recorded;
         let Some(d_output) = self.0.remove(&output) else { return Ok(()) };
         let gradients: Vec<_> = inputs.into_iter().zip(backward(&d_output)?).collect();
-        // A sum hands the gradient of its output on to both summands.
+        // A sum passes the gradient of its output on to both summands, so the three may share memory that must not be added
+        // to in place.
         let owned = |gradient: &Tensor| !share_memory(gradient, &d_output) && gradient.is_contiguous();
         let gradients = gradients.into_iter().filter_map(|(input, gradient)| {
             let (input, gradient) = (input?, gradient?.detach());
@@ -276,7 +283,8 @@ impl Gradients {
         Ok(())
     }
 
-    /// Adds a gradient to what is there; nobody else has its memory if it is `owned`.
+    /// Adds a gradient to the one that this tensor has already; `owned` says that nothing else refers to its memory, so it
+    /// may be overwritten.
     fn add(&mut self, id: TensorId, gradient: Tensor, owned: bool) -> Result<()> {
         let sum = match self.0.remove(&id) {
             None => gradient,

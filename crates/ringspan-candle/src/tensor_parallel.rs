@@ -1,10 +1,10 @@
-//! Layers whose width is spread over ranks (Shoeybi et al., 2019, arXiv:1909.08053), with the tokens between them dealt to
-//! the same ranks (Korthikanti et al., 2022, arXiv:2205.05198).
+//! Tensor parallelism: layers whose width is sharded over ranks (Shoeybi et al., 2019, arXiv:1909.08053), with sequence
+//! parallelism between them (Korthikanti et al., 2022, arXiv:2205.05198).
 //!
-//! The ranks of a group have the same T tokens. Between layers each holds its rows of them. A layer gathers the rows, and
-//! each rank multiplies all of them with its part of the weights; the results are partial sums, which are added up while
-//! the rows are dealt again. So a parameter that all ranks hold whole sees other tokens, or another part of a sum, on each
-//! of them: its gradient is the sum over the ranks.
+//! The ranks of a group have the same T tokens. Between layers, each holds its rows of them. A layer all-gathers the rows,
+//! and each rank multiplies all of them with its shard of the weights; the results are partial sums, which a reduce-scatter
+//! adds and distributes by rows again. So a parameter that all ranks hold whole is applied to other tokens, or to another
+//! part of a sum, on each of them: its gradient is the sum over the ranks.
 
 use crate::collective;
 use candle_core::{Result, Tensor};
@@ -12,37 +12,37 @@ use ringspan::comm::{Communicator, numbers};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The ranks that share the width of layers.
+/// A tensor-parallel group, whose ranks share the width of layers.
 #[derive(Clone, Default)]
 pub struct TensorParallel {
-    /// None where layers are whole.
+    /// The communicator of the group; `None` if each rank holds layers whole.
     comm: Option<Arc<dyn Communicator>>,
 }
 
-/// Layers are whole.
+/// The group of one rank: layers are not sharded.
 pub static WHOLE: TensorParallel = TensorParallel { comm: None };
 
 impl TensorParallel {
-    /// The ranks of `comm` share layers. They use it for nothing else.
+    /// The group of the ranks of `comm`, which must be used for nothing else.
     pub fn new(comm: Arc<dyn Communicator>) -> Self {
         Self { comm: Some(comm).filter(|comm| comm.size() > 1) }
     }
 
-    /// This rank's place among the ranks that share layers, and their number.
+    /// This rank's index in the group, and the group's size.
     pub fn place(&self) -> (usize, usize) {
         self.comm.as_ref().map_or((0, 1), |comm| (comm.rank(), comm.size()))
     }
 
-    /// This rank's part of something of size `whole`: rows, heads, a vocabulary. Parts are equal to within one.
+    /// This rank's range of something of size `whole`: rows, heads, a vocabulary. Ranges differ in size by one at most.
     pub fn part(&self, whole: usize) -> Range<usize> {
         self.comm.as_ref().map_or(0..whole, |comm| part(whole, comm.rank(), comm.size()))
     }
 
-    /// The rows of all ranks, `tokens` of them, from this rank's: `[T of rank, C]` to `[T, C]`. Differentiable: gradients
-    /// are summed and dealt.
+    /// All-gathers the rows of all ranks, `tokens` in all: `[T of rank, C]` to `[T, C]`. The backward pass is a
+    /// reduce-scatter.
     ///
     /// # Errors
-    /// Other rows than this rank's part, failures of other ranks.
+    /// A number of rows that differs from this rank's part, failures of other ranks.
     pub fn gather(&self, x: &Tensor, tokens: usize) -> Result<Tensor> {
         match &self.comm {
             Some(comm) => collective::all_gather_of(comm, x, self.counts(tokens)),
@@ -50,7 +50,8 @@ impl TensorParallel {
         }
     }
 
-    /// This rank's rows of the sum over the ranks: `[T, C]` to `[T of rank, C]`. Differentiable: gradients are gathered.
+    /// Reduce-scatters the rows, so that this rank receives its rows of the sum: `[T, C]` to `[T of rank, C]`. The backward
+    /// pass is an all-gather.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -61,7 +62,7 @@ impl TensorParallel {
         }
     }
 
-    /// The numbers of all ranks, in rank order.
+    /// All-gathers numbers: those of each rank, in rank order.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -70,7 +71,7 @@ impl TensorParallel {
         numbers::all_gather(&**comm, own).map_err(candle_core::Error::wrap)
     }
 
-    /// Whether layers are whole.
+    /// Whether layers are not sharded, since the group is one rank.
     pub fn is_whole(&self) -> bool {
         self.comm.is_none()
     }
@@ -81,7 +82,8 @@ impl TensorParallel {
     }
 }
 
-/// The part of something of size `whole` that one of `ranks` ranks has: neighbours in rank order, equal to within one.
+/// The range of something of size `whole` that belongs to one of `ranks` ranks: consecutive in rank order, with sizes that
+/// differ by one at most.
 pub fn part(whole: usize, rank: usize, ranks: usize) -> Range<usize> {
     let at = |rank: usize| (whole as u128 * rank as u128 / ranks.max(1) as u128) as usize;
     at(rank)..at(rank + 1)

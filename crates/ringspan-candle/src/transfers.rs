@@ -1,8 +1,8 @@
-//! Parameters on their way to where a rank computes, and gradients on their way back, while it computes.
+//! Transfers parameters to the device of a rank and gradients back to the CPU, while the rank computes.
 //!
-//! Parameters, sums of gradients and the optimiser are in the memory of the CPU. A GPU copies a unit's parameters while it
-//! computes the unit before, and a unit's gradients while it computes those of the next, from and to pinned memory, on a
-//! stream for each direction. Where the CPU computes, nothing moves.
+//! Parameters, gradient sums and optimizer states are in CPU memory. A GPU copies the parameters of a unit while it computes
+//! the unit before, and the gradients of a unit while it computes those of the next; it uses pinned memory and a stream for
+//! each direction. For a rank that computes on the CPU, nothing is copied.
 
 #[cfg(feature = "cuda")]
 mod on_gpu;
@@ -17,26 +17,26 @@ use std::collections::BTreeMap;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-/// A rank's way between the CPU and where it computes.
+/// The transfers between the CPU and the device of one rank.
 pub struct Transfers {
-    /// In which type parameters are computed with.
+    /// The device, which also says the type in which parameters are used.
     device: RankDevice,
     #[cfg(feature = "cuda")]
     gpu: Option<Arc<on_gpu::Lane>>,
 }
 
-/// Memory for the parameters of a unit, of a GPU on which they come later.
+/// Memory for the parameters of a unit, on a GPU to which they will be copied.
 #[derive(Default)]
 pub struct Reserved {
     #[cfg(feature = "cuda")]
     gpu: Option<on_gpu::Reserved>,
 }
 
-/// A parameter as it is put together: its parts, end to end, and its shape.
+/// A whole parameter in CPU memory, as consecutive parts and its shape.
 pub struct Parameter<'a> {
-    /// f32, as many as the shape says in all.
+    /// The parts, f32; their lengths add up to the number of elements.
     pub parts: Vec<&'a [f32]>,
-    /// Of the whole.
+    /// The shape of the whole parameter.
     pub shape: Shape,
 }
 
@@ -45,7 +45,7 @@ impl Parameter<'_> {
         self.parts.iter().map(|part| part.len()).sum()
     }
 
-    /// In the type in which it is computed with, rounded while it is put together.
+    /// The parameter on the CPU in the type in which it is used, rounded while the parts are concatenated.
     fn on_cpu(&self, precision: Precision) -> Result<Tensor> {
         with_number!(precision.dtype(), T => {
             let mut values = vec![T::ZERO; self.len()];
@@ -61,10 +61,10 @@ impl Parameter<'_> {
 }
 
 impl Transfers {
-    /// To and from where this rank computes.
+    /// Transfers to and from the device of this rank.
     ///
     /// # Errors
-    /// A driver that gives no stream.
+    /// A GPU on which no stream can be created.
     pub fn new(device: &RankDevice) -> ringspan::Result<Self> {
         #[cfg(feature = "cuda")]
         {
@@ -86,13 +86,14 @@ impl Transfers {
         }
     }
 
-    /// The type in which parameters are computed with.
+    /// The type in which parameters are used.
     #[must_use]
     pub fn precision(&self) -> Precision {
         self.device.precision()
     }
 
-    /// Takes memory for parameters of so many numbers, which come while what is started after this is computed.
+    /// Reserves memory for parameters with these numbers of elements, which are copied there later. The copy waits for work
+    /// that was started before this call, and not for work that is started after it.
     ///
     /// # Errors
     /// A GPU without this memory.
@@ -105,11 +106,12 @@ impl Transfers {
         Ok(Reserved::default())
     }
 
-    /// The parameters where the rank computes, in the type in which it does, as variables: who differentiates in one need not
-    /// copy it. What is started there after this comes behind them. `reserved` is for their sizes, or empty.
+    /// Copies the parameters to the device of the rank, in the type in which they are used; they are variables, so that
+    /// differentiating with respect to one does not copy it. Work that is started on the device after this call waits for the
+    /// copies. `reserved` is memory of these sizes, or empty.
     ///
     /// # Errors
-    /// A GPU, or a CPU, without memory for them; parts that are no whole.
+    /// A device without memory for them, and parts that do not add up to the shape.
     pub fn upload(&self, reserved: Reserved, parameters: &[Parameter<'_>]) -> Result<Vec<Tensor>> {
         if let Some(wrong) = parameters.iter().find(|parameter| parameter.len() != parameter.shape.elem_count()) {
             candle_core::bail!("{} numbers for a parameter of shape {:?}", wrong.len(), wrong.shape);
@@ -122,7 +124,7 @@ impl Transfers {
         parameters.iter().map(|parameter| parameter.on_cpu(self.device.precision())).collect()
     }
 
-    /// Starts to bring gradients to the CPU.
+    /// Starts to copy gradients to the CPU.
     ///
     /// # Errors
     /// A CPU without memory for them; other types than f32 and bf16.
@@ -139,7 +141,7 @@ impl Transfers {
     }
 }
 
-/// Gradients on their way to the CPU, or there.
+/// Gradients that are on the CPU, or being copied there.
 pub struct Download {
     here: BTreeMap<String, Tensor>,
     #[cfg(feature = "cuda")]
@@ -147,7 +149,7 @@ pub struct Download {
 }
 
 impl Download {
-    /// Whether nobody has to wait for them. The same for all of a rank's gradients.
+    /// Whether the gradients can be taken without waiting. The answer is the same for all gradients of a rank.
     #[must_use]
     pub fn is_here(&self) -> bool {
         #[cfg(feature = "cuda")]
@@ -157,10 +159,11 @@ impl Download {
         true
     }
 
-    /// Takes the gradient of this name, if there is one, and calls `f` with its shape and its numbers in f32: waits for it.
+    /// Removes the gradient of this name, if there is one, and calls `f` with its shape and its f32 values; waits for its
+    /// copy to end.
     ///
     /// # Errors
-    /// Failures of what was started; other types.
+    /// Failures of a copy, and other types.
     pub fn take<T>(&mut self, name: &str, f: impl FnOnce(&[usize], &[f32]) -> T) -> Result<Option<T>> {
         #[cfg(feature = "cuda")]
         if let Some(coming) = &mut self.coming {
@@ -171,7 +174,7 @@ impl Download {
         slices::values(&gradient, |values| Ok(f(gradient.dims(), values))).map(Some)
     }
 
-    /// A name that nobody has taken.
+    /// The name of a gradient that was not taken; `None` if all were.
     #[must_use]
     pub fn rest(&self) -> Option<&str> {
         #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! A parameter's values, as a layer is given them.
+//! The values of a parameter in the forms in which layers can compute with them.
 
 use crate::cast::cast;
 use crate::kept::Kept;
@@ -14,9 +14,10 @@ use std::ops::Range;
 pub enum Weight {
     /// f32, or bf16 where models compute in it.
     Dense(Tensor),
-    /// A matrix on the CPU. Products with it decode a tile of it at a time, and it gets no gradient.
+    /// A matrix on the CPU. Products with it decode a tile of it at a time; it has no gradient.
     Quantized(QuantizedMatrix),
-    /// The matrices of a layer's experts on the CPU, one parameter `[e, in, out]`. Experts multiply with them as with the above.
+    /// The quantized matrices of a layer's experts on the CPU, one parameter `[e, in, out]`. Products decode a tile of an
+    /// expert's matrix at a time; it has no gradient.
     Stack(QuantizedStack),
 }
 
@@ -39,7 +40,7 @@ impl From<QuantizedStack> for Weight {
 }
 
 impl Weight {
-    /// Its shape.
+    /// The shape of the parameter.
     #[must_use]
     pub fn dims(&self) -> Vec<usize> {
         match self {
@@ -49,7 +50,7 @@ impl Weight {
         }
     }
 
-    /// Where it is.
+    /// The device of the values.
     #[must_use]
     pub fn device(&self) -> &Device {
         match self {
@@ -58,7 +59,7 @@ impl Weight {
         }
     }
 
-    /// The type in which layers compute with it.
+    /// The type in which layers compute with this parameter.
     #[must_use]
     pub fn computed_in(&self) -> DType {
         match self {
@@ -68,7 +69,7 @@ impl Weight {
         }
     }
 
-    /// Bytes of its values.
+    /// Memory of the values in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
@@ -78,7 +79,7 @@ impl Weight {
         }
     }
 
-    /// How its numbers are stored, where it is no tensor.
+    /// The format of quantized values; `None` for a tensor.
     #[must_use]
     pub fn format(&self) -> Option<Format> {
         match self {
@@ -88,7 +89,7 @@ impl Weight {
         }
     }
 
-    /// The tensor that it is, if it is one.
+    /// The tensor, if the values are one.
     #[must_use]
     pub fn dense(&self) -> Option<&Tensor> {
         match self {
@@ -97,10 +98,10 @@ impl Weight {
         }
     }
 
-    /// The tensor that it is.
+    /// The tensor.
     ///
     /// # Errors
-    /// Matrices that are quantized.
+    /// Quantized matrices.
     pub fn tensor(&self) -> Result<&Tensor> {
         match self {
             Self::Dense(tensor) => Ok(tensor),
@@ -109,7 +110,7 @@ impl Weight {
         }
     }
 
-    /// Its values as a tensor: those of quantized matrices are decoded to f32, a copy of all of them.
+    /// The values as a tensor: quantized matrices are decoded to f32, a copy of all of them.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -121,10 +122,10 @@ impl Weight {
         }
     }
 
-    /// Some of its rows, of a stack some of its experts, in f32 where it is quantized.
+    /// A range of the matrix's rows, or of a stack's experts, as a tensor; quantized values are decoded to f32.
     ///
     /// # Errors
-    /// Rows that are not there.
+    /// A range beyond the rows.
     pub fn rows(&self, range: Range<usize>) -> Result<Tensor> {
         match self {
             Self::Dense(tensor) => tensor.narrow(0, range.start, range.len()),
@@ -133,7 +134,7 @@ impl Weight {
         }
     }
 
-    /// The same without a graph of what it is computed from.
+    /// The same values without the graph that computed them.
     #[must_use]
     pub fn detach(&self) -> Self {
         match self {
@@ -154,11 +155,11 @@ impl Weight {
         }
     }
 
-    /// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
-    /// product.
+    /// Like [`linear`](Self::linear), for the second pass of a recomputed layer: the output is the stored one, `known`, or
+    /// zeros if nothing reads its values, and no product is computed.
     ///
     /// # Errors
-    /// As for [`linear`](Self::linear); something known of another shape.
+    /// As for [`linear`](Self::linear), and a stored output of another shape.
     pub(crate) fn linear_again(&self, x: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => linear_again(x, weight, bias, known),
@@ -179,10 +180,10 @@ impl Weight {
         }
     }
 
-    /// Rows `[rows.len(), columns]` by their numbers, in the type in which layers compute with it.
+    /// The rows with these indices, `[rows.len(), columns]`, in the type in which layers compute with the parameter.
     ///
     /// # Errors
-    /// Rows that are not there.
+    /// Indices beyond the rows.
     pub fn lookup(&self, rows: &[u32]) -> Result<Tensor> {
         match self {
             Self::Dense(table) => table.index_select(&Tensor::new(rows, table.device())?, 0),
@@ -191,13 +192,13 @@ impl Weight {
         }
     }
 
-    /// Refuses the matrices of several experts where one matrix is needed.
+    /// Returns an error which says that these are the matrices of several experts, where one matrix is needed.
     pub(crate) fn one_matrix<T>(&self) -> Result<T> {
         bail!("one matrix is needed here, and this has shape {:?}", self.dims())
     }
 }
 
-/// What `layer` makes of x and the bias in f32, in the type of x.
+/// Calls `layer` with x and the bias in f32, and converts its output to the type of x.
 fn in_f32(
     x: &Tensor,
     bias: Option<&Tensor>,

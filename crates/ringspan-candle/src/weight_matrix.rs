@@ -1,4 +1,4 @@
-//! The matrix that a weight on the CPU is, f32, bf16 or quantized, and its products with rows.
+//! A weight on the CPU, f32, bf16 or quantized, as a matrix, and its products with rows.
 
 use crate::matmul::{Into, Matrix, product};
 use crate::number::{Number, convert};
@@ -9,7 +9,7 @@ use candle_core::{DType, Result};
 use half::bf16;
 use std::borrow::Cow;
 
-/// A weight `[N, C]` of N outputs and C inputs, row after row.
+/// A weight `[N, C]` of N outputs and C inputs, row by row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum WeightMatrix<'a> {
     Dense(Matrix<'a>),
@@ -18,7 +18,7 @@ pub(crate) enum WeightMatrix<'a> {
 }
 
 impl WeightMatrix<'_> {
-    /// Calls `f` with the matrix that a weight is.
+    /// Calls `f` with the matrix of a weight.
     pub(crate) fn read<T>(weight: &Weight, f: impl FnOnce(WeightMatrix) -> Result<T>) -> Result<T> {
         match weight {
             Weight::Dense(tensor) => {
@@ -35,7 +35,7 @@ impl WeightMatrix<'_> {
         }
     }
 
-    /// Outputs N.
+    /// The number N of outputs.
     pub(crate) fn rows(self) -> usize {
         match self {
             Self::Dense(weight) => weight.shape().0,
@@ -44,7 +44,7 @@ impl WeightMatrix<'_> {
         }
     }
 
-    /// Writes the outputs `[T, N]` of x `[T, C]`, whose rows follow each other.
+    /// Writes the outputs `[T, N]` of x `[T, C]`, whose rows are consecutive in memory.
     pub(crate) fn forward<T: Number>(self, x: Matrix<T>, out: &mut [f32]) {
         match self {
             Self::Dense(weight) => product(x, weight.t(), out, Into::Fresh),
@@ -53,7 +53,7 @@ impl WeightMatrix<'_> {
         }
     }
 
-    /// Writes the gradient `[T, C]` of x for that of the outputs `[T, N]`, whose rows follow each other.
+    /// Writes the gradient `[T, C]` of x from that of the outputs `[T, N]`, whose rows are consecutive in memory.
     pub(crate) fn backward<T: Number>(self, dy: Matrix<T>, dx: &mut [T]) {
         match self {
             Self::Dense(weight) => T::product(dy, weight, dx),
@@ -63,7 +63,7 @@ impl WeightMatrix<'_> {
     }
 }
 
-/// The elements of a matrix whose rows follow each other, in f32.
+/// The elements of a matrix whose rows are consecutive in memory, in f32.
 fn wide_rows<T: Number>(matrix: Matrix<'_, T>) -> Cow<'_, [f32]> {
     let (rows, columns) = matrix.shape();
     match matrix.as_f32() {

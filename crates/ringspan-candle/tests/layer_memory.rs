@@ -1,4 +1,4 @@
-//! What the fused layers hold at most, counted by the allocator.
+//! The peak memory of the fused layers, counted by the allocator.
 
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::activation::Activation;
@@ -13,17 +13,17 @@ struct Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is passed on unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -31,7 +31,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The most bytes at once while `work` runs, above those that were there.
+/// The peak of allocated bytes while `work` runs, above those allocated before.
 fn peak_of(work: impl FnOnce() -> candle_core::Result<()>) -> usize {
     let before = NOW.load(Relaxed);
     PEAK.store(before, Relaxed);
@@ -39,7 +39,7 @@ fn peak_of(work: impl FnOnce() -> candle_core::Result<()>) -> usize {
     PEAK.load(Relaxed) - before
 }
 
-/// One test, since a process has one allocator and tests run beside each other.
+/// This is a single test, since a process has one allocator and tests run concurrently.
 #[test]
 fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_inside() -> candle_core::Result<()> {
     let (hidden, wide) = (8, 256);
@@ -51,11 +51,11 @@ fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_ins
             cotangent::backward(&y, &ones((tokens, hidden))?).map(drop)
         })
     };
-    // What the first product leaves for later ones.
+    // The first product makes allocations that later ones use again, so one product is computed before memory is counted.
     gated(TILE);
     let (few, many) = (gated(2 * TILE), gated(6 * TILE));
     let row = (many - few) as f64 / (4 * TILE * 4) as f64;
-    // x, y, their gradients, and a few of them twice on candle's tape; a row of gate or up would be 256 more.
+    // The bound allows x, y, their gradients, and a few of them twice in candle's graph; a row of gate or up would add 256.
     assert!(row < 10.0 * hidden as f64, "{row:.1} numbers a token");
 
     let vocabulary = 4096;
@@ -68,7 +68,7 @@ fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_ins
     let (few, many) = (head_loss(1024)?, head_loss(3072)?);
     let row = (many - few) as f64 / (2048 * 4) as f64;
     assert!(row < 4.0 * hidden as f64, "{row:.1} numbers a token, of a vocabulary of {vocabulary}");
-    // One chunk of 512 rows of logits, and what is packed for its products.
+    // The bound allows one chunk of 512 rows of logits, and what is packed for its products.
     assert!(few < 512 * vocabulary * 4 * 3 / 2, "{few} bytes");
     Ok(())
 }

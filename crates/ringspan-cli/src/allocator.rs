@@ -1,42 +1,42 @@
-//! The program's allocator, counted, so that what a training takes can be compared with what its plan predicts.
+//! The program's allocator, which counts bytes, so that the memory of a training can be compared with what its plan predicts.
 
 use mimalloc::MiMalloc;
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// mimalloc, with a count of the bytes that are asked of it. What it keeps for itself is not in the count.
+/// mimalloc, with a count of the requested bytes. Memory that mimalloc keeps for itself is not counted.
 pub(crate) struct Counted;
 
-/// Bytes given out and not given back.
+/// Bytes that are allocated now.
 static NOW: AtomicUsize = AtomicUsize::new(0);
-/// Most of them at once since [`most`] was asked last.
+/// Peak of [`NOW`] since the last call of [`most`].
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-/// Most bytes that were allocated at once since the last call, or since the program began.
+/// Peak of the allocated bytes since the last call, or since the program began.
 pub(crate) fn most() -> u64 {
     MOST.swap(NOW.load(Relaxed), Relaxed) as u64
 }
 
-/// Up to so many threads may have their heaps in large pages.
+/// Number of threads up to which their heaps may be in large pages.
 const FEW: usize = 64;
 
-/// Keeps the heaps of many threads out of large pages (2 MB), of which each thread would touch several and use little: 1,024 ranks
-/// of five tokens take 0.8 GB instead of 6.3. Where the system refuses, they take more memory and compute the same.
+/// Keeps the heaps of many threads out of large pages (2 MB), of which each thread would touch several and use little: 1,024
+/// ranks of five tokens take 0.8 GB instead of 6.3. Where the system refuses, they take more memory and compute the same.
 pub(crate) fn avoid_large_pages(threads: usize) {
     if threads <= FEW {
         return;
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: sets a flag of this process, for memory that it touches from now on.
+    // // SAFETY: sets a flag of this process, which concerns only memory that is touched later.
     unsafe {
         libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0);
     }
 }
 
-/// Counted before the block is there, so that no thread can give back what is not counted yet.
+/// Counts a block before it is allocated, so that no thread can free a block that is not counted yet.
 fn taken(bytes: usize) {
     let now = NOW.fetch_add(bytes, Relaxed).wrapping_add(bytes);
-    // Reading is cheap where all threads read; few blocks make a new peak.
+    // Reading is cheap as long as all threads only read, and few blocks make a new peak.
     if now > MOST.load(Relaxed) {
         MOST.fetch_max(now, Relaxed);
     }
@@ -53,7 +53,7 @@ fn checked(at: *mut u8, bytes: usize) -> *mut u8 {
     at
 }
 
-// SAFETY: everything is handed on to mimalloc as it came.
+// // SAFETY: every call is passed on to mimalloc unchanged.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         taken(layout.size());
@@ -73,7 +73,7 @@ unsafe impl GlobalAlloc for Counted {
         unsafe { MiMalloc.dealloc(at, layout) }
     }
 
-    /// Old and new are both counted for a moment: a block that cannot grow where it is, is copied.
+    /// Counts the old and the new block together for a moment, since a block that cannot grow in place is copied.
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         taken(size);
         // SAFETY: the caller's promise.

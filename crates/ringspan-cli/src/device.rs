@@ -1,4 +1,4 @@
-//! What the ranks of `attend` compute with: threads of the CPU, or GPUs. Those of models are opened by the tensors' crate.
+//! The devices of `attend`: threads of the CPU, or GPUs. Commands that run models open their devices by `ringspan_candle`.
 
 use anyhow::{Result, ensure};
 use ringspan::Kernel;
@@ -10,27 +10,27 @@ use ringspan_candle::DeviceName;
 pub(crate) enum Devices {
     /// The processor of this machine.
     Cpu {
-        /// Threads of each rank.
+        /// Number of threads of each rank.
         threads: usize,
-        /// Instructions that the kernels use.
+        /// Instruction set that the kernels use.
         isa: Isa,
     },
-    /// Ranks take them in turn.
+    /// GPUs, which ranks take in turn.
     #[cfg(feature = "cuda")]
     Gpus(Vec<ringspan::kernel::Gpu>),
 }
 
 impl Devices {
-    /// Opens what is asked for. `threads` are those of a rank, `given` whether somebody asked for their number; `isa` are the
-    /// instructions that were asked for, or the best ones.
+    /// Opens the requested devices. `threads` is the number of threads of a rank, `given` whether the user set it; `isa` is the
+    /// requested instruction set, or `None` for the best.
     ///
     /// # Errors
-    /// Instructions that this processor lacks, or that are asked for on a GPU; GPUs that are not there.
+    /// An instruction set that this processor lacks, or that is requested on a GPU; GPUs that do not exist.
     pub(crate) fn open(name: DeviceName, place: &Ranks, threads: usize, given: bool, isa: Option<Isa>) -> Result<Self> {
         match name {
             DeviceName::Cpu => {
                 let isa = isa.unwrap_or_else(Isa::best);
-                // Every rank makes its own kernel; what the processor lacks is said before any of them starts.
+                // Every rank makes its own kernel; this one only refuses a missing instruction set before any of them starts.
                 Kernel::with_isa(threads, isa)?;
                 Ok(Self::Cpu { threads, isa })
             }
@@ -41,7 +41,7 @@ impl Devices {
         }
     }
 
-    /// What rank `rank` computes with.
+    /// The kernel with which rank `rank` computes.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(crate) fn kernel(&self, rank: usize) -> Result<Kernel> {
         match self {
@@ -51,8 +51,8 @@ impl Devices {
         }
     }
 
-    /// The same ranks, and how their blocks go to others, where there is more than one way: ranks that are processes and
-    /// compute on GPUs take NCCL if they all can. All of them must call this.
+    /// Connects ranks that are processes and compute on GPUs by NCCL, if all of them can; returns the ranks, and a description
+    /// of how blocks travel where there is a choice. All ranks must call this.
     pub(crate) fn connect(&self, place: &Ranks) -> Result<(Ranks, Option<String>)> {
         match self {
             Self::Cpu { .. } => Ok((place.clone(), None)),
@@ -61,7 +61,7 @@ impl Devices {
         }
     }
 
-    /// The GPUs, by number and name; none where threads compute.
+    /// The GPUs by number and name; empty where CPU threads compute.
     pub(crate) fn names(&self) -> Vec<String> {
         match self {
             Self::Cpu { .. } => Vec::new(),
@@ -70,7 +70,7 @@ impl Devices {
         }
     }
 
-    /// Threads of a rank, where they compute.
+    /// Number of threads of a rank; `None` on GPUs.
     pub(crate) fn threads(&self) -> Option<usize> {
         match self {
             Self::Cpu { threads, .. } => Some(*threads),
@@ -79,7 +79,7 @@ impl Devices {
         }
     }
 
-    /// Instructions that the kernels use, where threads compute.
+    /// Instruction set that the kernels use; `None` on GPUs.
     pub(crate) fn isa(&self) -> Option<Isa> {
         match self {
             Self::Cpu { isa, .. } => Some(*isa),
@@ -103,11 +103,11 @@ impl std::fmt::Display for Devices {
 fn open_gpus(number: Option<usize>, place: &Ranks, gives_threads: bool) -> Result<Devices> {
     use ringspan::kernel::Gpu;
     anyhow::ensure!(!gives_threads, "--threads are those of the CPU, and --device cuda computes on a GPU");
-    // Without any, opening the first one says what is missing.
+    // If there is no GPU, opening the first one says what is missing.
     let count = Gpu::count()?.max(1);
     let numbers = match (number, place.local_rank()) {
         (Some(number), _) => number..number + 1,
-        // A process opens its own: memory of a GPU goes to every process that has it open.
+        // A process opens only its own GPU: every process that opens a GPU takes some of its memory.
         (None, Some(rank)) => rank % count..rank % count + 1,
         (None, None) => 0..count,
     };

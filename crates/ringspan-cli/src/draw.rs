@@ -9,22 +9,22 @@ use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
 use std::path::PathBuf;
 
-/// Tokens of each ring rank, if nothing else is said: enough to see every border.
+/// Default number of tokens for each rank: enough to see every border.
 const TOKENS: usize = 64;
 
-/// More pieces of a mask than this are no picture, and long work.
+/// Upper limit on a mask's chunks: more make no readable picture, and take long.
 const MOST_CHUNKS: usize = 20_000;
 
-/// The bytes of every rank are counted from its plan, whose steps grow with the ranks.
+/// Upper limit on ranks: the bytes of each are counted from its plan, which has more steps the more ranks there are.
 const MOST_RANKS: usize = 1024;
 
-/// Each pair of blocks is looked at.
+/// Upper limit on a layout's blocks, since each pair of blocks is examined.
 const MOST_BLOCKS: usize = 4096;
 
-/// Draw who computes which visible pair of query and key, in which step, and who sends what.
+/// Draw which rank computes which visible pairs of query and key, in which step, and what it sends.
 ///
-/// With --svg, a picture: the square of queries and keys, and beside it every rank's steps with the bytes sent in them.
-/// Without, the same as a table.
+/// With --svg, a picture: the square of queries and keys, and next to it every rank's steps with the bytes sent in them.
+/// Without --svg, a table of the same.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DrawArgs {
     /// Ring size R: ranks between which keys and values move
@@ -36,14 +36,15 @@ pub(crate) struct DrawArgs {
     /// Let Ulysses be the outer axis, so that neighbours are next to each other in the ring
     #[arg(long)]
     ulysses_outer: bool,
-    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo or pass-q
+    /// Strategy of attention: ring, bidirectional-ring, all-gather, halo or pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
     strategy: Strategy,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
-    /// zigzag for causal masks, contiguous otherwise]
+    /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
+    /// [default: zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
     layout: Option<LayoutKind>,
-    /// full or causal; full-bottom-right and causal-bottom-right are the same here, where there are as many keys as queries
+    /// Mask: full or causal; full-bottom-right and causal-bottom-right are the same here, where there are as many keys as
+    /// queries
     #[arg(long, default_value = "causal", value_name = "NAME")]
     mask: MaskName,
     /// Key j is visible from query i only if i - LEFT <= j <= i + RIGHT; -1 is no limit. A RIGHT above 0 needs a full
@@ -151,7 +152,7 @@ impl DrawArgs {
         let longest = documents.iter().map(|document| document.extent).max().unwrap_or(0);
         let mask = self.mask(longest)?;
         let layout = self.layout.unwrap_or(self.mask.layout());
-        // The layouts whose runs grow with the tokens; narrower stripes are runs with a step.
+        // These layouts have a run for each block, so their runs grow with the tokens; narrower stripes are runs with a step.
         if let LayoutKind::Striped(width @ 17..) | LayoutKind::Balanced(Some(width)) = layout {
             let blocks = documents.size() / width;
             ensure!(
@@ -164,7 +165,7 @@ impl DrawArgs {
     }
 }
 
-/// What the rank that sends most sends.
+/// A sentence on the bytes of the rank that sends most.
 fn sent(schedule: &Schedule, sizes: &Sizes) -> Result<String> {
     let most = |pass| -> Result<u64> {
         let bytes = (0..schedule.query().ranks()).map(|rank| schedule.bytes_sent(pass, rank, sizes));

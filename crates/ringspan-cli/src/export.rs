@@ -6,7 +6,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan_models::folder::SavedType;
 use std::path::PathBuf;
 
-/// Write the model of a training's checkpoint as a folder that others read.
+/// Write the model of a training's checkpoint as a model folder in the layout of Hugging Face.
 ///
 /// Works on a run that was stopped, failed, or still goes on; a run that ends does it by itself.
 #[derive(Debug, clap::Args)]
@@ -17,7 +17,7 @@ pub(crate) struct ExportArgs {
     /// The checkpoint of this step [default: the newest]
     #[arg(long, value_name = "N")]
     step: Option<u64>,
-    /// Where the model goes [default: RUN itself]
+    /// Folder for the model [default: RUN itself]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Type in which it is saved: f32, bf16 [default: as the training says]

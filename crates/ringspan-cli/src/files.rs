@@ -1,4 +1,5 @@
-//! Files in and out: safetensors with errors that name file, tensor and numbers; outputs written beside and renamed.
+//! Reads and writes files: errors of safetensors name file, tensor and numbers; outputs are written under a temporary name and
+//! renamed.
 
 use crate::header;
 use crate::interrupt::Unfinished;
@@ -8,7 +9,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// A safetensors file that is whole in memory.
+/// The bytes of a safetensors file, all in memory.
 pub(crate) struct TensorBytes {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -20,7 +21,7 @@ impl TensorBytes {
         Ok(Self::new(path, bytes))
     }
 
-    /// A file whose bytes are here already.
+    /// The file at `path`, whose bytes have been read already.
     pub(crate) fn new(path: &Path, bytes: Vec<u8>) -> Self {
         Self { path: path.to_owned(), bytes }
     }
@@ -82,7 +83,7 @@ impl<'a> Tensors<'a> {
     }
 }
 
-/// A tensor as it lies in a file.
+/// A tensor in the bytes of its file.
 #[derive(Clone, Copy)]
 pub(crate) struct Given<'a, const N: usize> {
     pub(crate) dtype: Dtype,
@@ -152,7 +153,7 @@ impl<const N: usize> Given<'_, N> {
     }
 }
 
-/// Elements of a float tensor in the type of their file.
+/// Elements of a float tensor, in the type of their file.
 pub(crate) enum Stored {
     F32(Vec<f32>),
     Bf16(Vec<half::bf16>),
@@ -169,7 +170,7 @@ impl Stored {
     }
 }
 
-/// A float tensor to be written, rounded once to its type.
+/// A float tensor for an output file, rounded once to its type.
 pub(crate) struct Out {
     name: &'static str,
     dtype: Dtype,
@@ -188,7 +189,7 @@ impl Out {
     }
 }
 
-/// Writes a safetensors file in the place of `path`.
+/// Writes a safetensors file that replaces `path`.
 pub(crate) fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
     let cannot = || format!("cannot write {}", path.display());
     let views = tensors
@@ -200,13 +201,13 @@ pub(crate) fn write_tensors(path: &Path, tensors: &[Out]) -> Result<()> {
     write(path, &bytes)
 }
 
-/// Writes `bytes` in the place of `path`: beside it first, then renamed, so that no reader ever sees half of it.
+/// Writes `bytes` under a temporary name and renames the file to `path`, so that no reader ever sees half of it.
 pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     replace(path, bytes).with_context(|| format!("cannot write {} ({} bytes)", path.display(), bytes.len()))
 }
 
 fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    // A link stays, and what it points to is replaced; a device or pipe is written to as it is.
+    // A link stays, and its target is replaced; a device or a pipe is written to directly.
     let target = match path.canonicalize() {
         Ok(real) if real.is_file() => real,
         Ok(device) => return File::create(device)?.write_all(bytes),
@@ -223,7 +224,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     unfinished.keep_as(&target)
 }
 
-/// Whether an output can be there at all: said before the work, not after it.
+/// Refuses a path that cannot be written, before the work rather than after it.
 pub(crate) fn check_output(flag: &str, path: &Path) -> Result<()> {
     ensure!(!path.is_dir(), "{flag} {}: this is a folder; give the name of a file", path.display());
     ensure!(path.file_name().is_some(), "{flag} '{}' is not the name of a file", path.display());
@@ -249,7 +250,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("folder");
         let path = folder.path().join("out");
         write(&path, b"good").expect("first");
-        // The name of the file beside is taken by a folder, so it cannot be created.
+        // A folder has the name of the temporary file, which therefore cannot be created.
         let beside = folder.path().join(format!(".out.{}.tmp", std::process::id()));
         std::fs::create_dir(&beside).expect("folder");
         let message = format!("{:#}", write(&path, b"new").expect_err("must fail"));

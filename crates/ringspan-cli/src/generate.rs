@@ -1,4 +1,4 @@
-//! `ringspan generate`: text that goes on from a prompt.
+//! `ringspan generate`: continues a prompt.
 
 use crate::mesh::MeshArgs;
 use crate::model::ModelArgs;
@@ -12,9 +12,9 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Text that goes on from a prompt, over a mesh of ranks.
+/// Continue a prompt with generated text, over a mesh of ranks.
 ///
-/// The prompt is read by all ranks at once, and each keeps its share of the key-value cache. Only the new text goes to
+/// All ranks prefill the prompt in parallel, and each caches its share of the keys and values. Only the new text is written to
 /// standard output; everything else to standard error. The same prompt, seed and flags give the same text, and with
 /// --temperature 0 every mesh gives the same text.
 #[derive(Debug, clap::Args)]
@@ -22,13 +22,13 @@ use std::sync::Arc;
 pub(crate) struct GenerateArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text to go on from
+    /// The text to continue
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
-    /// A file with the text to go on from
+    /// A file with the text to continue
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
-    /// Most tokens to generate
+    /// Upper limit of generated tokens
     #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
     /// Divides the logits before a token is drawn; 0 always takes the most likely token
@@ -40,7 +40,7 @@ pub(crate) struct GenerateArgs {
     /// Draw only from the most likely tokens that together have probability P
     #[arg(long, value_name = "P", allow_hyphen_values = true)]
     top_p: Option<f32>,
-    /// Start of the random stream
+    /// Seed of the random stream
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
     /// End before this text; may be given more than once
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &GenerateArgs, ranks: &Ranks) -> Result<()> {
     let options =
         Options { sampling, max_tokens: args.max_tokens as usize, stop_tokens: model::end_tokens(&args.model.path)? };
 
-    // The last token is never read.
+    // The last generated token never passes through the model.
     model::warn_beyond(&model, tokens.len() + options.max_tokens - 1);
     let mut stream = TextStream::new(&tokenizer, &tokens, &args.stop)?;
     let mut written = Ok(true);

@@ -1,16 +1,17 @@
-//! The header of a safetensors file, checked against the size of the file before anything is read by it.
+//! Checks the header of a safetensors file against the size of the file, before any tensor is read.
 //!
-//! The library that parses it adds the places of tensors up without looking whether the sum still fits a number, and says
-//! of a wrong size only that one is wrong.
+//! The safetensors library adds offsets of tensors without looking for an overflow, and its error for a wrong size does not
+//! name the tensor.
 
 use anyhow::{Context, Result, bail, ensure};
 use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value};
 
-/// Bytes before the header: its length.
+/// Bytes before the header, which give its length.
 const LENGTH: usize = 8;
 
-/// Whether every tensor lies in the file and is as large as its shape says. What is no header at all is not judged here.
+/// Checks that every tensor lies in the file and is as large as its shape implies. A header that is not JSON is left to the
+/// library.
 pub(crate) fn check(bytes: &[u8]) -> Result<()> {
     let Some((length, rest)) = bytes.split_first_chunk::<LENGTH>() else {
         bail!("{} bytes are too few for the {LENGTH} bytes that give the length of the header", bytes.len());

@@ -1,20 +1,20 @@
-//! What Ctrl-C does: it never leaves half a file behind, and a command that asks for it may finish its step first.
+//! Ctrl-C: it never leaves half a file behind, and a command may choose to finish its step first.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Set by Ctrl-C in commands that stop by themselves.
+/// Set by the first Ctrl-C in commands that stop by themselves.
 static STOP: AtomicBool = AtomicBool::new(false);
-/// Whether the running command looks at [`STOP`].
+/// Whether the running command watches [`STOP`].
 static GRACEFUL: AtomicBool = AtomicBool::new(false);
-/// Whether a launcher ends this process when another one fails, so that there may be an error to tell first.
+/// Whether a launcher ends this process when another one fails, in which case an error may have to be printed first.
 static LEAVE_TIME: AtomicBool = AtomicBool::new(false);
-/// Files that are being written beside their target.
+/// Temporary files that are being written.
 static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Less than launchers leave between asking a process to end and ending it.
+/// Time to print an error: less than launchers wait between asking a process to end and killing it.
 const LAST_WORDS: Duration = Duration::from_millis(700);
 
 /// The exit code of a program ended by Ctrl-C: 128 + SIGINT.
@@ -38,19 +38,19 @@ pub(crate) fn install() -> anyhow::Result<()> {
         if !several {
             eprintln!("\ninterrupted");
         }
-        // The lock is held to the end, so no rename can put a half-deleted list in place of a file.
+        // The lock is held until the process ends, so no thread can rename a deleted or half-written file to its target.
         std::process::exit(INTERRUPTED);
     })?;
     Ok(())
 }
 
-/// From now on a signal that ends the program leaves it a moment for the error it may be about.
+/// From this call on, a signal that ends the program leaves it a moment to print the error that may be its cause.
 #[cfg(feature = "mpi")]
 pub(crate) fn leave_time() {
     LEAVE_TIME.store(true, Ordering::SeqCst);
 }
 
-/// From now on the first Ctrl-C only sets the flag returned here; the second ends the program.
+/// From this call on, the first Ctrl-C only sets the flag returned here; the second ends the program.
 pub(crate) fn watch() -> &'static AtomicBool {
     GRACEFUL.store(true, Ordering::SeqCst);
     &STOP
@@ -72,7 +72,7 @@ impl Unfinished {
         &self.path
     }
 
-    /// Puts the finished file in the place of `target`.
+    /// Renames the finished file to `target`.
     pub(crate) fn keep_as(self, target: &Path) -> std::io::Result<()> {
         let _guard = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         std::fs::rename(&self.path, target)

@@ -1,4 +1,4 @@
-//! Ranks as threads of this process, or this process as one rank of several: found out before a command runs.
+//! Finds out before a command runs whether its ranks are threads of this process, or this process is one of several ranks.
 
 use crate::say;
 use anyhow::{Result, anyhow};
@@ -6,23 +6,23 @@ use ringspan::comm::launch::Launch;
 use ringspan::comm::ranks::Ranks;
 use std::process::ExitCode;
 
-/// Which of several processes this is. Launchers say it in the environment.
+/// The place of this process among several. Launchers set it in the environment.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(crate) struct LaunchArgs {
-    /// This process among several, where the launcher sets no variables: 0 to N - 1 [default: asked of torchrun's, Open
-    /// MPI's, PMI's and Slurm's variables]
+    /// Rank of this process, 0 to N - 1, if the launcher sets no variables [default: read from the variables of torchrun, Open
+    /// MPI, PMI or Slurm]
     #[arg(long, global = true, requires = "world_size", value_name = "RANK", help_heading = "Launch")]
     rank: Option<usize>,
-    /// Processes in all, each of which is a rank; needs a build with --features mpi
+    /// Number of processes, each of which is a rank; needs a build with --features mpi
     #[arg(long, global = true, requires = "rank", value_name = "N", help_heading = "Launch")]
     world_size: Option<usize>,
 }
 
-/// Runs a command where its ranks are, and shows its error.
+/// Runs a command with its ranks, and prints its error.
 pub(crate) fn run(args: LaunchArgs, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) -> ExitCode {
     let launch = Launch::find(args.rank.zip(args.world_size), |name| std::env::var(name).ok());
     let result = match launch {
-        // A world of one needs nobody: its ranks are threads.
+        // A single process needs no MPI: its ranks are threads.
         Ok(None | Some(Launch { size: 1, .. })) => command(&Ranks::threads()),
         Ok(Some(launch)) => return several(launch, command),
         Err(error) => Err(error.into()),
@@ -48,7 +48,7 @@ fn several(launch: Launch, _: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) ->
 #[cfg(feature = "mpi")]
 fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Send) -> ExitCode {
     use ringspan::comm::mpi::{Options, World};
-    // A process is one rank, so the tensor library's pools get what they get beside other ranks: one thread.
+    // This process is one rank of several, so the tensor library's thread pools are limited to one thread.
     crate::mesh::limit_threads(launch.size, 1);
     let world = match World::start(Options::default()) {
         Ok(world) => world,
@@ -70,11 +70,11 @@ fn several(launch: Launch, command: impl FnOnce(&Ranks) -> Result<ExitCode> + Se
         if ranks.lead() {
             eprintln!("{launch}");
         }
-        // In words, with its causes, since the others are told no more than the text.
+        // The error becomes text with all its causes, since the other ranks receive only the text.
         command(&ranks).map_err(|error| anyhow!(say::with_causes(&error)))
     });
     let good = result.is_ok();
-    // Shown before the end, which may come with the end of all processes.
+    // The error is printed before MPI is ended, which may end all processes at once.
     let code = result.unwrap_or_else(|error| failed(&error));
     world.end(good).map_or(ExitCode::FAILURE, |()| code)
 }

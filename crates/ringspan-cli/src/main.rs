@@ -24,7 +24,7 @@ use clap::{Parser, Subcommand};
 use ringspan::comm::ranks::Ranks;
 use std::process::ExitCode;
 
-/// candle takes and returns large buffers all the time; the system's allocator gives their pages back each time.
+/// candle allocates and frees large buffers all the time, and the system's allocator would return their pages each time.
 #[global_allocator]
 static ALLOCATOR: allocator::Counted = allocator::Counted;
 
@@ -40,7 +40,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train a model, or adapters beside one, on text cut across ranks
+    /// Train a model, or adapters for one, on text cut across ranks
     Train(Box<train::TrainArgs>),
     Export(export::ExportArgs),
     Generate(generate::GenerateArgs),
@@ -51,12 +51,12 @@ enum Command {
     Verify(verify::VerifyArgs),
 }
 
-/// Without this, mimalloc returns memory that was free for a while, and each step takes and clears the same pages anew: 8 % of
-/// a training step.
+/// Lets mimalloc keep freed memory. By default it returns memory that was free for a while, and each training step requests and
+/// clears the same pages anew, which takes 8 % of the step.
 fn keep_memory() {
-    /// `mi_option_purge_delay`, which the crate does not name.
+    /// The option `mi_option_purge_delay`, for which the crate has no constant.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: sets a number, and any number is one.
+    // // SAFETY: sets an integer option, for which every value is valid.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command, ranks: &Ranks) -> anyhow::Result<ExitCode> {
     if !matches!(command, Command::Train(_)) {
-        // A training compares its settings one by one.
+        // A training compares its settings across processes one by one.
         let arguments: Vec<String> = std::env::args().skip(1).collect();
         ranks.agree(&[("the command line".into(), arguments.join(" "))])?;
     }

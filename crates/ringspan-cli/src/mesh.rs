@@ -1,4 +1,4 @@
-//! The flags that say how many ranks work together, and with how many threads each.
+//! The flags for the number of ranks, and the number of threads of each.
 
 use anyhow::{Context, Result, ensure};
 use ringspan::comm::ranks::Ranks;
@@ -9,7 +9,7 @@ use std::time::Duration;
 /// waits that a bug would make endless; a step over a very long sequence must fit in it.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(3600);
 
-/// More ranks than this in one process are a slip of the hand.
+/// Upper limit on ranks in one process; a larger number is surely a mistake.
 const MOST_RANKS: usize = 4096;
 
 /// The mesh: ring x ulysses ranks, which are threads of this process, or processes of MPI.
@@ -27,12 +27,12 @@ pub(crate) struct MeshArgs {
 }
 
 impl MeshArgs {
-    /// Whether somebody asked for a number of threads.
+    /// Whether the user gave the number of threads.
     pub(crate) fn gives_threads(&self) -> bool {
         self.threads.is_some()
     }
 
-    /// Ranks of the mesh, and threads of each.
+    /// Returns the number of ranks of the mesh, and of threads of each.
     ///
     /// Call it before anything computes: it tells the libraries below how many threads they may start.
     pub(crate) fn start(&self, place: &Ranks) -> Result<(usize, usize)> {
@@ -46,7 +46,7 @@ impl MeshArgs {
     }
 }
 
-/// The number of ranks, if it is one that makes sense.
+/// The number of ranks, if it is at least 1 and at most [`MOST_RANKS`].
 pub(crate) fn ranks(ring: usize, ulysses: usize) -> Result<usize> {
     let ranks = ring.checked_mul(ulysses).filter(|ranks| *ranks <= MOST_RANKS);
     let ranks =

@@ -13,7 +13,7 @@ use ringspan_serve::{Mesh, Model};
 use std::path::{Path, PathBuf};
 use tokenizers::Tokenizer;
 
-/// Starts the mesh that the flags ask for. Nothing may have been computed before.
+/// Makes the mesh that the flags describe. Call it before anything computes.
 pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<Mesh> {
     let (_, threads) = args.start(ranks)?;
     let devices = Devices::open(model.device, ranks.local_rank()).context("--device")?.computing_in(model.dtype);
@@ -21,25 +21,26 @@ pub(crate) fn mesh(args: &MeshArgs, model: &ModelArgs, ranks: &Ranks) -> Result<
     Ok(Mesh { ring, ulysses, threads, deadline: DEADLINE, devices, ranks })
 }
 
-/// The same mesh, whose ranks are connected by NCCL where they are processes, compute on GPUs, and all can; says how their
-/// blocks go. All ranks must call this.
+/// Connects the mesh's ranks by NCCL if they are processes, compute on GPUs, and all of them can; prints how their blocks
+/// travel. All ranks must call this.
 pub(crate) fn connected(mesh: Mesh) -> Result<Mesh> {
     let (ranks, blocks) = mesh.devices.connect(&mesh.ranks, mesh.deadline)?;
     blocks.iter().for_each(say::note);
     Ok(Mesh { ranks, ..mesh })
 }
 
-/// Which model, and for how long texts.
+/// The flags that choose a model and how it computes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A model folder as Hugging Face's (config.json, safetensors, tokenizer.json), an adapter's as PEFT's, or a GGUF file
+    /// A model folder in the layout of Hugging Face (config.json, safetensors, tokenizer.json), an adapter's in that of PEFT,
+    /// or a GGUF file
     #[arg(long = "model", value_name = "PATH")]
     pub(crate) path: PathBuf,
     /// Stretch the model's rotary embedding for longer texts: linear:F, dynamic:F, yarn:F or llama3:F, F times as long; or
     /// theta:BASE, another base
     #[arg(long, value_name = "KIND:F")]
     rope_scaling: Option<RopeScaling>,
-    /// What computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
+    /// Device that computes: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them)
     #[arg(long, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
     /// Type in which the model computes: f32, or bf16, to which f32 weights are rounded. In bf16 are weights,
@@ -50,7 +51,7 @@ pub(crate) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Loads the model, if its heads fit the mesh.
+    /// Loads the model, and checks that its heads can be divided among the mesh's ranks.
     pub(crate) fn load(&self, mesh: &Mesh) -> Result<Model> {
         let origin = Origin::at(&self.path).context("--model")?;
         let json = origin.config_json()?;
@@ -69,7 +70,7 @@ impl ModelArgs {
     }
 }
 
-/// Tells a person whose texts pass the positions that a model is made for.
+/// Prints a warning if a text has more positions than the model is made for.
 pub(crate) fn warn_beyond(model: &Model, length: usize) {
     if let Some(beyond) = model.decoder().config().beyond(length) {
         eprintln!("warning: {beyond}");
@@ -85,8 +86,8 @@ pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
     })
 }
 
-/// The tokens of `text`, behind the special tokens that a text begins with, as training puts them; none at its end, which a
-/// prompt has not reached.
+/// The tokens of `text` after the special tokens that begin a text, as in training. No special token follows them, since a
+/// prompt is not the end of its text.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     let encoded = Around::of(tokenizer).and_then(|around| {
         let encoding = tokenizer.encode_fast(text, false)?;
@@ -109,7 +110,7 @@ mod tests {
     };
     use std::path::Path;
 
-    /// A model that is asked otherwise than it was trained answers otherwise.
+    /// If prompts began otherwise than texts in training, the model would continue them otherwise.
     #[test]
     fn a_prompt_begins_as_a_text_does_in_training() {
         let bytes = Tokenizer::byte_level(Path::new("bytes")).and_then(|bytes| bytes.to_json()).expect("JSON");
@@ -129,7 +130,7 @@ mod tests {
             let inner = tokenizers::Tokenizer::from_bytes(json.to_string()).expect("a tokenizer");
             let prompt = encode(&inner, "hi").expect("tokens");
             assert_eq!(prompt, [&[256][..begins], &[104, 105]].concat());
-            // Who spells it gets it once.
+            // A text that spells the special token has it only once.
             assert_eq!(encode(&inner, "<|endoftext|>hi").expect("tokens"), [256, 104, 105]);
             let trained = Tokenizer::new(inner, Path::new("t")).expect("a tokenizer");
             let encoder = Encoder::new(&trained, None);

@@ -1,24 +1,24 @@
-//! Lines for standard output. A reader that has gone away (`| head`) is no failure.
+//! Lines for standard output. A reader that has gone away (as in `| head`) is not a failure.
 
 use std::fmt::Display;
 use std::io::{ErrorKind, Result, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether another process speaks for this one.
+/// Whether another process prints the results of this one.
 static SILENT: AtomicBool = AtomicBool::new(false);
 
-/// From now on this process writes no results: it is not rank 0.
+/// Stops this process from writing results, because it is not rank 0.
 #[cfg(feature = "mpi")]
 pub(crate) fn be_silent() {
     SILENT.store(true, Ordering::SeqCst);
 }
 
-/// Writes a line to standard error, in one piece: the streams of several processes may flow together.
+/// Writes a line to standard error in one piece, since the streams of several processes may be merged.
 pub(crate) fn error(text: &str) {
     let _ = std::io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
-/// An error and what caused it, in one line. Many errors say their cause themselves, and it is not said twice.
+/// An error and its causes, in one line. Many errors include their cause in their text; then it is not repeated.
 pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -29,14 +29,14 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     text
 }
 
-/// Writes a line to standard error that one process says for all.
+/// Writes a line to standard error, unless another process writes it for all.
 pub(crate) fn note(text: impl Display) {
     if !SILENT.load(Ordering::SeqCst) {
         error(&text.to_string());
     }
 }
 
-/// Writes `text` as it is and shows it at once.
+/// Writes `text` as it is, and flushes it.
 ///
 /// Returns whether there is still a reader.
 pub(crate) fn write(text: &str) -> Result<bool> {
@@ -61,7 +61,7 @@ mod tests {
     use super::with_causes;
     use anyhow::Context;
 
-    /// An error that says its cause itself, as many do.
+    /// An error whose text includes its cause, as with many libraries.
     #[derive(Debug)]
     struct Told {
         source: std::io::Error,

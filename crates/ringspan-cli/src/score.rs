@@ -1,4 +1,4 @@
-//! `ringspan score`: how likely a model finds given tokens.
+//! `ringspan score`: the probabilities that a model gives to the tokens of a text.
 
 use crate::files::{self, Out};
 use crate::mesh::MeshArgs;
@@ -15,8 +15,8 @@ use std::time::Instant;
 
 /// Log-probabilities and perplexity of given tokens, over a mesh of ranks.
 ///
-/// OUT gets logprobs f32 [B,S-1]: the natural log of the probability of token t+1 given tokens 0 to t, 0 behind the end
-/// of a row; with --logits also logits f32 [B,S,V].
+/// OUT receives logprobs f32 [B,S-1]: the natural log of the probability of token t+1 given tokens 0 to t, 0 after the end of a
+/// row; with --logits also logits f32 [B,S,V].
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["tokens", "text"]))]
 pub(crate) struct ScoreArgs {
@@ -36,10 +36,10 @@ pub(crate) struct ScoreArgs {
     logits: bool,
     #[command(flatten)]
     mesh: MeshArgs,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
+    /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: LayoutKind,
-    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q
+    /// Strategy of attention: ring, bidirectional-ring, all-gather, halo, pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
     strategy: Strategy,
 }
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &ScoreArgs, ranks: &Ranks) -> Result<()> {
 
     let TokenBatch { rows, len, .. } = batch;
     let sum: f64 = scores.log_probs.iter().map(|log_prob| f64::from(*log_prob)).sum();
-    // The last column predicts nothing.
+    // The last column is left out, since no token follows it.
     let columns = len.saturating_sub(1);
     let log_probs = scores.log_probs.chunks_exact(len.max(1)).flat_map(|row| &row[..columns]).copied().collect();
     let mut out = vec![Out::new("logprobs", Dtype::F32, vec![rows, columns], log_probs)];

@@ -10,13 +10,13 @@ use std::path::Path;
 pub(crate) struct TokenBatch {
     pub(crate) rows: usize,
     pub(crate) len: usize,
-    /// `[B * S]`; 0 in padding.
+    /// Token ids `[B * S]`; 0 in padding.
     pub(crate) tokens: Vec<u32>,
     pub(crate) documents: Documents,
 }
 
 impl TokenBatch {
-    /// One document.
+    /// A batch of one document.
     pub(crate) fn one(tokens: Vec<u32>) -> Self {
         Self { rows: 1, len: tokens.len(), documents: Documents::batch(1, tokens.len()), tokens }
     }

@@ -11,7 +11,7 @@ pub(crate) use ringspan_train::TrainArgs;
 /// Exit code of a training stopped by Ctrl-C: 128 + SIGINT. Its steps are saved.
 const INTERRUPTED: u8 = 130;
 
-/// Trains as the arguments say; progress goes to standard error, the result to standard output.
+/// Trains with these arguments; progress is written to standard error, the result to standard output.
 pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
     let mut config = TrainConfig::from_args(&args)?;
     ranks.check(config.ranks())?;
@@ -27,7 +27,7 @@ pub(crate) fn run(args: TrainArgs, ranks: &Ranks) -> Result<ExitCode> {
         false => train(&config, ranks, observer),
     };
     match done {
-        // Among processes it stays an error, which reaches all of them.
+        // With several processes, the interruption stays an error, which reaches all of them.
         Err(error) if ranks.local().is_none() && matches!(error.downcast_ref(), Some(Error::Interrupted { .. })) => {
             eprintln!("{error}");
             Ok(ExitCode::from(INTERRUPTED))
@@ -44,7 +44,7 @@ fn train(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Re
     Ok(if outcome.interrupted { ExitCode::from(INTERRUPTED) } else { ExitCode::SUCCESS })
 }
 
-/// The plan on standard output, and why it does not fit as an error.
+/// Writes the plan to standard output; if the training does not fit, the reason is the error.
 fn dry_run(config: &TrainConfig, ranks: &Ranks, observer: &mut dyn Observer) -> Result<ExitCode> {
     let plan = plan_on(ranks, config, interrupt::watch(), observer)?;
     if ranks.lead() {

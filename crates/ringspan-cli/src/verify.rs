@@ -1,4 +1,4 @@
-//! `ringspan verify`: the same step on one rank and on a mesh, compared number by number.
+//! `ringspan verify`: computes the same training step on one rank and on a mesh, and compares all results.
 
 use crate::{mesh, say};
 use anyhow::{Context, Result, bail, ensure};
@@ -13,40 +13,40 @@ use ringspan_train::data::{Batch, Sequence};
 use ringspan_train::{Settings, TrainConfig, Trial, trial};
 use std::path::PathBuf;
 
-/// The greatest relative differences that pass.
+/// Upper limits on relative differences between the mesh and one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Tolerance {
-    /// Of the loss, logits and updated parameters.
+    /// Limit for the loss, the logits and the updated parameters.
     values: f64,
-    /// Of gradients.
+    /// Limit for the gradients.
     gradients: f64,
 }
 
 impl Tolerance {
-    /// What rounding in this type can do, and no more.
+    /// Limits that rounding in this type can reach, and hardly exceed.
     fn of(dtype: Precision) -> Self {
         match dtype {
-            // Sums in another order.
+            // Only the order of sums differs.
             Precision::F32 => Self { values: 1e-5, gradients: 1e-5 },
-            // A number is wrong by up to 2^-9, and what follows from it through all layers, forward and then backward. An update
-            // of AdamW is of the size of the learning rate whatever the gradient's size is.
+            // A value is off by up to 2^-9 of itself, and the errors propagate through all layers, forward and then backward.
+            // An update of AdamW has the size of the learning rate, whatever the size of the gradient is.
             Precision::Bf16 => Self { values: 1e-2, gradients: 3e-2 },
         }
     }
 }
 
-/// Runs the same step (ragged rows of packed documents) on one rank and on the asked mesh, as training does it, and
-/// compares loss, logits, every parameter's gradient, and every parameter after one step of AdamW.
+/// Runs the same step (ragged rows of packed documents) on one rank and on the given mesh, as training does it, and compares
+/// loss, logits, every parameter's gradient, and every parameter after one step of AdamW.
 ///
 /// Prints the relative L2 difference of each and PASS or FAIL; the exit code is 1 if any is above 1e-5; with --dtype bf16,
 /// above 1e-2, or 3e-2 for a gradient, and above twice what one rank in bf16 is away from one in f32.
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).args(["model", "tiny"]))]
 pub(crate) struct VerifyArgs {
-    /// A model: a folder as Hugging Face's, an adapter's folder, a GGUF file
+    /// A model: a folder in the layout of Hugging Face, an adapter's folder, a GGUF file
     #[arg(long, value_name = "PATH")]
     model: Option<PathBuf>,
-    /// A small model with random weights; with --ep or --moe-dp one of experts
+    /// A small model with random weights; with --ep or --moe-dp a mixture of experts
     #[arg(long)]
     tiny: bool,
     /// Copies of the model, each with a part of the rows
@@ -70,48 +70,48 @@ pub(crate) struct VerifyArgs {
     /// Copies of the experts
     #[arg(long, value_name = "M", help_heading = "Mesh")]
     moe_dp: Option<usize>,
-    /// What of parameters, gradients and optimiser state is cut: full, none [default: full]
+    /// Sharding of parameters, gradients and optimizer state: full, none [default: full]
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     sharding: Option<String>,
-    /// What is computed again for the backward pass: full, keep-attention, nothing [default: keep-attention]
+    /// Activations to recompute for the backward pass: full, keep-attention, nothing [default: keep-attention]
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     recompute: Option<String>,
-    /// Adapters of this inner width beside all layers, of experts each with its own: they alone have gradients then
+    /// Train adapters of this rank (inner width) on all linear layers, with each expert its own, instead of the model
     #[arg(long, value_name = "R", help_heading = "LoRA")]
     lora_rank: Option<usize>,
-    /// Share of the adapters' inputs that is dropped [default: 0]
+    /// Probability with which elements of the adapters' inputs are dropped [default: 0]
     #[arg(long, value_name = "P", help_heading = "LoRA")]
     lora_dropout: Option<f64>,
     /// Threads of each rank [default: cores / ranks, at least 1]
     #[arg(long, value_name = "N", help_heading = "Mesh")]
     threads: Option<usize>,
-    /// What computes the mesh: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them). The one rank it is
-    /// compared with computes on the CPU
+    /// Device of the mesh: cpu, cuda (all GPUs; ranks take them in turn), cuda:N (one of them). The one rank it is compared
+    /// with computes on the CPU
     #[arg(long, value_name = "NAME", help_heading = "Mesh")]
     device: Option<String>,
-    /// Type in which the mesh computes: f32, or bf16, whose rounding passes then. The one rank computes in f32
+    /// Type in which the mesh computes: f32, or bf16, whose rounding is allowed for. The one rank computes in f32
     #[arg(long, value_name = "TYPE", help_heading = "Mesh")]
     dtype: Option<String>,
-    /// Let what waits for the backward pass wait in memory of the CPU, not on the GPU; the tiny model has four layers then, of
-    /// which two do so
+    /// Keep stored activations in memory of the CPU until the backward pass, not on the GPU; the tiny model has four layers
+    /// then, two of which do so
     #[arg(long)]
     offload_activations: bool,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
+    /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
     #[arg(long, default_value = "zigzag", value_name = "NAME")]
     layout: String,
-    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q
+    /// Strategy of attention: ring, bidirectional-ring, all-gather, halo, pass-q
     #[arg(long, default_value = "ring", value_name = "NAME")]
     strategy: String,
     /// Tokens S of a row
     #[arg(long, default_value_t = 256, value_name = "S", value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
     sequence_length: u32,
-    /// Start of the random stream of the tokens
+    /// Seed of the random tokens
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
 }
 
 impl VerifyArgs {
-    /// The step on the asked mesh.
+    /// Settings of the step on the given mesh.
     fn config(&self) -> Result<TrainConfig> {
         let axes = [self.dp_replicate, self.dp_shard, self.ulysses, self.tp];
         let ring = self.ring.or_else(|| axes.iter().all(Option::is_none).then_some(1));
@@ -134,12 +134,12 @@ impl VerifyArgs {
         })
     }
 
-    /// The same step on one rank of the CPU that computes in this type.
+    /// Settings of the same step on one rank of the CPU that computes in this type.
     fn alone(&self, dtype: Precision) -> Result<TrainConfig> {
         self.resolved(Settings { ring: Some(1), dtype: Some(dtype.to_string()), ..self.settings() })
     }
 
-    /// With the adapters, whose model may be the tiny one.
+    /// Adds the adapters to the resolved settings, which alone would refuse adapters of the tiny model.
     fn resolved(&self, settings: Settings) -> Result<TrainConfig> {
         Ok(TrainConfig { lora: self.lora()?, ..TrainConfig::resolve(settings)? })
     }
@@ -158,7 +158,7 @@ impl VerifyArgs {
             model: self.model.clone(),
             tokens: Some("random".into()),
             recompute: self.recompute.clone(),
-            // Weights are near 0.02: a step that is left out, or taken twice, is far above the tolerance.
+            // Weights are near 0.02, so an update that is left out, or made twice, is far above the tolerance.
             lr: Some(1e-4),
             warmup: Some(0),
             ..Settings::default()
@@ -213,7 +213,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         config.strategy,
         config.layout
     ))?;
-    // First the mesh: where ranks are processes, only one of them has anything to do afterwards.
+    // The mesh runs first: where ranks are processes, only one of them has anything to do afterwards.
     let Some(actual) = trial(ranks, &config, (&decoder, &weights), &batch)? else { return Ok(()) };
     actual.blocks.iter().for_each(say::note);
     let alone = |dtype: Precision| {
@@ -221,7 +221,7 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
         trial(&Ranks::threads(), &config, (&decoder, &weights), &batch)?.context("a rank of its own")
     };
     let (expected, tolerance) = (alone(Precision::F32)?, Tolerance::of(config.dtype));
-    // How far rounding leads depends on the model: a mesh that rounds as often as one rank may be as far away.
+    // How far rounding leads depends on the model, so the mesh may differ by as much as one rank that rounds to bf16 does.
     let rounded = if config.dtype == Precision::Bf16 { Some(alone(Precision::Bf16)?) } else { None };
     let by_rounding = match &rounded {
         Some(rounded) => compared(&expected, rounded, tolerance)?,
@@ -234,10 +234,10 @@ pub(crate) fn run(args: &VerifyArgs, ranks: &Ranks) -> Result<()> {
     report(&all, tolerance, rounded.is_some())
 }
 
-/// A quantity with the relative difference of the two, and the greatest that passes.
+/// The name of a quantity, its relative difference, and the upper limit for it.
 type Compared = (String, f64, f64);
 
-/// Every quantity.
+/// Compares all quantities of two trials.
 fn compared(expected: &Trial, actual: &Trial, tolerance: Tolerance) -> Result<Vec<Compared>> {
     let Tolerance { values, gradients } = tolerance;
     let mut all = vec![("loss".to_owned(), (expected.loss - actual.loss).abs() / expected.loss.abs(), values)];
@@ -263,7 +263,7 @@ fn report(all: &[Compared], tolerance: Tolerance, is_rounded: bool) -> Result<()
     let width = all.iter().map(|(name, ..)| name.len()).max().unwrap_or(0);
     let mut failed = 0;
     for (name, difference, passes) in all {
-        // Written this way, NaN fails.
+        // NaN fails, since it is not below the limit.
         let good = difference <= passes;
         failed += usize::from(!good);
         say::line(format_args!("{name:width$}  {difference:9.2e}{}", if good { "" } else { "  FAIL" }))?;
@@ -283,7 +283,8 @@ fn report(all: &[Compared], tolerance: Tolerance, is_rounded: bool) -> Result<()
     Ok(())
 }
 
-/// A Qwen3 of few layers: query and key norms, grouped heads, untied head; or one of experts, whose load is kept even.
+/// A Qwen3 of few layers, with query and key norms, grouped heads and an untied head; or one with experts and a load-balancing
+/// loss.
 fn tiny(sparse: bool, layers: usize) -> Result<(Decoder, Weights)> {
     let mut config = serde_json::json!({
         "model_type": "qwen3", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": layers,
@@ -303,7 +304,7 @@ fn tiny(sparse: bool, layers: usize) -> Result<(Decoder, Weights)> {
     Ok((decoder, weights))
 }
 
-/// The model with these adapters, if any. Both of their matrices are drawn, or the first would have no gradient.
+/// Attaches the adapters, if any, to the model. Both of their matrices are random: with B at 0, A would have no gradient.
 fn adapted(decoder: Decoder, weights: Weights, lora: Option<Lora>) -> Result<(Decoder, Weights)> {
     let Some(lora) = lora else { return Ok((decoder, weights)) };
     let decoder = decoder.with_lora(lora)?;
@@ -316,7 +317,7 @@ fn adapted(decoder: Decoder, weights: Weights, lora: Option<Lora>) -> Result<(De
     Ok((decoder, weights))
 }
 
-/// Rows of packed documents, of which every second is shorter.
+/// Random rows of packed documents, every second of which ends early.
 fn random(rows: usize, len: usize, vocabulary: usize, seed: u64) -> Result<Batch> {
     ensure!(vocabulary > 0, "the model knows no token");
     let half = len / 2 + 1;
@@ -338,7 +339,7 @@ fn random(rows: usize, len: usize, vocabulary: usize, seed: u64) -> Result<Batch
     Ok(Batch::new(&(0..rows).map(&mut sequence).collect::<Vec<_>>(), len))
 }
 
-/// ‖a - b‖ / ‖a‖, or ‖b‖ where a is 0.
+/// The relative difference ‖a - b‖ / ‖a‖, or ‖b‖ where a is 0.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     if a.len() != b.len() {
         return f64::INFINITY;

@@ -12,44 +12,44 @@ use ringspan_candle::Weights;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// The file that makes a folder one of an adapter.
+/// The file whose presence marks a folder as an adapter's.
 pub const CONFIG: &str = "adapter_config.json";
 const TENSORS: &str = "adapter_model.safetensors";
-/// What PEFT puts before the model's names.
+/// Prefix that PEFT puts before the model's parameter names.
 const PREFIX: &str = "base_model.model.";
 
-/// An adapter as its configuration says.
+/// An adapter as its configuration describes it, without its matrices.
 #[derive(Debug)]
 pub struct Description {
-    /// The model that it was made for.
+    /// The base model that the adapter was trained for.
     pub base: Base,
-    /// Its size, and the layers it stands beside.
+    /// Rank, alpha, dropout and target layers.
     pub lora: Lora,
-    /// Why it cannot be trained on, if it cannot.
+    /// The reason why training of the adapter cannot be continued, if it cannot.
     pub frozen: Option<&'static str>,
 }
 
-/// An adapter as read.
+/// An adapter with its matrices.
 #[derive(Debug)]
 pub struct Adapter {
-    /// The model that it was made for.
+    /// The base model that the adapter was trained for.
     pub base: Base,
-    /// Its size, and the layers it stands beside.
+    /// Rank, alpha, dropout and target layers.
     pub lora: Lora,
-    /// Its matrices, by the names they have in a [`Decoder`] with this `lora`.
+    /// The matrices A and B, by their names in a [`Decoder`] with this `lora`.
     pub weights: Weights,
 }
 
-/// Whether `folder` is one of an adapter. One that holds a model, too, is a model's: it was merged.
+/// Whether `folder` holds an adapter. A folder that holds a model, too, counts as a model: its adapter was merged.
 pub fn is_here(folder: &Path) -> bool {
     !folder.join(folder::CONFIG).exists() && folder.join(CONFIG).exists()
 }
 
-/// Writes the adapters among `weights` for people who load the model in `base`. The configuration comes last: without it
-/// the folder is none of an adapter.
+/// Writes the adapters among `weights`, and names `base` as their model. The configuration is written last, so that a folder
+/// without it, left by a failure, is not taken for an adapter.
 ///
 /// # Errors
-/// What the file system says, with the file.
+/// Failures of the file system, with the file.
 pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Result<()> {
     std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.to_owned(), source })?;
     let path = folder.join(TENSORS);
@@ -63,17 +63,17 @@ pub fn save(folder: &Path, base: &Path, lora: &Lora, weights: &Weights) -> Resul
     folder::replace(&folder.join(CONFIG), format!("{:#}\n", config::written(lora, base)).as_bytes())
 }
 
-/// Reads what an adapter is, without its matrices.
+/// Reads the configuration of an adapter, without its matrices.
 ///
 /// # Errors
-/// A file that is missing or corrupt, what this crate cannot compute, and a model that is not here.
+/// A file that is missing or corrupt, a kind of adapter that this crate cannot compute, and a base model that is not on disk.
 pub fn describe(folder: &Path) -> Result<Description> {
     let path = folder.join(CONFIG);
     let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
     let config::Config { base, lora, frozen } = config::Config::parse(&bytes, &path)?;
     let refuse = |problem: String| Error::Format { path: path.clone(), problem };
     let base = base.ok_or_else(|| refuse("it does not name its model".into()))?;
-    // Beside the adapter, if it is no path of its own.
+    // The path may be relative to the working folder or to the adapter's folder.
     let found = [PathBuf::from(&base), folder.join(&base)].into_iter().find(|base| base.exists());
     let found = found.ok_or_else(|| {
         refuse(format!(
@@ -84,19 +84,19 @@ pub fn describe(folder: &Path) -> Result<Description> {
     Ok(Description { base: Base::at(found), lora, frozen })
 }
 
-/// Reads an adapter.
+/// Reads an adapter with its matrices.
 ///
 /// # Errors
-/// As [`describe`]; tensors that are none of an adapter.
+/// As for [`describe`]; tensors that belong to no adapter.
 pub fn load(folder: &Path) -> Result<Adapter> {
     let Description { base, lora, .. } = describe(folder)?;
     Ok(Adapter { base, lora, weights: matrices(folder)? })
 }
 
-/// The matrices of an adapter, which must be all of those beside a model's layers: `decoder` has the adapters.
+/// Reads the matrices of an adapter, and checks that they are exactly those of `decoder`, which has its adapters attached.
 ///
 /// # Errors
-/// Files that are missing or corrupt; a matrix too many, too few, or of another shape.
+/// Files that are missing or corrupt; a matrix that is missing, unknown or of another shape.
 pub(crate) fn matrices_of(folder: &Path, decoder: &Decoder) -> Result<Weights> {
     let weights = matrices(folder)?;
     let mut expected = decoder.shapes();

@@ -1,4 +1,4 @@
-//! `config.json` of a Hugging Face model, as far as the models here need it.
+//! The keys of a Hugging Face model's `config.json` that the models here need.
 
 use crate::error::{Error, Result};
 use crate::registry::{self, completed};
@@ -9,33 +9,33 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
-/// A model's sizes and switches, by Hugging Face's names. Keys that this crate does not need are passed over.
+/// A model's sizes and switches, by their names at Hugging Face. Keys that no model here reads are ignored.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(remote = "Self")]
 pub struct Config {
-    /// Which model.
+    /// The name of the architecture.
     pub model_type: String,
-    /// Tokens V.
+    /// Number of tokens V in the vocabulary.
     pub vocab_size: usize,
     /// Width C of the residual stream.
     pub hidden_size: usize,
-    /// Width of the feed-forward layer, where it is no mixture of experts.
+    /// Width of the dense feed-forward layers.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of layers.
     pub num_hidden_layers: usize,
-    /// Query heads H.
+    /// Number of query heads H.
     pub num_attention_heads: usize,
-    /// Key-value heads G; as many as query heads if absent.
+    /// Number of key-value heads G; as many as query heads if absent.
     #[serde(default)]
     num_key_value_heads: Option<usize>,
     #[serde(default)]
     head_dim: Option<usize>,
-    /// Epsilon of the norms.
+    /// Epsilon of the RMS norms.
     #[serde(default = "default_eps")]
     pub rms_norm_eps: f64,
     #[serde(default)]
     pub(crate) hidden_act: Option<String>,
-    /// Positions the model is made for.
+    /// Number of positions that the model is made for.
     #[serde(default)]
     pub max_position_embeddings: Option<usize>,
     #[serde(default)]
@@ -52,10 +52,10 @@ pub struct Config {
     pub(crate) attention_bias: bool,
     #[serde(default)]
     pub(crate) mlp_bias: bool,
-    /// Whether the embedding is the output head, too.
+    /// Whether the output head uses the embedding's matrix.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Absent and null are not the same to Hugging Face: absent is 4096.
+    /// Hugging Face tells an absent key, which means 4096, from null, which means no window.
     #[serde(default = "default_window")]
     pub(crate) sliding_window: Option<usize>,
     #[serde(default)]
@@ -72,7 +72,7 @@ pub struct Config {
     output_router_logits: Option<bool>,
     #[serde(default)]
     router_aux_loss_coef: Option<f64>,
-    /// The keys that this model reads and others do not have.
+    /// The keys that only this model's family reads.
     #[serde(flatten)]
     keys: Map<String, Value>,
 }
@@ -87,10 +87,10 @@ impl<'de> Deserialize<'de> for Config {
     }
 }
 
-/// Layers, and experts of one, that are still believed.
+/// Upper limit on layers, and on experts of a layer: a larger number is taken for a broken file.
 const MOST: usize = 1 << 16;
 
-/// The default of Mistral, Qwen and Gemma when the key is absent.
+/// The window that Mistral, Qwen and Gemma have when the key is absent.
 fn default_window() -> Option<usize> {
     Some(4096)
 }
@@ -100,23 +100,23 @@ fn default_eps() -> f64 {
 }
 
 impl Config {
-    /// Refuses what this crate cannot compute, and sizes that contradict each other.
+    /// Refuses models that this crate cannot compute, and sizes that contradict each other.
     ///
     /// # Errors
-    /// The first thing found, with what is possible.
+    /// The first problem found, with the values that are possible.
     pub fn check(&self) -> Result<()> {
         registry::model(self).map(drop)
     }
 
-    /// The keys that a model has and others have not.
+    /// Deserializes the keys that only this model's family reads.
     ///
     /// # Errors
-    /// A key of another type.
+    /// A key whose value has another type.
     pub(crate) fn keys<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_value(Value::Object(self.keys.clone())).map_err(|error| Error::Config(error.to_string()))
     }
 
-    /// Refuses another activation than the one that a model was published with.
+    /// Refuses any activation but `possible`, the one that the model was published with.
     pub(crate) fn check_activation(&self, given: Option<&str>, possible: &str) -> Result<()> {
         match given.filter(|given| *given != possible) {
             Some(given) => {
@@ -126,7 +126,7 @@ impl Config {
         }
     }
 
-    /// Tokens of a sliding window. 0 is none to some files and an error to others, so it must be said.
+    /// Width of the sliding window in tokens. 0 is an error: some programs take it for no window and others refuse it.
     pub(crate) fn window(&self) -> Result<Option<usize>> {
         match self.sliding_window {
             Some(0) => Err(Error::Config("sliding_window is 0; the least is 1, null is none".into())),
@@ -134,7 +134,7 @@ impl Config {
         }
     }
 
-    /// A token sees all before it, or the last tokens of a window with itself.
+    /// The causal mask, in which a token sees all tokens before it, or only the last `window` tokens, itself included.
     pub(crate) fn causal_within(&self, window: Option<usize>) -> Mask {
         match window {
             Some(window) => Mask::causal().window(Some(window.saturating_sub(1)), None),
@@ -142,10 +142,10 @@ impl Config {
         }
     }
 
-    /// Which layers slide, if `layer_types` says it.
+    /// Whether each layer has a sliding window, if `layer_types` is given.
     ///
     /// # Errors
-    /// Other kinds of layers, and another number of them.
+    /// Kinds of layers that are unknown, and a list of another length than there are layers.
     pub(crate) fn sliding_layers(&self) -> Result<Option<Vec<bool>>> {
         let Some(types) = &self.layer_types else { return Ok(None) };
         let known = ["full_attention", "sliding_attention"];
@@ -160,10 +160,10 @@ impl Config {
         Ok(Some(types.iter().map(|kind| kind == known[1]).collect()))
     }
 
-    /// What tokens see in each layer: where `layer_types` does not say it, a window in the first, and in every second one.
+    /// The mask of each layer: without `layer_types`, layers with an even index have the sliding window.
     ///
     /// # Errors
-    /// As for [`Self::sliding_layers`]; no window for a layer that slides.
+    /// As for [`Self::sliding_layers`]; a sliding layer without a window.
     pub(crate) fn alternating_masks(&self) -> Result<Vec<Mask>> {
         let alternating = || (0..self.num_hidden_layers).map(|layer| layer.is_multiple_of(2)).collect();
         let slides = self.sliding_layers()?.unwrap_or_else(alternating);
@@ -174,7 +174,7 @@ impl Config {
         Ok(slides.into_iter().map(|slides| self.causal_within(width.filter(|_| slides))).collect())
     }
 
-    /// Query heads H and key-value heads G.
+    /// The numbers of query heads H and key-value heads G.
     pub(crate) fn heads(&self) -> HeadCounts {
         HeadCounts { queries: self.num_attention_heads, key_values: self.num_key_value_heads() }
     }
@@ -194,7 +194,7 @@ impl Config {
         if let Some((name, _)) = sizes.iter().find(|(_, size)| *size == 0) {
             return refuse(format!("{name} is 0; the least is 1"));
         }
-        // A broken file must not ask for more memory than there is.
+        // A broken file must not make the program allocate more memory than there is.
         for (name, size) in
             [("num_hidden_layers", self.num_hidden_layers), ("num_experts", self.num_experts().unwrap_or(0))]
         {
@@ -225,24 +225,24 @@ impl Config {
             return refuse(format!("rms_norm_eps is {}; the least is 0", self.rms_norm_eps));
         }
         let dropout = self.attention_dropout();
-        // As f32, in which it is used.
+        // The share is used as f32, so it is checked as f32.
         if !(dropout >= 0.0 && (dropout as f32) < 1.0) {
             return refuse(format!("attention_dropout is {dropout}, but must be at least 0 and, as f32, below 1"));
         }
         Ok(())
     }
 
-    /// Share of attention's weights that is dropped in training.
+    /// Probability with which an attention weight is dropped in training.
     pub fn attention_dropout(&self) -> f64 {
         self.attention_dropout.unwrap_or(0.0)
     }
 
-    /// Key-value heads G.
+    /// Number of key-value heads G.
     pub fn num_key_value_heads(&self) -> usize {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
-    /// Width D of a head.
+    /// Width D of a query or key head.
     pub fn head_dim(&self) -> usize {
         let default = || match self.model_type.as_str() {
             "qwen3" => 128,
@@ -251,12 +251,12 @@ impl Config {
         self.head_dim.unwrap_or_else(default)
     }
 
-    /// Standard deviation of a new model's matrices.
+    /// Standard deviation of the matrices of a newly initialised model.
     pub(crate) fn initializer_range(&self) -> f64 {
         self.initializer_range.unwrap_or(0.02)
     }
 
-    /// The same with other parameters of its rotary embedding.
+    /// A copy of the configuration with changed parameters of the rotary embedding.
     pub(crate) fn with_rope(&self, change: impl FnOnce(Parameters) -> Parameters) -> Self {
         let parameters = self.rope().cloned().unwrap_or_default();
         Self { rope_parameters: Some(change(parameters)), rope_scaling: None, ..self.clone() }
@@ -266,7 +266,8 @@ impl Config {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// Kind, factor and original positions of the rotary embedding that all layers have, or the global ones.
+    /// Kind, scaling factor and original positions of the rotary embedding of all layers; where local and global layers have
+    /// their own, of the global ones.
     pub(crate) fn global_rope(&self) -> (&str, f64, Option<f64>) {
         let Some(rope) = self.rope() else { return ("default", 1.0, None) };
         let own = |key: &str| rope.others.get("full_attention").and_then(|global| global.get(key));
@@ -277,12 +278,12 @@ impl Config {
         (kind.unwrap_or(rope.kind()), factor, original)
     }
 
-    /// Experts of sparse layers: transformers 5 writes another name than the files before.
+    /// Number of experts of each sparse layer. The key has two names: transformers 5 writes another one than older files have.
     pub fn num_experts(&self) -> Option<usize> {
         self.num_experts.or(self.num_local_experts)
     }
 
-    /// Factor of the loss that keeps the load of experts even, if the model is trained with it.
+    /// Factor of the router's load-balancing loss, if the model is trained with one.
     pub fn router_aux_loss(&self) -> Option<f64> {
         let coefficient = self.router_aux_loss_coef.unwrap_or(0.001);
         Some(coefficient).filter(|_| self.output_router_logits == Some(true) && self.num_experts().is_some())

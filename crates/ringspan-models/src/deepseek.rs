@@ -1,7 +1,7 @@
-//! DeepSeek-V2 and V3 (DeepSeek-AI, 2024, arXiv:2405.04434 and 2412.19437): keys and values of all heads are made of one latent
-//! vector of a token, and feed-forward parts are experts of which some see every token.
+//! DeepSeek-V2 and V3 (DeepSeek-AI, 2024, arXiv:2405.04434 and 2412.19437): multi-head latent attention, in which keys and values
+//! of all heads are computed from one latent vector per token, and mixtures of experts with shared experts that see every token.
 //!
-//! As in transformers, no loss keeps the load of experts even, whatever `aux_loss_alpha` says.
+//! As in transformers, there is no load-balancing loss, whatever `aux_loss_alpha` says.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -48,7 +48,7 @@ pub(crate) const V2: Family =
 pub(crate) const V3: Family =
     Family { model_type: "deepseek_v3", keys: Keys::NAMES, completed: |json| completed(json, of_v3()), model };
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that a `config.json` of DeepSeek-V2 lacks.
 fn of_v2() -> Value {
     json!({
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -66,7 +66,8 @@ fn of_v3() -> Value {
     })
 }
 
-/// With these values of absent keys; the width that turns is a head's, whatever the file says.
+/// Fills in absent keys. The rotary embedding has the width of `qk_rope_head_dim`, so this is what `head_dim` means here, whatever
+/// the file says.
 fn completed(json: Value, defaults: Value) -> Value {
     let mut json = with_defaults(json, defaults);
     json["head_dim"] = json["qk_rope_head_dim"].clone();
@@ -88,7 +89,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     };
     let score = Score::new((yarn::on_scores(config)? / (widths.query_key() as f64).sqrt()) as f32);
     let (heads, bias, dropout) = (config.heads(), config.attention_bias, config.attention_dropout());
-    // V2 has neighbours as pairs always.
+    // DeepSeek-V2 always rotates neighbouring elements as a pair.
     let interleaved = keys.rope_interleave.unwrap_or(true) || config.model_type == V2.model_type;
     let rope = Arc::new(RotaryEmbedding { interleaved, ..rope::of_all_layers(config)? });
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
@@ -114,7 +115,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// Refuses sizes that are none, and what transformers does not compute.
+/// Refuses sizes of 0, and settings that transformers does not compute.
 fn check(config: &Config, keys: &Keys) -> Result<()> {
     let refuse = |problem: String| Err(Error::Config(problem));
     let sizes = [
@@ -144,7 +145,7 @@ fn check(config: &Config, keys: &Keys) -> Result<()> {
     }
 }
 
-/// How experts are chosen.
+/// How the router chooses experts.
 fn router(config: &Config, keys: &Keys) -> Result<Router> {
     let refuse = |problem: String| Err(Error::Config(problem));
     let experts = keys.n_routed_experts.unwrap_or(0);
@@ -181,7 +182,7 @@ fn router(config: &Config, keys: &Keys) -> Result<Router> {
         }
     }
     let (scale, correction) = (keys.routed_scaling_factor.unwrap_or(1.0), scoring == Scoring::Sigmoid);
-    // Transformers keeps the weight of its router in no linear layer.
+    // The router's weight is not a linear layer in transformers, so PEFT attaches no adapter to it.
     Ok(Router { scoring, normalised, scale, groups, correction, adaptable: false, ..Router::new(experts, top) })
 }
 

@@ -1,4 +1,4 @@
-//! What can be wrong with a model folder, or happen while a model computes.
+//! Errors of model folders and files, and of a model's computation.
 
 use std::path::PathBuf;
 
@@ -14,21 +14,21 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// A file is not what its name says.
+    /// A file does not have the format that its name promises.
     #[error("{path}: {problem}")]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// A description of what is wrong.
         problem: String,
     },
-    /// `config.json` asks for something that is not there, or contradicts itself.
+    /// `config.json` asks for something that is not implemented, or contradicts itself.
     #[error("config.json: {0}")]
     Config(String),
-    /// A way to stretch the rotary embedding that is none, or not for this model.
+    /// A scaling of the rotary embedding that does not exist, or is impossible for this model.
     #[error("rope scaling {0}")]
     RopeScaling(String),
     /// An adapter that is impossible, or impossible for this model.
@@ -55,31 +55,31 @@ pub enum Error {
     Shape {
         /// The tensor.
         name: String,
-        /// What the model needs.
+        /// The shape that the model needs.
         expected: Vec<usize>,
-        /// What it is.
+        /// The tensor's own shape.
         actual: Vec<usize>,
     },
-    /// Rows of a tensor that it does not have.
+    /// The requested rows lie outside the tensor.
     #[error("rows {}..{} of tensor {name} {shape:?} are not there", rows.start, rows.end)]
     Rows {
         /// The tensor.
         name: String,
-        /// What was asked for.
+        /// The requested rows.
         rows: std::ops::Range<usize>,
-        /// What there is.
+        /// The tensor's shape.
         shape: Vec<usize>,
     },
-    /// The model is to be trained with a loss that nobody computes.
+    /// `config.json` asks for the load-balancing loss of routers, and the caller does not compute it.
     #[error(
         "config.json asks for a loss on the load of experts (output_router_logits, router_aux_loss_coef {coefficient}), \
          but the experts are not balanced; set output_router_logits to false to train without"
     )]
     Unbalanced {
-        /// The loss's factor.
+        /// The factor of the loss in `config.json`.
         coefficient: f64,
     },
-    /// More ranks than the model can be sharded over.
+    /// A model that cannot be sharded as far.
     #[error(transparent)]
     Shard(#[from] ringspan_candle::ShardError),
     /// A token is outside the vocabulary.
@@ -87,10 +87,10 @@ pub enum Error {
     Token {
         /// The token.
         token: u32,
-        /// Tokens the model knows.
+        /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// A computation failed, here or on another rank.
+    /// A computation failed, here or elsewhere.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }

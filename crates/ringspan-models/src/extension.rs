@@ -1,4 +1,4 @@
-//! Longer contexts than a model was made for: how far one reaches, and how its rotary embedding is stretched.
+//! Contexts longer than a model was trained for: how many positions it reaches, and how its rotary embedding is scaled.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -7,25 +7,25 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::str::FromStr;
 
-/// A rotary embedding to be stretched by a factor, written `yarn:4`, or to have another base, written `theta:8e6`.
+/// A scaling of the rotary embedding by a factor, written `yarn:4`, or another base for it, written `theta:8e6`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeScaling {
     kind: Kind,
-    /// The base, where that is what changes.
+    /// The scaling factor; for [`Kind::Theta`], the new base.
     factor: f64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// All positions divided by the factor (Chen et al., 2023).
+    /// Divides all positions by the factor (Chen et al., 2023).
     Linear,
-    /// The base grows with the longest text, as far as it needs to.
+    /// The base grows with the length of the text, once it passes the trained positions (dynamic NTK-aware scaling).
     Dynamic,
-    /// Slow pairs stretched, fast ones kept (Peng et al., 2023).
+    /// Stretches pairs that rotate slowly and keeps fast ones (YaRN; Peng et al., 2023).
     Yarn,
-    /// The same idea with borders by wavelength (Dubey et al., 2024, "The Llama 3 Herd of Models").
+    /// Like [`Yarn`](Self::Yarn), with borders by wavelength (Dubey et al., 2024, "The Llama 3 Herd of Models").
     Llama3,
-    /// Another base: all pairs slower, the slow ones most (Xiong et al., 2023).
+    /// Another base: all pairs rotate more slowly, the slow ones most (Xiong et al., 2023).
     Theta,
 }
 
@@ -68,15 +68,15 @@ impl fmt::Display for RopeScaling {
 }
 
 impl RopeScaling {
-    /// `config.json` of the model with its rotary embedding stretched, to be computed with, and saved with the weights.
+    /// Returns `config.json` with the scaled rotary embedding, to compute with and to save with the weights.
     ///
-    /// Linear, YaRN and Llama 3's multiply `max_position_embeddings`; dynamic leaves it, since its base is counted from there;
-    /// another base says nothing of positions, so they become `length`, where it is known and more. A model that is stretched
-    /// already is stretched further by the same kind, or has another base in it. One with local layers is stretched in its
-    /// global ones, which are the ones that look far.
+    /// Linear, YaRN and Llama 3 scaling multiply `max_position_embeddings`; dynamic scaling leaves it, since its base is computed
+    /// from it; a new base says nothing of positions, so they become `length` where it is known and larger. A model that is already
+    /// scaled can be scaled further by the same kind, or given another base. If local and global layers have parameters of their
+    /// own, only those of global layers are scaled, since local layers attend within a window.
     ///
     /// # Errors
-    /// A model that is stretched by another kind, or does not say for how many positions it is made.
+    /// A model that is scaled by another kind, or does not say how many positions it is made for.
     pub fn apply(&self, config: &Value, length: Option<usize>) -> Result<Value> {
         let mut json = completed(config.clone());
         let parsed: Config = serde_json::from_value(json.clone()).map_err(|error| Error::Config(error.to_string()))?;
@@ -108,7 +108,7 @@ impl RopeScaling {
             parameters.entry("original_max_position_embeddings").or_insert(positions.into());
         }
         if self.kind == Kind::Llama3 {
-            // Those of Llama 3.1.
+            // Defaults of Llama 3.1.
             parameters.entry("low_freq_factor").or_insert(json!(1.0));
             parameters.entry("high_freq_factor").or_insert(json!(4.0));
         }
@@ -120,7 +120,7 @@ impl RopeScaling {
     }
 }
 
-/// Changes the base where the file keeps it: beside the other parameters, or above them.
+/// Changes the base under the key that the file uses: inside `rope_parameters`, or at the top level.
 fn new_base(keys: &mut Map<String, Value>, base: f64) {
     const BASE: &str = "rope_theta";
     match keys.get("rope_parameters") {
@@ -129,7 +129,7 @@ fn new_base(keys: &mut Map<String, Value>, base: f64) {
     }
 }
 
-/// Where the file keeps the parameters of (global) rotary embeddings; made if there are none.
+/// The file's object with the parameters of the (global) rotary embedding; it is created if there is none.
 fn parameters(keys: &mut Map<String, Value>) -> &mut Map<String, Value> {
     let mut at =
         if keys.get("rope_parameters").is_some_and(Value::is_object) { "rope_parameters" } else { "rope_scaling" };
@@ -148,14 +148,14 @@ fn parameters(keys: &mut Map<String, Value>) -> &mut Map<String, Value> {
     }
 }
 
-/// A text that passes the positions a model is made for.
+/// A text that is longer than the positions that a model is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Beyond {
     /// Tokens of the text.
     pub length: usize,
-    /// Positions the model is made for.
+    /// Number of positions that the model is made for.
     pub positions: usize,
-    /// The kind of scaling that would stretch its rotary embedding.
+    /// The kind of scaling that would extend the positions, if there is one for this model.
     pub by: Option<&'static str>,
 }
 
@@ -171,14 +171,14 @@ impl fmt::Display for Beyond {
 }
 
 impl Config {
-    /// Whether a text of `length` tokens passes the positions that the model is made for. It can be computed, but
-    /// models say little that makes sense there.
+    /// Returns `Some` if a text of `length` tokens has more positions than the model is made for. Such a text can be computed, but
+    /// the model's output is rarely meaningful there.
     pub fn beyond(&self, length: usize) -> Option<Beyond> {
         let trained = self.max_position_embeddings.filter(|positions| *positions > 0)?;
         let (kind, factor, original) = self.global_rope();
         let positions = match kind {
             "dynamic" => (trained as f64 * factor) as usize,
-            // Some files add YaRN and leave the other number as it was.
+            // Some files add YaRN and leave `max_position_embeddings` as it was.
             "yarn" => trained.max((original.unwrap_or(trained as f64) * factor) as usize),
             _ => trained,
         };
@@ -232,7 +232,7 @@ mod tests {
         }
     }
 
-    /// In the spelling that the file has, so that other programs read it as before.
+    /// The configuration keeps the file's spelling of keys, so that other programs read it as before.
     #[test]
     fn a_stretched_configuration_says_what_it_was_made_for() {
         let yarn = scaling("yarn:4").apply(&model(json!({ "rope_theta": 5e5 })), None).expect("stretched");
@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(config(&new).beyond(2001).and_then(|beyond| beyond.by), Some("linear"));
     }
 
-    /// Llama 3.1 comes stretched: it goes on by its own kind.
+    /// Llama 3.1 is published with scaling, and is scaled further by the same kind.
     #[test]
     fn a_stretched_model_is_stretched_further_by_its_own_kind() {
         let rope = json!({
@@ -334,7 +334,7 @@ mod tests {
             let beyond = config.beyond(2001).expect("longer");
             assert!(beyond.to_string().contains(&format!("{kind}:2")), "{beyond}");
         }
-        // As Qwen's cards say to do it.
+        // The configuration that Qwen's model cards recommend.
         let rope = json!({ "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1000 });
         assert_eq!(config(&model(json!({ "rope_scaling": rope }))).beyond(2000), None);
         let mut endless = model(json!({}));

@@ -33,7 +33,7 @@ pub fn load(folder: &Path) -> Result<(Config, Weights)> {
     Ok((folder.config().clone(), weights))
 }
 
-/// The same with matrices of bf16, f16 and MXFP4 as they are stored; everything else is f32.
+/// Like [`load`], but matrices in bf16, f16 and MXFP4 stay as they are stored; everything else becomes f32.
 ///
 /// # Errors
 /// As for [`load`].
@@ -44,11 +44,11 @@ pub fn load_stored(folder: &Path) -> Result<(Config, StoredWeights)> {
     Ok((folder.config().clone(), weights))
 }
 
-/// `config.json`, to be saved with the model again; of a model that also sees images, the part of its text. By the name of
-/// its folder, or its own.
+/// Reads `config.json` of a folder, or the JSON file itself if `path` is a file, to be saved with the model again. Of a model that
+/// also sees images, it is the part that describes the language model.
 ///
 /// # Errors
-/// A file that is missing or no JSON.
+/// A file that is missing or not JSON.
 pub fn config_json(path: &Path) -> Result<serde_json::Value> {
     parse(&if path.is_file() { path.to_owned() } else { path.join(CONFIG) }).map(completed)
 }

@@ -1,4 +1,4 @@
-//! Gemma 2 (Gemma Team, 2024): norms on both sides of each block, soft caps on scores and logits, every other layer local.
+//! Gemma 2 (Gemma Team, 2024): norms before and after each block, soft caps on scores and logits, a window in every other layer.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -24,7 +24,7 @@ family_keys! {
     }
 }
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({
         "vocab_size": 256_000,

@@ -1,4 +1,4 @@
-//! The text of Gemma 3 (Gemma Team, 2025): norms on both sides of each block, and local layers between global ones.
+//! The language model of Gemma 3 (Gemma Team, 2025): norms before and after each block, and local layers between global ones.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ family_keys! {
         attn_logit_softcapping: Option<f64>,
         final_logit_softcapping: Option<f64>,
         use_bidirectional_attention: Option<bool>,
-        /// Every how many layers one is global; the underscore is how transformers writes it.
+        /// Every n-th layer is global; transformers writes the key with an underscore.
         sliding_window_pattern: Option<usize>,
         _sliding_window_pattern: Option<usize>,
         rope_local_base_freq: Option<f64>,
@@ -51,11 +51,11 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(model))
 }
 
-/// Refuses what Gemma 3 was never published with.
+/// Refuses settings that Gemma 3 was never published with.
 fn check(keys: &Keys) -> Result<()> {
     for (key, value) in [
         ("final_logit_softcapping", keys.final_logit_softcapping),
-        // Transformers reads this key for Gemma 3 and computes without it.
+        // Transformers reads this key for Gemma 3 but does not apply it.
         ("attn_logit_softcapping", keys.attn_logit_softcapping),
     ] {
         if let Some(cap) = value {
@@ -70,7 +70,7 @@ fn check(keys: &Keys) -> Result<()> {
     }
 }
 
-/// What tokens see in each layer, and whether it is a local one.
+/// The mask of each layer, and whether the layer is local.
 fn masks(config: &Config, keys: &Keys) -> Result<Vec<(Mask, bool)>> {
     let slides = match config.sliding_layers()? {
         Some(slides) => slides,
@@ -89,8 +89,8 @@ fn masks(config: &Config, keys: &Keys) -> Result<Vec<(Mask, bool)>> {
     Ok(slides.into_iter().map(|slides| (config.causal_within(width.filter(|_| slides)), slides)).collect())
 }
 
-/// The rotary embedding of global layers and that of local ones. Newer files have both below `rope_parameters`; in
-/// older ones `rope_scaling` is that of global layers.
+/// The rotary embeddings of global layers and of local ones. Newer files have both below `rope_parameters`; in older files
+/// `rope_scaling` is for global layers only.
 fn ropes(config: &Config, keys: &Keys) -> Result<[RotaryEmbedding; 2]> {
     let own = |kind: &str| -> Result<Option<Parameters>> {
         let of_kind = config.rope().and_then(|all| all.others.get(kind)).filter(|value| !value.is_null());
@@ -158,7 +158,7 @@ impl Layer for GemmaLayer {
         &self.attention
     }
 }
-/// The text's part of a model that sees images, too, and the sizes that files leave out.
+/// Takes the language model's configuration out of a multimodal one, and fills in the sizes that files leave out.
 fn completed(json: Value) -> Value {
     let mut text = match json.get("text_config") {
         Some(Value::Object(text)) if json["model_type"] == "gemma3" => {

@@ -1,6 +1,6 @@
-//! Models in one GGUF file, as llama.cpp keeps them: matrices as they are stored, or decoded to f32.
+//! Models in one GGUF file, the format of llama.cpp: matrices stay as they are stored, or are decoded to f32.
 //!
-//! The file's metadata becomes a `config.json`, so a model that was read here can be saved as a folder.
+//! The file's metadata is translated to a `config.json`, so a model read here can be saved as a Hugging Face folder.
 
 mod family;
 mod file;
@@ -27,16 +27,16 @@ use std::path::Path;
 /// Reads a model: its configuration, and its weights as f32.
 ///
 /// # Errors
-/// A file that is missing, corrupt or of another model, and tensors that do not fit it.
+/// A file that is missing, corrupt or of an unknown model, and tensors that do not fit the model.
 pub fn load(path: &Path) -> Result<(Config, Weights)> {
     let (config, weights) = load_stored(path)?;
-    // One by one: what was decoded is let go before the next.
+    // Each matrix is freed once it is decoded, so that no second copy of the whole model is in memory.
     let decoded = |(name, weight): (String, Weight)| Ok((name, weight.to_tensor()?));
     Ok((config, weights.into_iter().map(decoded).collect::<Result<_>>()?))
 }
 
-/// Reads a model: its configuration, and its weights as the file stores them. What layers cannot compute with so is decoded to
-/// f32: norms and biases, and types of quantization that are not [`Format`](ringspan_candle::quantized::Format)s.
+/// Reads a model: its configuration, and its weights as the file stores them. Norms and biases, and types of quantization for
+/// which there is no [`Format`](ringspan_candle::quantized::Format), are decoded to f32.
 ///
 /// # Errors
 /// As for [`load`].
@@ -90,10 +90,10 @@ pub fn load_stored(path: &Path) -> Result<(Config, StoredWeights)> {
     Ok((config, weights))
 }
 
-/// What `config.json` would say of the model.
+/// The `config.json` that the metadata of the file amounts to.
 ///
 /// # Errors
-/// A file that is missing or corrupt, and metadata that is missing or speaks of another model.
+/// A file that is missing or corrupt, and metadata that is missing or describes an unknown model.
 pub fn config_json(path: &Path) -> Result<Value> {
     let file = GgufFile::open(path)?;
     let metadata = Metadata::new(&file);
@@ -128,14 +128,14 @@ fn json(metadata: &Metadata, family: &GgufFamily) -> Result<Value> {
         "torch_dtype": "float32",
     });
     if let Some(turned) = turned.filter(|turned| *turned != dim) {
-        // Refused by models that turn whole heads.
+        // Models that rotate whole heads refuse this key.
         config["partial_rotary_factor"] = json!(turned as f64 / dim.max(1) as f64);
     }
     let token = |name: &str| metadata.of_file(&format!("tokenizer.ggml.{name}_token_id")).map(|token| token as u64);
     if let Some(token) = token("bos") {
         config["bos_token_id"] = json!(token);
     }
-    // What ends a turn ends a text, too.
+    // A token that ends a turn ends generation, too.
     let mut ends: Vec<u64> = ["eos", "eot", "eom"].into_iter().filter_map(token).collect();
     ends.dedup();
     match ends[..] {
@@ -155,7 +155,7 @@ fn read(file: &GgufFile, name: &str) -> Result<(Weight, Vec<usize>)> {
     Ok((file.matrix(name)?, file.shape(name).unwrap_or_default().to_vec()))
 }
 
-/// A tensor as Hugging Face's models have it: without what llama.cpp's converter changed.
+/// A tensor as the Hugging Face model has it: the changes of llama.cpp's converter are undone.
 fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -> candle_core::Result<Weight> {
     if family.one_in_norms && name.ends_with("norm.weight") {
         return Ok((weight.to_tensor()? - 1.0)?.into());
@@ -166,7 +166,7 @@ fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -
         () if name.contains(".k_proj.") => config.num_key_value_heads(),
         () => return Ok(weight),
     };
-    // A bias is one row of as many numbers.
+    // The matrix of a bias has one row, with a number for each output.
     let rows = if name.ends_with("bias") { weight.dims()[1] } else { weight.dims()[0] };
     let dim = rows / heads.max(1);
     if dim * heads != rows || !dim.is_multiple_of(2) {
@@ -183,14 +183,14 @@ fn converted(family: &GgufFamily, config: &Config, name: &str, weight: Weight) -
     }
 }
 
-/// The row of a file that is row `row` where the elements of a pair are half a head of width `dim` apart: in the file they are
-/// neighbours.
+/// The file's row that becomes row `row` of the Hugging Face model. A rotary pair is neighbouring rows in the file, and rows half
+/// a head of width `dim` apart in the Hugging Face model.
 fn neighbour(row: usize, dim: usize) -> usize {
     let (head, at) = (row / dim * dim, row % dim);
     head + 2 * (at % (dim / 2)) + at / (dim / 2)
 }
 
-/// Some rows of a matrix, as it is stored.
+/// Some rows of a matrix, in the type in which it is stored.
 fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result<Weight> {
     match weight {
         Weight::Dense(tensor) => Ok(tensor.narrow(0, rows.start, rows.len())?.contiguous()?.into()),
@@ -199,7 +199,7 @@ fn rows_of(weight: &Weight, rows: std::ops::Range<usize>) -> candle_core::Result
     }
 }
 
-/// A tensor in f32 and in its shape.
+/// A tensor in f32, reshaped to its stored shape.
 fn shaped(weight: &Weight, shape: &[usize]) -> candle_core::Result<Weight> {
     weight.to_tensor()?.reshape(shape).map(Weight::Dense)
 }

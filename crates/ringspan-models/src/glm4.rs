@@ -1,4 +1,4 @@
-//! GLM-4 (Team GLM, 2024): norms on both sides of each block, half of a head turned in neighbouring pairs, fused gate and up.
+//! GLM-4 (Team GLM, 2024): norms before and after each block, half of a head rotated in neighbouring pairs, fused gate and up.
 
 use crate::config::Config;
 use crate::error::Result;
@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(crate) const FAMILY: Family =
     Family { model_type: "glm4", keys: &[], completed: |json| with_defaults(json, defaults()), model };
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({ "attention_bias": true, "head_dim": 128, "rms_norm_eps": 1.5625e-7 })
 }
@@ -39,7 +39,7 @@ struct Glm4Layer {
     attention: Attention,
     o_proj: RowLinear,
     post_self_attn_layernorm: RmsNorm,
-    /// In spite of its name, the norm before the feed-forward part.
+    /// In spite of its name, this is the norm before the feed-forward part.
     post_attention_layernorm: RmsNorm,
     mlp: GatedMlp,
     post_mlp_layernorm: RmsNorm,

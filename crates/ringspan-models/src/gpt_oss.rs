@@ -1,4 +1,4 @@
-//! gpt-oss (OpenAI, 2025, arXiv:2508.10925): experts in all layers, windows in every second one, and a sink for each head.
+//! gpt-oss (OpenAI, 2025, arXiv:2508.10925): experts in all layers, a sliding window in every second one, and a sink for each head.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ family_keys! {
 
 pub(crate) const FAMILY: Family = Family { model_type: "gpt_oss", keys: Keys::NAMES, completed, model };
 
-/// With what transformers takes for keys that are absent.
+/// Fills in the defaults that transformers uses for absent keys.
 fn completed(json: Value) -> Value {
     let mut json = with_defaults(
         json,
@@ -74,14 +74,15 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// How experts are chosen: a token's weights are a softmax over their logits alone, which is that over all, made to sum to 1.
+/// How the router chooses experts. Transformers takes a softmax over the chosen experts' logits alone; it equals the softmax over
+/// all experts' logits, normalised to sum to 1 over the chosen ones.
 fn router(config: &Config, keys: &Keys) -> Result<Router> {
     let (experts, top) = (config.num_experts().unwrap_or(0), keys.num_experts_per_tok);
     if !(1..=experts).contains(&top) {
         let problem = format!("num_experts_per_tok is {top}; with {experts} experts possible are 1 to {experts}");
         return Err(Error::Config(problem));
     }
-    // Transformers keeps the weight of its router in no linear layer.
+    // The router's weight is not a linear layer in transformers, so PEFT attaches no adapter to it.
     Ok(Router { normalised: true, bias: true, adaptable: false, ..Router::new(experts, top) })
 }
 

@@ -1,4 +1,4 @@
-//! Weights to start from.
+//! Random weights of a new model.
 
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
@@ -10,27 +10,27 @@ use ringspan_candle::model::{Init, Parameter};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Words of the generator that a number takes: two of 64 bits.
+/// Words of 32 bits that the generator spends on each number: a number takes two draws of 64 bits.
 const WORDS: u128 = 4;
 
-/// The weights of a new model, each drawn when it is asked for: nothing has to hold them all.
+/// The weights of a new model. Each is drawn when it is read, so memory never has to hold them all.
 ///
-/// They are what Hugging Face gives a new model: matrices normal with deviation `initializer_range`, norms that change
-/// nothing, biases 0. The embedding's row of padding is as any other, since padding is never looked up. The same seed gives
-/// the same weights, whoever asks for which part of them.
+/// They follow the initialisation of Hugging Face: matrices are normal with standard deviation `initializer_range`, norms
+/// multiply by 1, biases are 0. The embedding's row of padding is drawn like any other, since padding is never looked up. The
+/// same seed gives the same weights, whatever part of them is read where.
 #[derive(Debug, Clone)]
 pub struct NewWeights {
     seed: u64,
     deviation: f64,
-    /// Shapes, what each parameter is drawn from, and how many numbers are drawn before those of a parameter.
+    /// Per parameter: its shape, its initialisation, and how many random numbers are drawn for the parameters before it.
     parameters: BTreeMap<String, (Vec<usize>, Init, u128)>,
 }
 
 impl NewWeights {
-    /// Those of a model. Nothing is drawn yet.
+    /// The weights of the model of `decoder`. Nothing is drawn yet.
     ///
     /// # Errors
-    /// An `initializer_range` with which nothing could be learnt.
+    /// An `initializer_range` that is not above 0, with which nothing could be learnt.
     pub fn new(decoder: &Decoder, seed: u64) -> Result<Self> {
         let deviation = decoder.config().initializer_range();
         if !(deviation > 0.0 && deviation.is_finite()) {
@@ -54,10 +54,10 @@ impl NewWeights {
         self.parameters.contains_key(name)
     }
 
-    /// Rows `rows` of a parameter, its first dimension.
+    /// Draws rows `rows` of a parameter's first dimension.
     ///
     /// # Errors
-    /// A parameter or rows that there are not.
+    /// An unknown parameter, or rows outside it.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
         let Some((shape, init, before)) = self.parameters.get(name) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: Vec::new() });
@@ -81,10 +81,10 @@ impl NewWeights {
 }
 
 impl Decoder {
-    /// All of [`NewWeights`].
+    /// Draws all of [`NewWeights`].
     ///
     /// # Errors
-    /// As there, and sizes that do not fit in memory.
+    /// As for [`NewWeights::new`], and sizes that do not fit in memory.
     pub fn init(&self, seed: u64) -> Result<Weights> {
         let new = NewWeights::new(self, seed)?;
         let whole = |(name, (shape, ..)): (&String, &(Vec<usize>, Init, u128))| {
@@ -94,9 +94,9 @@ impl Decoder {
     }
 }
 
-/// Box and Muller, 1958; one of the pair.
+/// A normal number by Box and Muller, 1958; the second number of the pair is not used.
 fn normal(random: &mut ChaCha8Rng) -> f64 {
-    // 53 bits, in (0, 1]: the logarithm stays finite.
+    // 53 bits, in (0, 1]: 0 is left out, so the logarithm stays finite.
     let mut uniform = || ((random.next_u64() >> 11) as f64 + 1.0) / (1u64 << 53) as f64;
     (-2.0 * uniform().ln()).sqrt() * (2.0 * std::f64::consts::PI * uniform()).cos()
 }

@@ -1,8 +1,7 @@
-//! Decoders on candle tensors: Llama, Qwen, Mistral, Gemma.
+//! Decoder-only models on candle tensors: Llama, Qwen, Mistral, Gemma, DeepSeek, gpt-oss and others.
 //!
-//! One file a family, which reads from top to bottom: its configuration, its layers by their names in checkpoints, and what is
-//! computed. How layers are sharded over ranks, adapted and recomputed is the business of
-//! [`ringspan_candle::layers`].
+//! Each family is one file, which reads from top to bottom: its configuration, its layers by their names in checkpoints, and
+//! its forward pass. How layers are sharded, adapted and recomputed is the business of [`ringspan_candle::layers`].
 #![deny(missing_docs)]
 
 pub mod adapter;

@@ -22,13 +22,13 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
 /// Which linear layers have biases.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Biases {
-    /// Whether attention's have.
+    /// Whether the projections of attention have biases.
     pub(crate) attention: bool,
-    /// Whether the feed-forward part's have.
+    /// Whether the projections of the feed-forward part have biases.
     pub(crate) mlp: bool,
 }
 
-/// A Llama whose tokens see what `mask` says in every layer.
+/// A Llama model with the same `mask` in every layer.
 pub(crate) fn with(config: &Config, builder: &ModelBuilder, mask: &Mask, biases: Biases) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
     let rope = Arc::new(rope::of_all_layers(config)?);

@@ -21,7 +21,7 @@ family_keys! {
     }
 }
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({ "rms_norm_eps": 1e-5, "sliding_window": null })
 }

@@ -1,4 +1,5 @@
-//! OLMo 2 (Team OLMo, 2025): norms behind attention and feed-forward part, and of queries and keys over all heads at once.
+//! OLMo 2 (Team OLMo, 2025): norms after attention and feed-forward part, and norms of queries and keys across all heads at
+//! once.
 
 use crate::config::Config;
 use crate::error::Result;
@@ -16,7 +17,7 @@ use ringspan_candle::residual::residual;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({ "rms_norm_eps": 1e-5 })
 }

@@ -1,4 +1,4 @@
-//! A model wherever it is: a Hugging Face folder, an adapter beside one, a GGUF file.
+//! Opens a model from any of its formats: a Hugging Face folder, an adapter with its base model, a GGUF file.
 
 use crate::adapter::{self, Description};
 use crate::config::Config;
@@ -14,22 +14,22 @@ use tokenizers::Tokenizer;
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// A model with its weights.
+/// A model with its own weights, as opposed to an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Base {
-    /// A folder as Hugging Face's.
+    /// A folder in the layout of Hugging Face.
     Folder(PathBuf),
     /// A GGUF file.
     Gguf(PathBuf),
 }
 
 impl Base {
-    /// The model at `path`: a file is GGUF's.
+    /// The model at `path`: a GGUF file if it is a file, else a folder.
     pub fn at(path: PathBuf) -> Self {
         if path.is_file() { Self::Gguf(path) } else { Self::Folder(path) }
     }
 
-    /// Where it is.
+    /// The path of the folder or file.
     pub fn path(&self) -> &Path {
         match self {
             Self::Folder(path) | Self::Gguf(path) => path,
@@ -54,7 +54,7 @@ impl Base {
         }
     }
 
-    /// The configuration, and the weights: matrices as the files store them.
+    /// The configuration, and the weights, with matrices as the files store them.
     ///
     /// # Errors
     /// Files that are missing or corrupt.
@@ -66,20 +66,20 @@ impl Base {
     }
 }
 
-/// Where a model comes from.
+/// A model on disk, with or without an adapter.
 #[derive(Debug)]
 pub enum Origin {
-    /// A model as it is.
+    /// A model without an adapter.
     Model(Base),
-    /// A folder with an adapter, beside its model.
+    /// The folder of an adapter, and its description, which names the base model.
     Adapter(PathBuf, Box<Description>),
 }
 
 impl Origin {
-    /// What is at `path`. A folder that holds a model and an adapter is a model: it was merged.
+    /// Finds out what is at `path`. A folder that holds a model and an adapter counts as a model: its adapter was merged.
     ///
     /// # Errors
-    /// Nothing there, and an adapter that cannot be read.
+    /// A path that does not exist, and an adapter that cannot be read.
     pub fn at(path: &Path) -> Result<Self> {
         let path = path.to_owned();
         if !path.is_file() && !path.is_dir() {
@@ -92,7 +92,7 @@ impl Origin {
         }
     }
 
-    /// The model itself; that beside which an adapter stands.
+    /// The model itself, or the base model of an adapter.
     pub fn base(&self) -> &Base {
         match self {
             Self::Model(base) => base,
@@ -120,8 +120,8 @@ impl Origin {
         Ok((config, adapter.lora.merge(weights)?))
     }
 
-    /// The configuration, and the weights: matrices as the files store them. An adapter is merged into dense matrices; beside
-    /// others it stays, its settings and its matrices among the weights.
+    /// The configuration, and the weights, with matrices as the files store them. An adapter is merged if all matrices are
+    /// dense; else it stays apart: its settings are returned, and its matrices are among the weights.
     ///
     /// # Errors
     /// As for [`load`](Self::load).
@@ -140,10 +140,10 @@ impl Origin {
         Ok((config, None, stored(adapter.lora.merge(dense)?)))
     }
 
-    /// The matrices of the adapter that `decoder` has; none of a model as it is.
+    /// The matrices of the adapter, which `decoder` has attached; empty if there is no adapter.
     ///
     /// # Errors
-    /// Files that are missing or corrupt; a matrix too many, too few, or of another shape.
+    /// Files that are missing or corrupt; a matrix that is missing, unknown or of another shape.
     pub fn adapter(&self, decoder: &Decoder) -> Result<Weights> {
         match self {
             Self::Model(_) => Ok(Weights::new()),
@@ -151,7 +151,7 @@ impl Origin {
         }
     }
 
-    /// The folders that may hold files beside the weights, the nearest first.
+    /// The folders that may hold further files of the model, such as its tokenizer: the adapter's before the base model's.
     pub fn folders(&self) -> Vec<&Path> {
         let own = match self {
             Self::Adapter(path, _) => Some(path.as_path()),
@@ -164,20 +164,20 @@ impl Origin {
         own.into_iter().chain(of_base).collect()
     }
 
-    /// The tokenizer's own file, the nearest, if it has one.
+    /// The path of `tokenizer.json`, if a folder has one: the adapter's before the base model's.
     pub fn tokenizer_file(&self) -> Option<PathBuf> {
         self.folders().into_iter().map(|folder| folder.join(TOKENIZER)).find(|path| path.exists())
     }
 
-    /// Tokens that end a text: `eos_token_id` of the nearest `generation_config.json` that has any, else of `config.json`.
+    /// Tokens that end a text: `eos_token_id` of the first `generation_config.json` that has one, else of `config.json`.
     ///
     /// # Errors
-    /// A file that is missing or corrupt, and what is no token.
+    /// A file that is missing or corrupt, and an `eos_token_id` that is not a token.
     pub fn end_tokens(&self) -> Result<Vec<u32>> {
         texts::end_tokens(&self.folders(), &self.config_json()?)
     }
 
-    /// The template by which conversations become text in a GGUF file, if it has one; folders have it in files of their own.
+    /// The chat template in a GGUF file, if it has one. Folders keep theirs in files, which are not read here.
     ///
     /// # Errors
     /// A file that is missing or corrupt.
@@ -188,11 +188,11 @@ impl Origin {
         }
     }
 
-    /// The tokenizer, if there is one: `tokenizer.json`, or what a GGUF file holds; without the cuts and the padding that
-    /// the file may ask for.
+    /// The tokenizer, if there is one, from `tokenizer.json` or the GGUF file, without the truncation and padding that the file
+    /// may ask for.
     ///
     /// # Errors
-    /// A file that is corrupt, or a kind that is unknown.
+    /// A file that is corrupt, or a kind of tokenizer that is unknown.
     pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
         let Some(path) = self.tokenizer_file() else {
             return match self.base() {
@@ -207,7 +207,7 @@ impl Origin {
     }
 }
 
-/// What to do where `path` is not here, but has the form of a name of the Hugging Face Hub; else nothing.
+/// A hint to download the model if `path` looks like a name on the Hugging Face Hub; else an empty text.
 pub(crate) fn download(path: &Path) -> String {
     let text = path.to_string_lossy();
     let Some((owner, name)) = text.split_once('/') else { return String::new() };

@@ -1,26 +1,26 @@
-//! Where a model's parameters come from: held whole, or brought here unit by unit.
+//! Sources of a model's parameters: all in memory, or gathered unit by unit.
 
 use crate::decoder::Decoder;
 use crate::error::Result;
 use ringspan_candle::{StoredWeights, Unit, Weight};
 use std::collections::BTreeMap;
 
-/// A source of parameters. A model asks for its units in the order in which it computes them.
+/// A source of parameters. A model requests its units in the order in which it computes them.
 pub trait Parameters {
-    /// Begins to bring a unit here, which will be asked for next. Only a hint.
+    /// Hints that a unit will be requested next, so that gathering it can begin.
     ///
     /// # Errors
-    /// Failures of other ranks.
+    /// Failures of others that hold them.
     fn prefetch(&self, unit: Unit) -> Result<()>;
 
-    /// The parameters of a unit, whole.
+    /// The parameters of a unit, each with all that the caller computes with.
     ///
     /// # Errors
-    /// Missing parameters, failures of other ranks.
+    /// Missing parameters, failures of others that hold them.
     fn unit(&self, decoder: &Decoder, unit: Unit) -> Result<StoredWeights>;
 }
 
-/// Parameters that are here, dense or as they are stored.
+/// Parameters that are all in memory, dense or as they are stored.
 impl<W: Clone + Into<Weight>> Parameters for BTreeMap<String, W> {
     fn prefetch(&self, _unit: Unit) -> Result<()> {
         Ok(())

@@ -1,4 +1,4 @@
-//! Phi-3 and Phi-4 (Microsoft, 2024): Llama with fused projections, and rotary embeddings stretched pair by pair.
+//! Phi-3 and Phi-4 (Microsoft, 2024): Llama with fused projections, and a rotary embedding scaled pair by pair (LongRoPE).
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ family_keys! {
 pub(crate) const FAMILY: Family =
     Family { model_type: "phi3", keys: Keys::NAMES, completed: |json| with_defaults(json, defaults()), model };
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({ "rms_norm_eps": 1e-5, "sliding_window": null, "original_max_position_embeddings": 4096 })
 }
@@ -40,7 +40,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// The configuration with today's name of its rotary embedding: old files say `su` or `yarn` where they mean LongRoPE.
+/// The configuration with the current name of its rotary embedding: old files write `su` or `yarn` and mean LongRoPE.
 fn kind(config: &Config) -> Result<Config> {
     match config.rope().map(Parameters::kind) {
         None | Some("default" | "longrope") => Ok(config.clone()),

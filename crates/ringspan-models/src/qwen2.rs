@@ -1,4 +1,4 @@
-//! Qwen2 (Yang et al., 2024): Llama with biases of queries, keys and values, and sliding windows in some layers.
+//! Qwen2 (Yang et al., 2024): Llama with biases for queries, keys and values, and sliding windows in some layers.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use ringspan_candle::model::{Layer, ModelBuilder, Scope};
 use std::sync::Arc;
 
 family_keys! {
-    /// The keys that Qwen2 and Qwen3 have and others have not.
+    /// The keys that only Qwen2 and Qwen3 read.
     pub(crate) struct Keys {
         use_sliding_window: Option<bool>,
         max_window_layers: Option<usize>,
@@ -30,7 +30,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// What tokens see in each layer: a window, where it is used. The files name one that is not.
+/// The mask of each layer. A window counts only if `use_sliding_window` is set: the files name one even where it is not used.
 pub(crate) fn masks(config: &Config) -> Result<Vec<Mask>> {
     let Keys { use_sliding_window, max_window_layers } = config.keys()?;
     let width = config.window()?.filter(|_| use_sliding_window == Some(true));

@@ -49,7 +49,7 @@ impl Layer for Qwen3Layer {
     }
 }
 
-/// Attention whose queries and keys are normed, head by head.
+/// Attention with norms on queries and keys, head by head.
 #[derive(Debug)]
 pub(crate) struct Qwen3Attention {
     qkv_proj: QkvLinear,

@@ -37,7 +37,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
         let problem = format!("mlp_only_layers names layer {layer} of {}", config.num_hidden_layers);
         return Err(Error::Config(problem));
     }
-    // Unlike in Qwen3, a window that is in use is one of all layers.
+    // Unlike in Qwen3, a window that is in use applies to all layers.
     let mask = config.causal_within(config.window()?.filter(|_| keys.use_sliding_window == Some(true)));
     let rope = Arc::new(rope::of_all_layers(config)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
@@ -63,7 +63,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// How experts are chosen, and their width.
+/// How the router chooses experts, and the inner width of an expert.
 fn router(config: &Config, keys: &Keys) -> Result<(Router, usize)> {
     let (experts, top) = (config.num_experts().unwrap_or(128), keys.num_experts_per_tok.unwrap_or(8));
     let width = keys.moe_intermediate_size.unwrap_or(768);

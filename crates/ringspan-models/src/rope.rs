@@ -1,4 +1,4 @@
-//! Angles of the rotary embedding, and how they are stretched for longer contexts.
+//! Frequencies of the rotary embedding, and how they are scaled for longer contexts.
 
 mod longrope;
 pub(crate) mod yarn;
@@ -10,10 +10,10 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::f64::consts::PI;
 
-/// Ways to stretch that are here.
+/// The implemented kinds of scaling.
 const KINDS: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
-/// Rotary embedding as `config.json` says it: its base, and how it is stretched.
+/// The parameters of a rotary embedding in `config.json`: its base, and how it is scaled.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 pub(crate) struct Parameters {
     rope_type: Option<String>,
@@ -38,7 +38,7 @@ pub(crate) struct Parameters {
 }
 
 impl Parameters {
-    /// The same of another kind.
+    /// A copy with another `rope_type`.
     pub(crate) fn of_kind(self, kind: &str) -> Self {
         Self { rope_type: Some(kind.to_owned()), ..self }
     }
@@ -47,14 +47,14 @@ impl Parameters {
         self.rope_type.as_deref().or(self.r#type.as_deref()).unwrap_or("default")
     }
 
-    /// A number above 0 that the kind cannot do without.
+    /// Returns `value`, which this kind of scaling needs and which must be above 0.
     fn need(&self, name: &str, value: Option<f64>) -> Result<f64> {
         value
             .filter(|value| *value > 0.0 && value.is_finite())
             .ok_or_else(|| Error::Config(format!("rope type {} needs a positive {name}, given {value:?}", self.kind())))
     }
 
-    /// Positions the model was trained with before it was stretched.
+    /// Number of positions the model was trained with before its rotary embedding was scaled.
     fn original(&self, config: &Config) -> Result<f64> {
         let trained = config.max_position_embeddings.map(|positions| positions as f64);
         let outside = config.original_max_position_embeddings;
@@ -71,10 +71,10 @@ pub(crate) fn of_all_layers(config: &Config) -> Result<RotaryEmbedding> {
     new(config, config.rope(), 10_000.0)
 }
 
-/// A rotary embedding; `theta` is the base if the configuration names none.
+/// A rotary embedding of whole heads; `theta` is the base if the configuration names none.
 ///
 /// # Errors
-/// An unknown kind, and numbers that it lacks or cannot use.
+/// An unknown kind of scaling, and numbers that it lacks or cannot use.
 pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) -> Result<RotaryEmbedding> {
     if let Some(part) = part_turned(config, parameters).filter(|part| *part != 1.0) {
         return Err(Error::Config(format!("partial_rotary_factor is {part}: possible is 1, all of a head turns")));
@@ -82,10 +82,10 @@ pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) 
     of_width(config, parameters, theta, config.head_dim())
 }
 
-/// The rotary embedding of a model that turns a share of each head, `part` if the configuration names none.
+/// A rotary embedding that rotates a share of each head: `part`, if the configuration names none.
 ///
 /// # Errors
-/// As for [`new`]; a share that is no even number of elements.
+/// As for [`new`]; a share that is not an even number of elements.
 pub(crate) fn of_part(config: &Config, theta: f64, part: f64) -> Result<RotaryEmbedding> {
     let (part, dim) = (part_turned(config, config.rope()).unwrap_or(part), config.head_dim());
     let turned = (dim as f64 * part) as usize;
@@ -97,12 +97,12 @@ pub(crate) fn of_part(config: &Config, theta: f64, part: f64) -> Result<RotaryEm
     of_width(config, config.rope(), theta, turned)
 }
 
-/// The share of a head that turns, if the configuration says it.
+/// The share of a head that is rotated, if the configuration gives one.
 fn part_turned(config: &Config, parameters: Option<&Parameters>) -> Option<f64> {
     parameters.and_then(|parameters| parameters.partial_rotary_factor).or(config.partial_rotary_factor)
 }
 
-/// The same of the first `dim` elements of a head.
+/// A rotary embedding of the first `dim` elements of a head.
 ///
 /// # Errors
 /// As for [`new`].
@@ -142,7 +142,8 @@ fn of_width(config: &Config, parameters: Option<&Parameters>, theta: f64, dim: u
     Ok(rope)
 }
 
-/// Llama 3.1: waves longer than the original context are stretched, short ones kept, those between blended.
+/// Scaling of Llama 3.1: divides the frequencies of wavelengths beyond the original context, keeps short wavelengths, and
+/// blends between them.
 fn stretch_llama3(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters) -> Result<()> {
     let factor = parameters.need("factor", parameters.factor)?;
     let low = parameters.need("low_freq_factor", parameters.low_freq_factor)?;

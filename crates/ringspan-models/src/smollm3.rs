@@ -1,4 +1,4 @@
-//! SmolLM3 (Hugging Face, 2025): Llama in which some layers turn neither queries nor keys.
+//! SmolLM3 (Hugging Face, 2025): Llama in which some layers have no rotary embedding.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -15,14 +15,14 @@ use std::sync::Arc;
 
 family_keys! {
     struct Keys {
-        /// 1 for a layer that has rotary embeddings, 0 for one without, in spite of the name.
+        /// In spite of its name, 1 stands for a layer with rotary embedding, 0 for one without.
         no_rope_layers: Option<Vec<usize>>,
         no_rope_layer_interval: Option<usize>,
         use_sliding_window: Option<bool>,
     }
 }
 
-/// What transformers takes for keys that are absent.
+/// The defaults that transformers uses for keys that `config.json` lacks.
 fn defaults() -> Value {
     json!({ "tie_word_embeddings": true, "sliding_window": null, "rms_norm_eps": 1e-6 })
 }
@@ -43,7 +43,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
 }
 
-/// Which layers have rotary embeddings.
+/// Whether each layer has a rotary embedding.
 fn turns(config: &Config, keys: &Keys) -> Result<Vec<bool>> {
     let layers = config.num_hidden_layers;
     let interval = keys.no_rope_layer_interval.unwrap_or(4);
@@ -57,7 +57,7 @@ fn turns(config: &Config, keys: &Keys) -> Result<Vec<bool>> {
     }
 }
 
-/// What tokens see in each layer: a window, where it is used, in layers without rotary embeddings.
+/// The mask of each layer. Without `layer_types`, a window that is in use applies to the layers without rotary embedding.
 fn masks(config: &Config, keys: &Keys, turns: &[bool]) -> Result<Vec<Mask>> {
     let width = config.window()?.filter(|_| keys.use_sliding_window == Some(true));
     let slides = match config.sliding_layers()? {

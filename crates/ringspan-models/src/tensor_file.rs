@@ -6,22 +6,22 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::Path;
 
-/// An open file, and what its header says.
+/// An open safetensors file with its parsed header.
 #[derive(Debug)]
 pub struct TensorFile {
-    /// The file, behind its header.
+    /// The file, positioned at the first byte after its header.
     pub file: File,
-    /// Types, shapes and places of the tensors, which fill the file without gaps, and words about it.
+    /// Types, shapes and offsets of the tensors, which fill the file without gaps, and the file's free-form metadata.
     pub metadata: Metadata,
-    /// Byte of the file from which places are counted.
+    /// Byte of the file from which the offsets count.
     pub data: u64,
 }
 
 impl TensorFile {
-    /// Longest header that is read; the limit of the format's own library.
+    /// Longest header that is read, in bytes; the limit of the safetensors library.
     const MAX_HEADER: u64 = 100_000_000;
 
-    /// Why a header of so many bytes must not be written, if so: nobody would read the file.
+    /// Returns why a header of this many bytes must not be written, if it is too long for readers.
     pub fn refused(header: usize) -> Option<String> {
         let most = Self::MAX_HEADER;
         (header as u64 > most).then(|| format!("its header would have {header} bytes; the most that is read is {most}"))
@@ -30,7 +30,7 @@ impl TensorFile {
     /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// What the file system says, and a file that is not as long as its header says, or has none.
+    /// Failures of the file system, and a file that has no header, or not the length that its header implies.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let mut file = File::open(path).map_err(io)?;
@@ -39,7 +39,7 @@ impl TensorFile {
             path: path.to_owned(),
             problem: format!("not a whole safetensors file of {length} bytes: {problem}"),
         };
-        // A file that ends too early is no such file; what else keeps it from being read says nothing about it.
+        // Only a file that ends too early is malformed; other failures to read it say nothing about its content.
         let short = |source: std::io::Error, problem: &str| match source.kind() {
             ErrorKind::UnexpectedEof => broken(problem),
             _ => io(source),
@@ -83,7 +83,7 @@ mod tests {
         }
     }
 
-    /// A folder can be opened, and not be read.
+    /// A folder can be opened like a file, but not read.
     #[cfg(unix)]
     #[test]
     fn a_file_that_cannot_be_read_is_what_the_system_says_of_it() {

@@ -1,30 +1,30 @@
-//! What a tokenizer and the files beside a model say of whole texts: what stands around one, and which tokens end it.
+//! Special tokens around a text, and tokens that end it, according to the tokenizer and the files of a model.
 
 use crate::error::{Error, Result};
 use serde_json::Value;
 use std::path::Path;
 use tokenizers::{Encoding, PostProcessor, Token, Tokenizer};
 
-/// Says how a model generates, before `config.json` does.
+/// The file with a model's settings for generation, which takes precedence over `config.json`.
 pub const GENERATION_CONFIG: &str = "generation_config.json";
 
-/// Special tokens that a tokenizer's post-processor puts around a text.
+/// The special tokens that a tokenizer's post-processor puts around a text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Around {
-    /// What a text begins with, as `<s>`.
+    /// The tokens before the text, such as `<s>`.
     pub before: Vec<u32>,
-    /// What it ends with.
+    /// The tokens after the text, such as `</s>`.
     pub behind: Vec<u32>,
 }
 
 impl Around {
-    /// What `tokenizer` puts around a text.
+    /// Finds the tokens that `tokenizer` puts around a text.
     ///
     /// # Errors
     /// A post-processor that fails.
     pub fn of(tokenizer: &Tokenizer) -> tokenizers::Result<Self> {
         let Some(processor) = tokenizer.get_post_processor() else { return Ok(Self::default()) };
-        // No text is sure to become a token, so this one stands for the text.
+        // No text surely becomes exactly one token, so a token outside the vocabulary marks the text's place.
         const TEXT: u32 = u32::MAX;
         let text = Encoding::from_tokens(vec![Token::new(TEXT, "x".into(), (0, 1))], 0);
         let processed = processor.process(text, None, true)?;
@@ -33,25 +33,25 @@ impl Around {
         Ok(Self { before: part(), behind: part() })
     }
 
-    /// The tokens of a text with what it begins with, unless the text spells that itself.
+    /// Puts the leading special tokens before `tokens`, unless the text spells them itself.
     #[must_use]
     pub fn begin(&self, tokens: Vec<u32>) -> Vec<u32> {
         if tokens.starts_with(&self.before) { tokens } else { [self.before.clone(), tokens].concat() }
     }
 }
 
-/// The tokenizer without the cuts and the padding that its file may ask for: those belong to a training of somebody else,
+/// Removes the truncation and padding that a tokenizer's file may ask for: they belong to the training of the model's authors,
 /// and here would silently shorten every text.
 ///
 /// # Errors
-/// Never in practice: nothing is asked for that could contradict.
+/// Never in practice: removing truncation cannot fail.
 pub fn uncut(mut tokenizer: Tokenizer) -> tokenizers::Result<Tokenizer> {
     tokenizer.with_truncation(None)?;
     tokenizer.with_padding(None);
     Ok(tokenizer)
 }
 
-/// What to do where `folder` has no tokenizer.json: some models come with SentencePiece's file alone.
+/// The message for a `folder` without tokenizer.json; some models come with SentencePiece's file alone.
 pub fn without_tokenizer(folder: &Path) -> String {
     let sentence_piece = folder.join("tokenizer.model");
     match sentence_piece.exists() {
@@ -64,10 +64,10 @@ pub fn without_tokenizer(folder: &Path) -> String {
     }
 }
 
-/// Tokens that end a text, by the first that names any: `generation_config.json` in one of `folders`, then `config`.
+/// Tokens that end a text, from the first file that names any: `generation_config.json` in one of `folders`, then `config`.
 ///
 /// # Errors
-/// A file that is damaged, and what is no token, with the file's name.
+/// A file that is damaged, and an `eos_token_id` that is not a token, with the file's name.
 pub fn end_tokens(folders: &[&Path], config: &Value) -> Result<Vec<u32>> {
     for folder in folders {
         let path = folder.join(GENERATION_CONFIG);
@@ -116,7 +116,7 @@ mod tests {
         Tokenizer::from_bytes(json.to_string()).expect("a tokenizer")
     }
 
-    /// `<s> text </s>`, each part where it is wanted.
+    /// A template `<s> text </s>`, with each special token only where it is wanted.
     fn template(before: bool, behind: bool) -> Value {
         let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
         let mut single = vec![json!({"Sequence": {"id": "A", "type_id": 0}})];

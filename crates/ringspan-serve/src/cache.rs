@@ -1,32 +1,32 @@
-//! One rank's share of the key-value cache.
+//! One rank's share of the KV cache.
 
 use candle_core::{Result, Tensor, bail};
 use ringspan::Run;
 
-/// Generated tokens go to the ranks in blocks of this many positions: long enough that a rank's rows stay long runs,
+/// Generated tokens are dealt to the ranks in blocks of this many positions: long enough that a rank's rows stay in long runs,
 /// short enough that the ranks fill evenly.
 pub const BLOCK: usize = 64;
 
-/// The rank, of `ranks`, that keeps the keys and values of the generated token at `position`.
+/// The rank, of `ranks`, that caches the keys and values of the generated token at `position`.
 pub fn owner(position: usize, ranks: usize) -> usize {
     (position / BLOCK) % ranks.max(1)
 }
 
-/// Most generated tokens for which a rank has room from the beginning. Behind them room doubles when it is full: a text may
-/// end long before the most that it may have.
+/// Upper limit on the generated tokens for which a rank allocates room at the start. Beyond it, room doubles whenever it is
+/// full: a text may end long before its maximal length.
 const ROOM: usize = 4096;
 
-/// The keys and values of the tokens that this rank keeps, layer by layer, where the model computes.
+/// The cached keys and values of this rank's tokens, layer by layer, on the device that computes.
 ///
-/// Shape letters: n tokens held, G key-value heads, D and Dv head widths.
+/// Shape letters: n cached tokens, G key-value heads, D and Dv widths of a key head and of a value head.
 #[derive(Debug)]
 pub struct Cache {
     layers: Vec<Option<Layer>>,
-    /// Positions of the rows, in row order.
+    /// Positions of the cached tokens, in the order of the rows.
     runs: Vec<Run>,
-    /// Rows that will be needed, so that growth does not copy.
+    /// Rows for which a layer allocates room at first, so that growth does not copy.
     expected: usize,
-    /// Rows that may be needed: room does not grow past them while they suffice.
+    /// Upper limit of the rows that are expected: room does not grow past it as long as it suffices.
     most: usize,
 }
 
@@ -41,19 +41,19 @@ struct Layer {
 /// A tensor that grows by rows, which are written in place.
 #[derive(Debug)]
 struct Rows {
-    /// With room behind the rows that are filled.
+    /// The allocated rows, of which the first `filled` are in use.
     all: Tensor,
     filled: usize,
 }
 
 impl Rows {
-    /// None yet, of rows like these.
+    /// No rows yet, but room for `room` rows of the type and width of `like`.
     fn new(like: &Tensor, room: usize) -> Result<Self> {
         Ok(Self { all: Tensor::zeros(with_rows(like, room), like.dtype(), like.device())?, filled: 0 })
     }
 
-    /// Writes rows behind those that are there; there will hardly be more than `most`. Nobody has them in a graph: what is read is a [`tensor`](Self::tensor) of a
-    /// call that is over.
+    /// Writes rows in place, after the filled ones; room grows to at most `most` rows if these suffice. A
+    /// [`tensor`](Self::tensor) that was returned before must not be in use any more, not even by a graph.
     fn append(&mut self, rows: &Tensor, most: usize) -> Result<()> {
         let (held, needed) = (self.all.dim(0)?, self.filled + rows.dim(0)?);
         if needed == self.filled {
@@ -71,12 +71,12 @@ impl Rows {
         Ok(())
     }
 
-    /// Those that are filled.
+    /// The filled rows.
     fn tensor(&self) -> Result<Tensor> {
         self.all.narrow(0, 0, self.filled)
     }
 
-    /// Whether rows like these can be appended.
+    /// Whether rows of this width can be appended.
     fn takes(&self, rows: &Tensor) -> bool {
         self.all.dims()[1..] == rows.dims()[1..]
     }
@@ -86,7 +86,7 @@ impl Rows {
     }
 }
 
-/// The dimensions of a tensor with another number of rows.
+/// The dimensions of a tensor, with another number of rows.
 fn with_rows(tensor: &Tensor, rows: usize) -> Vec<usize> {
     std::iter::once(rows).chain(tensor.dims().iter().skip(1).copied()).collect()
 }
@@ -97,24 +97,24 @@ impl Cache {
         Self { layers: (0..layers).map(|_| None).collect(), runs: Vec::new(), expected, most: usize::MAX }
     }
 
-    /// The same of a rank, of `ranks`, with room for its `prompt` tokens and its share of up to `generated` others.
+    /// An empty cache of one of `ranks` ranks, with room for its `prompt` tokens and its share of up to `generated` others.
     pub(crate) fn generating(layers: usize, prompt: usize, generated: usize, ranks: usize) -> Self {
         let share = generated.div_ceil(ranks.max(1)).saturating_add(BLOCK).min(generated);
         let expected = prompt.saturating_add(share.min(ROOM));
         Self { most: prompt.saturating_add(share), ..Self::new(layers, expected) }
     }
 
-    /// Tokens held.
+    /// Number of cached tokens.
     pub fn tokens(&self) -> usize {
         self.runs.iter().map(|run| run.len).sum()
     }
 
-    /// Bytes of the keys and values held.
+    /// Bytes of the cached keys and values.
     pub fn bytes(&self) -> usize {
         self.layers.iter().flatten().map(|layer| layer.keys.bytes() + layer.values.bytes()).sum()
     }
 
-    /// Says where the rows that every layer appends next stand.
+    /// Announces the positions of the rows that every layer will append next.
     pub(crate) fn grow(&mut self, runs: &[Run]) {
         for run in runs.iter().filter(|run| run.len > 0) {
             match self.runs.last_mut() {
@@ -151,7 +151,7 @@ impl Cache {
         values.append(v, most)
     }
 
-    /// The keys `[n, G, D]` and values `[n, G, Dv]` of a layer; `None` before the first.
+    /// The keys `[n, G, D]` and values `[n, G, Dv]` of a layer; `None` before its first rows.
     pub(crate) fn layer(&self, layer: usize) -> Result<Option<(Tensor, Tensor)>> {
         match self.layers.get(layer) {
             Some(Some(Layer { keys, values })) => Ok(Some((keys.tensor()?, values.tensor()?))),
@@ -159,7 +159,7 @@ impl Cache {
         }
     }
 
-    /// The tokens of the rows, in their order.
+    /// The positions of the cached tokens, in the order of the rows.
     pub(crate) fn runs(&self) -> &[Run] {
         &self.runs
     }
@@ -199,7 +199,7 @@ mod tests {
         assert!(refused.contains("[0, 1, 5]") && refused.contains("[1, 4]"), "{refused}");
     }
 
-    /// Nobody has memory for all that a text might become.
+    /// The room is bounded, since memory would not suffice for all tokens that a text might have.
     #[test]
     fn room_is_for_what_may_come_up_to_a_bound() {
         let room = |prompt, generated, ranks| Cache::generating(1, prompt, generated, ranks).expected;

@@ -1,4 +1,4 @@
-//! Attention of a model that generates: over the ranks while the prompt is read, over the caches afterwards.
+//! Attention in generation: over all ranks during prefill, over their caches during decode.
 
 use crate::cache::{Cache, owner};
 use candle_core::{Result, Tensor, bail};
@@ -11,14 +11,14 @@ use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, AttentionInputs, Context, Drops, Experts, TensorParallel};
 use std::cell::RefCell;
 
-/// Reads the prompt: attention over all ranks, and each keeps the keys and values of its own tokens.
+/// Attention of the prefill: it runs over all ranks, and each rank caches the keys and values of its own tokens.
 pub(crate) struct Prefill<'a> {
     context: &'a Context,
     cache: RefCell<&'a mut Cache>,
 }
 
 impl<'a> Prefill<'a> {
-    /// The prompt lies as in the context's layout; the cache is empty.
+    /// The prompt must be dealt to the ranks by the context's layout; the cache must be empty.
     pub(crate) fn new(context: &'a Context, cache: &'a mut Cache) -> Self {
         cache.grow(context.layout().runs(context.group().rank()));
         Self { context, cache: RefCell::new(cache) }
@@ -52,7 +52,8 @@ impl Attend for Prefill<'_> {
     }
 }
 
-/// One new token, which every rank has: each looks at the keys it keeps, and the partial results are merged.
+/// Attention of a new token, which every rank computes: each attends to the keys in its cache, and the partial results are
+/// merged.
 pub(crate) struct Decode<'a> {
     group: &'a Group,
     cache: RefCell<&'a mut Cache>,
@@ -62,7 +63,7 @@ pub(crate) struct Decode<'a> {
 }
 
 impl<'a> Decode<'a> {
-    /// The new token stands at `position`, behind all others, in a text that may grow to `length` tokens.
+    /// The new token is at `position`, after all others, in a text that may grow to `length` tokens.
     pub(crate) fn new(group: &'a Group, cache: &'a mut Cache, position: usize, length: usize) -> Self {
         let keeps = owner(position, group.size()) == group.rank();
         if keeps {
@@ -85,11 +86,12 @@ impl Attend for Decode<'_> {
         let cache = self.cache.borrow();
         let (k, v) = match cache.layer(layer)? {
             Some(held) => held,
-            // A rank that keeps none yet.
+            // This rank has no cached keys yet.
             None => (k.narrow(0, 0, 0)?, v.narrow(0, 0, 0)?),
         };
         let query = [Run { document: 0, start: self.position[0], len: 1, step: 1 }];
-        // Query and keys count in one frame, whose length only end-aligned masks look at.
+        // The positions of query and keys count from the same origin; only masks that are aligned to the end look at the
+        // length.
         let frame = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
         decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks }, score)

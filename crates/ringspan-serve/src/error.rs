@@ -1,4 +1,4 @@
-//! What can go wrong while generating.
+//! Errors of generation.
 
 /// The result of a fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -7,47 +7,47 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Nothing to go on from.
+    /// The prompt is empty.
     #[error("the prompt has no tokens; give at least one")]
     EmptyPrompt,
-    /// A token the model has no embedding for.
+    /// The prompt has a token that is outside the vocabulary.
     #[error("token {token} at position {position} of the prompt: the model knows tokens 0 to {last}", last = .vocabulary.saturating_sub(1))]
     Vocabulary {
         /// The token.
         token: u32,
-        /// Where it stands.
+        /// Its index in the prompt.
         position: usize,
-        /// Rows of the embedding.
+        /// Number of tokens in the vocabulary.
         vocabulary: usize,
     },
-    /// A sampling option outside its range.
+    /// A sampling option is outside its range.
     #[error("{option} {given}: possible is {possible}")]
     Sampling {
-        /// The option.
+        /// The option's name.
         option: &'static str,
-        /// What was asked.
+        /// The value that was given.
         given: String,
-        /// What is possible.
+        /// The values that are possible.
         possible: &'static str,
     },
-    /// Logits that are no distribution: the model computed NaN or infinity.
+    /// Logits are not a distribution: the model computed NaN or infinity.
     #[error("cannot sample from {vocabulary} logits: {problem}")]
     Logits {
         /// Number of logits.
         vocabulary: usize,
-        /// What is wrong, with the first bad place.
+        /// A description of what is wrong, with the first bad token.
         problem: String,
     },
-    /// Tokens could not be turned into text.
+    /// Tokens could not be decoded to text.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    /// Attention, layouts or communication.
+    /// Attention, layout or communication failed.
     #[error(transparent)]
     Ringspan(#[from] ringspan::Error),
-    /// Tensor operations.
+    /// A tensor operation failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
-    /// The model.
+    /// The model could not be read or computed.
     #[error(transparent)]
     Model(#[from] ringspan_models::Error),
 }

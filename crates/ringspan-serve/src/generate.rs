@@ -1,4 +1,4 @@
-//! Generation: the prompt is read by all ranks at once, then one token follows the other.
+//! Generation: all ranks prefill the prompt in parallel, then decode one token after the other.
 
 use crate::cache::Cache;
 use crate::context::{Decode, Prefill};
@@ -15,51 +15,51 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How far to go, and how to choose.
+/// Settings of a generation: its length, and how tokens are drawn.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// How tokens are drawn.
     pub sampling: Sampling,
-    /// Most tokens to generate.
+    /// Upper limit of generated tokens.
     pub max_tokens: usize,
-    /// Tokens that end the text; they are not part of it.
+    /// Tokens that end the text; they do not become part of it.
     pub stop_tokens: Vec<u32>,
 }
 
-/// Why a generation ended.
+/// The reason why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
     /// One of the stop tokens was drawn.
     Token,
-    /// There are `max_tokens` tokens.
+    /// The text reached `max_tokens` tokens.
     Length,
-    /// The caller had enough.
+    /// The callback `on_token` ended the text.
     Caller,
 }
 
-/// What was generated, as one rank knows it.
+/// The result of a generation on one rank.
 #[derive(Debug, Clone)]
 pub struct Generation {
     /// The tokens, without the prompt and without a stop token; the same on every rank.
     pub tokens: Vec<u32>,
-    /// Why there are no more.
+    /// The reason why there are no more tokens.
     pub stop: Stop,
-    /// Tokens whose keys and values this rank holds.
+    /// Number of tokens whose keys and values this rank has cached.
     pub cached: usize,
-    /// Bytes of these keys and values.
+    /// Bytes of the cached keys and values.
     pub cached_bytes: usize,
-    /// Time to the first token.
+    /// Time from the start to the first token.
     pub prefill: Duration,
-    /// Time for all others.
+    /// Time for all further tokens.
     pub decode: Duration,
 }
 
-/// Generates from `prompt` on a mesh of threads; one [`Generation`] a rank.
+/// Generates from `prompt` on a mesh of ranks; returns one [`Generation`] for each rank of this process.
 ///
-/// `on_token` is called with each new token, on rank 0's thread, and may end the text.
+/// `on_token` is called with each new token on rank 0's thread, and may end the text.
 ///
 /// # Errors
-/// An empty prompt, tokens the model does not know, options outside their range, and failures of any rank.
+/// An empty prompt, tokens outside the vocabulary, options outside their range, and failures of any rank.
 pub fn generate(
     model: &Model,
     mesh: &Mesh,
@@ -77,10 +77,10 @@ pub fn generate(
     })
 }
 
-/// As [`generate`], but as one rank of a group: all of its ranks must call this with the same arguments.
+/// Like [`generate`], but for one rank of a group: all of its ranks must call this with the same arguments.
 ///
 /// # Errors
-/// As [`generate`].
+/// As for [`generate`].
 pub fn generate_on_rank(
     group: &Arc<Group>,
     model: &Model,
@@ -93,7 +93,7 @@ pub fn generate_on_rank(
     let leads = group.rank() == 0;
     let mut sampler = Sampler::new(options.sampling)?;
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, prompt.len()), group.size())?;
-    // The last token is never read.
+    // The last generated token never passes through the model, so it is not cached.
     let read = options.max_tokens.saturating_sub(1);
     let total = prompt.len().saturating_add(read);
     let mut cache = Cache::generating(model.layers(), layout.tokens(group.rank()), read, group.size());
@@ -104,7 +104,7 @@ pub fn generate_on_rank(
     if options.max_tokens > 0 {
         let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache, total)?;
         loop {
-            // One rank draws and tells the others: they need neither logits nor a random stream.
+            // One rank draws the token and broadcasts it: the others need neither logits nor a random stream.
             let drawn = if leads { Some(sampler.sample(&next_logits(model, group.rank(), &hidden)?)?) } else { None };
             if tokens.is_empty() {
                 prefill = began.elapsed();
@@ -142,7 +142,7 @@ fn check(model: &Model, prompt: &[u32], options: &Options) -> Result<()> {
     model.check_tokens(prompt)
 }
 
-/// Runs the prompt through the model, fills the cache, and returns the last token's hidden state `[1, C]`.
+/// Runs the prompt through the model, fills the cache, and returns the hidden state `[1, C]` of the last token on every rank.
 fn read_prompt(
     group: &Arc<Group>,
     model: &Model,
@@ -155,7 +155,7 @@ fn read_prompt(
     let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.growing_to(total);
     let own = layout.shard(rank, prompt, 1)?;
     let hidden = model.hidden(rank, &own, &Prefill::new(&context, cache))?;
-    // Which token is the last is a question to the whole prompt; its owner answers it for all.
+    // Only the rank that holds the prompt's last token has that token's hidden state; it broadcasts it.
     let last = prompt.len() - 1;
     let mut place = None;
     for owner in 0..group.size() {
@@ -169,20 +169,20 @@ fn read_prompt(
     let state = || cast(&hidden.get(row)?, DType::F32)?.to_vec1();
     let own = if owner == rank { Some(Buffer::F32(state()?)) } else { None };
     match &*group.cp().broadcast(owner, own)? {
-        // It was no wider before.
+        // Casting back loses nothing: the state had this type before it was widened to f32 for the broadcast.
         Buffer::F32(state) => Ok(cast(&Tensor::from_slice(state, (1, state.len()), hidden.device())?, hidden.dtype())?),
         _ => Err(unexpected(group, "the last hidden state", owner)),
     }
 }
 
-/// Logits `[V]` of the token that follows the one whose hidden state `[1, C]` is given.
+/// Logits `[V]` of the token that follows the token with hidden state `[1, C]`.
 fn next_logits(model: &Model, rank: usize, hidden: &Tensor) -> Result<Vec<f32>> {
     let normed = model.decoder().norm(model.weights(rank), hidden)?;
     let logits = model.decoder().model().head().logits(&normed, model.weights(rank))?;
     Ok(logits.flatten_all()?.to_vec1()?)
 }
 
-/// Rank 0's token, and whether it ends the text, on every rank.
+/// Broadcasts rank 0's token, and whether it ends the text, to every rank.
 fn agree(group: &Group, drawn: Option<(u32, Option<Stop>)>) -> Result<(u32, Option<Stop>)> {
     let code = |end| match end {
         None => 0u64,

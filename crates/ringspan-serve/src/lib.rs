@@ -1,5 +1,5 @@
-//! Generation over a mesh of ranks: the prompt is prefilled in parallel, each rank keeps its share of the key-value
-//! cache, and a new token's attention is computed on every rank over its share and merged by log-sum-exp.
+//! Generation over a mesh of ranks: the prompt is prefilled in parallel, each rank keeps its share of the KV cache, and every
+//! rank attends from a new token to its share; the partial results are merged by their softmax statistics.
 #![deny(missing_docs)]
 
 mod cache;

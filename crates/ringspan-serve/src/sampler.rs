@@ -1,4 +1,4 @@
-//! From logits to a token: temperature, then the K most likely, then the nucleus, then a draw.
+//! Sampling of the next token from logits: temperature, then top-k, then top-p (the nucleus), then a random draw.
 
 use crate::error::{Error, Result};
 use rand_chacha::{
@@ -6,30 +6,30 @@ use rand_chacha::{
     rand_core::{RngCore, SeedableRng},
 };
 
-/// How tokens are drawn.
+/// Settings for how tokens are drawn.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
     /// Divides the logits; 0 always takes the most likely token (the lowest id among equals).
     pub temperature: f32,
-    /// Only the K most likely tokens, exactly K also among equals (the lowest ids stay).
+    /// Keeps only the K most likely tokens, exactly K also among equals (the lowest ids stay).
     pub top_k: Option<usize>,
-    /// Only the most likely tokens that together have at least this probability, counted after `top_k` on
-    /// temperature-scaled probabilities; 0 keeps the single most likely.
+    /// Keeps only the most likely tokens that together have at least this probability, counted after `top_k` on
+    /// temperature-scaled probabilities; 0 keeps the single most likely token.
     pub top_p: Option<f32>,
-    /// Start of the random stream.
+    /// Seed of the random stream.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Always the most likely token.
+    /// Settings that always take the most likely token.
     pub const fn greedy() -> Self {
         Self { temperature: 0.0, top_k: None, top_p: None, seed: 0 }
     }
 
-    /// Whether every option is in its range and has an effect.
+    /// Checks that every option is in its range and has an effect.
     ///
     /// # Errors
-    /// The first option that is not.
+    /// The first option that is out of range or has no effect.
     pub fn check(&self) -> Result<()> {
         let wrong = |option, given: String, possible| Err(Error::Sampling { option, given, possible });
         if !(self.temperature.is_finite() && self.temperature >= 0.0) {
@@ -55,7 +55,7 @@ impl Sampling {
     }
 }
 
-/// A random stream and the options that shape it.
+/// Draws tokens from a random stream with given settings.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,
@@ -63,19 +63,19 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler at the start of its stream.
+    /// A sampler at the start of its random stream.
     ///
     /// # Errors
-    /// Options outside their range, see [`Sampling::check`].
+    /// Options outside their range or without effect, see [`Sampling::check`].
     pub fn new(sampling: Sampling) -> Result<Self> {
         sampling.check()?;
         Ok(Self { sampling, random: ChaCha8Rng::seed_from_u64(sampling.seed) })
     }
 
-    /// The next token, given its logits `[V]`.
+    /// Draws the next token, given its logits `[V]`.
     ///
     /// # Errors
-    /// No logits, NaN, or nothing but -inf.
+    /// An empty vocabulary, NaN or infinity among the logits, or all of them -inf.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let best = argmax(logits)?;
         if self.sampling.temperature == 0.0 {
@@ -92,12 +92,12 @@ impl Sampler {
                 return Ok(token as u32);
             }
         }
-        // Rounding may leave a sliver behind the last token.
+        // Rounding may leave a small rest after the last token; the last token with any weight takes it.
         let last = candidates.iter().rev().find(|(_, weight)| *weight > 0.0);
         Ok(last.map_or(best, |(token, _)| *token) as u32)
     }
 
-    /// The tokens that may be drawn and their weights (the greatest is 1).
+    /// The tokens that may be drawn, with their weights, of which the greatest is 1.
     fn candidates(&self, logits: &[f32], max: f32) -> Vec<(usize, f64)> {
         let Sampling { temperature, top_k, top_p, .. } = self.sampling;
         let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / f64::from(temperature)).exp();

@@ -1,4 +1,4 @@
-//! How likely a model finds given tokens.
+//! Scoring: the probabilities that a model gives to the tokens of a text.
 
 use crate::error::Result;
 use crate::model::{Mesh, Model};
@@ -9,30 +9,30 @@ use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Context, loss};
 use std::sync::Arc;
 
-/// What to score.
+/// The tokens to score.
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
-    /// `[B * S]`; what stands in padding does not matter.
+    /// Token ids `[B * S]`; those in padding are ignored.
     pub tokens: &'a [u32],
-    /// Which of them belong together.
+    /// The documents in the batch, within which tokens see each other.
     pub documents: &'a Documents,
 }
 
-/// What a model says of a batch.
+/// The scores of a batch.
 #[derive(Debug, Clone)]
 pub struct Scores {
-    /// log p of the document's next token, given those up to this one: `[B * S]`; 0 where there is no next one.
+    /// Log-probability of the document's next token, given the tokens up to this one: `[B * S]`; 0 where no token follows.
     pub log_probs: Vec<f32>,
-    /// Tokens that were predicted: those that follow another in their document.
+    /// Number of predicted tokens: those that follow another token of their document.
     pub predicted: usize,
-    /// `[B * S, V]`, 0 in padding; only where asked for.
+    /// Logits `[B * S, V]`, 0 in padding; only if requested.
     pub logits: Option<Vec<f32>>,
 }
 
-/// Scores a batch whose tokens are dealt to the ranks as `layout` says; none in a process without rank 0.
+/// Scores a batch whose tokens are dealt to the ranks by `layout`; returns `None` in a process without rank 0.
 ///
 /// # Errors
-/// Tokens the model does not know, a batch of another size than its documents say, failures of any rank.
+/// Tokens outside the vocabulary, a batch whose size differs from that of its documents, failures of any rank.
 pub fn score(
     model: &Model,
     mesh: &Mesh,
@@ -45,10 +45,10 @@ pub fn score(
     let mut targets = vec![loss::IGNORE; batch.documents.size()];
     let mut predicted = 0;
     for rank in 0..layout.ranks() {
-        // Also checks that the tokens fill the documents.
+        // Sharding also checks that the number of tokens is that of the documents.
         model.check_tokens(&layout.shard(rank, batch.tokens, 1)?)?;
     }
-    // The next token is found in the whole batch, before it is cut: at a rank's border it lies on another rank.
+    // The next token is looked up in the whole batch, before it is sharded: at the border of a shard it lies on another rank.
     for document in batch.documents.iter() {
         let positions: Vec<usize> = document.spans.iter().cloned().flatten().collect();
         for pair in positions.windows(2) {
@@ -75,7 +75,7 @@ pub fn score(
     Ok(Some(Scores { log_probs: whole(&local, 1)?, predicted, logits }))
 }
 
-/// Log-probabilities `[T]` and, if asked for, logits `[T, V]` of this rank's tokens.
+/// Log-probabilities `[T]` and, if requested, logits `[T, V]` of this rank's tokens.
 fn score_on_rank(
     group: &Arc<Group>,
     model: &Model,

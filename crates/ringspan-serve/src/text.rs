@@ -1,13 +1,13 @@
-//! From tokens to text while they come: whole characters only, and nothing of a stop string.
+//! Streaming detokenizer: it releases whole characters only, and nothing of a stop string.
 
 use crate::error::{Error, Result};
 
 /// Turns tokens into text.
 pub trait Detokenize: Sync {
-    /// The text of `tokens`; bytes that are no character become U+FFFD.
+    /// The text of `tokens`; bytes that form no character become U+FFFD.
     ///
     /// # Errors
-    /// Tokens the vocabulary does not have, or a broken decoder.
+    /// Tokens outside the vocabulary, or a broken decoder.
     fn text(&self, tokens: &[u32]) -> Result<String>;
 }
 
@@ -17,20 +17,20 @@ impl Detokenize for tokenizers::Tokenizer {
     }
 }
 
-/// Tokens decoded together at most: longer windows only cost time.
+/// Upper limit of tokens that are decoded together; a longer window would only cost time.
 const WINDOW: usize = 32;
-/// Tokens kept in front of the new ones, because decoders treat the first token of a text differently.
+/// Number of tokens kept before the new ones, because decoders treat the first token of a text differently.
 const CONTEXT: usize = 6;
 /// A character has at most four bytes, so at most three replacement characters stand for an unfinished one.
 const UNFINISHED: usize = 3;
 
-/// Text under way.
+/// The state of a text that is streamed while its tokens are generated.
 pub struct TextStream<'a> {
     detokenizer: &'a dyn Detokenize,
     stops: Vec<String>,
-    /// Tokens whose text may still change, behind some that give them context.
+    /// Tokens whose text may still change, after some that give them context.
     window: Vec<u32>,
-    /// Bytes of the window's text that are already in `held` or given out.
+    /// Bytes of the window's text that are already in `held` or released.
     taken: usize,
     /// Text that may be the beginning of a stop string.
     held: String,
@@ -38,10 +38,10 @@ pub struct TextStream<'a> {
 }
 
 impl<'a> TextStream<'a> {
-    /// A stream that goes on from `prompt` and ends before the first of `stops`. Empty stop strings are ignored.
+    /// A stream that continues `prompt` and ends before the first of `stops`. Empty stop strings are ignored.
     ///
     /// # Errors
-    /// A prompt the tokenizer cannot decode.
+    /// A prompt that the tokenizer cannot decode.
     pub fn new(detokenizer: &'a dyn Detokenize, prompt: &[u32], stops: &[String]) -> Result<Self> {
         let window = prompt[prompt.len().saturating_sub(CONTEXT)..].to_vec();
         let taken = whole(&detokenizer.text(&window)?).len();
@@ -49,15 +49,15 @@ impl<'a> TextStream<'a> {
         Ok(Self { detokenizer, stops, window, taken, held: String::new(), stopped: false })
     }
 
-    /// Whether a stop string was met.
+    /// Whether a stop string has occurred.
     pub fn stopped(&self) -> bool {
         self.stopped
     }
 
-    /// Adds a token and returns the text that is now certain; it may be empty.
+    /// Adds a token and returns the text that became certain by it; it may be empty.
     ///
     /// # Errors
-    /// Tokens the tokenizer cannot decode.
+    /// Tokens that the tokenizer cannot decode.
     pub fn push(&mut self, token: u32) -> Result<String> {
         if self.stopped {
             return Ok(String::new());
@@ -72,7 +72,7 @@ impl<'a> TextStream<'a> {
         if certain.len() == text.len() && self.window.len() > WINDOW {
             let rest = self.window[self.window.len() - CONTEXT..].to_vec();
             let shorter = self.detokenizer.text(&rest)?;
-            // A cut inside a character would count its bytes twice.
+            // A window that began inside a character would count the character's bytes twice.
             if text.ends_with(&shorter) && !shorter.starts_with('\u{FFFD}') {
                 self.taken = shorter.len();
                 self.window = rest;
@@ -81,10 +81,10 @@ impl<'a> TextStream<'a> {
         Ok(self.release())
     }
 
-    /// The rest, when no token follows.
+    /// Ends the stream, and returns the text that was held back.
     ///
     /// # Errors
-    /// Tokens the tokenizer cannot decode.
+    /// Tokens that the tokenizer cannot decode.
     pub fn finish(&mut self) -> Result<String> {
         if self.stopped {
             return Ok(String::new());
@@ -99,7 +99,7 @@ impl<'a> TextStream<'a> {
         Ok(released + &rest)
     }
 
-    /// Gives out what cannot be part of a stop string.
+    /// Releases the text that cannot be part of a stop string.
     fn release(&mut self) -> String {
         if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
             self.stopped = true;
@@ -114,7 +114,7 @@ impl<'a> TextStream<'a> {
     }
 }
 
-/// The text without replacement characters at its end that may become a character yet.
+/// The text without the replacement characters at its end that further tokens may still turn into a character.
 fn whole(text: &str) -> &str {
     let mut text = text;
     for _ in 0..UNFINISHED {
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Token = byte.
+    /// A detokenizer for which each token is a byte.
     struct Bytes;
 
     impl Detokenize for Bytes {

@@ -1,4 +1,4 @@
-//! What reading a mixture of experts and generating with it holds at most, counted by the allocator.
+//! Peak memory of reading a mixture of experts and of generating with it, counted by the allocator.
 
 use candle_core::{DType, Tensor};
 use ringspan_models::{Config, Decoder, folder};
@@ -15,7 +15,7 @@ struct Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came.
+// // SAFETY: every call is passed on to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         PEAK.fetch_max(NOW.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// A folder of bf16 with random weights.
+/// Saves a model in bf16 with random weights.
 fn saved(json: &Value, to: &Path) {
     let decoder = Decoder::new(serde_json::from_value::<Config>(json.clone()).unwrap()).unwrap();
     let rounded = |(name, tensor): (String, Tensor)| (name, tensor.to_dtype(DType::BF16).unwrap());
@@ -42,7 +42,7 @@ fn saved(json: &Value, to: &Path) {
     std::fs::write(to.join("config.json"), json.to_string()).unwrap();
 }
 
-/// One test, since a process has one allocator and tests run beside each other.
+/// This is the only test of its program: a process has one allocator, and tests would run at the same time.
 #[test]
 fn a_mixture_in_bf16_is_read_and_generates_without_its_experts_in_f32() {
     let of_all = json!({
@@ -85,7 +85,7 @@ fn a_mixture_in_bf16_is_read_and_generates_without_its_experts_in_f32() {
         // Norms and biases are f32.
         assert!(wide > 50_000_000 && stored < wide * 51 / 100, "{what}");
         assert!(held < stored + stored / 50, "{what}");
-        // The matrix of one expert in f32, and what products pack, but no layer's experts.
+        // The peak has room for one expert's matrix in f32 and what products pack, but not for a layer's experts.
         assert!(most < stored + wide / 6, "{what}");
     }
 }

@@ -1,4 +1,4 @@
-//! The files beside a trained model's weights: its tokenizer, how people talk with it, and where its texts end.
+//! The files next to a trained model's weights: tokenizer, chat template, and the generation config with its end tokens.
 
 use crate::{
     checkpoint::write_file,
@@ -12,13 +12,13 @@ use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 const TEMPLATE: &str = "chat_template.jinja";
-/// What older versions of transformers keep beside a tokenizer.
+/// Files in which older versions of transformers keep special tokens, next to the tokenizer.
 const OLDER: [&str; 2] = ["special_tokens_map.json", "added_tokens.json"];
 /// Ids of tokens that both `config.json` and [`GENERATION_CONFIG`] name.
 const TOKENS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
-/// Writes them into the folder `config.out`: a model is asked in the words it was trained with, and stops where those stopped,
-/// at `end`. `json` is its `config.json`.
+/// Writes these files into the folder `config.out`, so that generation uses the template and tokens of the training, and stops at
+/// `end`, the token that ended the training's texts. `json` is the trained model's `config.json`.
 ///
 /// # Errors
 /// Files that cannot be read or written, and a damaged [`GENERATION_CONFIG`].
@@ -35,7 +35,8 @@ pub(crate) fn keep(config: &TrainConfig, tokenizer: Option<&Tokenizer>, json: &V
     write_file(&config.out.join(GENERATION_CONFIG), &text)
 }
 
-/// What lies beside the tokenizer, with the template that was given in the place of its own.
+/// Writes the files that accompany `tokenizer.json`. The chat template of `--chat-template`, where given, replaces the
+/// tokenizer's own.
 fn of_tokenizer(config: &TrainConfig, tokenizer: &Tokenizer) -> Result<()> {
     let beside = |name: &str| tokenizer.folder().map(|folder| folder.join(name)).filter(|path| path.exists());
     let template = config.chat_template.clone().or_else(|| beside(TEMPLATE));
@@ -75,8 +76,8 @@ fn given(config: &TrainConfig) -> Result<Map<String, Value>> {
     }
 }
 
-/// A generation config that stops at `end`, too. What `given` does not say, `config.json` does, as when transformers saves a
-/// model that has none.
+/// The generation config `given` with `end` among its `eos_token_id`s. Token ids that it lacks are taken from `config.json`, as
+/// transformers does when it saves a model that has no generation config.
 fn generation(given: Map<String, Value>, config: &Value, end: Option<u32>) -> Map<String, Value> {
     let mut all = given;
     for key in TOKENS {

@@ -1,4 +1,4 @@
-//! The data of a run, read, made into tokens and ready to be fed.
+//! The training data of a run: read, tokenized, and ready to be dealt as batches.
 
 use crate::{
     checkpoint::Identity,
@@ -24,30 +24,30 @@ use std::{
     },
 };
 
-/// Data as it is fed, and what it is.
+/// The data of a run: training batches, evaluation sequences and a description.
 pub(crate) struct Dataset {
     pub(crate) feed: Feed,
-    /// Sequences that the model is judged by.
+    /// The sequences of the held-out (evaluation) split.
     pub(crate) held_out: Vec<Sequence>,
     pub(crate) identity: Identity,
-    /// How documents end and are packed, in words, a line each.
+    /// Lines for the user: which token ends documents, and how documents are packed.
     pub(crate) notes: Vec<String>,
-    /// What a person should look at, in words.
+    /// Lines for the user about things that deserve a look.
     pub(crate) warnings: Vec<String>,
-    /// The token that ends what is learned, where there is one.
+    /// The token that ends a document or an answer, where there is one.
     pub(crate) end: Option<u32>,
 }
 
-/// What becomes of tokens that cannot be kept.
+/// Whether a run may go on when the token cache cannot be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tokens {
-    /// Then there is no run.
+    /// The run may not: [`Dataset::open`] fails.
     MustBeKept,
-    /// They are made for now, and removed: of a plan nothing else is needed.
+    /// The run may: tokens are written to a temporary folder that is removed at the end. A plan (`--dry-run`) needs nothing more.
     MayBeLost,
 }
 
-/// Who watches a run while its text becomes tokens, and who may end it.
+/// Reports the progress of tokenization to an observer, and lets `stop` interrupt it.
 pub(crate) struct Watcher<'a> {
     observer: Mutex<&'a mut dyn Observer>,
     stop: &'a AtomicBool,
@@ -69,8 +69,8 @@ impl<'a> Watcher<'a> {
 }
 
 impl Dataset {
-    /// Reads the data of a run for a model of `vocabulary` tokens, on `threads` threads; writes its tokens where they are kept,
-    /// and nothing else.
+    /// Reads the data of a run for a model of `vocabulary` tokens, on `threads` threads. It writes tokens to the token cache, and
+    /// nothing else.
     ///
     /// # Errors
     /// Files that cannot be read, documents that cannot be written as tokens, tokens that the model does not have, and
@@ -111,7 +111,7 @@ impl Dataset {
         Ok(Self::fed(Feed::Tokens(batch), identity))
     }
 
-    /// What is fed, with nothing held out.
+    /// A dataset of `feed` with no held-out sequences.
     pub(crate) fn fed(feed: Feed, identity: Identity) -> Self {
         let (held_out, notes, warnings) = Default::default();
         Self { feed, held_out, identity, notes, warnings, end: None }
@@ -162,7 +162,7 @@ impl Dataset {
     }
 }
 
-/// Makes tokens of the sources of a run.
+/// Reads and tokenizes the sources of a run.
 struct Reader<'a, 'w> {
     config: &'a TrainConfig,
     tokenizer: &'a Tokenizer,
@@ -179,13 +179,13 @@ struct SourceOfText {
     path: PathBuf,
     weight: Option<f64>,
     corpus: Corpus,
-    /// What is packed of what is learned.
+    /// How documents are cut and packed for training.
     fit: Fit,
-    /// What was wrong with tokens that were kept, in words.
+    /// What was wrong with the cached tokens, in words for the user.
     said: Vec<String>,
 }
 
-/// The template in the model's own file, where that is GGUF's.
+/// The chat template that the model's own file holds, where it is a GGUF file.
 fn template_of_file(config: &TrainConfig) -> Result<Option<Template>> {
     let Some(path) = &config.model else { return Ok(None) };
     let template = Origin::at(path).and_then(|origin| origin.chat_template()).map_err(model_error)?;
@@ -202,7 +202,8 @@ impl<'a, 'w> Reader<'a, 'w> {
     ) -> Result<Self> {
         let (template, no_template) = match (&config.chat_template, tokenizer.folder()) {
             (Some(file), folder) => (Some(Template::read(file, folder)?), None),
-            // A template that is damaged, or beyond this engine, harms only where there are conversations.
+            // A template that is damaged or unsupported is an error only once a conversation is met, so its error is kept for
+            // then.
             (None, Some(folder)) => match Template::of_model(folder) {
                 Ok(template) => (template, None),
                 Err(error) => (None, Some(error.to_string())),
@@ -257,8 +258,8 @@ impl<'a, 'w> Reader<'a, 'w> {
         Ok(SourceOfText { path: path.into(), weight: None, corpus, fit, said })
     }
 
-    /// Refuses a token for which the model has no row. Some tokenizers have more tokens than their model, for what it cannot
-    /// read, as images; that harms only where one occurs.
+    /// Refuses a token for which the model's embedding has no row. Some tokenizers know more tokens than their model, for inputs
+    /// such as images; that is harmless until one occurs in the data.
     fn known(&self, corpus: &Corpus) -> Result<()> {
         let Some(largest) = corpus.largest.filter(|&token| token as usize >= self.vocabulary) else { return Ok(()) };
         let name = self.tokenizer.spelling(largest).unwrap_or_default();
@@ -270,7 +271,7 @@ impl<'a, 'w> Reader<'a, 'w> {
         Err(Error::Tokenizer { path: self.tokenizer.path().into(), problem })
     }
 
-    /// Refuses a template that nothing is written with.
+    /// Refuses a `--chat-template` when the data holds no conversations to apply it to.
     fn template_has_effect<'b>(
         &self,
         mut all: impl Iterator<Item = &'b SourceOfText>,
@@ -295,14 +296,14 @@ fn fit(config: &TrainConfig, documents: &Store, whole: bool) -> Fit {
 }
 
 impl SourceOfText {
-    /// A share of the most tokens of a look, as sequences.
+    /// The sequences of one evaluation: `share` of the `config.eval_tokens` tokens that an evaluation reads at most.
     fn look(&self, documents: &Store, config: &TrainConfig, share: f64) -> Vec<Sequence> {
         let fit = fit(config, documents, self.corpus.about.stays_whole());
         let most = (config.eval_tokens as f64 * share).ceil() as usize;
         Packer::once(documents, &fit, config.sequence_length, most)
     }
 
-    /// Tokens that are read, and of them those that are learned.
+    /// Number of training tokens that are read, and number of those that are learned (that are targets of the loss).
     fn tokens(&self) -> (u64, u64) {
         let (unseen, unlearned) = self.fit.lost();
         (self.corpus.train.tokens() as u64 - unseen, self.corpus.learned[0] - unlearned)
@@ -312,10 +313,11 @@ impl SourceOfText {
         self.corpus.about.chats == self.corpus.about.documents()
     }
 
-    /// The token that ends what is learned, and what the plan says of it.
+    /// The token that ends what is learned, and a line about it for the printed plan.
     fn end(&self, tokenizer: &Tokenizer) -> (Option<u32>, String) {
         if self.only_chats() {
-            // What the template writes behind the last answer, of which all documents have one.
+            // The last learned special token of the first document is the one that the template writes after an answer; every
+            // document has an answer.
             let words = if self.corpus.train.is_empty() { &[] } else { self.corpus.train.document(0) };
             let mut learned = words.iter().rev().copied().filter(|word| word & GIVEN == 0);
             return match learned.find_map(|word| tokenizer.special(word).map(|name| (word, name))) {
@@ -336,20 +338,20 @@ impl SourceOfText {
         self.corpus.about.suspects.iter().map(suspect).collect()
     }
 
-    /// What was left out, and what was wrong with tokens that were kept.
+    /// Lines about documents that were left out, and about what was wrong with the cached tokens.
     fn remarks(&self) -> Vec<String> {
         self.corpus.about.skipped.words().into_iter().chain(self.said.iter().cloned()).collect()
     }
 }
 
-/// The share of each source: by its weight, or by its size where none has one.
+/// Each source's share of the sequences: its weight, or its number of tokens where no source has a weight, over the sum.
 fn shares(learned: &[SourceOfText]) -> Vec<f64> {
     let weight = |source: &SourceOfText| source.weight.unwrap_or(source.tokens().0 as f64);
     let sum: f64 = learned.iter().map(weight).sum();
     learned.iter().map(|source| weight(source) / sum).collect()
 }
 
-/// The data in words: a line, and others below it.
+/// Describes the data for the user: a summary line, and notes below it.
 fn described(
     config: &TrainConfig,
     learned: &[SourceOfText],
@@ -404,10 +406,10 @@ fn read_and_learned(read: u64, learned: u64) -> String {
     format!("{} tokens read, {} tokens learned", grouped(read), grouped(learned))
 }
 
-/// Of all that decides what a step is fed.
+/// A fingerprint of everything that decides which tokens a step is fed.
 fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f64]) -> u64 {
     let of_source = |source: &SourceOfText| {
-        // What fits in another way is in other sequences.
+        // The same corpus, cut in another way, makes other sequences.
         let way = source.fit.identity().into_iter().flatten();
         way.chain([source.corpus.fingerprint]).collect::<Vec<u64>>()
     };
@@ -415,7 +417,7 @@ fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f
     match (learned, &of_judges[..]) {
         ([source], []) => match source.fit.identity() {
             None => source.corpus.fingerprint,
-            // What is held out fits in the same way.
+            // No separate entry for the held-out split: it is cut in the same way.
             Some(way) => fingerprint(way.into_iter().chain(of_source(source))),
         },
         (sources, _) => {
@@ -428,22 +430,22 @@ fn identity(learned: &[SourceOfText], judges: Option<&SourceOfText>, shares: &[f
     }
 }
 
-/// The folder in which tokens are kept, or one that is removed.
+/// The folder of the token cache, or a temporary one that is removed when this is dropped.
 struct TokenFolder {
     path: PathBuf,
-    /// Why tokens are not kept.
+    /// Why the token cache cannot be used, in words; set where `path` is a temporary folder.
     warning: Option<String>,
-    /// Folders that were made for it, the innermost first.
+    /// Folders that were created on the way to the token cache, the innermost first.
     made: Vec<PathBuf>,
 }
 
 impl Drop for TokenFolder {
     fn drop(&mut self) {
         if self.warning.is_some() {
-            // What is left is in the system's folder for such files.
+            // A failure is ignored: the files are in the system's temporary folder.
             let _ = std::fs::remove_dir_all(&self.path);
         }
-        // Of a run that is refused nothing is left: a folder that holds something stays.
+        // Only empty folders can be removed so: a refused run leaves none behind, and a folder with cached tokens stays.
         self.made.iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
     }
 }

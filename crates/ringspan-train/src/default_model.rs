@@ -6,7 +6,7 @@ use ringspan_candle::Weights;
 use ringspan_models::Decoder;
 use serde_json::{Value, json};
 
-/// Deviation of a new embedding.
+/// Standard deviation of the default model's new embedding.
 const EMBEDDING: f64 = 0.5;
 
 /// `config.json` of a new byte-level Qwen3 for sequences of `length` tokens.
@@ -41,12 +41,12 @@ pub(crate) fn config(length: usize) -> Value {
 
 /// New weights for [`config`]: the decoder's, with embedding and layers brought to a scale that suits this width.
 ///
-/// The usual deviation of 0.02 is made for widths of thousands. At 128 it leaves the layers a quarter of their natural
-/// size, 1 / sqrt(inputs), and the embedding so small that the first hundred steps go into growing it. The head keeps its
-/// small one: a new model then says nearly the same about every token, and the first loss is ln 257.
+/// The usual standard deviation of 0.02 is made for widths of thousands. At 128 it leaves the layers' matrices at a quarter of
+/// their natural size, 1 / sqrt(inputs), and the embedding so small that the first hundred steps go into growing it. The head
+/// keeps the small deviation: a new model then gives all tokens nearly the same probability, and the first loss is ln 257.
 ///
 /// # Errors
-/// What the decoder's own initialisation returns.
+/// Errors of the decoder's own initialisation.
 pub(crate) fn weights(decoder: &Decoder, seed: u64) -> Result<Weights> {
     let mut weights = decoder.init(seed).map_err(model_error)?;
     for (name, tensor) in &mut weights {

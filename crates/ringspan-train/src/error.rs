@@ -1,11 +1,11 @@
-//! What can go wrong while training, said so that a person can mend it.
+//! Errors of training, worded so that a person can mend the cause.
 
 use std::path::{Path, PathBuf};
 
 /// The result of a fallible training call.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Every way preparing, running or saving a training can fail.
+/// Every way in which preparing, running or saving a training can fail.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -17,20 +17,20 @@ pub enum Error {
     Data {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong, with line numbers or shapes.
+        /// The problem, in words, with line numbers or shapes.
         problem: String,
     },
     /// The system refused to read or write a file.
     #[error("cannot {action} {path}: {source}", path = .path.display())]
     Io {
-        /// What was tried.
+        /// The action that failed, such as "read".
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The system's answer.
         source: std::io::Error,
     },
-    /// Whoever watches the reading of a text ended it (Ctrl-C).
+    /// The observer of a text's tokenization stopped it (Ctrl-C).
     #[error("interrupted while {path} became tokens: none of them are kept", path = .path.display())]
     Interrupted {
         /// The file or folder.
@@ -39,17 +39,17 @@ pub enum Error {
     /// A tokenizer is damaged or does not fit the model.
     #[error("tokenizer {path}: {problem}", path = .path.display())]
     Tokenizer {
-        /// Where it came from.
+        /// The file or folder of the tokenizer.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem, in words.
         problem: String,
     },
     /// A chat template is damaged.
     #[error("chat template {path}: {problem}", path = .path.display())]
     Template {
-        /// Where it came from.
+        /// The file or folder of the template.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem, in words.
         problem: String,
     },
     /// A checkpoint cannot be used.
@@ -57,10 +57,10 @@ pub enum Error {
     Checkpoint {
         /// The checkpoint's folder or file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem, in words.
         problem: String,
     },
-    /// The loss or its gradient stopped being a number.
+    /// The loss or the gradient norm became infinite or NaN.
     #[error(
         "step {step} computed a loss of {loss} and a gradient norm of {norm} (learning rate {lr:.3e}): nothing of this step was \
          kept, and the run as it was before it is saved; go on with --resume and a lower --lr or --grad-clip, or look at the \
@@ -69,14 +69,14 @@ pub enum Error {
     Diverged {
         /// The step.
         step: u64,
-        /// Its loss.
+        /// The loss of the step.
         loss: f64,
         /// The norm of its gradients.
         norm: f64,
-        /// Its learning rate.
+        /// The learning rate of the step.
         lr: f64,
     },
-    /// The loss stayed far above its mean.
+    /// The loss stayed far above its running mean for several steps.
     #[error(
         "the loss was above {factor} times its mean {mean:.4} in {steps} steps in a row, at step {step} it is {loss:.4}; the \
          run as it is now is saved, and older checkpoints stay: look at the data of these steps or lower --lr, and go on with \
@@ -85,13 +85,13 @@ pub enum Error {
     Spike {
         /// The last of the steps.
         step: u64,
-        /// Its loss.
+        /// The loss of that step.
         loss: f64,
-        /// Steps in a row above the limit.
+        /// Number of consecutive steps above the limit.
         steps: u64,
         /// The limit, as a multiple of the mean.
         factor: f64,
-        /// The mean of the losses before.
+        /// The running mean of the losses before these steps.
         mean: f64,
     },
     /// The core library failed: meshes, layouts, communication.

@@ -12,13 +12,13 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// Fields of `Event`.
+/// Numbers of the fields of `Event`.
 const WALL_TIME: u8 = 1;
 const STEP: u8 = 2;
 const FILE_VERSION: u8 = 3;
 const SUMMARY: u8 = 5;
 const SESSION_LOG: u8 = 7;
-/// How a field is written: a varint, eight bytes, a length and bytes, four bytes.
+/// Wire types, by which a field is written: a varint, eight bytes, a length and bytes, four bytes.
 const VARINT: u8 = 0;
 const FIXED64: u8 = 1;
 const BYTES: u8 = 2;
@@ -32,8 +32,8 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// A new file in `folder`, for a run that has done `step` steps: what older files there say of later steps, TensorBoard
-    /// then drops.
+    /// Creates a file in `folder` for a run that has done `step` steps. TensorBoard then drops what older files in the folder say
+    /// of later steps.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -46,12 +46,12 @@ impl EventFile {
         let file = File::create_new(&path).map_err(Error::io("create", &path))?;
         let mut events = Self { path, file };
         events.event(0, FILE_VERSION, b"brain.Event:2")?;
-        // The first step that will follow.
+        // A session that starts at the first step that will follow makes TensorBoard drop older events from that step on.
         events.event(step + 1, SESSION_LOG, &[tag(1, VARINT), 1])?;
         Ok(events)
     }
 
-    /// Adds numbers of a step, by name. They are handed to the system at once.
+    /// Adds named numbers (scalars) of a step. They are handed to the operating system at once.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -90,7 +90,7 @@ fn bytes(out: &mut Vec<u8>, field: u8, content: &[u8]) {
     out.extend_from_slice(content);
 }
 
-/// Seven bits a byte, the lowest first; the highest bit says that more follow.
+/// Writes a protocol buffer varint: seven bits per byte, the lowest first; a byte's highest bit says that more bytes follow.
 fn varint(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);
@@ -141,7 +141,7 @@ mod tests {
         value
     }
 
-    /// Fields of a message: number, and the value as a varint or as bytes.
+    /// The fields of a message: field number, and the value as a varint or as bytes.
     fn fields(mut data: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
         let mut all = Vec::new();
         while !data.is_empty() {
@@ -160,7 +160,7 @@ mod tests {
         all
     }
 
-    /// Data of all records, whose checksums must hold.
+    /// The data of all records; asserts that their checksums hold.
     fn records(mut file: &[u8]) -> Vec<Vec<u8>> {
         let mut all = Vec::new();
         let check = |data: &[u8], masked: &[u8]| {

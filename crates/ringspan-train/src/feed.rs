@@ -1,13 +1,13 @@
-//! The batches of each step, from text or from a file of tokens.
+//! The batches of each step, packed from text or read from a file of tokens.
 
 use crate::data::{Batch, Dealt, Mixture};
 
-/// Yields the same batches on every rank; each rank then takes its part.
+/// Yields the same batches on every rank; each rank then takes its shard of them.
 #[derive(Debug, Clone)]
 pub(crate) enum Feed {
-    /// Packed text: B sequences a micro-batch.
+    /// Packed text: `batch_size` sequences of `length` tokens per micro-batch.
     Text { mixture: Mixture, length: usize, batch_size: usize },
-    /// The same rows each step.
+    /// Rows of a token file, the same in every step.
     Tokens(Batch),
 }
 
@@ -19,12 +19,12 @@ impl Feed {
                 let sequences = mixture.next_sequences(*batch_size * accumulation);
                 sequences.chunks(*batch_size).map(|rows| Batch::new(rows, *length)).collect()
             }
-            // The whole file in `accumulation` parts: as many micro-batches, and the same sum.
+            // The file is split into `accumulation` micro-batches, whose gradients add up to that of the whole file.
             Self::Tokens(batch) => (0..accumulation).map(|i| batch.part(i, accumulation)).collect(),
         }
     }
 
-    /// A micro-batch as full as any, where they differ.
+    /// A micro-batch with as many tokens as any can have; none where all have equally many.
     pub(crate) fn fullest(&self) -> Option<Batch> {
         match self {
             Self::Text { mixture, length, batch_size } => {
@@ -34,7 +34,7 @@ impl Feed {
         }
     }
 
-    /// Steps of a pass over the text, not rounded; one for a file of tokens.
+    /// Number of steps in one pass (epoch) over the text, not rounded; 1 for a file of tokens.
     pub(crate) fn steps_of_pass(&self, accumulation: usize) -> f64 {
         match self {
             Self::Text { mixture, batch_size, .. } => {
@@ -44,7 +44,7 @@ impl Feed {
         }
     }
 
-    /// Passes over each source that so many steps are; none for a file of tokens.
+    /// Number of passes (epochs) over each source in `steps` steps; empty for a file of tokens.
     pub(crate) fn passes(&self, steps: u64, accumulation: usize) -> Vec<f64> {
         match self {
             Self::Text { mixture, batch_size, .. } => {
@@ -56,7 +56,7 @@ impl Feed {
         }
     }
 
-    /// Where each source stands when the next step begins; nowhere for a file of tokens.
+    /// The position in each source at which the next step begins; empty for a file of tokens.
     pub(crate) fn dealt(&self) -> Vec<Dealt> {
         match self {
             Self::Text { mixture, .. } => mixture.dealt(),
@@ -64,7 +64,7 @@ impl Feed {
         }
     }
 
-    /// The same from other places on.
+    /// This feed, continued from other positions in its sources.
     pub(crate) fn at(self, places: &[Dealt]) -> Self {
         match self {
             Self::Text { mixture, length, batch_size } => {

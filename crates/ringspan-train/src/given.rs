@@ -16,31 +16,32 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const TOKENIZER: &str = "tokenizer.json";
-/// What some models have instead, which is not read.
+/// The SentencePiece file that some models have instead of [`TOKENIZER`]; it is not read.
 const SENTENCE_PIECE: &str = "tokenizer.model";
 
-/// What a model is.
+/// The model that training starts from: configuration and adapter, without weights.
 pub(crate) struct Given {
     pub(crate) config: Config,
     /// `config.json` as it is saved with the model.
     pub(crate) json: Value,
-    /// The folder of an adapter that is trained on.
+    /// The folder of an adapter whose training is continued.
     adapter: Option<Origin>,
 }
 
-/// Where its first parameters come from. They are taken once: nothing can begin a second time from what is left.
+/// Where a model's first parameters come from. [`Given::begin`] consumes it: weights that were read are moved, not copied.
 pub(crate) enum First {
     Folder(Arc<Folder>),
-    /// Of a GGUF file, or with an adapter merged in.
+    /// Weights read at once: of a GGUF file, or of a model with an adapter merged into it.
     Whole(StoredWeights),
     /// The built-in model.
     Default,
-    /// A new one of the user's own shape.
+    /// New weights for the user's own configuration.
     New,
 }
 
 impl Given {
-    /// Reads what `--model` or `--model-config` name; of a folder and of a new model no weights yet.
+    /// Reads the model that `--model` or `--model-config` name. The weights of a folder, and those of a new model, are read or
+    /// drawn later.
     pub(crate) fn new(config: &TrainConfig) -> Result<(Self, First)> {
         let (mut json, first, adapter) = match (&config.model, &config.model_config) {
             (Some(path), _) => given(config, path)?,
@@ -50,7 +51,7 @@ impl Given {
         if let Some(scaling) = &config.rope_scaling {
             json = scaling.apply(&json, Some(config.sequence_length)).map_err(model_error)?;
         }
-        // A matter of the training, not of the model that is saved.
+        // Settings of the training alone: they must not enter the `config.json` that is saved.
         let mut trained = json.clone();
         if let (Some(factor), Some(keys)) = (config.router_aux_loss, trained.as_object_mut()) {
             keys.insert("output_router_logits".into(), json!(factor > 0.0));
@@ -79,7 +80,7 @@ impl Given {
         Ok((Self { config: parsed, json, adapter }, first))
     }
 
-    /// The model with the adapters that are trained, and what its parameters begin with, for so many ranks of this process.
+    /// The decoder, with its adapters where they are trained, and the start of its parameters, for `ranks` ranks of this process.
     pub(crate) fn begin(&self, first: First, config: &TrainConfig, ranks: usize) -> Result<(Decoder, Start)> {
         let decoder = Decoder::new(self.config.clone()).map_err(model_error)?;
         let start = first.start(&decoder, config.seed, ranks)?;
@@ -89,7 +90,7 @@ impl Given {
         Ok((decoder, start.with_lora(lora, adapter)))
     }
 
-    /// The model's tokenizer; none where tokens are ready and nobody has one.
+    /// The model's tokenizer; none where the data is already tokenized and the model has no tokenizer.
     pub(crate) fn tokenizer(&mut self, config: &TrainConfig) -> Result<Option<Tokenizer>> {
         let text = matches!(config.source, Source::Text(_));
         let found = match (&config.model, &config.model_config) {
@@ -98,8 +99,8 @@ impl Given {
             (None, None) => Some(Tokenizer::byte_level(Path::new("byte-level"))?),
         };
         let Some(tokenizer) = found else { return Ok(None) };
-        // Models often have more rows than their tokenizer has tokens. Few that are published have fewer, and then the data
-        // decides; a new one can be made to fit.
+        // Models often have more embedding rows than their tokenizer has tokens. A few published models have fewer, and then the
+        // data decides (`Dataset` refuses tokens without a row); the configuration of a new model can be made to fit.
         let (tokens, vocabulary) = (tokenizer.vocabulary(), self.config.vocab_size);
         if text && config.model.is_none() && tokens > vocabulary {
             let problem = format!("has {tokens} tokens, but the model's vocabulary is {vocabulary}");
@@ -108,7 +109,8 @@ impl Given {
         Ok(Some(tokenizer))
     }
 
-    /// That of a new model: the one that is named, or lies beside its configuration, or else, for text, the byte-level one.
+    /// The tokenizer of a new model: the one `--tokenizer` names, else the one next to the configuration, else, for text, the
+    /// byte-level one.
     fn of_new(&mut self, config: &TrainConfig, shape: &Path, text: bool) -> Result<Option<Tokenizer>> {
         let beside = if shape.is_dir() { shape.join(TOKENIZER) } else { shape.with_file_name(TOKENIZER) };
         let vocabulary = self.config.vocab_size;
@@ -121,7 +123,7 @@ impl Given {
                 return Ok(Some(tokenizer));
             }
             None if !text => return Ok(None),
-            // Reading bytes instead would train another model than its folder is made for.
+            // Falling back to bytes would train another model than the one that the folder describes.
             None if beside.with_file_name(SENTENCE_PIECE).exists() => return Err(missing(beside)),
             None if vocabulary < BYTE_LEVEL => {
                 let problem = format!(
@@ -133,7 +135,7 @@ impl Given {
             }
             None => Tokenizer::byte_level(Path::new("byte-level"))?,
         };
-        // What the file says of tokens is of another tokenizer.
+        // The token ids in the configuration belong to another tokenizer.
         if let Some(keys) = self.json.as_object_mut() {
             keys.retain(|key, _| !["bos_token_id", "eos_token_id", "pad_token_id"].contains(&key.as_str()));
         }
@@ -141,7 +143,7 @@ impl Given {
         Ok(Some(tokenizer))
     }
 
-    /// Lets `config.json` say where texts end, if it does not: whoever generates stops there.
+    /// Writes the tokenizer's end of text into `config.json` where that names none, so that generation stops there.
     fn end_with(&mut self, tokenizer: &Tokenizer) {
         let says = self.json.get("eos_token_id").is_some_and(|end| !end.is_null());
         let Some(keys) = self.json.as_object_mut().filter(|_| !says) else { return };
@@ -152,7 +154,7 @@ impl Given {
 }
 
 impl First {
-    /// The parameters of a decoder, for so many ranks of this process.
+    /// The initial parameters of a decoder, for `ranks` ranks of this process.
     fn start(self, decoder: &Decoder, seed: u64, ranks: usize) -> Result<Start> {
         Ok(match self {
             Self::Folder(folder) => Start::folder(folder, seed),
@@ -180,7 +182,7 @@ fn missing(path: PathBuf) -> Error {
     Error::Tokenizer { path, problem }
 }
 
-/// That of a model that is given.
+/// The tokenizer of an existing model.
 fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     let origin = Origin::at(path).map_err(model_error)?;
     if let Some(file) = origin.tokenizer_file() {
@@ -199,7 +201,7 @@ fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
     }
 }
 
-/// The model at a path, and the adapter beside it, where that is trained on.
+/// The model at a path, and the adapter there if its training is continued.
 fn given(config: &TrainConfig, path: &Path) -> Result<(Value, First, Option<Origin>)> {
     let origin = Origin::at(path).map_err(model_error)?;
     let json = origin.config_json().map_err(model_error)?;

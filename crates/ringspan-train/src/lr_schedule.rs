@@ -3,14 +3,14 @@
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
-/// How the learning rate goes on after the warm-up.
+/// How the learning rate develops after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decay {
-    /// Down to 0 along half a cosine.
+    /// The rate falls to 0 along half a cosine.
     #[default]
     Cosine,
-    /// Not at all.
+    /// The rate stays at the peak.
     Constant,
 }
 
@@ -43,11 +43,11 @@ impl fmt::Display for Decay {
 pub struct LrSchedule {
     /// The highest rate.
     pub peak: f64,
-    /// Steps of linear rise.
+    /// Number of steps in which the rate rises linearly.
     pub warmup: u64,
-    /// Steps in all.
+    /// Number of steps in all.
     pub steps: u64,
-    /// What follows the rise.
+    /// How the rate develops after the rise.
     pub decay: Decay,
 }
 

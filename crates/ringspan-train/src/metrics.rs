@@ -1,4 +1,4 @@
-//! What happened, one JSON object a line.
+//! The metrics of a run, one JSON object per line.
 
 use crate::{
     checkpoint::write_file,
@@ -12,13 +12,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// One training step.
+/// The metrics of one training step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     /// Steps done, this one included: the first is 1.
     pub step: u64,
-    /// Mean negative log-likelihood per target, in nats, over all ranks and micro-batches; of a mixture of experts whose
-    /// configuration asks for it, with the loss that keeps the load of its experts even.
+    /// Mean negative log-likelihood per target, in nats, over all ranks and micro-batches; includes the router's auxiliary
+    /// (load-balancing) loss where the configuration of a mixture of experts asks for it.
     pub loss: f64,
     /// Learning rate of this step.
     pub lr: f64,
@@ -28,20 +28,20 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Tokens of this step per second of this step.
     pub tokens_per_second: f64,
-    /// Operations of the model per second, as a share of what the ranks reach together in matrix products, measured when
-    /// training began; ranks that share a GPU share what it reaches, in the type in which the model computes. What is computed
-    /// twice counts once. Lines of older runs on GPUs are without it.
+    /// Floating-point operations of the model per second, as a share of the rate that the ranks together reach in matrix
+    /// products, measured when training began in the type in which the model computes. Ranks on one GPU share its rate.
+    /// Recomputation is not counted. Lines of older runs on GPUs lack this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_share: Option<f64>,
-    /// Share of the step in which the rank that waited most waited for others: transfers that nothing hid, and ranks that
-    /// were late.
+    /// Share of the step that the rank that waited most spent waiting for others: for transfers that no computation hid, and for
+    /// ranks that were late.
     pub waited: f64,
-    /// Visible pairs of the rank with most of them, over the mean of all ranks: 1 is even.
+    /// Visible query-key pairs of the rank with most of them, over the mean of all ranks: 1 is even.
     pub attention_imbalance: f64,
-    /// Most bytes that the process of rank 0 has had in memory, where the system tells.
+    /// Most bytes that the process of rank 0 has had in memory (peak resident set), where the system tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory: Option<u64>,
-    /// Most bytes that this process has had allocated at once since its plan was made, where the program counts them.
+    /// Most bytes that this process has had allocated at once since its plan was made, where its allocator counts them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_allocated: Option<u64>,
     /// Most bytes that this process has had in use at once on its fullest GPU since training began.
@@ -51,16 +51,16 @@ pub struct StepMetrics {
     pub seconds: f64,
 }
 
-/// One look at the held-out text.
+/// The metrics of one evaluation on the held-out text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvaluationMetrics {
     /// Steps done.
     pub step: u64,
     /// Mean negative log-likelihood per held-out target, in nats, over all ranks.
     pub held_out_loss: f64,
-    /// `exp` of it.
+    /// `exp` of the loss.
     pub held_out_perplexity: f64,
-    /// Targets it is the mean of.
+    /// Number of targets that the loss is the mean of.
     pub held_out_targets: u64,
 }
 
@@ -98,13 +98,13 @@ impl MetricsFile {
         Ok(Self { path: path.into(), file, events: None })
     }
 
-    /// The same, with every number of a line also in an event file.
+    /// This file, which also writes every number of a line to an event file.
     #[must_use]
     pub fn with_events(self, events: EventFile) -> Self {
         Self { events: Some(events), ..self }
     }
 
-    /// Adds a line. It is handed to the system at once: what a person follows with `tail -f` is the present.
+    /// Appends a line. It is handed to the operating system at once, so `tail -f` is up to date.
     ///
     /// # Errors
     /// [`Error::Io`].

@@ -1,4 +1,4 @@
-//! Who watches a training: a terminal, a log, a test.
+//! Observers of a training: a terminal, a log, a test.
 
 use crate::{
     metrics::{EvaluationMetrics, StepMetrics},
@@ -11,26 +11,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Told what happens, in order, from one thread at a time.
+/// Receives the events of a training, in order, from one thread at a time.
 pub trait Observer: Send {
-    /// Text of `source` is becoming tokens: `done` of the `bytes` of its files are read. Called before
+    /// Text of `source` is being tokenized: `done` of the `bytes` of its files are read. Called before
     /// [`planned`](Self::planned), many times a second, for one source after the other.
     fn reading(&mut self, source: &Path, done: u64, bytes: u64) {
         let _ = (source, done, bytes);
     }
-    /// What is about to be done. Called once, before any step.
+    /// The plan of the run is made. Called once, before any step.
     fn planned(&mut self, plan: &Plan) {
         let _ = plan;
     }
-    /// Ranks that are processes have found out how blocks go between their GPUs. Called before any step.
+    /// Ranks that are processes have found out how blocks travel between their GPUs, as `blocks` says. Called before any step.
     fn connected(&mut self, blocks: &str) {
         let _ = blocks;
     }
-    /// A step is done and in the metrics.
+    /// A step is done, and its line is in the metrics file.
     fn stepped(&mut self, metrics: &StepMetrics) {
         let _ = metrics;
     }
-    /// The held-out text was looked at.
+    /// The model was evaluated on the held-out text.
     fn evaluated(&mut self, metrics: &EvaluationMetrics) {
         let _ = metrics;
     }
@@ -40,16 +40,16 @@ pub trait Observer: Send {
     }
 }
 
-/// Watches nothing.
+/// An observer that ignores all events.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Silent;
 
 impl Observer for Silent {}
 
-/// Between plain lines, so that a log of hours stays readable.
+/// Time between plain lines, so that a log of hours stays readable.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Standard error: a bar where it is a terminal, plain lines where it is not.
+/// Writes to standard error: a progress bar where it is a terminal, plain lines where it is not.
 pub struct Terminal {
     bar: Option<ProgressBar>,
     reading: Option<Reading>,
@@ -60,7 +60,7 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Looks whether standard error is a terminal.
+    /// Checks whether standard error is a terminal.
     #[must_use]
     pub fn new() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
@@ -73,7 +73,7 @@ impl Terminal {
         Self { bar, reading: None, steps: 0, first: None, last_line: None, began: Instant::now() }
     }
 
-    /// What is told of steps begins below what was told of reading.
+    /// Removes the progress bar of tokenization, so that lines about steps can follow.
     fn end_reading(&mut self) {
         if let Some(Reading { bar: Some(bar), .. }) = self.reading.take() {
             bar.finish_and_clear();
@@ -87,7 +87,7 @@ impl Terminal {
         }
     }
 
-    /// Time the rest takes at the pace so far.
+    /// Time that the remaining steps take at the pace so far, in words.
     fn left(&mut self, step: u64) -> String {
         let first = *self.first.get_or_insert(step.saturating_sub(1));
         let done = step.saturating_sub(first).max(1);
@@ -96,7 +96,7 @@ impl Terminal {
     }
 }
 
-/// Seconds in words.
+/// A duration in seconds, in words.
 fn time(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
@@ -106,7 +106,7 @@ fn time(seconds: f64) -> String {
     }
 }
 
-/// A source whose text becomes tokens.
+/// Progress of a source that is being tokenized.
 struct Reading {
     source: PathBuf,
     bar: Option<ProgressBar>,
@@ -215,7 +215,7 @@ impl Observer for Terminal {
     }
 }
 
-/// 1234567 as 1,234,567.
+/// A number with thousands separators: 1234567 as 1,234,567.
 pub(crate) fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut out = String::with_capacity(digits.len() * 4 / 3);

@@ -1,31 +1,31 @@
 //! AdamW and SGD on f32 slices, step for step as `torch.optim` computes them, and clipping by the global norm.
 //!
-//! A rank updates the pieces of parameters that it holds. Ranks that hold the same piece hold the same reduced gradients, so
-//! they take the same step, bit for bit.
+//! A rank updates the shards of parameters that it holds. Ranks that hold the same shard hold the same reduced gradients, so they
+//! take the same step, bit for bit.
 
 use crate::error::{Error, Result};
 use ringspan_candle::pool;
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr, sync::Arc};
 
-/// Which optimiser, with its constants.
+/// An optimiser's algorithm, with its constants.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
     /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
     AdamW {
-        /// Decay of the mean.
+        /// Decay rate of the running mean of gradients.
         beta1: f64,
-        /// Decay of the mean square.
+        /// Decay rate of the running mean of squared gradients.
         beta2: f64,
-        /// Added to the root of the mean square.
+        /// Added to the denominator, the root of the mean square.
         eps: f64,
-        /// Per unit of learning rate; on matrices only.
+        /// Weight decay per unit of learning rate; applies to matrices only.
         weight_decay: f64,
     },
     /// Gradient descent, with heavy-ball momentum where it is not 0.
     Sgd {
-        /// Share of the last step that is kept.
+        /// Share of the momentum buffer that is kept in each step.
         momentum: f64,
         /// Added to the gradient as `weight_decay * p`; on matrices only.
         weight_decay: f64,
@@ -64,25 +64,25 @@ impl fmt::Display for OptimizerKind {
     }
 }
 
-/// State tensors by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` or `momentum_buffer.<parameter>`, flat f32.
+/// Optimizer state by name: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>` or `momentum_buffer.<parameter>`, flat f32.
 ///
-/// Shared, so that a checkpoint can be written from them while training goes on: a step copies what is still in use.
+/// The tensors are shared, so that a checkpoint can be written from them while training goes on: a step copies those in use.
 pub type State = BTreeMap<String, Arc<Vec<f32>>>;
 
-/// What a step is besides parameter and gradient.
+/// The arguments of a step besides the parameter and its gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Update {
-    /// Which step, from 0.
+    /// Number of the step, from 0; AdamW's bias correction depends on it.
     pub step: u64,
-    /// Its learning rate.
+    /// Learning rate of the step.
     pub lr: f64,
-    /// Multiplies the gradient first: clipping.
+    /// Factor of the gradient, applied before anything else: gradient clipping.
     pub scale: f32,
-    /// Whether weight decay applies.
+    /// Whether weight decay applies to the parameter.
     pub decays: bool,
 }
 
-/// An optimiser with its state.
+/// An optimiser and its state.
 #[derive(Debug, Clone)]
 pub struct Optimizer {
     method: Method,
@@ -96,7 +96,7 @@ impl Optimizer {
         Self { method, state: State::new() }
     }
 
-    /// An optimiser that goes on from `state`, which must be what [`Self::state`] gave for the same parameters.
+    /// An optimiser that goes on from `state`, which must be what [`Self::state`] returned for the same parameters.
     ///
     /// # Errors
     /// [`Error::Settings`] when state is missing, of another optimiser, or of another size.
@@ -142,7 +142,7 @@ impl Optimizer {
         kinds(&self.method).iter().filter_map(move |kind| self.state.get_key_value(&format!("{kind}.{parameter}")))
     }
 
-    /// State bytes a parameter of `size` elements costs.
+    /// Bytes of optimizer state that a parameter of `size` elements takes.
     #[must_use]
     pub fn state_bytes(method: &Method, size: usize) -> usize {
         kinds(method).len() * size * 4
@@ -208,10 +208,10 @@ impl Optimizer {
     }
 }
 
-/// Some elements of parameter, gradient, mean and mean square.
+/// Equal chunks of parameter, gradient, running mean and running mean square.
 type Slices<'a> = (((&'a mut [f32], &'a [f32]), &'a mut [f32]), &'a mut [f32]);
 
-/// State tensors of a parameter.
+/// Names of the state tensors that a parameter has.
 pub(crate) fn kinds(method: &Method) -> &'static [&'static str] {
     match method {
         Method::AdamW { .. } => &["exp_avg", "exp_avg_sq"],
@@ -230,7 +230,7 @@ pub fn sum_of_squares<'a>(gradients: impl IntoIterator<Item = &'a [f32]>) -> f64
     gradients.into_iter().map(squares).sum()
 }
 
-/// The sum of the squares, in f64. Blocks of one size, whatever the threads: all ranks get the same bits.
+/// The sum of squares, in f64. The size of a block does not depend on the number of threads, so all ranks get the same bits.
 fn squares(gradient: &[f32]) -> f64 {
     const BLOCK: usize = 1 << 16;
     const LANES: usize = 8;
@@ -248,7 +248,7 @@ fn squares(gradient: &[f32]) -> f64 {
     pool::map(gradient.chunks(BLOCK).collect(), of_block).into_iter().sum()
 }
 
-/// The factor that brings gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where they fit.
+/// The factor that scales gradients of this norm down to `limit`, as `clip_grad_norm_` computes it; 1 where the norm is smaller.
 #[must_use]
 pub fn clip_scale(norm: f64, limit: Option<f64>) -> f32 {
     limit.map_or(1.0, |limit| (limit / (norm + 1e-6)).min(1.0) as f32)

@@ -26,24 +26,25 @@ use ringspan_candle::{
 use ringspan_models::{Decoder, Origin};
 use std::sync::Arc;
 
-/// Tokens of the held-out text that the sample goes on from.
+/// Number of tokens of held-out text that the sample continues.
 const PROMPT: usize = 48;
-/// Tokens the model looks back on; without a cache each new token costs a pass over all of them.
+/// Number of tokens that the model sees; without a KV cache each new token costs a forward pass over all of them.
 const WINDOW: usize = 256;
-/// Operations a sample may cost: seconds on one core. Models too large for it are shown by `ringspan generate`.
+/// Floating-point operations that a sample may cost: seconds on one core. Larger models are sampled with `ringspan generate`.
 const BUDGET: u64 = 1_000_000_000_000;
 const TEMPERATURE: f64 = 0.7;
 
-/// A piece of held-out text and how the model goes on.
+/// A piece of held-out text and the model's continuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
-    /// What it was given.
+    /// Held-out text that the model was given.
     pub prompt: String,
-    /// What it made of it.
+    /// The tokens that the model generated, as text.
     pub continuation: String,
 }
 
-/// A sample of the model in the run's folder, at a fixed temperature; none where there is no text, or the model is too large for a moment's work.
+/// Samples the model in the run's folder at a fixed temperature; none where there is no text, or the model is too large to do so
+/// in seconds.
 pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -> Result<Option<Sample>> {
     let parameters: u64 = setup.shapes.values().map(|s| s.iter().product::<usize>() as u64).sum();
     let affordable = (BUDGET / (2 * parameters.max(1) * WINDOW as u64)) as usize;
@@ -52,7 +53,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     let mut tokens = sequence.tokens[..piece.min(PROMPT)].to_vec();
     let prompt = tokens.len();
     let count = affordable.min(config.sample_tokens);
-    // A word or two from a large model would say nothing.
+    // A few words of a large model would tell nothing.
     if count == 0 || affordable < 20 || prompt == 0 {
         return Ok(None);
     }
@@ -88,7 +89,7 @@ pub(crate) fn sample(config: &TrainConfig, setup: &Setup, device: &RankDevice) -
     }))
 }
 
-/// One token from the distribution at the fixed temperature.
+/// Draws one token from the softmax of the logits at the fixed temperature.
 fn draw(logits: &[f32], random: &mut ChaCha8Rng) -> u32 {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |&l: &f32| (f64::from(l - most) / TEMPERATURE).exp();

@@ -26,51 +26,52 @@ use std::{
     path::Path,
 };
 
-/// A run that is ready to start. The same on every rank.
+/// A run that is ready to start. It is the same on every rank.
 pub(crate) struct Setup {
     /// `config.json` as it is saved with the model.
     pub(crate) config_json: Value,
     pub(crate) decoder: Decoder,
     pub(crate) mesh: RunMesh,
     pub(crate) shapes: BTreeMap<String, Vec<usize>>,
-    /// The parameters before the first step.
+    /// The source of the parameters before the first step.
     pub(crate) start: Start,
     pub(crate) tokenizer: Option<Tokenizer>,
     pub(crate) feed: Feed,
     /// Learning rates, and with them the number of steps.
     pub(crate) lr: LrSchedule,
-    /// Held-out sequences and their length; empty for a file of tokens.
+    /// Held-out sequences; empty for a file of tokens.
     pub(crate) held_out: Vec<Sequence>,
     /// Steps done before this run.
     pub(crate) first_step: u64,
     /// Tokens seen before this run.
     pub(crate) tokens: u64,
-    /// What is remembered of the losses before this run.
+    /// The watchdog's statistics of the losses before this run.
     pub(crate) losses: Losses,
     pub(crate) model: Identity,
     pub(crate) data: Identity,
-    /// How documents end and are packed, in words.
+    /// Lines for the user: which token ends documents, and how documents are packed.
     pub(crate) notes: Vec<String>,
-    /// What a person should look at before the data is learned.
+    /// Lines for the user about things in the data that deserve a look before training.
     pub(crate) warnings: Vec<String>,
-    /// The token that ends what is learned, where there is one.
+    /// The token that ends a document or an answer, where there is one.
     pub(crate) end: Option<u32>,
     pub(crate) plan: Plan,
     /// The activations that are recomputed for the backward pass.
     pub(crate) recompute: Recompute,
 }
 
-/// Whether a base beside which adapters are trained stays as it is stored. GPUs get f32, and what adapters are merged into is f32.
+/// Whether the frozen base of adapters stays in its stored (quantized) format. On GPUs it is f32, and so is a base that adapters
+/// are merged into.
 fn keeps_stored(config: &TrainConfig) -> bool {
     config.lora.is_some() && !config.lora_merge && config.device == DeviceName::Cpu
 }
 
 impl Setup {
-    /// Reads and checks; writes nothing but the tokens of a text, where they are kept.
+    /// Reads and checks everything; writes nothing but the token cache.
     pub(crate) fn new(config: &TrainConfig, tokens: Tokens, watcher: &Watcher<'_>) -> Result<Self> {
         let (mut given, first) = Given::new(config)?;
         let (decoder, start) = given.begin(first, config, ranks_here(config))?;
-        // Before anything is read that takes long.
+        // An unsuitable mesh is refused before anything is read that takes long.
         let mut mesh = RunMesh::new(config, &decoder)?;
         if keeps_stored(config) {
             mesh.sharing = mesh.sharing.with_stored(&decoder, start.formats(&decoder))?;
@@ -105,7 +106,7 @@ impl Setup {
         Ok(setup)
     }
 
-    /// A model that is here, and one batch.
+    /// The setup of a loaded model and one batch, without a plan.
     pub(crate) fn of_batch(config: &TrainConfig, decoder: Decoder, weights: Weights, batch: Batch) -> Result<Self> {
         let Some(recompute) = config.recompute else {
             let possible = Recompute::ALL.map(|recompute| recompute.to_string()).join(", ");
@@ -122,8 +123,8 @@ impl Setup {
         Ok(Self { recompute, ..Self::of(Value::Null, decoder, mesh, start, None, data, lr) })
     }
 
-    /// Makes the plan, and holds it to what the GPUs of this process's ranks have room for, as far as they are known. Unless
-    /// it is given what is computed again, that is as little as there is room for.
+    /// Makes the plan, and checks it against the free memory of the GPUs of this process's ranks, as far as that is known. Where
+    /// the configuration does not say which activations are recomputed, the plan recomputes as few as memory allows.
     pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
         let auto = || Recompute::ALL.into_iter().rev().collect();
         for recompute in config.recompute.map_or_else(auto, |given| vec![given]) {
@@ -135,7 +136,7 @@ impl Setup {
         Ok(())
     }
 
-    /// The same with this computed again.
+    /// Like [`make_plan`](Self::make_plan), with a fixed choice of the activations that are recomputed.
     pub(crate) fn make_plan_with(&mut self, recompute: Recompute, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
         self.recompute = recompute;
         let mut plan = Plan::new(config, self, self.decoder.config())?;
@@ -146,7 +147,7 @@ impl Setup {
         Ok(())
     }
 
-    /// Without a plan, at the first step.
+    /// A setup without a plan, at the first step.
     fn of(
         config_json: Value,
         decoder: Decoder,
@@ -182,14 +183,15 @@ impl Setup {
         }
     }
 
-    /// The batch whose shape the plan is made for: the fullest of the first step, or of all where some are fuller.
+    /// The batch whose shape the plan is made for: the fullest of a whole pass where batches differ, else the fullest of the
+    /// first step.
     pub(crate) fn fullest_batch(&self, accumulation: usize) -> Option<Batch> {
         let first = self.feed.clone().next_step(accumulation).into_iter().max_by_key(Batch::real_tokens);
         self.feed.fullest().or(first)
     }
 }
 
-/// Refuses to offload what would never leave the GPU.
+/// Refuses `--offload-activations` for a model with so few layers that all activations would stay on the GPU.
 fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
     let layers = decoder.config().num_hidden_layers;
     if !config.offload_activations || layers > offload::STAYING {
@@ -202,21 +204,21 @@ fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
     )))
 }
 
-/// Steps in all.
+/// Number of steps of the run, those before it was resumed included.
 fn steps(config: &TrainConfig, feed: &Feed) -> u64 {
     match config.length {
         Length::Steps(steps) => steps,
-        // The last step of a pass begins the next one where it is not full.
+        // The last step of a pass, where the pass does not fill it, takes the rest from the next pass.
         Length::Epochs(epochs) => (epochs * feed.steps_of_pass(config.grad_accumulation)).ceil().max(1.0) as u64,
     }
 }
 
-/// Ranks of this process.
+/// Number of ranks in this process.
 fn ranks_here(config: &TrainConfig) -> usize {
     if config.local_ranks.is_some() { 1 } else { config.ranks() }
 }
 
-/// What a checkpoint of a model belongs to.
+/// The identity of a model, by which its checkpoints are recognised.
 pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) -> Identity {
     let parameters: usize = shapes.values().map(|shape| shape.iter().product::<usize>()).sum();
     let numbers = |(name, shape): (&String, &Vec<usize>)| -> Vec<u64> {
@@ -237,8 +239,8 @@ pub(crate) fn identity(model: &Config, shapes: &BTreeMap<String, Vec<usize>>) ->
     }
 }
 
-/// Refuses a configuration that computes something else than the checkpoint's: names and shapes may be the same, and its
-/// weights would go on as those of another model. Keys that nothing is computed with may change.
+/// Refuses a configuration that computes something else than the checkpoint's: where names and shapes are the same, its weights
+/// would be taken for those of another model. Keys that do not affect computation may change.
 pub(crate) fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: &Value) -> Result<()> {
     let refuse = |problem: String| Err(Error::Checkpoint { path: saved.path.clone(), problem });
     let before = &saved.progress.config;
@@ -250,7 +252,7 @@ pub(crate) fn same_configuration(config: &TrainConfig, saved: &Checkpoint, now: 
         Ok(old) => old,
         Err(error) => return refuse(format!("damaged: the model's configuration: {error}")),
     };
-    // Written and read as the other one was: a number may lose its last bit on the way.
+    // The saved configuration was written and read as text, in which a number may lose its last bit; this one goes the same way.
     let now: Value = serde_json::from_str(&now.to_string()).map_err(model_error)?;
     let new = parse(&now).map_err(model_error)?;
     if old == new {
@@ -281,13 +283,13 @@ pub(crate) fn model_error(error: impl std::fmt::Display) -> Error {
     Error::Model(error.to_string())
 }
 
-/// Puts the settings beside the run's checkpoints, with paths that mean the same from any folder.
+/// Writes the settings into the run's folder, with paths that mean the same from any current folder.
 pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()> {
     std::fs::create_dir_all(&config.out).map_err(Error::io("create", &config.out))?;
     let mut settings = config.settings.clone();
     let absolute = |path: &Path| path.canonicalize().map_err(Error::io("read", path));
     settings.out = None;
-    // Defaults that other settings decide, which a resumed run may change: it goes on with those it began with.
+    // These defaults follow from other settings, which a resumed run may change: it keeps the values it began with.
     (settings.steps, settings.epochs, settings.warmup) = (Some(lr.steps), None, Some(lr.warmup));
     if let Source::Text(_) = config.source {
         settings.batch_size = Some(config.batch_size);
@@ -297,7 +299,9 @@ pub(crate) fn write_settings(config: &TrainConfig, lr: &LrSchedule) -> Result<()
     for path in [model, chat_template, eval_data].into_iter().flatten() {
         *path = absolute(path)?;
     }
-    // Links stay: what lies beside a file lies beside the link that names it. Others may not be there yet.
+    // Symbolic links stay: other files are looked up next to the link, not next to its target. Some of these folders may not
+    // exist yet.
+    // yet.
     for path in [model_config, tokenizer, token_cache, tensorboard].into_iter().flatten() {
         *path = std::path::absolute(&*path).map_err(Error::io("read", &*path))?;
     }

@@ -1,4 +1,4 @@
-//! What a run starts from: a model, new adapters, a checkpoint. Each rank takes its pieces of them.
+//! The initial parameters of a run: of a model, new adapters or a checkpoint. Each rank takes its shards of them.
 
 use crate::{
     checkpoint::Checkpoint,
@@ -17,32 +17,32 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Where the first parameters come from.
+/// The source of the initial parameters.
 pub(crate) struct Start {
-    /// The model; the last rank that has taken its pieces lets it go.
+    /// The model; it is freed when the last rank has taken its shards.
     model: Mutex<Model>,
-    /// What was trained before: each rank reads no more than its pieces.
+    /// The trained parameters and optimizer state of a resumed run; each rank reads only its shards.
     checkpoint: Option<Checkpoint>,
-    /// New adapters are drawn from this.
+    /// The seed from which new adapters are drawn.
     seed: u64,
     lora: Option<Lora>,
-    /// The matrices of adapters that are trained on; none of new ones.
+    /// The matrices of an adapter whose training is continued; none where adapters are new.
     adapter: Option<Weights>,
 }
 
 #[derive(Clone)]
 enum Model {
-    /// It is here as a whole, and so many ranks have not taken their pieces.
+    /// The model is loaded as a whole; the number counts the ranks that have not taken their shards.
     Whole(Arc<StoredWeights>, usize),
-    /// It is still on disk.
+    /// The model is on disk.
     Folder(Arc<Folder>),
-    /// It is drawn.
+    /// The model is new, and drawn from a seed when it is read.
     New(Arc<NewWeights>),
     Taken,
 }
 
 impl Start {
-    /// From weights that `ranks` ranks take their pieces of.
+    /// Starts from loaded weights, of which `ranks` ranks take their shards.
     pub(crate) fn weights(weights: StoredWeights, ranks: usize, seed: u64) -> Self {
         Self {
             model: Mutex::new(Model::Whole(Arc::new(weights), ranks)),
@@ -53,22 +53,22 @@ impl Start {
         }
     }
 
-    /// From a folder, of which each rank reads what it needs.
+    /// Starts from a folder, of which each rank reads its shards.
     pub(crate) fn folder(folder: Arc<Folder>, seed: u64) -> Self {
         Self { model: Mutex::new(Model::Folder(folder)), checkpoint: None, seed, lora: None, adapter: None }
     }
 
-    /// From a new model, of which each rank draws what it needs.
+    /// Starts from a new model, of which each rank draws its shards.
     pub(crate) fn new_weights(new: NewWeights, seed: u64) -> Self {
         Self { model: Mutex::new(Model::New(Arc::new(new))), checkpoint: None, seed, lora: None, adapter: None }
     }
 
-    /// With adapters: these, or new ones; unless a checkpoint has them.
+    /// Adds adapters: the matrices of `adapter`, or else new ones. A checkpoint replaces either.
     pub(crate) fn with_lora(self, lora: Lora, adapter: Option<Weights>) -> Self {
         Self { lora: Some(lora), adapter, ..self }
     }
 
-    /// With what was trained before, which must be all that `decoder` trains.
+    /// Adds the trained parameters of a checkpoint, which must be all that `decoder` trains.
     pub(crate) fn with_checkpoint(self, checkpoint: Checkpoint, decoder: &Decoder) -> Result<Self> {
         for (name, shape) in decoder.shapes().iter().filter(|(name, _)| decoder.trains(name)) {
             let expected: usize = shape.iter().product();
@@ -81,12 +81,12 @@ impl Start {
         Ok(Self { checkpoint: Some(checkpoint), ..self })
     }
 
-    /// Shared, so that ranks read at the same time.
+    /// A handle on the model that does not hold the lock, so that ranks read at the same time.
     fn model(&self) -> Model {
         self.model.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The values of a piece.
+    /// The values of a shard.
     pub(crate) fn read(&self, decoder: &Decoder, piece: &Piece<'_>) -> Result<Vec<f32>> {
         let (name, shape) = (&piece.portion.name, &piece.portion.whole);
         if let Some(checkpoint) = self.checkpoint.as_ref().filter(|_| decoder.trains(name)) {
@@ -100,7 +100,7 @@ impl Start {
             return Ok(piece.pick(0, &whole));
         }
         let missing = || Error::Model(format!("the model has no parameter `{name}` {shape:?}"));
-        // Whole rows, of which the piece may want some columns only.
+        // Sources are read by whole rows, even where the shard has only some of the columns.
         let rows = piece.of_rows();
         let (first, count) = (rows.start, rows.len());
         let values = match self.model() {
@@ -115,7 +115,7 @@ impl Start {
         Ok(piece.pick(first, &values.flatten_all()?.to_vec1::<f32>()?))
     }
 
-    /// The formats of the matrices that can stay as they are stored: those that nobody trains.
+    /// The formats of the matrices that can stay as they are stored (quantized): the frozen ones.
     pub(crate) fn formats(&self, decoder: &Decoder) -> Formats {
         let model = self.model();
         let of = |name: &String| match &model {
@@ -127,8 +127,8 @@ impl Start {
         frozen.filter_map(|name| of(&name).map(|format| (name, format))).collect()
     }
 
-    /// Some rows and columns of a matrix that stays as it is stored; of experts in one parameter, of their matrices one behind the
-    /// other.
+    /// Some rows and columns of a matrix that stays as it is stored. The matrices of experts in one parameter count as one
+    /// matrix, one below the other.
     pub(crate) fn read_stored(&self, name: &str, rows: Range<usize>, columns: Range<usize>) -> Result<QuantizedMatrix> {
         let missing = || Error::Model(format!("the model stores no matrix `{name}`"));
         let matrix = match self.model() {
@@ -143,8 +143,8 @@ impl Start {
         Ok(matrix.columns(columns)?)
     }
 
-    /// A number that differs where the model does, by the first and the last row of each parameter: ranks on other machines
-    /// read their own copy of it.
+    /// A fingerprint of the model, from the first and the last row of each parameter. Ranks on other machines read their own copy
+    /// of the model, and their fingerprints must agree.
     pub(crate) fn fingerprint(&self, shapes: &BTreeMap<String, Vec<usize>>) -> Result<u64> {
         let model = self.model();
         let mut all = Vec::new();
@@ -170,7 +170,7 @@ impl Start {
         Ok(fingerprint(all))
     }
 
-    /// The optimiser of a rank with these shards.
+    /// The optimiser of a rank with these shards, with its state from the checkpoint, if there is one.
     pub(crate) fn optimizer(&self, method: Method, shards: &Shards) -> Result<Optimizer> {
         let Some(checkpoint) = &self.checkpoint else { return Ok(Optimizer::new(method)) };
         let mut state = State::new();
@@ -184,7 +184,7 @@ impl Start {
         Optimizer::resume(method, state, sizes.iter().map(|(key, size)| (&**key, *size)))
     }
 
-    /// A rank has taken its pieces.
+    /// Notes that a rank has taken its shards.
     pub(crate) fn done(&self) {
         let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
         if let Model::Whole(_, waiting) = &mut *model {

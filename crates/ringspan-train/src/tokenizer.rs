@@ -1,4 +1,4 @@
-//! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level one a new model starts with.
+//! Text to tokens and back: Hugging Face's `tokenizer.json`, and the byte-level tokenizer of new models.
 
 use crate::{
     data::special_tokens,
@@ -17,24 +17,24 @@ use std::{
 /// Names under which models keep the token that ends a document, in order of preference, for those that do not say.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>"];
 
-/// Who says which token ends a document: its configuration, and its name.
+/// Sources that name the token that ends a document, in words: a configuration file, or the token's own name.
 const NAMED: &str = "eos_token of tokenizer_config.json";
 const USUAL: &str = "by its name";
 
-/// What Hugging Face keeps beside `tokenizer.json`: special tokens by what they are for, and often the chat template.
+/// Hugging Face's file next to `tokenizer.json`: special tokens by purpose, and often the chat template.
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// Tokens of the byte-level tokenizer.
+/// Number of tokens of the byte-level tokenizer.
 pub(crate) const BYTE_LEVEL: usize = 257;
 
-/// The token that ends a document, and who says so.
+/// The token that ends a document, and the source that names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct End {
-    /// The token.
+    /// The token's id.
     pub id: u32,
-    /// How it is spelled.
+    /// The token's spelling.
     pub token: String,
-    /// Where this is said, in words.
+    /// The source that names the token, in words.
     pub said: &'static str,
 }
 
@@ -44,23 +44,23 @@ impl fmt::Display for End {
     }
 }
 
-/// A tokenizer, what it puts before a text, and the token that ends a document.
+/// A tokenizer with the special tokens that surround a text, and the token that ends a document.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     around: Around,
-    /// The same, to which text that spells a special token is that token. Large, so made when it is needed.
+    /// A copy that encodes text which spells a special token as that token. It is large, so it is made on first use.
     templated: OnceLock<tokenizers::Tokenizer>,
     end: Option<End>,
     path: PathBuf,
-    /// Where the files lie that belong to it; none for bytes, and for what a GGUF file holds.
+    /// The folder of the files that belong to it; none for the byte-level tokenizer, and for one that a GGUF file holds.
     folder: Option<PathBuf>,
 }
 
 impl Tokenizer {
-    /// Reads a `tokenizer.json`. What lies beside it belongs to it: the chat template, the names of its tokens. Documents
-    /// end with the `eos_token` of `tokenizer_config.json`, else with the first `eos_token_id` of `generation_config.json`
-    /// or `config.json` that is a special token, else with a special token of a usual name.
+    /// Reads a `tokenizer.json`. Files next to it belong to it: the chat template, the names of its tokens. Documents end with
+    /// the `eos_token` of `tokenizer_config.json`, else with the first `eos_token_id` of `generation_config.json` or
+    /// `config.json` that is a special token, else with a special token of a usual name.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when the file is missing or damaged, [`Error::Template`] and [`Error::Model`] for a damaged file
@@ -81,8 +81,8 @@ impl Tokenizer {
         Ok(read.or_ends(&ends))
     }
 
-    /// The same with the first special token of `ends`, the `eos_token_id` of a model, as that which ends documents, unless
-    /// a file beside the tokenizer names one.
+    /// This tokenizer, with the first special token of `ends` (a model's `eos_token_id`) as the token that ends documents, unless
+    /// a file next to the tokenizer names one.
     #[must_use]
     pub fn or_ends(mut self, ends: &[u32]) -> Self {
         let asked = self.end.as_ref().is_none_or(|end| end.said == USUAL);
@@ -96,7 +96,7 @@ impl Tokenizer {
         self.special(id).map(|token| End { id, token: token.into(), said })
     }
 
-    /// The spelling of a token that is special.
+    /// The spelling of a special token; none for other tokens.
     pub(crate) fn special(&self, id: u32) -> Option<&str> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         added.get(&id).filter(|token| token.special).map(|token| token.content.as_str())
@@ -107,7 +107,7 @@ impl Tokenizer {
         self.inner.id_to_token(id)
     }
 
-    /// 257 tokens: token b is the byte b, token 256 is `<|endoftext|>`. `path` names it in messages.
+    /// A tokenizer of 257 tokens: token b is the byte b, token 256 is `<|endoftext|>`. `path` names it in messages.
     ///
     /// # Errors
     /// Never in practice: the tokenizer is the same each time.
@@ -131,7 +131,7 @@ impl Tokenizer {
         Self::new(inner, path)
     }
 
-    /// A tokenizer that is here, without the cuts and the padding that it may ask for; `path` names it in messages.
+    /// Wraps a loaded tokenizer, without the truncation and the padding that it may ask for; `path` names it in messages.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] for a post-processor that fails.
@@ -161,8 +161,8 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a window of a text, with the places where they begin; of a whole text, which nothing is joined to, all
-    /// places are 0.
+    /// The tokens of a window of a text, each with the byte at which it begins. Where the window is the whole text, nothing is
+    /// joined to it, and all positions are 0.
     pub(crate) fn tokens_of_window(&self, window: &Window) -> Result<Vec<Token>> {
         match window.is_whole() {
             true => Ok(self.encode(&window.text)?.into_iter().map(|id| (id, 0)).collect()),
@@ -170,7 +170,7 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a part of a text, with the places where they begin.
+    /// The tokens of a part of a text, each with the byte at which it begins.
     pub(crate) fn tokens_of(&self, part: &str) -> Result<Vec<Token>> {
         let encoding = self.inner.encode(part, false).map_err(|e| self.failed(&e))?;
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, _))| (id, start)).collect())
@@ -180,14 +180,13 @@ impl Tokenizer {
         Error::Tokenizer { path: self.path.clone(), problem: error.to_string() }
     }
 
-    /// Special tokens that stand before a text, as `<s>`.
+    /// Special tokens that stand before a text, such as `<s>`.
     #[must_use]
     pub fn before(&self) -> &[u32] {
         &self.around.before
     }
 
-    /// Special tokens that stand behind a text: those of the post-processor, then that which ends a document unless it is
-    /// among them.
+    /// Special tokens that stand after a text: the post-processor's, then the one that ends a document unless it is among them.
     #[must_use]
     pub fn behind(&self) -> Vec<u32> {
         let mut behind = self.around.behind.clone();
@@ -195,7 +194,7 @@ impl Tokenizer {
         behind
     }
 
-    /// The tokens of what a template wrote, in which special tokens are spelled out, with the bytes each stands for.
+    /// The tokens of text that a chat template wrote, in which special tokens are spelled out, each with its range of bytes.
     ///
     /// # Errors
     /// [`Error::Tokenizer`] when the model of the tokenizer has no token for a part of the text.
@@ -210,7 +209,7 @@ impl Tokenizer {
             .map_err(|e| Error::Tokenizer { path: self.path.clone(), problem: e.to_string() })?;
         let token = |(&id, &(start, end)): (&u32, &(usize, usize))| match start < end {
             true => (id, start..end),
-            // Some tokenizers cut spaces off: a token of nothing but spaces stands for the byte before its empty place.
+            // Some tokenizers trim spaces: a token of nothing but spaces has an empty range, and takes the byte before it.
             false => (id, end.saturating_sub(1)..end),
         };
         Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(token).collect())
@@ -238,18 +237,18 @@ impl Tokenizer {
         self.end.as_ref().map(|end| end.id)
     }
 
-    /// The same, with who says so.
+    /// Like [`end_of_text`](Self::end_of_text), with the token's spelling and the source that names it.
     #[must_use]
     pub fn end(&self) -> Option<&End> {
         self.end.as_ref()
     }
 
-    /// The folder of the files that belong to it, where there is one.
+    /// The folder of the files that belong to the tokenizer, where there is one.
     pub(crate) fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
     }
 
-    /// Where it came from.
+    /// The file or folder of the tokenizer, or its name in messages.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -342,7 +341,7 @@ mod tests {
         assert_eq!(end(), Some(("<eos>".into(), "eos_token_id")));
         write("tokenizer_config.json", r#"{"eos_token": {"content": "<turn>"}}"#);
         assert_eq!(end(), Some(("<turn>".into(), NAMED)));
-        // The model of an adapter's folder says it after the files beside the tokenizer.
+        // The files next to a tokenizer win over the `eos_token_id` of the model in an adapter's folder.
         assert_eq!(Tokenizer::read(&path).unwrap().or_ends(&[257]).end_of_text(), Some(258));
         write("generation_config.json", "{");
         let message = Tokenizer::read(&path).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! From a configuration to a trained model folder.
+//! Runs a training, from its configuration to a trained model folder.
 
 use crate::{
     beside,
@@ -34,36 +34,36 @@ pub struct Outcome {
     pub step: u64,
     /// Steps asked for.
     pub steps: u64,
-    /// Whether it was stopped before the last step; then there is a checkpoint but no new model.
+    /// Whether it was stopped before the last step; then there is a checkpoint, but no new model folder.
     pub interrupted: bool,
-    /// The run's folder; when not interrupted also the trained model's.
+    /// The run's folder; where the run was not interrupted, also the trained model's.
     pub out: PathBuf,
-    /// The metrics.
+    /// The metrics file.
     pub metrics: PathBuf,
-    /// The last look at the held-out text, where there is one.
+    /// The last evaluation on the held-out text, where there is one.
     pub evaluation: Option<EvaluationMetrics>,
-    /// What the trained model makes of a held-out text, where there is one.
+    /// A continuation of held-out text by the trained model, where there is one.
     pub sample: Option<Sample>,
     /// The model's tokenizer, where it has one.
     pub tokenizer: Option<Tokenizer>,
-    /// The model beside which adapters were trained, if they alone are in the folder.
+    /// The base model of the adapters, if the folder holds adapters only.
     pub beside: Option<PathBuf>,
-    /// Bytes that were predicted for the ranks of this process.
+    /// Predicted bytes of all ranks of this process.
     pub predicted_memory: u64,
-    /// Most bytes that this process had allocated at once since its plan was made, where the program counts them.
+    /// Most bytes that this process had allocated at once since its plan was made, where its allocator counts them.
     pub peak_allocated: Option<u64>,
     /// Most bytes that this process had in memory, where the system tells.
     pub peak_memory: Option<u64>,
-    /// Bytes that were predicted for the fullest GPU of this process, of its ranks here; 0 where the CPU computes.
+    /// Predicted bytes of this process's ranks on their fullest GPU; 0 where the CPU computes.
     pub predicted_gpu_memory: u64,
     /// Most bytes that this process had in use at once on its fullest GPU since training began; none where the CPU computes.
     pub peak_gpu_memory: Option<u64>,
 }
 
-/// Trains. The ranks are threads of this process.
+/// Runs a training whose ranks are threads of this process.
 ///
-/// `stop` may be set at any time (Ctrl-C): all ranks then finish their step, save a checkpoint and return; while text becomes
-/// tokens it is an error.
+/// `stop` may be set at any time (Ctrl-C): all ranks then finish their step, save a checkpoint and return; during tokenization,
+/// [`Error::Interrupted`] is returned.
 ///
 /// # Errors
 /// Settings, data, models and checkpoints that do not fit, found before anything is computed; failures of ranks; a disk
@@ -72,25 +72,25 @@ pub fn train(config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observe
     train_on(&Ranks::threads(), config, stop, observer)
 }
 
-/// What [`train`] would do, in numbers. Reads model, data and checkpoint, and computes nothing. Of the data it keeps the
-/// tokens, so that the training does not make them a second time; where they cannot be kept, the plan says so.
+/// The plan of what [`train`] would do, in numbers. Reads model, data and checkpoint, and computes nothing. Tokens of the data
+/// are cached, so that the training need not make them again; where they cannot be cached, the plan says so.
 ///
 /// # Errors
-/// What [`train`] refuses; that it does not fit into memory is said in the plan.
+/// Errors of [`train`]; a training that does not fit into memory is no error here, but said in the plan.
 pub fn plan(config: &TrainConfig) -> Result<Plan> {
     plan_on(&Ranks::threads(), config, &AtomicBool::new(false), &mut Silent)
 }
 
-/// The same for ranks that may be processes. All of them must call this. `stop` may be set while text becomes tokens, of which
-/// `observer` is told.
+/// Like [`plan`], for ranks that may be processes. All of them must call this. `stop` may be set during tokenization, whose
+/// progress `observer` receives.
 ///
 /// # Errors
-/// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is none: the plan says so.
+/// As [`plan`], and [`Error::Interrupted`]. A GPU that cannot be opened is no error: the plan says so.
 pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer: &mut dyn Observer) -> Result<Plan> {
     let mut setup = Setup::new(config, Tokens::MayBeLost, &Watcher::new(observer, stop))?;
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
-        // Also without a GPU here: others ask who shares theirs.
+        // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
         let rooms = opened.as_ref().unwrap_or(&Devices::CPU).rooms(ranks, config.ranks())?;
         match opened {
             Ok(_) => setup.make_plan(config, rooms)?,
@@ -101,12 +101,12 @@ pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer:
     Ok(setup.plan)
 }
 
-/// As [`train`], on ranks that may be processes. All of them must call this; each reads model, data and checkpoint, and
-/// only that of rank 0 tells its observer, looks at `stop` in training and writes; the tokens of a text are made by one process of those
-/// that share a folder for them.
+/// Like [`train`], for ranks that may be processes. All of them must call this; each reads model, data and checkpoint. Only the
+/// process of rank 0 reports to its observer, checks `stop` during training, and writes; a text is tokenized by one process of
+/// those that share a token cache.
 ///
 /// # Errors
-/// As [`train`]; also processes whose settings, model or data differ, with the name of the setting.
+/// As [`train`]; also processes whose settings, model or data differ, with the name of what differs.
 pub fn train_on(
     ranks: &Ranks,
     config: &TrainConfig,
@@ -128,7 +128,7 @@ pub fn train_on(
     let on_a_gpu = config.local_ranks.map_or(config.ranks().div_ceil(devices.count()), |_| 1);
     let predicted_gpu_memory = setup.plan.gpu_bytes() * on_a_gpu as u64;
     let predicted_memory = setup.plan.rank_bytes() * config.local_ranks.map_or(config.ranks(), |_| 1) as u64;
-    // From here on, no other process looks whether the folder is free.
+    // No process checks any more whether the run's folder is free, so it may be written to.
     let metrics_path = config.out.join("metrics.jsonl");
     let mut metrics = None;
     if ranks.lead() {
@@ -154,7 +154,7 @@ pub fn train_on(
     let ends = connected.run(config.ranks(), options, |world| {
         pool::run(config.threads, || Rank::new(config, &setup, &devices, world)?.train(stop, &host))?
     })?;
-    // What follows is the lead's: the others have ended.
+    // The lead does the rest alone: the ranks of all other processes have ended.
     drop(connected);
     let Some(end) = ends.into_iter().next() else {
         return Err(Error::Settings("a training needs at least one rank".into()));
@@ -184,7 +184,8 @@ pub fn train_on(
     })
 }
 
-/// Where processes chose by the memory of their machines what is computed again, all take the most of it.
+/// With `--recompute auto`, processes may choose differently by their machines' memory; all then take the choice that recomputes
+/// most.
 fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &mut Setup) -> Result<()> {
     let (Some(comm), None) = (ranks.comm(), config.recompute) else { return Ok(()) };
     let own = Recompute::ALL.iter().position(|recompute| *recompute == setup.recompute).unwrap_or(0);
@@ -201,13 +202,13 @@ fn agree_on_recompute(ranks: &Ranks, config: &TrainConfig, setup: &mut Setup) ->
     Ok(())
 }
 
-/// Refuses what does not fit, before any work.
+/// Refuses a plan that does not fit into memory, before any work.
 fn possible(plan: &Plan) -> Result<()> {
     let refused = |refusal| Err(Error::Settings(format!("{refusal}\n{plan}")));
     plan.refusal.as_ref().map_or(Ok(()), refused)
 }
 
-/// What all ranks must share: every setting that was given, and what was read because of them.
+/// Everything that all processes must agree on: every setting that was given, and fingerprints of what was read.
 fn identity(config: &TrainConfig, setup: &Setup) -> Result<Vec<Setting>> {
     let mut all = vec![("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned())];
     all.extend(config.settings.values()?.into_iter().map(|(key, value)| (format!("--{key}"), value)));

@@ -1,4 +1,4 @@
-//! One step on one batch, with everything that it computes: what a mesh is compared by.
+//! One training step on one batch, with all that it computes, so that meshes can be compared.
 
 use crate::{
     config::TrainConfig,
@@ -12,25 +12,26 @@ use ringspan_candle::{Devices, Weights, pool};
 use ringspan_models::Decoder;
 use std::collections::BTreeMap;
 
-/// What a step computes.
+/// The results of a step.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Trial {
-    /// The mean over all targets, with what is added for the load of experts.
+    /// The mean loss over all targets, plus the auxiliary loss that balances the load of experts.
     pub loss: f64,
-    /// `[B * S, V]`, 0 in padding.
+    /// Logits `[B * S, V]`, 0 in padding.
     pub logits: Vec<f32>,
-    /// Of the loss, by parameter.
+    /// Gradients of the loss, by parameter.
     pub gradients: BTreeMap<String, Vec<f32>>,
     /// The parameters after one step of the optimiser.
     pub updated: BTreeMap<String, Vec<f32>>,
-    /// How blocks went between GPUs, where ranks are processes.
+    /// How blocks travelled between GPUs, in words, where ranks are processes.
     pub blocks: Option<String>,
 }
 
-/// One step of a model on a batch, on the mesh of `config`; none in a process without rank 0. All processes call this.
+/// Runs one step of a model on a batch, on the mesh of `config`; returns none in a process without rank 0. All processes must
+/// call this.
 ///
 /// # Errors
-/// A model that cannot be cut for the mesh, and failures of ranks.
+/// A model that cannot be sharded over the mesh, and failures of ranks.
 pub fn trial(
     ranks: &Ranks,
     config: &TrainConfig,

@@ -1,25 +1,25 @@
-//! Notices when a loss stays high.
+//! Notices when the loss stays high (a loss spike).
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Steps that make the first mean: before them a loss is compared with nothing.
+/// Number of losses in the first mean: before it is complete, a loss is compared with nothing.
 const FIRST: u32 = 10;
-/// Share of the mean that stays, a step.
+/// Weight of the old mean when a loss enters the running mean.
 const KEPT: f64 = 0.98;
 
-/// What is remembered of the losses so far. It is kept in checkpoints, so that a resumed run knows what is high.
+/// Statistics of the losses so far. They are kept in checkpoints, so that a resumed run knows which losses are high.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Losses {
-    /// Their running mean.
+    /// Running mean of the losses.
     pub mean: f64,
-    /// Losses in the mean.
+    /// Number of losses in the mean.
     pub seen: u32,
-    /// Steps in a row above the limit.
+    /// Number of consecutive steps above the limit.
     pub high: u64,
 }
 
-/// Compares losses with their running mean. Every rank has its own and sees the same losses, so all stop together.
+/// Compares losses with their running mean. Every rank has its own watchdog and sees the same losses, so all stop together.
 #[derive(Debug, Clone)]
 pub(crate) struct Watchdog {
     factor: Option<f64>,
@@ -28,23 +28,23 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Alarms after `patience` steps in a row above `factor` times the mean; never where there is no factor. `losses` are
-    /// those that were seen before.
+    /// A watchdog that gives an error after `patience` consecutive steps above `factor` times the mean; never without a factor.
+    /// `losses` are the statistics of the steps before.
     pub(crate) fn new(factor: Option<f64>, patience: u64, losses: Losses) -> Self {
         Self { factor, patience, losses }
     }
 
-    /// What is remembered so far.
+    /// The statistics of the losses so far.
     pub(crate) fn losses(&self) -> Losses {
         self.losses
     }
 
-    /// Looks at the loss of `step`. The mean is of the losses below the limit: a spike does not become the measure. It is
-    /// kept where there is no limit, too, for a resumed run that has one.
+    /// Compares the loss of `step` with the mean. Only losses below the limit enter the mean, so a spike does not raise it. The
+    /// mean is also kept where there is no limit, for a resumed run that has one.
     ///
     /// # Errors
-    /// [`Error::Spike`]. For whoever goes on all the same everything begins anew: the loss may have settled where it is, and
-    /// above a mean that no longer moves each further run would be stopped as well.
+    /// [`Error::Spike`]. The statistics then begin anew, for a run that is resumed: the loss may have settled at its new level,
+    /// and the old mean, which would no longer move, would stop each further run as well.
     pub(crate) fn look(&mut self, step: u64, loss: f64) -> Result<()> {
         let Losses { mean, seen, high } = &mut self.losses;
         if let Some(factor) = self.factor.filter(|factor| *seen >= FIRST && loss > factor * *mean) {
@@ -57,7 +57,7 @@ impl Watchdog {
         }
         *high = 0;
         *seen = seen.saturating_add(1);
-        // A plain mean at first, so that the first loss, the highest, does not weigh longest.
+        // The mean is a plain one at first, so that the first loss, the highest, does not keep the largest weight.
         let share = (1.0 / f64::from(*seen)).max(1.0 - KEPT);
         *mean += (loss - *mean) * share;
         Ok(())
@@ -95,7 +95,7 @@ mod tests {
         assert!(feed(&mut watchdog(Some(1.5), 1), &[1.0, 50.0, 50.0, 50.0]).is_none());
     }
 
-    /// Cut anywhere, a run notices what it would have noticed; one that had no limit knows its mean when it gets one.
+    /// A run that is stopped and resumed anywhere notices the same spike; one that had no limit has a mean when it is given one.
     #[test]
     fn what_was_seen_before_counts() {
         let losses: Vec<f64> = (0..20).map(|i| 3.0 + f64::from(i % 3)).chain([30.0, 31.0, 32.0]).collect();
@@ -118,7 +118,7 @@ mod tests {
         }
     }
 
-    /// Whether the run is stopped and resumed at the alarm or not.
+    /// The spike is noticed once, whether the run is stopped and resumed at the error or not.
     #[test]
     fn a_loss_that_settled_higher_is_noticed_once() {
         let settled = |i: u32| 30.0 + 0.1 * f64::from(i % 7);

@@ -1,39 +1,40 @@
-//! A long text to tokens, window by window: a tokenizer takes a hundred times the memory of the text it is given at once.
+//! Tokenizes a long text window by window: a tokenizer takes a hundred times the memory of the text it is given at once.
 //!
-//! Windows overlap. A token depends on little beside it, so behind the first words of an overlap both windows have the same
-//! tokens at the same places, and there one follows the other: the tokens are those of the whole text. Where two windows
-//! never agree, as on one letter repeated for ever, the second is made anew from a border of a token of the first.
+//! Windows overlap. A token depends on little text around it, so after the first words of an overlap both windows have the same
+//! tokens at the same positions. There the second window's tokens continue the first one's, and the result is the tokens of the
+//! whole text. Where two windows never agree, as on one letter repeated for ever, the second one is tokenized again from the
+//! border of a token of the first.
 
 use crate::error::Result;
 
-/// Bytes of a text that become tokens at once.
+/// Bytes of a text that are tokenized at once.
 const WINDOW: usize = 64 << 10;
-/// Bytes that two windows share.
+/// Bytes that neighbouring windows share.
 const OVERLAP: usize = 4 << 10;
-/// Tokens in a row that two windows must agree on.
+/// Number of consecutive tokens that two windows must agree on.
 const AGREED: usize = 16;
 
 /// A token and the byte of the text at which it begins.
 pub(crate) type Token = (u32, usize);
 
-/// A part of a text.
+/// A window of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Window {
     pub(crate) text: String,
-    /// Bytes before it.
+    /// Bytes of the text before the window.
     start: usize,
-    /// Whether nothing follows.
+    /// Whether it is the last window of the text.
     pub(crate) last: bool,
 }
 
 impl Window {
-    /// Whether it is all of a text.
+    /// Whether the window is a whole text.
     pub(crate) fn is_whole(&self) -> bool {
         self.start == 0 && self.last
     }
 }
 
-/// Cuts a text that comes in parts.
+/// Cuts a text that arrives in parts into windows.
 #[derive(Debug, Clone)]
 pub(crate) struct Cutter {
     text: String,
@@ -51,12 +52,12 @@ impl Cutter {
         Self { text: String::new(), start: 0, window, overlap }
     }
 
-    /// The windows that the text with its next part fills, all but the last.
+    /// The windows that are complete once `part` is appended to the text; [`finish`](Self::finish) returns the last one.
     pub(crate) fn push(&mut self, part: &str) -> Vec<Window> {
         self.text.push_str(part);
         let mut windows = Vec::new();
         let mut from = 0;
-        // Something must be left for the last one.
+        // Text must remain for the last window.
         while self.text.len() - from > self.window {
             let end = self.text.floor_char_boundary(from + self.window);
             let text = self.text[from..end].to_owned();
@@ -74,16 +75,16 @@ impl Cutter {
     }
 }
 
-/// Joins the tokens of windows.
+/// Joins the tokens of windows to the tokens of their text.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Joiner {
-    /// Those of the last window that the next one may replace.
+    /// Tokens of the last window that the next one may replace.
     open: Vec<Token>,
 }
 
 impl Joiner {
-    /// Adds to `out` what is known to be tokens of the text once `tokens`, with places in the window, are there. `encode` is
-    /// asked where the windows do not agree.
+    /// Appends to `out` the tokens of the text that are settled once `tokens` (those of `window`, with positions in it) are
+    /// known. `encode` tokenizes a part of the window again where the windows do not agree.
     pub(crate) fn push(
         &mut self,
         window: &Window,
@@ -111,7 +112,7 @@ impl Joiner {
                         tokens = placed(encode(&window.text[place - window.start..])?, place);
                         (at, 0)
                     }
-                    // The first window ends with one token that is longer than what they share.
+                    // The first window ends with one token that is longer than the overlap.
                     None => (shared, 0),
                 }
             }
@@ -125,7 +126,7 @@ impl Joiner {
     }
 }
 
-/// The place in each list from which both go on alike: inside the longest row of tokens that they agree on.
+/// The index in each list from which both are equal: inside the longest run of tokens that they agree on.
 fn joint(first: &[Token], second: &[Token]) -> Option<(usize, usize)> {
     let (mut i, mut j, mut row) = (0, 0, 0);
     let mut longest = (0, 0, 0);
@@ -143,7 +144,7 @@ fn joint(first: &[Token], second: &[Token]) -> Option<(usize, usize)> {
     Some((i - back, j - back))
 }
 
-/// The tokens of a text of any length, by `encode` of parts of it.
+/// The tokens of a text of any length; `encode` tokenizes parts of it.
 pub(crate) fn encode(text: &str, encode: impl Fn(&str) -> Result<Vec<Token>>) -> Result<Vec<u32>> {
     encode_by(Cutter::new(), text, encode)
 }
@@ -194,7 +195,7 @@ mod tests {
         tokenizer.tokens_of(text).unwrap().into_iter().map(|(id, _)| id).collect()
     }
 
-    /// Words of many kinds, with long rows of white space and of one letter.
+    /// Words of many kinds, with long runs of white space and of one letter.
     fn prose(words: usize) -> String {
         let word = |i: usize| match i * i * 31 % 97 {
             0..4 => "    \n\n\t".to_owned(),
@@ -222,7 +223,7 @@ mod tests {
 
     #[test]
     fn what_never_agrees_is_made_anew_from_a_border_of_tokens() {
-        // Groups of seven, counted from where a part begins.
+        // Groups of seven letters, counted from the beginning of a part, so that windows never agree.
         let sevens = |text: &str| {
             let starts = (0..text.len()).step_by(7);
             Ok(starts.map(|at| ((text.len() - at).min(7) as u32, at)).collect())

@@ -1,13 +1,14 @@
-//! Speed of the attention kernels beside that of a matrix product in the same process.
+//! Measures the speed of the attention kernels and compares it with a matrix product in the same process.
 //!
-//! Clocks drift and machines are shared, so GFLOP/s alone say little: the table times the kernels and the product in
-//! turn and prints medians of the rounds and of their ratios. Operations: 4 S^2 H D forward, 2.5 times that backward,
-//! half if causal.
+//! Clock rates drift and machines are shared, so GFLOP/s alone say little: the table times the kernels and the product
+//! alternately and prints medians of the rounds and of their ratios. Operations: 4 S^2 H D forward, 2.5 times that
+//! backward, half of it if causal.
 //!
-//! `cargo bench --bench attention -- --table` prints the table alone. Words like `case=a`, `mask=causal`, `type=bf16` and
-//! `threads=1` choose rows of it, `rounds=9` how often each is timed; `isa=avx2,portable` times kernels of other
-//! instruction sets than the best, beside their own FMA peak; `score=softcap`, `alibi`, `buckets` or `dropout`
-//! adds that to the scores. `--hook` times instead what calls between tiles cost, by which kernels drive transfers on. With `threads=1 clock=cpu` time is that of the processor: of use where others compute too.
+//! `cargo bench --bench attention -- --table` prints the table alone. Arguments like `case=a`, `mask=causal`, `type=bf16`
+//! and `threads=1` choose rows; `rounds=9` sets how often each is timed; `isa=avx2,portable` times other instruction sets
+//! than the fastest, with their own FMA peak; `score=softcap`, `alibi`, `buckets` or `dropout` adds this to the scores.
+//! `--hook` instead times the cost of calls between tiles, with which kernels advance transfers. With `threads=1
+//! clock=cpu`, processor time is measured, which is useful if other processes compute too.
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::{bf16, f16};
@@ -21,14 +22,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Width of the square product that stands for the speed of the machine.
+/// Width of the square matrix product that represents the speed of the machine.
 const PRODUCT: usize = 2048;
-/// Interleaved rounds of the table.
+/// Number of interleaved rounds of the table.
 const ROUNDS: usize = 3;
-/// Seconds that one timing lasts at least.
+/// Minimum duration of one timing in seconds.
 const LEAST: f64 = 0.15;
 
-/// S, H, G and D.
+/// Tokens S, query heads H, key-value heads G, and head width D.
 type Shape = (usize, usize, usize, usize);
 
 const SHAPES: [(&str, Shape); 8] = [
@@ -68,7 +69,7 @@ impl Case {
         Self { name, s, h, g, d, causal, kind, values, bf16, f16, d_out: random(s * h * d, 4) }
     }
 
-    /// Operations of the forward pass.
+    /// Number of operations in the forward pass.
     fn operations(&self) -> f64 {
         let full = 4.0 * (self.s * self.s) as f64 * (self.h * self.d) as f64;
         if self.causal { full / 2.0 } else { full }
@@ -104,7 +105,7 @@ impl Case {
         self.with(|inputs| kernel.forward(inputs, &self.tiles(), partial).expect("a CPU does not fail"));
     }
 
-    /// Statistics and delta, which the backward pass starts from.
+    /// Softmax statistics and delta, which the backward pass needs.
     fn saved(&self, kernel: &Kernel) -> (Statistics, Vec<f32>) {
         let mut partial = Partial::new(self.s, self.h, self.d);
         self.forward(kernel, &mut partial);
@@ -127,12 +128,12 @@ impl Case {
     }
 
     fn sums(&self) -> [Vec<f32>; 3] {
-        // Not zero, so that the pages exist before they are timed.
+        // The sums are not zero, so that their pages exist before they are timed.
         self.values.each_ref().map(|x| vec![1.0; x.len()])
     }
 }
 
-/// Scaled products, and what `score=` adds to them.
+/// Scaled products, with the terms that `score=` adds.
 fn score(heads: usize, dim: usize) -> Score {
     let plain = Score::new(1.0 / (dim as f32).sqrt());
     match given("score").as_deref() {
@@ -151,7 +152,7 @@ fn score(heads: usize, dim: usize) -> Score {
     }
 }
 
-/// The square matrix product.
+/// The square matrix product for comparison.
 struct Product([Vec<f32>; 3]);
 
 impl Product {
@@ -174,8 +175,8 @@ impl Product {
     }
 }
 
-/// Fused multiply-adds in registers, the most a core can do with an instruction set: `rounds` of a dozen vectors or more.
-/// Returns the operations of a round.
+/// Does fused multiply-adds in registers, the fastest that a core can do with an instruction set: `rounds` of a dozen
+/// vectors or more. Returns the number of operations in a round.
 #[cfg(target_arch = "x86_64")]
 fn peak(isa: Isa, rounds: usize) -> f64 {
     use std::arch::x86_64::*;
@@ -227,7 +228,7 @@ fn peak_of(isa: Isa, threads: usize) -> f64 {
     })
 }
 
-/// The instruction sets that are timed: those that are asked for, or the best one.
+/// The instruction sets to be timed: those given by `isa=`, or the fastest one.
 fn isas() -> Vec<Isa> {
     let Some(wanted) = given("isa") else { return vec![Isa::best()] };
     let isa = |name: &str| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}"));
@@ -245,10 +246,10 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// Names of the arguments `name=value`.
+/// Names of the `name=value` arguments.
 const NAMES: [&str; 8] = ["case", "mask", "type", "threads", "rounds", "isa", "score", "clock"];
 
-/// Refuses arguments that would have no effect.
+/// Exits if an argument would have no effect.
 fn check_arguments() {
     for argument in std::env::args().skip(1).filter(|argument| !argument.starts_with('-')) {
         if let Some((name, _)) = argument.split_once('=').filter(|(name, _)| !NAMES.contains(name)) {
@@ -258,7 +259,7 @@ fn check_arguments() {
     }
 }
 
-/// What an argument `name=value` says.
+/// The value of the argument `name=value`.
 fn given(name: &str) -> Option<String> {
     std::env::args().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
 }
@@ -281,7 +282,7 @@ fn threads() -> impl Iterator<Item = usize> {
     [1, 2].into_iter().filter(|threads| chosen("threads", &threads.to_string()))
 }
 
-/// 10^9 operations a second, of something timed now as often as it takes.
+/// Speed in 10^9 operations per second of `work`, repeated as often as the timing needs.
 fn speed(operations: f64, mut work: impl FnMut()) -> f64 {
     let (start, processor, mut times) = (Instant::now(), processor_seconds(), 0.0);
     while start.elapsed().as_secs_f64() < LEAST {
@@ -295,7 +296,7 @@ fn speed(operations: f64, mut work: impl FnMut()) -> f64 {
     times * operations / seconds / 1e9
 }
 
-/// What the scheduler has given this thread; others that compute do not count.
+/// Processor time of this thread in seconds, which excludes other threads and processes.
 fn processor_seconds() -> Option<f64> {
     let spent = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
     Some(spent.split(' ').next()?.parse::<f64>().ok()? / 1e9)
@@ -324,7 +325,7 @@ fn table() {
             for _ in 0..rounds {
                 let peak = peak_of(isa, threads);
                 let mut gemm = || speed(Product::OPERATIONS, || product.run(threads));
-                // Each pass between two products, so that a drift falls on both.
+                // Each pass is timed between two products, so that a drift of the clock affects both.
                 let first = gemm();
                 let forward = speed(case.operations(), || case.forward(&kernel, &mut partial));
                 let second = gemm();
@@ -353,7 +354,7 @@ fn table() {
     }
 }
 
-/// The processor and its instruction sets, for the head of the table.
+/// The processor and its instruction sets, for the heading of the table.
 fn machine() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -365,7 +366,7 @@ fn machine() -> String {
     format!("{}, family {} model {}: {isas}; {bf16}", field("model name"), field("cpu family"), field("model"))
 }
 
-/// What a hook between tiles costs that takes a microsecond, with and without it in turn.
+/// Times kernels alternately with and without a hook between tiles that takes a microsecond.
 fn hook() {
     const TAKES: Duration = Duration::from_micros(1);
     println!("{:37} threads   calls a second   time with the hook / without", "case");
@@ -418,7 +419,7 @@ fn main() {
     if given("--hook") {
         return hook();
     }
-    // As a test (`cargo test --benches`) everything runs once, and the table would take minutes.
+    // As a test (`cargo test --benches`) everything runs only once, and the table would take minutes.
     if !given("--test") {
         table();
     }

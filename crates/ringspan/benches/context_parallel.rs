@@ -1,9 +1,9 @@
-//! What context parallelism itself costs: P ranks of one thread against one rank of as many threads as there are cores,
-//! in turn in one process, on the same problem.
+//! Measures the overhead of context parallelism: P ranks of one thread are compared with one rank that has a thread for
+//! each core, alternately in one process, on the same problem.
 //!
-//! The ratio of speeds is the efficiency; beside it stands the balance that the schedule counts, which is what a layout
-//! can reach when every rank has a core of its own. `cargo bench -p ringspan --bench context_parallel [-- S [ROW..]]`, where
-//! a row is named by words as printed: `8192 "8 ring zigzag"`.
+//! The efficiency is the ratio of their speeds. The balance that the schedule counts is printed next to it, as the limit
+//! for a layout if each rank has its own core. `cargo bench -p ringspan --bench context_parallel [-- S [ROW..]]`; a row is
+//! named as it is printed: `8192 "8 ring zigzag"`.
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads;
@@ -11,13 +11,13 @@ use ringspan::kernel::View;
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use std::time::Instant;
 
-/// Interleaved rounds.
+/// Number of interleaved rounds.
 const ROUNDS: usize = 3;
 const HEADS: usize = 16;
 const KV_HEADS: usize = 4;
 const DIM: usize = 128;
 
-/// Ranks, threads of each, layout.
+/// A case: ranks, threads of each, layout and strategy.
 #[derive(Clone, Copy)]
 struct Case {
     ranks: usize,
@@ -26,7 +26,7 @@ struct Case {
     strategy: Strategy,
 }
 
-/// Seconds forward and backward, from when all ranks began to when all had finished.
+/// Seconds of the forward and of the backward pass, from the common start until all ranks have finished.
 fn run(case: Case, len: usize) -> Result<[f64; 2], Error> {
     let Case { ranks, threads, kind, strategy } = case;
     let layout = Layout::new(kind, &Documents::batch(1, len), ranks)?;
@@ -39,7 +39,7 @@ fn run(case: Case, len: usize) -> Result<[f64; 2], Error> {
         let (q, kv) = (values(HEADS), values(KV_HEADS));
         let view = |data, heads| View::new(data, tokens, heads, DIM).expect("made of this size");
         let inputs = Inputs::new(view(&q, HEADS), view(&kv, KV_HEADS), view(&kv, KV_HEADS), &score);
-        // Once without a clock, so that buffers and pages are there.
+        // A first run without timing allocates buffers and touches their pages.
         attention::forward(&group, &schedule, &inputs)?;
         comm.barrier()?;
         let start = Instant::now();
@@ -53,7 +53,7 @@ fn run(case: Case, len: usize) -> Result<[f64; 2], Error> {
     Ok(times[0])
 }
 
-/// Pairs of the rank with most over the mean.
+/// The mean number of pairs per rank, divided by the number on the rank with the most.
 fn balance(case: Case, len: usize) -> Result<f64, Error> {
     let layout = Layout::new(case.kind, &Documents::batch(1, len), case.ranks)?;
     let schedule = Schedule::new(case.strategy, &layout, &layout, &Mask::causal(), (case.ranks, 1))?;
@@ -68,7 +68,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 fn main() -> Result<(), Error> {
     let mut arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with("--"));
-    // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
+    // As a test (`cargo test --benches`, without `--bench`) a few tokens show that it runs.
     let quick = !std::env::args().any(|argument| argument == "--bench");
     let len = arguments.next().and_then(|given| given.parse().ok()).unwrap_or(if quick { 256 } else { 8192 });
     let wanted: Vec<String> = arguments.collect();

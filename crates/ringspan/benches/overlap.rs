@@ -1,7 +1,7 @@
-//! How much of a transfer is hidden behind compute: ring attention over a link that is slower than handing over.
+//! Measures how much of the transfer time overlaps with computation: ring attention over a simulated slow link.
 //!
-//! A block takes a set share of the time that a rank computes between two hops. What the pass takes longer than without a
-//! link was not hidden. `cargo bench -p ringspan --bench overlap [-- S]`
+//! The transfer of a block takes a given share of the computation time between two hops. Time that the pass takes longer
+//! than without a link was not overlapped. `cargo bench -p ringspan --bench overlap [-- S]`
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::comm::threads::{self, Link};
@@ -10,14 +10,14 @@ use ringspan::schedule::{Pass, Sizes};
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Schedule, Score, Strategy};
 use std::time::{Duration, Instant};
 
-/// Interleaved rounds.
+/// Number of interleaved rounds.
 const ROUNDS: usize = 5;
 const HEADS: usize = 8;
 const DIM: usize = 128;
-/// Time of a hop over time between two hops.
+/// Time of a hop, divided by the computation time between two hops.
 const SHARES: [f64; 4] = [0.25, 0.5, 0.8, 1.5];
 
-/// Seconds of a forward pass, from when all ranks began to when all had finished.
+/// Seconds of a forward pass, from the common start until all ranks have finished.
 fn run(schedule: &Schedule, layout: &Layout, link: Option<Link>) -> Result<f64, Error> {
     let ranks = layout.ranks();
     let score = Score::new(1.0 / (DIM as f32).sqrt());
@@ -43,7 +43,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 fn main() -> Result<(), Error> {
     let mut arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with("--"));
-    // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
+    // As a test (`cargo test --benches`, without `--bench`) a few tokens show that it runs.
     let quick = !std::env::args().any(|argument| argument == "--bench");
     let len = arguments.next().and_then(|given| given.parse().ok()).unwrap_or(if quick { 512 } else { 8192 });
     let ranks = std::thread::available_parallelism().map_or(2, usize::from).clamp(2, 8);
@@ -59,7 +59,7 @@ fn main() -> Result<(), Error> {
     for share in SHARES {
         let mut columns: [Vec<f64>; 4] = Default::default();
         for _ in 0..rounds {
-            // The link is made for the speed that the machine has now.
+            // The bandwidth is set according to the current speed of the machine.
             let free = run(&schedule, &layout, None)?;
             let bandwidth = block * ranks as f64 / (share * free);
             let linked = run(&schedule, &layout, Some(Link { bandwidth, latency: Duration::from_micros(20) }))?;

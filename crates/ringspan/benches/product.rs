@@ -1,10 +1,10 @@
-//! Speed of products of matrices in f32 and bf16 beside that of the `gemm` crate, and as shares of what a core can do in
+//! Measures the speed of matrix products in f32 and bf16, compared with the `gemm` crate and with the peak of a core in
 //! registers.
 //!
-//! `cargo bench -p ringspan --bench product` prints a table. Clocks drift and machines are shared, so a row times all of its
-//! columns in turn and prints medians of the rounds. Words like `case=2048x2048`, `layout=forward`, `threads=1` choose rows of
-//! it, `isa=avx512,avx2` other instruction sets than the best, `tokens=37` another number of rows than 1024, `rounds=9` how
-//! often each is timed. With `pack=yes` it prints what packing a weight costs.
+//! `cargo bench -p ringspan --bench product` prints a table. Clock rates drift and machines are shared, so the columns of a
+//! row are timed alternately, and the table has medians of the rounds. Arguments like `case=2048x2048`, `layout=forward`,
+//! `threads=1` choose rows; `isa=avx512,avx2` chooses other instruction sets than the fastest, `tokens=37` another number
+//! of rows than 1024, and `rounds=9` how often each is timed. `pack=yes` prints the cost of packing a weight instead.
 
 use half::bf16;
 use ringspan::kernel::Isa;
@@ -12,15 +12,15 @@ use ringspan::kernel::product::{Arithmetic, Matrix, Output};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// In and out of a linear layer.
+/// Input and output widths of a linear layer.
 const CASES: [(&str, usize, usize); 4] =
     [("512x1536", 512, 1536), ("1536x512", 1536, 512), ("2048x2048", 2048, 2048), ("2048x5632", 2048, 5632)];
-/// Names of the arguments `name=value`.
+/// Names of the `name=value` arguments.
 const NAMES: [&str; 7] = ["case", "layout", "threads", "isa", "tokens", "rounds", "pack"];
-/// Seconds that one timing lasts at least.
+/// Minimum duration of one timing in seconds.
 const LEAST: f64 = 0.1;
 
-/// Which product of a linear layer: `x W^T`, `dy W` or `dy^T x`.
+/// The product of a linear layer that is timed: `x W^T`, `dy W` or `dy^T x`.
 #[derive(Clone, Copy, PartialEq)]
 enum Layout {
     Forward,
@@ -31,7 +31,7 @@ enum Layout {
 impl Layout {
     const ALL: [(&str, Self); 3] = [("forward", Self::Forward), ("input", Self::Input), ("weight", Self::Weight)];
 
-    /// The factors, and the elements of the output.
+    /// Both factors, and the number of elements of the output.
     fn factors<'a, T>(self, x: &'a [T], w: &'a [T], dy: &'a [T], of: Shape) -> ([Matrix<'a, T>; 2], usize) {
         let Shape { tokens, ins, outs } = of;
         let (x, w) = (Matrix::new(x, tokens, ins), Matrix::new(w, outs, ins));
@@ -51,7 +51,7 @@ struct Shape {
     outs: usize,
 }
 
-/// Numbers of one type.
+/// The tensors of a linear layer in one type.
 struct Numbers<T> {
     x: Vec<T>,
     w: Vec<T>,
@@ -70,7 +70,7 @@ impl Numbers<f32> {
 }
 
 fn main() {
-    // Cargo adds a word of its own.
+    // Cargo adds the argument `--bench`.
     for argument in std::env::args().skip(1).filter(|argument| !argument.starts_with("--")) {
         if argument.split_once('=').is_none_or(|(name, _)| !NAMES.contains(&name)) {
             eprintln!("{argument}: possible are name=value with the names {}", NAMES.join(", "));
@@ -148,7 +148,7 @@ fn table() {
     }
 }
 
-/// Milliseconds that packing a weight takes, and as a share of its product.
+/// Prints the milliseconds that packing a weight takes, also as a share of its product.
 fn packing() {
     println!("packing a weight for 1024 tokens: milliseconds, and share of the product with it packed");
     for (name, ins, outs) in CASES.into_iter().filter(|case| chosen("case", case.0)) {
@@ -173,14 +173,14 @@ fn packing() {
     }
 }
 
-/// The product of the crate that candle multiplies with, as it is asked for columns of its output.
+/// The product by the crate that candle uses, with the arguments it needs for row-major output.
 fn gemm(a: Matrix<f32>, b: Matrix<f32>, out: &mut [f32], threads: usize) {
     let ((m, k), n) = (a.shape(), b.shape().1);
     let threads = if threads == 1 { gemm::Parallelism::None } else { gemm::Parallelism::Rayon(threads) };
     let strides = |m: Matrix<f32>| (m.strides().0 as isize, m.strides().1 as isize);
     let ((a_row, a_col), (b_row, b_col)) = (strides(a), strides(b));
     let (a, b, out) = (a.data().as_ptr(), b.data().as_ptr(), out.as_mut_ptr());
-    // SAFETY: the matrices were checked when they were made, and the output has m n elements.
+    // SAFETY: the matrices were checked when they were made, and the output has m x n elements.
     unsafe {
         gemm::gemm(
             n, m, k, out, n as isize, 1, false, b, b_row, b_col, a, a_row, a_col, 0.0, 1.0f32, false, false, false,
@@ -189,8 +189,8 @@ fn gemm(a: Matrix<f32>, b: Matrix<f32>, out: &mut [f32], threads: usize) {
     }
 }
 
-/// Fused multiply-adds, or products of pairs of bf16, in registers: `rounds` of two dozen vectors. Returns the operations of a
-/// round.
+/// Does fused multiply-adds, or products of pairs of bf16, in registers: `rounds` of two dozen vectors or fewer. Returns
+/// the number of operations in a round.
 #[cfg(target_arch = "x86_64")]
 fn peak(isa: Isa, pairs: bool, rounds: usize) -> f64 {
     use std::arch::x86_64::*;
@@ -249,7 +249,7 @@ fn peak_of(isa: Isa, pairs: bool, threads: usize) -> f64 {
     })
 }
 
-/// The instruction sets that are timed: those that are asked for, or the best one.
+/// The instruction sets to be timed: those given by `isa=`, or the fastest one.
 fn isas() -> Vec<Isa> {
     let Some(wanted) = given("isa") else { return vec![Isa::best()] };
     let isa = |name: &str| name.parse().unwrap_or_else(|error| panic!("isa={name}: {error}"));
@@ -267,7 +267,7 @@ fn random(n: usize, seed: u64) -> Vec<f32> {
     (0..n).map(|_| next()).collect()
 }
 
-/// What an argument `name=value` says.
+/// The value of the argument `name=value`.
 fn given(name: &str) -> Option<String> {
     std::env::args().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('=').map(str::to_owned))
 }
@@ -276,7 +276,7 @@ fn chosen(name: &str, value: &str) -> bool {
     given(name).is_none_or(|wanted| wanted.split(',').any(|wanted| wanted == value))
 }
 
-/// 10^9 operations a second, of something timed now as often as it takes.
+/// Speed in 10^9 operations per second of `work`, repeated as often as the timing needs.
 fn speed(operations: f64, mut work: impl FnMut()) -> f64 {
     work();
     let (start, mut times) = (Instant::now(), 0.0);

@@ -1,22 +1,22 @@
-//! What a kernel's threads lose to being called, given work and waited for, where calls are short.
+//! Measures the cost of starting and joining a kernel's threads in short calls.
 //!
-//! `cargo bench --bench short_calls` times, in turn, a kernel of two threads, and two kernels of one thread that have half of
-//! the heads each and never wait for each other: the most that two threads of this machine can do with the same work. The
-//! last column is the share of it that the kernel of two threads reaches, and its range. `isa=avx2` chooses the instructions, `rounds=9` how
-//! often each is timed.
+//! `cargo bench --bench short_calls` alternately times a kernel with two threads, and two kernels with one thread that have
+//! half of the heads each and never wait for each other: these show the most that two threads of this machine can do. The
+//! last column is the share of it that the kernel with two threads reaches, and its range. `isa=avx2` chooses the
+//! instruction set, `rounds=9` how often each is timed.
 
 use ringspan::kernel::{HeadMap, Inputs, Isa, Kernel, Partial, Place, Score, Tile, View};
 use ringspan::mask::Band;
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// Heads H of queries, keys and values alike, and their width D.
+/// Number of heads H, the same for queries, keys and values; `DIM` is their width D.
 const HEADS: usize = 16;
 const DIM: usize = 64;
-/// Seconds that one timing lasts.
+/// Duration of one timing in seconds.
 const LAST: f64 = 0.3;
 
-/// Causal attention of some of the heads of S tokens, which lie in memory as all heads do.
+/// Causal attention of some heads of S tokens, whose tensors have the strides of all heads.
 struct Work {
     tokens: usize,
     heads: usize,
@@ -45,7 +45,7 @@ impl Work {
     }
 }
 
-/// Calls a second, for a while.
+/// Number of calls per second.
 fn rate(kernel: &Kernel, work: &mut Work) -> f64 {
     let (start, mut calls) = (Instant::now(), 0.0);
     while start.elapsed().as_secs_f64() < LAST {
@@ -55,7 +55,7 @@ fn rate(kernel: &Kernel, work: &mut Work) -> f64 {
     calls / start.elapsed().as_secs_f64()
 }
 
-/// The same of two kernels that have half of the heads each, at the same time.
+/// Number of calls per second of two concurrent kernels that have half of the heads each.
 fn rate_apart(kernels: &[Kernel; 2], halves: &mut [Work; 2]) -> f64 {
     let begin = Barrier::new(2);
     std::thread::scope(|scope| {
@@ -98,7 +98,7 @@ fn main() {
         let mut timed = [Vec::new(), Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..rounds {
             let alone = rate(&one, &mut whole);
-            // Between two timings of the other, so that a drift falls on both.
+            // The kernel is timed between two timings of the other two, so that a drift of the clock affects both.
             let before = rate_apart(&apart, &mut halves);
             let together = rate(&two, &mut whole);
             let bound = (before + rate_apart(&apart, &mut halves)) / 2.0;

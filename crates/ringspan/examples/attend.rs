@@ -10,7 +10,7 @@ fn main() -> Result<(), Error> {
     let values = |n: usize| -> Vec<f32> { (0..n).map(|i| (i as f32 * 0.7).sin()).collect() };
     let (q, k, v) = (values(tokens * heads * dim), values(tokens * kv_heads * dim), values(tokens * kv_heads * dim));
 
-    // Who holds which tokens; who computes and sends what, when.
+    // The layout says which rank holds which tokens; the schedule, which rank computes and sends what at which step.
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, tokens), RANKS)?;
     let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &Mask::causal(), (RANKS, 1))?;
     println!("{schedule}");

@@ -1,9 +1,9 @@
-//! What fragments of documents cost: attention where the tokens of a document are not neighbours in the sequence.
+//! Measures the cost of fragmented documents: attention if the tokens of a document are not neighbours in the sequence.
 //!
-//! `cargo run --release -p ringspan --example fragments -- CASE [TOKENS] [LAYOUT] [RANKS] [WINDOW]` prints the seconds of the
-//! schedule, of the forward and of the backward pass, and the memory of the process at its peak. CASE is `whole` (one
-//! document), `halves` (two documents, one behind the other), `interleaved` (two documents whose tokens alternate at
-//! random) or `padding` (one document, a tenth of the tokens is padding).
+//! `cargo run --release -p ringspan --example fragments -- CASE [TOKENS] [LAYOUT] [RANKS] [WINDOW]` prints the seconds for
+//! the schedule, the forward and the backward pass, and the peak memory of the process. CASE is `whole` (one document),
+//! `halves` (two documents, one after the other), `interleaved` (two documents whose tokens alternate at random) or
+//! `padding` (one document, and a tenth of the tokens is padding).
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::View;
@@ -12,7 +12,7 @@ use std::time::Instant;
 
 const DIM: usize = 64;
 
-/// Document ids of a case; 0 is padding.
+/// Document ids of the tokens in a case; 0 is padding.
 fn ids(case: &str, tokens: usize) -> Result<Vec<i32>, Error> {
     let mut state = 1u64;
     let mut random = move || {
@@ -31,7 +31,7 @@ fn ids(case: &str, tokens: usize) -> Result<Vec<i32>, Error> {
     (0..tokens).map(id).collect::<Option<Vec<_>>>().ok_or_else(unknown)
 }
 
-/// The most memory that the process held, in MB, where the system tells.
+/// Peak memory of the process in MB, if the system tells it.
 fn peak() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

@@ -1,7 +1,7 @@
-//! A million tokens, exactly: causal attention of one head of 64 over 1,048,576 tokens on eight ranks of one process.
+//! Exact causal attention of one head of width 64 over 1,048,576 tokens, on eight ranks of one process.
 //!
-//! `cargo run --release -p ringspan --example million [TOKENS]` prints time, memory and bytes of each rank, and checks 64
-//! random rows against f64. Fewer tokens finish sooner: the work grows with their square.
+//! `cargo run --release -p ringspan --example million [TOKENS]` prints time, memory and bytes of each rank, and compares 64
+//! random rows with f64. With fewer tokens it takes less time: the work grows with their square.
 
 use ringspan::attention::{self, Group, Inputs};
 use ringspan::kernel::View;
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 const RANKS: usize = 8;
 const DIM: usize = 64;
 const CHECKED: usize = 64;
-/// Seconds between two signs of life.
+/// Seconds between two lines of progress.
 const EVERY: u64 = 15;
 
-/// Element `d` of the q (0), k (1) or v (2) of a token, in [-1, 1): a number that any rank can make for itself.
+/// Element `d` of the q (0), k (1) or v (2) of a token, in [-1, 1), which any rank can compute by itself.
 fn element(which: u64, token: usize, d: usize) -> f32 {
     let mut z = ((token * DIM + d) as u64 * 3 + which).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -28,7 +28,7 @@ fn rows(which: u64, positions: &[usize]) -> Vec<f32> {
     positions.iter().flat_map(|&token| (0..DIM).map(move |d| element(which, token, d))).collect()
 }
 
-/// The output of one query by plain loops in f64.
+/// The output of one query, computed by plain loops in f64.
 fn exactly(query: usize, scale: f32) -> Vec<f64> {
     let q: Vec<f64> = (0..DIM).map(|d| f64::from(element(0, query, d))).collect();
     let score = |key: usize| -> f64 {
@@ -46,7 +46,7 @@ fn exactly(query: usize, scale: f32) -> Vec<f64> {
     out.into_iter().map(|x| x / sum).collect()
 }
 
-/// What a rank tells in the end: a line, and the square of its checked rows' error and size.
+/// The report of a rank: a line of text, and the squared error and norm of its checked rows.
 struct Told {
     line: String,
     error: f64,
@@ -74,7 +74,7 @@ fn main() -> Result<(), Error> {
             let [q, k, v] = [0, 1, 2].map(|which| rows(which, &positions));
             let mut kernel = Kernel::new(1);
             if rank == 0 {
-                // The kernel calls back while it computes; the blocks passed on tell how far the ring has come.
+                // The kernel calls back while it computes; the number of sent blocks tells how far the ring has come.
                 let (comm, last) = (comm.clone(), AtomicU64::new(0));
                 let block = (2 * positions.len() * DIM * 4).max(1) as u64;
                 kernel = kernel.with_progress(Arc::new(move || {
@@ -97,7 +97,7 @@ fn main() -> Result<(), Error> {
             let forward = attention::forward(&group, &schedule, &inputs)?;
             let seconds = begin.elapsed().as_secs_f64();
 
-            // Random rows by a stride that has nothing in common with the tokens; each rank checks its own.
+            // Rows are chosen with a stride that shares no factor with the number of tokens; each rank checks its own.
             let (mut error, mut size) = (0.0, 0.0);
             for n in 0..CHECKED {
                 let query = (n * 7_368_787 + 1_234_567) % tokens;

@@ -1,6 +1,6 @@
-//! How long it takes to plan a large ring: `cargo run --release -p ringspan --example plans -- [RANKS] [LAYOUT]`.
+//! Measures the time to plan a large ring: `cargo run --release -p ringspan --example plans -- [RANKS] [LAYOUT]`.
 //!
-//! Makes the schedule of RANKS ranks (10,000) with two tokens each, and then the plans of all of them, one after the other.
+//! It makes the schedule of RANKS ranks (10,000 by default) with two tokens each, and then the plans of all ranks in turn.
 
 use ringspan::schedule::Pass;
 use ringspan::{Documents, Error, Layout, LayoutKind, Mask, Schedule, Strategy};

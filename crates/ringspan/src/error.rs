@@ -1,4 +1,4 @@
-//! What can go wrong, with the numbers a person needs to mend the call.
+//! The errors of the library, with the numbers that are needed to fix the call.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub enum Error {
         mesh: String,
         /// Product of the sizes.
         needed: usize,
-        /// Ranks at hand.
+        /// Number of ranks available.
         ranks: usize,
     },
     /// An axis of a mesh is unknown, repeated or empty.
@@ -24,7 +24,7 @@ pub enum Error {
     MeshAxis {
         /// The axes and their sizes, as text.
         mesh: String,
-        /// What is wrong.
+        /// The problem in words.
         problem: String,
     },
     /// More Ulysses ranks than query heads: some rank would have no head to compute.
@@ -53,7 +53,7 @@ pub enum Error {
     Shape {
         /// The operation that was asked for.
         operation: &'static str,
-        /// Which tensor.
+        /// The name of the tensor.
         what: &'static str,
         /// Elements expected.
         expected: usize,
@@ -65,10 +65,10 @@ pub enum Error {
     /// Documents overlap, leave the tensor, or queries and keys do not pair up.
     #[error("documents: {0}")]
     Documents(String),
-    /// A layout cannot be made from what was asked.
+    /// A layout cannot be made from the given arguments.
     #[error("layout: {0}")]
     Layout(String),
-    /// A mask cannot be made from what was asked, or does not fit the documents.
+    /// A mask cannot be made from the given arguments, or does not fit the documents.
     #[error("mask: {0}")]
     Mask(String),
     /// A parameter of the score does not fit the heads, or has no meaning.
@@ -85,74 +85,74 @@ pub enum Error {
     MissingIsa {
         /// The instruction set that was asked for.
         isa: String,
-        /// Those of this processor, the fastest first.
+        /// The instruction sets of this processor, fastest first.
         available: String,
     },
-    /// A number is too large for the type in which it would travel between ranks.
+    /// An element is too large for the type in which its tensor would travel between ranks.
     #[error("a tensor holds {value}, which cannot travel as {wire}: that ends at {limit}")]
     WireRange {
-        /// The number.
+        /// The element.
         value: String,
-        /// The type.
+        /// The wire type.
         wire: &'static str,
-        /// Its greatest number.
+        /// The largest number of that type.
         limit: String,
     },
-    /// A device other than the CPU is not there, or failed.
+    /// A device other than the CPU is missing, or failed.
     #[error("{device}: {operation}: {message}")]
     Device {
-        /// Which one.
+        /// The device.
         device: String,
-        /// What it was asked for.
+        /// The operation it was asked for.
         operation: &'static str,
-        /// What it or its driver said.
+        /// The message of the device or its driver.
         message: String,
     },
-    /// A picture would not be readable.
+    /// A drawing would not be readable.
     #[error("drawing: {0}")]
     Drawing(String),
-    /// Two things that do not go together.
+    /// Two options that do not work together.
     #[error("{what} does not work with {with}: {why}")]
     Unsupported {
-        /// What was asked.
+        /// The option that was asked for.
         what: &'static str,
-        /// With what.
+        /// The option that it does not work with.
         with: &'static str,
-        /// Why not, and what to do instead.
+        /// The reason, and what to do instead.
         why: &'static str,
     },
-    /// A word is not in the vocabulary of an option.
+    /// The value of an option is not one of its possible values.
     #[error("unknown {what} '{given}': possible are {possible}")]
     Unknown {
         /// The option.
         what: &'static str,
-        /// What was asked.
+        /// The value that was given.
         given: String,
-        /// What is possible.
+        /// The possible values.
         possible: &'static str,
     },
-    /// Another rank failed; this one stopped because of it.
+    /// Another rank failed, so this rank stopped.
     #[error("rank {rank} stopped in {operation}: rank {peer} failed: {message}")]
     PeerFailed {
         /// The rank that reports.
         rank: usize,
-        /// What it was doing.
+        /// The operation it was in.
         operation: String,
         /// The rank that failed first.
         peer: usize,
-        /// Why that one failed.
+        /// The error of the rank that failed.
         message: String,
     },
-    /// Two ranks disagree about what they do together.
+    /// Two ranks are in different operations that should be the same.
     #[error("rank {rank} is in {operation}, but rank {peer} is in {peer_operation}")]
     Mismatch {
         /// The rank that reports.
         rank: usize,
-        /// What it was doing.
+        /// The operation it was in.
         operation: String,
         /// The other rank.
         peer: usize,
-        /// What the other one was doing.
+        /// The operation of the other rank.
         peer_operation: String,
     },
     /// A wait went past its deadline.
@@ -160,13 +160,13 @@ pub enum Error {
     Deadline {
         /// The rank that reports.
         rank: usize,
-        /// What it was doing.
+        /// The operation it was in.
         operation: String,
         /// The rank waited for.
         peer: usize,
-        /// What is known of the other rank.
+        /// The known state of the other rank, in words.
         peer_state: String,
-        /// How long it waited.
+        /// How long the rank waited.
         waited: Duration,
     },
     /// Ranks were started with different settings.
@@ -176,7 +176,7 @@ pub enum Error {
         rank: usize,
         /// The setting.
         what: String,
-        /// Its value there.
+        /// Its value on that rank.
         value: String,
         /// Its value on rank 0.
         first: String,
@@ -184,7 +184,7 @@ pub enum Error {
     /// A process cannot tell which rank it is.
     #[error("launch: {problem}")]
     Launch {
-        /// What is wrong, with names and values.
+        /// The problem, with names and values.
         problem: String,
     },
     /// A rank panicked.
@@ -200,9 +200,9 @@ pub enum Error {
     Communicator {
         /// The rank that reports.
         rank: usize,
-        /// What it was doing.
+        /// The operation it was in.
         operation: String,
-        /// What is wrong, with numbers.
+        /// The problem, with numbers.
         problem: String,
     },
 }

@@ -1,41 +1,41 @@
-//! What works with what, as a table.
+//! The table of features that work with each strategy.
 //!
-//! Every cell is computed against the reference by a test, and all work.
+//! A test computes every cell and compares it with the reference; all combinations work.
 
 use crate::schedule::Strategy;
 
-/// A kind of row of the table.
+/// A group of rows of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Topic {
-    /// Who holds which tokens.
+    /// Which rank holds which tokens.
     Layout,
-    /// Who sees whom.
+    /// Which keys a query sees.
     Mask,
-    /// From products to weights.
+    /// Scale, bias and other parameters that turn products into softmax weights.
     Score,
-    /// Sizes of tensors.
+    /// Sizes and strides of tensors.
     Shape,
-    /// Types that are stored and sent.
+    /// Types in which tensors are stored and sent.
     Type,
 }
 
 macro_rules! features {
     ($($feature:ident, $topic:ident, $name:literal;)*) => {
-        /// Something that attention can be asked for.
+        /// A feature that attention supports.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        #[allow(missing_docs)] // Each is named by the table.
+        #[allow(missing_docs)] // The table names each of them.
         pub enum Feature { $($feature),* }
 
         impl Feature {
-            /// All of them, in the order of the table.
+            /// All features, in the order of the table.
             pub const ALL: &[Self] = &[$(Self::$feature),*];
 
-            /// What it is called in the table.
+            /// The name in the table.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$feature => $name),* }
             }
 
-            /// What it is a kind of.
+            /// The group of rows it belongs to.
             pub const fn topic(self) -> Topic {
                 match self { $(Self::$feature => Topic::$topic),* }
             }
@@ -79,8 +79,8 @@ features! {
     F16, Type, "f16";
 }
 
-/// The table, in Markdown: a row a feature, a column a strategy. Each does it forward and backward, alone and with Ulysses on
-/// either axis.
+/// The table in Markdown, with a row for each feature and a column for each strategy. Each cell covers forward and
+/// backward, with the strategy alone and with Ulysses on either axis.
 pub fn table() -> String {
     let columns: Vec<&str> = Strategy::ALL.iter().map(|strategy| strategy.name()).collect();
     let mut table = format!(

@@ -1,9 +1,9 @@
-//! A rank holds its tensors, two blocks of keys and values, and the kernel's buffers: not more with more ranks.
+//! A rank holds its tensors, two blocks of keys and values, and the kernel's buffers, independently of the number of ranks.
 //!
-//! Two counts that check each other. The meter of the library (`peak_bytes`) counts only what it is told. The allocator of
-//! this test counts everything that all ranks and their kernel threads have allocated, with a transport that copies what
-//! it delivers, as between machines: handed over, a block that many ranks hold would count once. Peaks of ranks need not
-//! coincide, so all that is allocated must fit the sum of the meters, and each meter must fit the design.
+//! Two counts are compared. The library's meter (`peak_bytes`) counts only what it is told. The allocator of this test
+//! counts everything that all ranks and their kernel threads allocate, with a transport that copies messages as between
+//! machines: without copies, a block that several ranks hold would count once. The peaks of ranks need not coincide, so all
+//! allocations must be at most the sum of the meters, and each meter must be at most the formula of the design.
 
 #[path = "support/hands_on.rs"]
 mod hands_on;
@@ -23,35 +23,35 @@ use std::sync::{Arc, Mutex};
 static ALLOCATOR: Counting = Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
-/// The counts are of the process, so only one test may run.
+/// Allocations are counted for the process, so only one test may run at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 struct Counting;
 
-// SAFETY: all memory is the system's; counting touches none of it.
+// SAFETY: the system allocates all memory; counting does not access it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: std::alloc::Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of the caller.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: std::alloc::Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: std::alloc::Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of the caller.
         unsafe { System.dealloc(block, layout) }
     }
 }
 
-/// A rank's communicator whose messages are the receiver's own.
+/// A communicator that copies messages, so that each receiver has its own.
 struct Copying(Arc<dyn Communicator>);
 
 /// A receive that copies its message.
@@ -89,7 +89,7 @@ impl Communicator for Copying {
     }
 }
 
-/// What a rank computes, and with how many threads.
+/// Heads, their width, and the threads of a rank.
 #[derive(Clone, Copy)]
 struct Shape {
     heads: usize,
@@ -99,30 +99,30 @@ struct Shape {
 }
 
 const SMALL_HEADS: Shape = Shape { heads: 4, kv_heads: 2, dim: 64, threads: 2 };
-/// Lists, names and queues, which no formula counts, for one rank.
+/// Bytes of lists, names and queues of one rank, which the formulas do not count.
 const SMALL: f64 = 64e3;
 
-/// Bytes of one pass on P ranks.
+/// The memory of one pass on P ranks, in bytes.
 #[derive(Debug)]
 struct Held {
-    /// Of each rank, by its meter.
+    /// Peak of each rank by its meter.
     metered: Vec<f64>,
-    /// Of the process, beyond what was there before the ranks had tensors.
+    /// Peak of the process, minus what was allocated before the ranks had tensors.
     allocated: f64,
-    /// Most that the kernel says it needs for one step of a rank.
+    /// The largest workspace that the kernel declares for one step of a rank.
     workspace: f64,
-    /// Most tokens of a rank.
+    /// The largest number of tokens on a rank.
     tokens: f64,
 }
 
-/// Forward and backward of S tokens in a ring of P ranks.
+/// Measures forward and backward of S tokens in a ring of P ranks.
 fn measure(shape: Shape, tokens: usize, ranks: usize, kind: LayoutKind, mask: &Mask) -> [Held; 2] {
     let layout = Layout::new(kind, &Documents::batch(1, tokens), ranks).expect("a layout");
     let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, (ranks, 1)).expect("a schedule");
     measure_schedule(shape, &schedule, false)
 }
 
-/// Forward and backward by a schedule of as many queries as keys.
+/// Measures forward and backward with a schedule for as many queries as keys.
 fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2] {
     let Shape { heads, kv_heads, dim, threads: kernel_threads } = shape;
     let (layout, ranks, all) = (schedule.query(), schedule.query().ranks(), schedule.key().documents().row_len());
@@ -130,7 +130,7 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
     let parts = threads::run(ranks, threads::Options::default(), |comm| {
         let rank = comm.rank();
         let group = Group::new(Arc::new(Copying(comm.clone())), schedule.grid(), Kernel::new(kernel_threads))?;
-        // Between two barriers one rank may look at counts that nobody changes.
+        // Between two barriers the counts do not change, so one rank can read them.
         let alone = |work: &mut dyn FnMut()| -> Result<(), Error> {
             comm.barrier()?;
             if rank == 0 {
@@ -174,7 +174,7 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
         };
         let forward_space = workspace(Pass::Forward, &|inputs, tiles| group.kernel().forward_workspace(inputs, tiles));
         let space = workspace(Pass::Backward, &|inputs, tiles| group.kernel().backward_workspace(inputs, tiles));
-        // The kernel keeps its buffers for the next call.
+        // The kernel keeps its buffers for the next call, so backward has those of both passes.
         let spaces = [forward_space, forward_space + space];
         Ok::<_, Error>(([forward.peak_bytes, gradients.peak_bytes], allocated, spaces))
     })
@@ -188,18 +188,19 @@ fn measure_schedule(shape: Shape, schedule: &Schedule, biased: bool) -> [Held; 2
     })
 }
 
-/// What the design allows a rank of T tokens, besides the kernel's buffers: f32 elements of a token times 4 T.
+/// Bytes that the design allows for a rank of T tokens, without the kernel's buffers: 4 T times the f32 elements per token.
 fn allowed(shape: Shape, tokens: f64) -> [f64; 2] {
     let (h, g, d) = (shape.heads as f64, shape.kv_heads as f64, shape.dim as f64);
     let block = 2.0 * g * d;
-    // Q, K, V, the output with maximum and sum; two blocks.
+    // These are Q, K, V, the output with maximum and sum, and two blocks.
     let forward = h * d + block + h * (d + 2.0) + 2.0 * block;
-    // Q, K, V, O, dO, maximum, sum and delta; dQ, dK and dV; two blocks of keys and values, and two of their gradients.
+    // These are Q, K, V, O, dO, maximum, sum and delta; dQ, dK and dV; two blocks of keys and values, and two of their
+    // gradients.
     let backward = 3.0 * h * d + block + 3.0 * h + h * d + block + 4.0 * block;
     [forward, backward].map(|elements| elements * 4.0 * tokens)
 }
 
-/// Checks both passes; returns bytes of a rank by its meter, for comparison.
+/// Checks both passes; returns the largest bytes of a rank by its meter, for comparison.
 fn check(what: &str, shape: Shape, got: &[Held; 2]) -> [f64; 2] {
     [0, 1].map(|pass| {
         let Held { metered, allocated, workspace, tokens } = &got[pass];
@@ -215,8 +216,8 @@ fn check(what: &str, shape: Shape, got: &[Held; 2]) -> [f64; 2] {
             workspace / 1e6
         );
         assert!(most <= limit, "{name}: a rank holds {most} bytes by its meter, more than {limit}");
-        // What no meter knows: messages sent and not yet taken (a block of keys; backward another of gradients), and
-        // the buffers that the kernel keeps from the forward pass.
+        // Not metered are messages that were sent and not received yet (a block of keys; backward also one of gradients),
+        // and the buffers that the kernel keeps from the forward pass.
         let waiting = (1.0 + pass as f64) * 4.0 * tokens * (2 * shape.kv_heads * shape.dim) as f64;
         let unknown = ranks * (waiting + SMALL + if pass == 1 { *workspace } else { 0.0 });
         let sum = metered.iter().sum::<f64>();
@@ -237,11 +238,11 @@ fn with_as_many_tokens_a_rank_more_ranks_take_no_more_memory() {
         for ranks in [1, 2, 4, 8, 16] {
             let now = check(name, SMALL_HEADS, &measure(SMALL_HEADS, 256 * ranks, ranks, kind, &mask));
             if ranks == 1 {
-                // One rank has no blocks of others.
+                // A single rank has no blocks of others.
                 continue;
             }
             let two = *two.get_or_insert(now);
-            // Of all that is allocated only the limit is known: how many blocks wait to be taken is a matter of time.
+            // Only the meter is compared, because the number of messages that wait to be received depends on timing.
             for (pass, (now, two)) in now.iter().zip(two).enumerate() {
                 assert!(*now <= 1.01 * two, "{name} pass {pass}: {now} bytes on {ranks} ranks, {two} on 2");
             }
@@ -270,14 +271,14 @@ fn one_of_many_ranks_holds_little_more_than_its_tensors_and_two_blocks() {
     a_rank_holds_little_more(&[8, 16]);
 }
 
-/// Everything that ranks of one thread allocate, the kernel's buffers too, by the allocator alone.
+/// Checks everything that ranks with one thread allocate, including the kernel's buffers, by the allocator alone.
 fn a_rank_holds_little_more(numbers_of_ranks: &[usize]) {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let shape = Shape { heads: 16, kv_heads: 4, dim: 128, threads: 1 };
     for ((name, kind, mask), &ranks) in
         cases().into_iter().flat_map(|case| numbers_of_ranks.iter().map(move |ranks| (case.clone(), ranks)))
     {
-        // How many messages wait to be taken is a matter of time, so the best of some runs counts.
+        // The number of messages that wait to be received depends on timing, so the best of several runs counts.
         let (mut least, mut limits) = ([f64::INFINITY; 2], [0.0; 2]);
         for _ in 0..3 {
             let run = measure(shape, 256 * ranks, ranks, kind, &mask);
@@ -299,8 +300,8 @@ fn a_rank_holds_little_more(numbers_of_ranks: &[usize]) {
     }
 }
 
-/// The meter of every strategy, of Ulysses, of parts of the heads, with and without a bias, knows what is there: lengths
-/// and heads are no powers of two, so that whatever grows has room to spare. The transport above looks at each message.
+/// The meter knows the memory of every strategy, with Ulysses, parts of the heads and a bias. Lengths and heads are not
+/// powers of two, so that a growing vector would have spare capacity; the transport above checks this for each message.
 #[test]
 fn every_way_to_compute_is_metered() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -315,22 +316,23 @@ fn every_way_to_compute_is_metered() {
             let got = measure_schedule(shape, &schedule, biased);
             for (pass, held) in [Pass::Forward, Pass::Backward].into_iter().zip(got) {
                 let metered = held.metered.iter().sum::<f64>();
-                // What no meter knows is what waits in a ring to be taken: at most what is sent. An exchange is waited for.
+                // Not metered are messages of a ring that wait to be received: at most all that is sent. Exchanges are
+                // waited for.
                 let sent = |rank| schedule.bytes_sent(pass, rank, &sizes).expect("fits") as f64;
                 let sent = (0..4).map(sent).sum::<f64>();
                 let what = format!("{strategy} on {grid}, {chunks} parts, bias {biased}, {pass:?}");
                 println!("{what}: metered {metered:.0}, allocated {:.0}, sent {sent:.0}", held.allocated);
                 let unknown = if grid.ring == 1 { 0.1 * metered } else { sent };
                 assert!(held.allocated <= metered + unknown + 4.0 * SMALL, "{what}");
-                // Peaks of ranks need not coincide.
+                // The peaks of ranks need not coincide.
                 assert!(metered <= 1.4 * held.allocated, "{what}");
             }
         }
     }
 }
 
-/// Two documents whose tokens alternate at random take as much memory as two that lie behind each other, and where scores
-/// count positions, the lists of tiles are metered and do not grow with the square of the tokens.
+/// Two documents whose tokens alternate at random take as much memory as two consecutive documents. If scores depend on
+/// positions, the lists of tiles are metered, and do not grow with the square of the tokens.
 #[test]
 fn documents_in_pieces_take_no_more_memory() {
     let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

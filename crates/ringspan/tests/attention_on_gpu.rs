@@ -1,10 +1,13 @@
-//! Meshes of ranks whose tensors and results stay on a GPU (or one made of a CPU, `tools/check_cuda.sh`): the f64 reference's
-//! answer, and no copy between CPU and GPU whose size depends on that of a tensor.
+//! Meshes of ranks whose tensors and results stay on a GPU (or an emulated one, `tools/check_cuda.sh`) give the answer of
+//! the f64 reference, and copy nothing between CPU and GPU whose size depends on that of a tensor.
 #![cfg(feature = "cuda")]
 
 #[cfg(feature = "nccl")]
 #[path = "attention_on_gpu/by_nccl.rs"]
 mod by_nccl;
+// Its kernels compute on the GPU where `RINGSPAN_TEST_DEVICE=cuda`.
+#[path = "it/attention_decode.rs"]
+mod attention_decode;
 mod support;
 
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, on_device};
@@ -15,7 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use support::{Answer, Means, On, Problem, relative_l2};
 
-/// The first GPU, for one test at a time: its counts are of all ranks.
+/// The first GPU, locked for one test at a time, because its counts include all ranks.
 fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
     static GPU: OnceLock<Option<Gpu>> = OnceLock::new();
     static ALONE: Mutex<()> = Mutex::new(());
@@ -30,10 +33,10 @@ fn gpu() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
     Some((GPU.get_or_init(open).as_ref()?, alone))
 }
 
-/// Bytes that all ranks copied to and from the GPU.
+/// Bytes that all ranks copied to the GPU, and from it.
 type Copied = (u64, u64);
 
-/// The answer by calls whose tensors are on the GPU, and what the forward and the backward calls copied.
+/// Computes the answer with tensors on the GPU; also returns the bytes copied in the forward and in the backward calls.
 fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(Answer, [Copied; 2]), Error> {
     let copied = Mutex::new([(0, 0); 2]);
     let answer =
@@ -44,7 +47,7 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(An
             let bias = local.bias.map(|bias| kernel.hold(bias)).transpose()?;
             let mut held = Inputs::new(q.view(), k.view(), v.view(), local.score);
             held.bias = bias.as_ref().map(|bias| bias.view());
-            // Between two barriers no rank copies.
+            // Between two barriers no rank copies anything.
             let count = || -> Result<(Copied, u64), Error> {
                 comm.barrier()?;
                 let counts = (gpu.copied(), comm.bytes_sent());
@@ -64,12 +67,13 @@ fn on_gpu(gpu: &Gpu, problem: &Problem, on: On, means: &Means<'_>) -> Result<(An
     Ok((answer, copied.into_inner().expect("no panic under it")))
 }
 
-/// On the GPU as by the reference, with the messages of the CPU; tables and lists cross, and what `downloads` says of tensors.
+/// Compares the GPU with the reference, and its messages with those of the CPU. Only tables and lists may be copied to the
+/// GPU, and `downloads` bytes from it.
 fn check(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2]) {
     check_with(gpu, problem, on, downloads, &|comm| Ok((comm, Kernel::cuda(gpu)?)));
 }
 
-/// [`check`] of ranks that talk by these means.
+/// Like [`check`], for ranks with the given communicators and kernels.
 fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: [u64; 2], means: &Means<'_>) {
     let mut tables = None;
     for dim in [8, 24] {
@@ -78,7 +82,7 @@ fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: 
         let inputs = problem.inputs_of(on.stored, 3);
         let wanted = problem.reference(&inputs);
         let (got, copied) = on_gpu(gpu, &problem, on, means).unwrap_or_else(|error| panic!("{what}: {error}"));
-        // Tensor cores round the weights that they multiply by bf16.
+        // Tensor cores round the weights to bf16 before they multiply them.
         let bound = if on.wire == Wire::Bf16 { 8e-3 } else { 1e-5 };
         if let Some((name, error)) = wanted.difference(&got, bound) {
             panic!("{what}: {name} differs by {error:e}");
@@ -95,7 +99,7 @@ fn check_with(gpu: &Gpu, problem: impl Fn(usize) -> Problem, on: On, downloads: 
         assert_eq!(got.bytes_forward, host.bytes_forward, "{what}: bytes of the forward pass");
         assert_eq!(got.bytes_backward, host.bytes_backward, "{what}: bytes of the backward pass");
         assert_eq!(copied.map(|(_, down)| down), downloads, "{what}: bytes copied from the GPU");
-        // Heads of any width have the same tiles.
+        // The tables depend on the tiles, which are the same for any head width.
         let up = copied.map(|(up, _)| up);
         assert_eq!(*tables.get_or_insert(up), up, "{what}: bytes copied to the GPU");
     }
@@ -133,7 +137,7 @@ fn rows_and_queries_travel_without_the_cpu() {
 #[test]
 fn tokens_become_heads_without_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
-    // Key-value heads that divide, and fewer of them than members.
+    // Some key-value heads divide by the members, some are fewer than the members.
     for (heads, kv_heads, grid) in [(4, 2, (1, 2)), (6, 2, (1, 3)), (4, 1, (2, 2)), (6, 3, (2, 3))] {
         let on = On::new(LayoutKind::Zigzag, Strategy::Ring, grid);
         check(gpu, |dim| causal(heads, kv_heads, dim), on, [0, 0]);
@@ -161,10 +165,10 @@ fn scores_of_all_kinds() {
     let Some((gpu, _alone)) = gpu() else { return };
     for grid in [(2, 1), (2, 2)] {
         let on = On::new(LayoutKind::Zigzag, Strategy::Ring, grid);
-        // Of sinks: maximum, sum and row sums of all queries and heads.
+        // With sinks, maximum, sum and delta of all queries and heads are copied to the CPU.
         check(gpu, |dim| causal(4, 2, dim).with_softcap().with_sinks(), on, [0, 3 * 4 * 4 * 100]);
         check(gpu, |dim| causal(4, 2, dim).with_alibi().with_dropout(), on, [0, 0]);
-        // Of buckets: their gradients [H, 12], of the heads of each rank.
+        // With buckets, their gradients [H, 12] are copied to the CPU, for the heads of each rank.
         let tables = 4 * 4 * 12 * grid.0 as u64;
         check(gpu, |dim| causal(4, 2, dim).with_buckets().with_bias(1), on, [0, tables]);
         check(gpu, |dim| causal(4, 2, dim).with_bias(4), on, [0, 0]);
@@ -174,7 +178,7 @@ fn scores_of_all_kinds() {
     }
 }
 
-/// A transport that cannot hand over what lies on a GPU: messages go through the memory of the CPU, with the same answer.
+/// If a transport cannot pass on GPU memory, messages go through the memory of the CPU, with the same answer.
 #[test]
 fn messages_between_processes_go_through_the_cpu() {
     let Some((gpu, _alone)) = gpu() else { return };
@@ -203,7 +207,7 @@ fn messages_between_processes_go_through_the_cpu() {
     }
 }
 
-/// Blocks that come from another GPU, or from a rank on the CPU, are copied to where they are used.
+/// Blocks from another GPU, or from a rank on the CPU, are copied to the device that uses them.
 #[test]
 fn ranks_on_different_devices_share_a_sequence() {
     let Some((gpu, _alone)) = gpu() else { return };
@@ -224,7 +228,7 @@ fn ranks_on_different_devices_share_a_sequence() {
             Ok((forward, gradients, [0; 2]))
         });
         let got = got.unwrap_or_else(|error| panic!("{on:?}: {error}"));
-        // Where the CPU multiplies bf16, it rounds weights to it.
+        // If the CPU multiplies bf16, it rounds weights to bf16.
         if let Some((name, error)) = problem.reference(&inputs).difference(&got, 8e-3) {
             panic!("{on:?}: {name} differs by {error:e}");
         }

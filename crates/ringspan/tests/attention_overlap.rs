@@ -1,4 +1,4 @@
-//! A transfer is started before the compute it hides behind, and waited for after it.
+//! Every transfer is started before the computation that it overlaps with, and waited for after it.
 
 mod support;
 
@@ -10,12 +10,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use support::{hands_on, random};
 
-/// What a rank does, in order. Messages have the number in which they were started.
+/// The actions of a rank, in order. Messages are numbered in the order in which they are started.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Event {
     Sends(usize),
     Receives(usize),
-    /// A piece of a kernel's work.
+    /// A task of a kernel.
     Computes,
     HasReceived(usize),
     HasSent(usize),
@@ -27,7 +27,7 @@ fn note(log: &Log, event: Event) {
     log.lock().unwrap_or_else(PoisonError::into_inner).push(event);
 }
 
-/// Notes what is started and waited for, and passes it on.
+/// Records which transfers are started and waited for, and passes the calls on.
 struct Noted {
     inner: Arc<dyn Communicator>,
     log: Log,
@@ -80,7 +80,7 @@ impl Communicator for Noted {
     }
 }
 
-/// What each rank of a mesh does in a forward pass, and in a backward pass.
+/// The events of each rank of a mesh in a forward pass, and in a backward pass.
 fn events(ring: usize, ulysses: usize, chunks: usize) -> Vec<[Vec<Event>; 2]> {
     let ranks = ring * ulysses;
     let (len, heads, dim) = (300 * ranks, 2 * ulysses, 32);
@@ -130,7 +130,8 @@ fn every_block_travels_while_its_receiver_computes() {
                 }
             }
             assert_eq!(hops, ranks - 1);
-            // Of the gradients' blocks the last one comes home after all is computed; the keys hide as before.
+            // Only the last block of gradients arrives after all computation; the other blocks overlap, as in the forward
+            // pass.
             let hidden = |(at, event): &(usize, &Event)| match **event {
                 Event::Receives(number) => position(&backward, Event::HasReceived(number))
                     .is_some_and(|end| computes_between(&backward, *at, end) >= 2),
@@ -155,8 +156,8 @@ fn a_part_of_the_heads_travels_while_another_is_computed() {
             let received: Vec<bool> = events.iter().enumerate().filter_map(of).collect();
             (received.iter().filter(|hidden| **hidden).count(), received.len())
         };
-        // q, k and v of the second part come while the first is computed; out, maximum and sum of the first return while the
-        // second is. Backward d_out and three statistics come with them, and dq, dk and dv return.
+        // q, k and v of the second part arrive while the first is computed; out, maximum and sum of the first return while
+        // the second is computed. Backward, d_out and three statistics travel too, and dq, dk and dv return.
         assert_eq!(hidden(&forward), (6, 12), "rank {rank}: {forward:?}");
         assert_eq!(hidden(&backward), (10, 20), "rank {rank}: {backward:?}");
     }

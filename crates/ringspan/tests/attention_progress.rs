@@ -1,4 +1,4 @@
-//! Compute drives communication: where a transport needs it, kernels move transfers along between pieces of their work.
+//! Kernels advance communication between their tasks, for transports that do not move messages by themselves.
 
 mod support;
 
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use support::{hands_on, random};
 
-/// A transport that moves nothing by itself: a message leaves only when its sender is asked to progress, or waits.
+/// Stands for a transport that only moves messages in calls of `progress`: counts these calls.
 struct Lazy {
     inner: Arc<dyn Communicator>,
     calls: Arc<AtomicUsize>,
@@ -57,7 +57,7 @@ fn a_kernel_moves_the_transfers_of_its_group_while_it_computes() {
         Ok::<_, Error>([forward_calls, calls.load(Ordering::Relaxed) - forward_calls, own.load(Ordering::Relaxed)])
     });
     for [forward, backward, own] in calls.expect("runs") {
-        // Two steps of 1024 queries and two heads: dozens of pieces, and both axes are asked each time.
+        // Two steps of 1024 queries and two heads make dozens of tasks, and each calls the communicators of both axes.
         assert!(forward >= 16 && backward >= 16, "{forward} and {backward} calls");
         assert_eq!(2 * own, forward + backward, "the kernel's own hook is called as often");
     }

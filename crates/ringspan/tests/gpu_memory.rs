@@ -1,10 +1,10 @@
-//! What a GPU (or one made of a CPU, `tools/check_cuda.sh`) says of its memory. The counts are of the process, so all of this is
-//! one test.
+//! What a GPU (or an emulated one, `tools/check_cuda.sh`) reports about its memory. The counts are of the process, so this
+//! is a single test.
 #![cfg(feature = "cuda")]
 
 use ringspan::kernel::{Gpu, Kernel, View};
 
-/// Bytes of an array, far more than a driver takes for itself meanwhile.
+/// Bytes of an array, which is far larger than what the driver allocates for itself meanwhile.
 const BLOCK: usize = 32 << 20;
 
 #[test]

@@ -25,7 +25,7 @@ struct HalfFloat {
             return sign | uint16_t(std::nearbyint(std::ldexp(size, 24)));
         }
         int exponent;
-        // In [1024, 2048]; the latter is the next power of two, and adds up to it.
+        // In [1024, 2048]; 2048 is the next power of two, and the addition below carries into the exponent.
         const float fraction = std::nearbyint(std::ldexp(std::frexp(size, &exponent), 11));
         return sign | uint16_t(((exponent + 14) << 10) + int(fraction) - 1024);
     }

@@ -1,4 +1,4 @@
-// Eight bits: the type is there, so that kernels of other types compile beside it; nothing computes with it.
+// An 8-bit type that exists only so that kernels of other types compile; computing with it ends the process.
 #pragma once
 #include "cuda_fp16.h"
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// Numbers of 16 bits that compute as floats do, and are rounded when they are stored.
+// 16-bit floating-point types that compute in f32 and round when they are stored.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,8 +1,8 @@
-//! Tensors on GPUs as messages, and what came as tensors.
+//! Conversion of tensors on GPUs to messages and back.
 //!
-//! A tensor is handed to ranks of this process as it is: whoever shares its GPU shares candle's stream there, and so reads it
-//! behind who computed it; whoever has another GPU copies it from there. Ranks that are processes get a copy on their GPU.
-//! Events order candle's stream and those on which it travels; no CPU waits for either.
+//! A tensor is handed to other ranks of this process without a copy. A rank on the same GPU shares candle's stream, so it
+//! reads the tensor after the kernel that computed it; a rank on another GPU copies it from there. Ranks in other processes
+//! receive a copy on their GPU. Events order candle's stream and the streams of the transfers; no CPU waits for either.
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::CudaDType;
@@ -15,13 +15,13 @@ use ringspan::kernel::{GpuElement, GpuSource, Handed};
 use std::any::Any;
 use std::sync::Arc;
 
-/// x as a message. Nobody writes to it any more.
+/// The tensor x as a message. Nothing writes to its memory afterwards.
 ///
 /// # Errors
 /// Tensors of other types than f32 and bf16, and of other devices than GPUs.
 pub(super) fn message(x: &Tensor) -> Result<Buffer> {
     let x = x.detach();
-    // Candle starts no kernel for nothing.
+    // Candle would start a kernel for a tensor without elements, which a GPU refuses.
     let x = if x.elem_count() == 0 { x } else { x.contiguous()? };
     let (storage, layout) = x.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else { bail!("a message of a tensor on {:?}", x.device()) };
@@ -34,16 +34,16 @@ pub(super) fn message(x: &Tensor) -> Result<Buffer> {
 }
 
 fn handed<T: GpuElement>(slice: &CudaSlice<T>, x: &Tensor, start: usize) -> Result<Handed> {
-    // A part of a tensor without elements begins behind its end.
+    // An empty view may start beyond the end of its storage.
     let range = if x.elem_count() == 0 { 0..0 } else { start..start + x.elem_count() };
-    // SAFETY: the tensor keeps its storage, to which nobody writes any more.
+    // SAFETY: the tensor keeps its storage alive, and nothing writes to it any more.
     unsafe { Handed::new(slice, range, x.clone()) }.map_err(candle_core::Error::wrap)
 }
 
-/// What rank `from` sent is `rows` rows like those of x.
+/// Checks that rank `from` sent `rows` rows like those of x.
 ///
 /// # Errors
-/// It is something else. Of what came from another process only the number of elements is known.
+/// Any other message. If it comes from another process, only the number and width of its elements are known and checked.
 pub(super) fn check(part: &Buffer, from: usize, x: &Tensor, rows: usize) -> Result<()> {
     let Buffer::Device(elements) = part else { bail!("rank {from} sent what lies on no GPU") };
     let wanted = super::with_rows(x.shape(), rows);
@@ -65,14 +65,14 @@ pub(super) fn check(part: &Buffer, from: usize, x: &Tensor, rows: usize) -> Resu
     Ok(())
 }
 
-/// The tensor that was handed over, if it is one of this process.
+/// The tensor that was handed over, if it comes from a rank of this process.
 fn tensor_of(part: &Buffer) -> Option<&Tensor> {
     let Buffer::Device(elements) = part else { return None };
     let elements: &dyn Any = &**elements;
     elements.downcast_ref().map(Handed::owner)?.downcast_ref()
 }
 
-/// What came, of a shape that was checked, where x is and of its type.
+/// The received elements as a tensor of a shape that was checked, on the device and in the type of x.
 pub(super) fn tensor(part: &Arc<Buffer>, shape: Shape, x: &Tensor) -> Result<Tensor> {
     match tensor_of(part) {
         Some(tensor) if tensor.device().same_device(x.device()) => Ok(tensor.clone()),
@@ -80,7 +80,7 @@ pub(super) fn tensor(part: &Arc<Buffer>, shape: Shape, x: &Tensor) -> Result<Ten
     }
 }
 
-/// The parts behind each other, `shape` in all, where x is and of its type: each is copied once.
+/// The concatenated parts, `shape` in all, on the device and in the type of x; each part is copied once.
 pub(super) fn joined(parts: &[Arc<Buffer>], shape: Shape, x: &Tensor) -> Result<Tensor> {
     if shape.elem_count() == 0 {
         return Tensor::zeros(shape, x.dtype(), x.device());
@@ -94,7 +94,7 @@ pub(super) fn joined(parts: &[Arc<Buffer>], shape: Shape, x: &Tensor) -> Result<
 
 fn placed<T: GpuElement + CudaDType + DeviceRepr>(parts: &[Arc<Buffer>], shape: Shape, x: &Tensor) -> Result<Tensor> {
     let device = x.device().as_cuda_device()?;
-    // SAFETY: the copies write all elements, or fail and nobody gets them.
+    // SAFETY: the copies below write all elements, or an error is returned and nothing reads them.
     let mut all = unsafe { device.alloc::<T>(shape.elem_count())? };
     let mut filled = 0;
     for part in parts {

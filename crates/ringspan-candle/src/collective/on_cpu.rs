@@ -1,4 +1,4 @@
-//! The same of tensors on CPUs, whose elements are copied into messages: bf16 as the words that it is.
+//! The collectives for tensors on the CPU, whose elements are copied into messages; bf16 is sent as 16-bit words.
 
 use crate::cast::cast;
 use crate::kept::rounded;
@@ -11,13 +11,13 @@ use half::vec::HalfBitsVecExt;
 use ringspan::comm::{Buffer, Communicator};
 use std::sync::Arc;
 
-/// Elements as a message.
+/// Copies the elements of a tensor into a message.
 ///
 /// # Errors
 /// Other types than f32 and bf16, and tensors that are not contiguous.
 pub(super) fn message(storage: &CpuStorage, layout: &Layout) -> Result<Buffer> {
     let range = layout.contiguous_offsets().map(|(start, end)| start..end);
-    // A part of a tensor without elements begins behind its end.
+    // An empty view may start beyond the end of its storage.
     match (storage, range) {
         (CpuStorage::F32(data), Some(range)) => Ok(Buffer::F32(data.get(range).unwrap_or_default().to_vec())),
         (CpuStorage::BF16(data), Some(range)) => {
@@ -27,10 +27,10 @@ pub(super) fn message(storage: &CpuStorage, layout: &Layout) -> Result<Buffer> {
     }
 }
 
-/// The gradient of x that `work` makes of that of a result, which travels in the type of x.
+/// The gradient of x that `work` computes from the gradient of a result, which is sent in the type of x.
 ///
 /// # Errors
-/// What `work` fails with; another number of elements than x has.
+/// Errors of `work`, and a result whose number of elements differs from that of x.
 pub(super) fn made(
     x: &Tensor,
     gradient: &Tensor,
@@ -51,13 +51,13 @@ pub(super) fn made(
     Ok(Some(Tensor::from_storage(Storage::Cpu(made), x.shape(), BackpropOp::none(), false)))
 }
 
-/// Elements of all ranks, in rank order.
+/// All-gather: the elements of all ranks, in rank order.
 pub(super) fn gather(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage> {
     let dtype = dtype(&own)?;
     joined(&comm.all_gather(own).map_err(candle_core::Error::wrap)?, dtype)
 }
 
-/// This rank's elements of the sum over ranks, `counts[r]` of rank r.
+/// Reduce-scatter: this rank's elements of the sum over ranks; rank r receives `counts[r]` elements.
 pub(super) fn scatter(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
     match own {
         Buffer::F32(own) => Ok(CpuStorage::F32(comm.reduce_scatter(own, counts).map_err(candle_core::Error::wrap)?)),
@@ -65,7 +65,7 @@ pub(super) fn scatter(comm: &dyn Communicator, own: Buffer, counts: &[usize]) ->
     }
 }
 
-/// The sum over ranks.
+/// All-reduce: the sum over ranks.
 pub(super) fn reduce(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage> {
     match own {
         Buffer::F32(mut own) => {
@@ -76,13 +76,13 @@ pub(super) fn reduce(comm: &dyn Communicator, own: Buffer) -> Result<CpuStorage>
     }
 }
 
-/// What the ranks sent here, in rank order, for `counts[r]` elements sent to rank r.
+/// All-to-all: sends `counts[r]` elements to rank r, and returns what the ranks sent to this one, in rank order.
 pub(super) fn exchange(comm: &dyn Communicator, own: Buffer, counts: &[usize]) -> Result<CpuStorage> {
     let dtype = dtype(&own)?;
     joined(&comm.all_to_all(dealt(own, counts)?).map_err(candle_core::Error::wrap)?, dtype)
 }
 
-/// Elements of what was made.
+/// The number of elements of a result.
 pub(super) fn count(storage: &CpuStorage) -> usize {
     match storage {
         CpuStorage::BF16(values) => values.len(),
@@ -99,7 +99,7 @@ fn dtype(message: &Buffer) -> Result<DType> {
     }
 }
 
-/// Elements behind each other, as messages.
+/// Splits the elements into consecutive messages of these lengths.
 fn dealt(own: Buffer, counts: &[usize]) -> Result<Vec<Buffer>> {
     let mut first = 0;
     let part = |count: &usize| {
@@ -126,7 +126,7 @@ fn joined(parts: &[Arc<Buffer>], dtype: DType) -> Result<CpuStorage> {
     Ok(if dtype == DType::F32 { CpuStorage::F32(wide) } else { CpuStorage::BF16(words.reinterpret_into()) })
 }
 
-/// The sum of as many words of bf16 from each rank: added up in f32 and in rank order, and rounded once.
+/// The sum of equally many bf16 words from each rank, added in f32 in rank order and rounded once.
 fn sum(parts: &[Arc<Buffer>]) -> Result<CpuStorage> {
     let mut sums = vec![0.0f32; parts.first().map_or(0, |part| part.len())];
     for part in parts {

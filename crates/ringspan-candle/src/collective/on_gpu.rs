@@ -1,5 +1,5 @@
-//! The same of tensors on GPUs that are handed over: between ranks that are threads, and between processes whose communicator
-//! moves what lies on GPUs.
+//! The collectives for tensors on GPUs that are handed over without a copy through CPU memory: between ranks that are
+//! threads, and between processes whose communicator sends from GPU to GPU.
 
 use super::message::{check, joined, message, tensor};
 use crate::cast::cast;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 type Comm = Arc<dyn Communicator>;
 
-/// Whether tensors like x are handed over.
+/// Whether tensors on the device of x are handed over from GPU to GPU.
 pub(super) fn hands_over(comm: &Comm, x: &Tensor) -> bool {
     gpu::holds(x) && comm.hands_over()
 }
@@ -21,7 +21,7 @@ pub(super) fn all_gather(comm: &Comm, x: &Tensor, counts: Vec<usize>) -> Result<
     given(x, value, move |d| scatter(&comm, d, &counts))
 }
 
-/// Zeros, if nobody looks at the result.
+/// As [`super::reduce_scatter`]; unless `seen`, the result is zeros and nothing is sent.
 pub(super) fn reduce_scatter(comm: &Comm, x: &Tensor, counts: &[usize], seen: bool) -> Result<Tensor> {
     let value = match seen {
         true => scatter(comm, &x.detach(), counts)?,
@@ -37,7 +37,7 @@ pub(super) fn all_reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
     given(x, value, move |d| reduce(&comm, d))
 }
 
-/// Zeros, if nobody looks at the result.
+/// As [`super::all_to_all`]; unless `seen`, the result is zeros and nothing is sent.
 pub(super) fn all_to_all(comm: &Comm, x: &Tensor, [send, receive]: [&[usize]; 2], seen: bool) -> Result<Tensor> {
     let value = match seen {
         true => exchange(comm, &x.detach(), send, receive)?,
@@ -47,19 +47,19 @@ pub(super) fn all_to_all(comm: &Comm, x: &Tensor, [send, receive]: [&[usize]; 2]
     given(x, value, move |d| exchange(&comm, d, &receive, &send))
 }
 
-/// Rows of all ranks, `counts[r]` of rank r.
+/// The rows of all ranks, `counts[r]` of rank r.
 fn gather(comm: &Comm, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
     let parts = comm.all_gather(message(x)?).map_err(candle_core::Error::wrap)?;
     rows(x, &parts, counts)
 }
 
-/// This rank's rows of the sum, in rank order.
+/// This rank's rows of the sum over ranks, which is added in rank order.
 fn scatter(comm: &Comm, x: &Tensor, counts: &[usize]) -> Result<Tensor> {
     let parts = comm.all_to_all(dealt(x, counts)?).map_err(candle_core::Error::wrap)?;
     sum(x, counts[comm.rank()], &parts)
 }
 
-/// The sum over the ranks, in rank order.
+/// The sum over the ranks, added in rank order.
 fn reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
     let parts = comm.all_gather(message(x)?).map_err(candle_core::Error::wrap)?;
     sum(x, x.dim(0)?, &parts)
@@ -70,7 +70,7 @@ fn exchange(comm: &Comm, x: &Tensor, send: &[usize], receive: &[usize]) -> Resul
     rows(x, &parts, receive)
 }
 
-/// Rows of x behind each other, as messages.
+/// Splits the rows of x into consecutive messages of these numbers of rows.
 fn dealt(x: &Tensor, counts: &[usize]) -> Result<Vec<Buffer>> {
     let mut from = 0;
     let part = |count: &usize| {
@@ -81,7 +81,7 @@ fn dealt(x: &Tensor, counts: &[usize]) -> Result<Vec<Buffer>> {
     counts.iter().map(part).collect()
 }
 
-/// What the ranks sent behind each other: rows like those of x, `counts[r]` of rank r.
+/// Concatenates the messages of the ranks, which hold rows like those of x, `counts[r]` of rank r.
 fn rows(x: &Tensor, parts: &[Arc<Buffer>], counts: &[usize]) -> Result<Tensor> {
     if parts.len() != counts.len() {
         bail!("{} parts of {} ranks", parts.len(), counts.len());
@@ -92,7 +92,7 @@ fn rows(x: &Tensor, parts: &[Arc<Buffer>], counts: &[usize]) -> Result<Tensor> {
     joined(parts, super::with_rows(x.shape(), counts.iter().sum()), x)
 }
 
-/// The sum of `rows` rows like those of x: added up in f32, and rounded once.
+/// The sum of the ranks' `rows` rows like those of x, added in f32 and rounded once.
 fn sum(x: &Tensor, rows: usize, parts: &[Arc<Buffer>]) -> Result<Tensor> {
     let shape = super::with_rows(x.shape(), rows);
     let mut sum = Tensor::zeros(&shape, DType::F32, x.device())?;
@@ -105,7 +105,7 @@ fn sum(x: &Tensor, rows: usize, parts: &[Arc<Buffer>]) -> Result<Tensor> {
     cast(&sum, x.dtype())
 }
 
-/// Zeros with rows like those of x.
+/// Zeros with `rows` rows like those of x.
 fn rows_like(x: &Tensor, rows: usize) -> Result<Tensor> {
     Tensor::zeros(super::with_rows(x.shape(), rows), x.dtype(), x.device())
 }

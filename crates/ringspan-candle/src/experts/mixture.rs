@@ -1,6 +1,7 @@
-//! A mixture of experts that are all on this rank, as one operation with a backward.
+//! A mixture of experts that are all on this rank, as one operation with a backward pass.
 //!
-//! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of one expert.
+//! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens routed
+//! to one expert.
 
 use super::part::GatedPart;
 use super::stacked::StackedPart;
@@ -14,34 +15,34 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Where a mixture looks for what it computed before, and leaves what it computes.
+/// Holds the products of one layer's mixture between its first computation and its recomputation.
 #[derive(Debug, Default)]
 pub struct Memory {
     storage: Storage,
-    /// Of each expert with tokens, in their order; none of a GPU.
+    /// For each expert with tokens, in ascending order, its stored products; empty on a GPU, which stores none.
     kept: Option<Vec<Products>>,
 }
 
 impl Memory {
-    /// An empty one.
+    /// An empty memory.
     #[must_use]
     pub fn new(storage: Storage) -> Self {
         Self { storage, kept: None }
     }
 
-    /// Whether the mixture would be computed, and kept.
+    /// Whether the next call would compute the mixture and store its products.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.kept.is_none()
     }
 }
 
-/// As [`Experts::mix`](super::Experts::mix), of experts that are all here.
+/// Like [`Experts::mix`](super::Experts::mix), for experts that are all on this rank.
 ///
-/// In bf16, the outputs of a token's experts are weighted and added up in f32, and rounded once.
+/// In bf16, the outputs of a token's experts are weighted and added in f32, and rounded once.
 ///
-/// Each expert's tokens are gathered once and go through three products; experts that nobody chose cost nothing, and
-/// get no gradient.
+/// Each expert's tokens are gathered once and go through three products. Experts without tokens cost nothing and have no
+/// gradient.
 ///
 /// # Errors
 /// Shapes that do not fit, and what `expert` returns.
@@ -49,12 +50,12 @@ pub fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Exp
     mixed_keeping(x, routing, expert, &mut Memory::default())
 }
 
-/// The same with a memory, as [`Experts::mix_keeping`](super::Experts::mix_keeping): products with gate and up, 2 I
-/// numbers for each choice, are put into an empty `memory`; those found there are taken out, and the result is zeros. On a
-/// GPU none are put there, and all is computed twice.
+/// Like [`mixed`], with a memory, as [`Experts::mix_keeping`](super::Experts::mix_keeping) describes: if `memory` is empty,
+/// the products with gate and up, 2 I numbers for each chosen expert of a token, are stored there. Otherwise they are taken
+/// out, and the result is zeros. On a GPU nothing is stored, and everything is computed twice.
 ///
 /// # Errors
-/// As for [`mixed`]; a memory of other choices.
+/// As for [`mixed`], and a memory that was filled with another routing.
 pub fn mixed_keeping(
     x: &Tensor,
     routing: &Routing,
@@ -69,8 +70,9 @@ pub fn mixed_keeping(
         bail!("what is dropped of {numbers} tokens does not fit {tokens}");
     }
     if gpu::holds(x) {
-        // The gradient of a choice's weight is made there of the expert's output, which is not kept. That there was a first
-        // time is remembered all the same, or ranks would not agree whether results travel back.
+        // The gradient of a routing weight is computed from the expert's output, which a GPU does not store. The memory is
+        // marked as filled all the same: ranks must agree whether this is a recomputation, since outputs are not sent back in
+        // that case.
         memory.kept = memory.is_empty().then(Vec::new);
         return on_gpu::mixed(x, routing, expert);
     }
@@ -105,7 +107,7 @@ pub fn mixed_keeping(
                 RoutedExpert::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
-                // All experts of a stack have the same parameters.
+                // All experts of a stack share the same parameters, which are linked once.
                 if stack_linked.is_none() {
                     stack_linked = Some(first_link);
                     for parameter in expert.stack.parameters().into_iter().flatten() {
@@ -124,7 +126,7 @@ pub fn mixed_keeping(
     if first {
         memory.kept = Some(parts.iter().map(|linked| linked.products.clone()).collect());
     }
-    // Without tokens there is a way back all the same, since other ranks wait at its exchanges.
+    // A rank without tokens needs a backward pass, too, since other ranks wait for it in their collectives.
     let (links, gradients) = links.argument()?;
     let op = Mixed { top, parts, gradients, out: Mutex::new(out) };
     tape::apply(op, [&x, &weights, &links], Reads::Inputs)
@@ -138,7 +140,8 @@ struct Mixed {
     out: Mutex<Vec<f32>>,
 }
 
-/// An expert with tokens, what its backward needs, and the number of its first parameter among the links.
+/// An expert with its tokens, the stored products that its backward pass reads, and the number of its first parameter among
+/// the links.
 struct Linked {
     part: RoutedExpert,
     products: Products,
@@ -151,13 +154,13 @@ enum RoutedExpert {
     Stacked(StackedPart),
 }
 
-/// Products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one, `[n, 2 I]`, as they wait for the
-/// backward.
+/// The products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one matrix, `[n, 2 I]`, stored
+/// for the backward pass.
 #[derive(Debug, Clone)]
 struct Products(Vec<Kept>);
 
 impl Products {
-    /// Itself, if they have this shape.
+    /// Returns `self`, or an error if a product has another shape.
     fn of(self, shape: [usize; 2]) -> Result<Self> {
         match self.0.iter().find(|product| product.dims() != shape) {
             Some(other) => {
@@ -169,7 +172,7 @@ impl Products {
 }
 
 impl RoutedExpert {
-    /// The shape of its products.
+    /// The shape of each of the expert's products.
     fn wide(&self) -> Result<[usize; 2]> {
         match self {
             Self::Gated(part) => part.wide(),
@@ -177,7 +180,8 @@ impl RoutedExpert {
         }
     }
 
-    /// Adds the expert's output for its tokens of x `[T, C]`, times the factors `[T, K]`, to `out` `[T, C]`.
+    /// Adds the expert's output for its tokens among x `[T, C]`, multiplied by the routing weights `factors` `[T, K]`, to
+    /// `out` `[T, C]`.
     fn compute(&self, x: &Tensor, factors: &[f32], out: &mut [f32], storage: Storage) -> Result<Products> {
         let products = match self {
             Self::Gated(part) => {
@@ -223,7 +227,7 @@ impl CustomOp3 for Mixed {
         _out: &Tensor,
         d_out: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        // Of a tensor with a graph, every gradient would hold what it was made of, and so would each sum with it.
+        // Detached, since gradients and their sums would otherwise keep the graphs of x and weights alive.
         let (x, weights) = (&x.detach(), &weights.detach());
         let (tokens, width) = x.dims2()?;
         let factors = weights.flatten_all()?.to_vec1::<f32>()?;

@@ -1,4 +1,5 @@
-//! The same on a GPU, of candle's operations: the tokens of all experts are gathered once, and their outputs added up once.
+//! A mixture of experts on a GPU, composed of candle's operations: the tokens of all experts are gathered once, and their
+//! outputs added once.
 
 use super::{Expert, ExpertStack, GatedExpert, NOWHERE, Routing, StackedExpert};
 use crate::activation::Activation;
@@ -12,7 +13,8 @@ use crate::swiglu::swiglu;
 use candle_core::{DType, Device, Result, Tensor};
 use std::collections::BTreeMap;
 
-/// As [`mixed`](super::mixed): x `[T, C]`, f32 or bf16, weights `[T, K]`, f32, in which outputs are weighted and added up.
+/// Like [`mixed`](super::mixed), on a GPU: x `[T, C]`, f32 or bf16, weights `[T, K]`, f32. Outputs are weighted and added in
+/// f32.
 pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
     let (top, device) = (routing.weights.dim(1)?, x.device());
     let mut slots: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
@@ -20,7 +22,8 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
         slots.entry(chosen).or_default().push(slot as u32);
     }
     if slots.is_empty() {
-        // Nothing to compute, but a way back to both: other ranks may wait at it.
+        // There is nothing to compute, but x and the weights need a backward pass: other ranks may wait for this one in its
+        // collectives.
         let host = |tensor: &Tensor| cast(tensor, DType::F32)?.to_device(&Device::Cpu);
         let routing = Routing { weights: host(&routing.weights)?, ..routing.clone() };
         return cast(&super::mixed(&host(x)?, &routing, expert)?.to_device(device)?, x.dtype());
@@ -45,7 +48,7 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     cast(&Tensor::zeros(x.shape(), DType::F32, device)?.index_add(&tokens, &weighted, 0)?, x.dtype())
 }
 
-/// One expert's output: x `[n, C]` to `[n, C]`, of which `drops` drops what goes into adapters.
+/// One expert's output: x `[n, C]` to `[n, C]`. `drops` is the dropout of the inputs of adapters.
 fn output(x: &Tensor, expert: &GatedExpert, drops: Option<&Drops>) -> Result<Tensor> {
     let GatedExpert { gate, up, down, adapters } = expert;
     let (gate, up, down) = (gate.tensor()?, up.tensor()?, down.tensor()?);
@@ -70,7 +73,7 @@ fn stacked(x: &Tensor, StackedExpert { stack, index }: &StackedExpert) -> Result
     let (alpha, limit) = (f64::from(activation.alpha), f64::from(activation.limit));
     let gate = pairs.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?.minimum(limit)?;
     let up = pairs.narrow(2, 1, 1)?.squeeze(2)?.contiguous()?.clamp(-limit, limit)?;
-    // x times the sigmoid of alpha x.
+    // This is x times the sigmoid of alpha x, expressed by silu.
     let opened = ((gate * alpha)?.silu()? * (1.0 / alpha))?;
     let out = ((up + 1.0)? * opened)?.matmul(&down.get(*index)?)?;
     match adds_down_bias {

@@ -1,6 +1,7 @@
-//! One expert with its tokens: its products, and the gradients of all that they are made of.
+//! One expert with the tokens that are routed to it: its products, and the gradients of its inputs and parameters.
 //!
-//! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert.
+//! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens of the
+//! expert.
 
 use super::GatedExpert;
 use super::product::{back_through, through};
@@ -13,20 +14,20 @@ use crate::slices::values;
 use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 
-/// One expert with its tokens, without a graph.
+/// One expert with its tokens, without graphs.
 pub(super) struct GatedPart {
     expert: GatedExpert,
-    /// Which of gate, up and down need gradients; adapters do, where there are any.
+    /// Which of gate, up and down need gradients; the matrices of adapters always do.
     trained: [bool; 3],
-    /// What is dropped of the tokens.
+    /// The dropout of the expert's tokens, for its adapters.
     drops: Option<Drops>,
-    /// The tokens `[n]`, and their places in `[T, K]`.
+    /// The rows of the tokens `[n]`, and the indices of their routing weights in `[T, K]`.
     tokens: Vec<u32>,
     slots: Vec<u32>,
 }
 
 impl GatedPart {
-    /// The tokens of these `slots`, of which each token has `top`.
+    /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
     pub(super) fn new(expert: &GatedExpert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         Self {
@@ -43,7 +44,7 @@ impl GatedPart {
         Ok([self.tokens.len(), self.expert.gate.dims().first().copied().unwrap_or(0)])
     }
 
-    /// Of x `[T, C]`, the rows of its tokens through gate and through up: `[n, I]` each.
+    /// The products of its tokens' rows of x `[T, C]` with gate and with up: `[n, I]` each.
     pub(super) fn products(&self, x: &Tensor) -> Result<[Tensor; 2]> {
         let (rows, [gate, up, _]) = (gathered(x, &self.tokens)?, self.adapters());
         let rounded = |product: Tensor| cast(&product, x.dtype());
@@ -51,7 +52,8 @@ impl GatedPart {
         Ok([rounded(gate)?, rounded(up)?])
     }
 
-    /// Adds the expert's output, of [`Self::products`] and times the factors `[T, K]`, to `out` `[T, C]`.
+    /// Adds the expert's output, computed from [`Self::products`] and multiplied by the routing weights `factors` `[T, K]`,
+    /// to `out` `[T, C]`.
     pub(super) fn add_output(&self, [gate, up]: [&Tensor; 2], factors: &[f32], out: &mut [f32]) -> Result<()> {
         let (dtype, gate, up) = (gate.dtype(), cast(gate, DType::F32)?, cast(up, DType::F32)?);
         let hidden = cast(&(gate.silu()? * up)?, dtype)?;
@@ -59,7 +61,7 @@ impl GatedPart {
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
 
-    /// `x weight^T`, and the adapter's part, in f32.
+    /// `x weight^T` and the contribution of the adapter, in f32.
     fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
         let y = through(x, weight)?;
         match adapter {
@@ -72,8 +74,8 @@ impl GatedPart {
         self.expert.adapters.each_ref().map(Option::as_ref)
     }
 
-    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`; returns the gradients of what [`GatedExpert::parameters`] are,
-    /// in their order, where they are trained.
+    /// Adds to dx `[T, C]` and to the gradient of the routing weights `[T, K]`; returns the gradients of
+    /// [`GatedExpert::parameters`], in their order, with `None` for matrices that are not trained.
     pub(super) fn backward(
         &self,
         [gate, up]: [&Kept; 2],
@@ -86,7 +88,7 @@ impl GatedPart {
         let ([of_gate, of_up, of_down], drops) = (self.adapters(), self.drops.as_ref());
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
         let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, drops)).transpose();
-        // Without the factors: so it is their gradient, too.
+        // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let mut unscaled = back_through(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
         if let Some([d_hidden, _]) = &down_back {
@@ -118,8 +120,8 @@ impl GatedPart {
         Ok(gradients)
     }
 
-    /// What down was multiplied with, times the factors, and the gradients of gate and up, `[n, I]` each, from the
-    /// gradient of the former without them.
+    /// Returns the input of down multiplied by the routing weights, and the gradients of gate and up, `[n, I]` each.
+    /// `unscaled` is the gradient of the input of down without the routing weights.
     fn gated(
         &self,
         gate: &Tensor,
@@ -140,7 +142,7 @@ impl GatedPart {
                             let s = 1.0 / (1.0 + (-g).exp());
                             let h = g * s * u;
                             dot += h * d;
-                            // The output is h times the factor, so is what h gets back.
+                            // The output is linear in the routing weight, so the gradient of h is multiplied by it, too.
                             hidden.push(h * factor);
                             d_gate.push(d * factor * u * s * (1.0 + g * (1.0 - s)));
                             d_up.push(d * factor * g * s);
@@ -160,7 +162,7 @@ pub(super) fn gathered(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     x.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)
 }
 
-/// Adds the rows `[n, C]`, each times its factor, to those of their tokens.
+/// Adds the rows `[n, C]`, each multiplied by its factor, to the rows of their tokens.
 pub(super) fn scatter(rows: &Tensor, tokens: &[u32], factor: impl Fn(usize) -> f32, sums: &mut [f32]) -> Result<()> {
     let width = rows.dim(1)?;
     values(&rows.contiguous()?, |rows| {

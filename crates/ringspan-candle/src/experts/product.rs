@@ -1,4 +1,4 @@
-//! Products of an expert's rows with its matrices, dense or as they are stored: in f32, without a graph.
+//! Products of an expert's rows with its matrices, dense or quantized, in f32 and without a graph.
 //!
 //! Shape letters: n tokens of the expert.
 
@@ -18,7 +18,7 @@ pub(super) fn through(x: &Tensor, weight: &Weight) -> Result<Tensor> {
     }
 }
 
-/// The way back, `dy weight`: dy `[n, out]` to `[n, in]`.
+/// The gradient of x for [`through`], `dy weight`: dy `[n, out]` to `[n, in]`.
 pub(super) fn back_through(dy: &Tensor, weight: &Weight) -> Result<Tensor> {
     match weight {
         Weight::Dense(weight) => product_of(dy, weight),
@@ -36,7 +36,7 @@ pub(super) fn through_one(x: &Tensor, stack: &Weight, expert: usize) -> Result<T
     }
 }
 
-/// The way back: dy `[n, out]` to `[n, in]`.
+/// The gradient of x for [`through_one`]: dy `[n, out]` to `[n, in]`.
 pub(super) fn back_through_one(dy: &Tensor, stack: &Weight, expert: usize) -> Result<Tensor> {
     match stack {
         Weight::Dense(stack) => product_of(dy, &stack.get(expert)?.t()?),

@@ -1,7 +1,7 @@
-//! One expert of a stack with its tokens: its products, and the gradients of all that they are made of.
+//! One expert of a stack with the tokens that are routed to it: its products, and the gradients of its inputs and parameters.
 //!
-//! Shape letters: T tokens at hand, C hidden size, K experts a token goes to, I width of an expert, n tokens of the expert, e
-//! experts of the stack.
+//! Shape letters: T tokens on this rank, C hidden size, K experts a token is routed to, I width of an expert, n tokens of the
+//! expert, e experts of the stack.
 
 use super::part::{gathered, scatter};
 use super::product::{back_through_one, through_one};
@@ -12,26 +12,26 @@ use crate::matmul::product_of;
 use crate::slices::values;
 use candle_core::{DType, Device, Result, Tensor};
 
-/// One expert with its tokens, without a graph.
+/// One expert with its tokens, without graphs.
 pub(super) struct StackedPart {
     stack: ExpertStack,
     index: usize,
     /// Which of the stack's tensors need gradients.
     trained: [bool; 4],
-    /// The tokens `[n]`, and their places in `[T, K]`.
+    /// The rows of the tokens `[n]`, and the indices of their routing weights in `[T, K]`.
     tokens: Vec<u32>,
     slots: Vec<u32>,
 }
 
-/// Gradients of the tensors of a stack, of those that are trained: in f32 until all are known.
+/// Gradients of the trained tensors of a stack, in f32 until those of all experts are known.
 pub(super) struct StackGradients {
     sums: [Option<Vec<f32>>; 4],
-    /// The shapes of what is dense, and its types.
+    /// Shape and type of each dense tensor of the stack.
     dense: [Option<(Vec<usize>, DType)>; 4],
 }
 
 impl StackGradients {
-    /// Sets the gradient of one expert's part of a tensor.
+    /// Sets the gradient of one expert's slice of a tensor.
     fn set(&mut self, which: usize, expert: usize, gradient: &Tensor) -> Result<()> {
         let Some(sum) = &mut self.sums[which] else { return Ok(()) };
         let len = gradient.elem_count();
@@ -41,7 +41,7 @@ impl StackGradients {
         })
     }
 
-    /// The gradients of what is dense, in the order of [`ExpertStack::parameters`].
+    /// The gradients of the dense tensors, in the order of [`ExpertStack::parameters`].
     pub(super) fn tensors(self) -> Result<Vec<Option<Tensor>>> {
         let dense = self.sums.into_iter().zip(self.dense).filter_map(|(sum, dense)| Some((sum, dense?)));
         let tensor = |(sum, (shape, dtype)): (Option<Vec<f32>>, (Vec<usize>, DType))| {
@@ -52,7 +52,7 @@ impl StackGradients {
 }
 
 impl StackedPart {
-    /// The tokens of these `slots`, of which each token has `top`.
+    /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
     pub(super) fn new(expert: &StackedExpert, slots: Vec<u32>, top: usize) -> Self {
         Self {
             stack: expert.stack.detach(),
@@ -63,7 +63,7 @@ impl StackedPart {
         }
     }
 
-    /// Zeros for the gradients of its stack.
+    /// Zeros for the gradients of the whole stack.
     pub(super) fn gradients(&self) -> StackGradients {
         let parameters = self.stack.parameters();
         let mut trained = self.trained.into_iter();
@@ -80,14 +80,15 @@ impl StackedPart {
         Ok([self.tokens.len(), self.stack.gate_up_bias.dim(1)?])
     }
 
-    /// The rows of its tokens of x `[T, C]` through gate and up: `[n, 2 I]`.
+    /// The product of its tokens' rows of x `[T, C]` with gate and up: `[n, 2 I]`.
     pub(super) fn product(&self, x: &Tensor) -> Result<Tensor> {
         let ExpertStack { gate_up, gate_up_bias, .. } = &self.stack;
         let product = through_one(&gathered(x, &self.tokens)?, gate_up, self.index)?;
         cast(&product.broadcast_add(&wide(&gate_up_bias.get(self.index)?)?)?, x.dtype())
     }
 
-    /// Adds the expert's output, of [`Self::product`] and times the factors `[T, K]`, to `out` `[T, C]`.
+    /// Adds the expert's output, computed from [`Self::product`] and multiplied by the routing weights `factors` `[T, K]`, to
+    /// `out` `[T, C]`.
     pub(super) fn add_output(&self, gate_up: &Tensor, factors: &[f32], out: &mut [f32]) -> Result<()> {
         let ExpertStack { down, down_bias, activation, adds_down_bias, .. } = &self.stack;
         let (rows, width) = gate_up.dims2()?;
@@ -101,7 +102,8 @@ impl StackedPart {
         scatter(&y, &self.tokens, |n| factors[self.slots[n] as usize], out)
     }
 
-    /// Adds to dx `[T, C]` and to the factors' gradient `[T, K]`, and sets the expert's part of the stack's gradients.
+    /// Adds to dx `[T, C]` and to the gradient of the routing weights `[T, K]`, and sets the expert's slice of the stack's
+    /// gradients.
     pub(super) fn backward(
         &self,
         gate_up: &Kept,
@@ -113,11 +115,11 @@ impl StackedPart {
     ) -> Result<()> {
         let ExpertStack { gate_up: of_gate_up, down, down_bias, adds_down_bias, .. } = &self.stack;
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
-        // Without the factors: so it is their gradient, too.
+        // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let unscaled = back_through_one(&d_out, down, self.index)?;
         let [hidden, d_gate_up] = self.activated(&wide(&gate_up.tensor()?)?, &unscaled, factors, d_factors)?;
         scatter(&back_through_one(&d_gate_up, of_gate_up, self.index)?, &self.tokens, |_| 1.0, dx)?;
-        // A product for the gradient of a frozen tensor would be computed for nothing.
+        // Products for the gradients of frozen tensors are skipped.
         let [trains_gate_up, trains_bias, trains_down, _] = self.trained;
         if trains_gate_up {
             gradients.set(0, self.index, &product_of(&x.t()?, &d_gate_up)?)?;
@@ -131,7 +133,7 @@ impl StackedPart {
         if *adds_down_bias {
             let own: Vec<f32> = self.slots.iter().map(|slot| factors[*slot as usize]).collect();
             let own = Tensor::from_vec(own, (1, self.slots.len()), &Device::Cpu)?;
-            // In f32: neither is a product of many numbers.
+            // These small products are computed in f32.
             let d_out = wide(&d_out)?;
             gradients.set(3, self.index, &own.matmul(&d_out)?)?;
             let bias = wide(&down_bias.get(self.index)?)?.unsqueeze(1)?;
@@ -141,8 +143,8 @@ impl StackedPart {
         Ok(())
     }
 
-    /// What down was multiplied with, `[n, I]`, times the factors, and the gradient of gate and up, `[n, 2 I]`, from the
-    /// gradient of the former without them.
+    /// Returns the input of down `[n, I]`, multiplied by the routing weights, and the gradient of gate and up, `[n, 2 I]`.
+    /// `unscaled` is the gradient of the input of down without the routing weights.
     fn activated(
         &self,
         gate_up: &Tensor,
@@ -177,7 +179,7 @@ fn wide(tensor: &Tensor) -> Result<Tensor> {
     cast(tensor, DType::F32)
 }
 
-/// Gate and up of each element of the width.
+/// Pairs of gate and up, which alternate in memory.
 fn pairs(gate_up: &[f32]) -> impl Iterator<Item = (f32, f32)> {
     let (pairs, _) = gate_up.as_chunks::<2>();
     pairs.iter().map(|&[gate, up]| (gate, up))

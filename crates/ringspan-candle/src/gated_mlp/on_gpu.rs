@@ -1,4 +1,4 @@
-//! The same on a GPU, of linear layers: all tokens at once.
+//! The gated layer on a GPU, composed of linear layers over all tokens at once.
 
 use super::Wide;
 use crate::activation::Activation;
@@ -7,14 +7,14 @@ use crate::linear::{linear, linear_again};
 use crate::swiglu::gated;
 use candle_core::{Result, Tensor, bail};
 
-/// The result `[T, C]`; gate and up `[T, W]`.
+/// Returns the output `[T, C]`, and gate and up `[T, W]`.
 pub(super) fn forward(x: &Tensor, weights: [&Tensor; 3], activation: Activation) -> Result<(Tensor, [Tensor; 2])> {
     let [gate, up, down] = weights;
     let (gate, up) = (linear(x, gate, None)?, linear(x, up, None)?);
     Ok((linear(&gated(&gate, &up, activation)?, down, None)?, [gate, up]))
 }
 
-/// As [`gated_mlp_again`](super::gated_mlp_again).
+/// As [`gated_mlp_again`](super::gated_mlp_again), on a GPU.
 pub(super) fn again(
     x: &Tensor,
     weights: [&Tensor; 3],

@@ -1,4 +1,4 @@
-//! Kernels of fused layers: compiled when they are first asked for, once for each GPU, and started on candle's stream.
+//! The CUDA kernels of fused layers: compiled on first use, once for each GPU, and launched on candle's stream.
 
 use crate::activation::Activation;
 use candle_core::cuda::cudarc::driver::{DeviceRepr, LaunchConfig, PushKernelArg};
@@ -6,10 +6,10 @@ use candle_core::{CudaDevice, DType, Result};
 use ringspan::kernel::nvrtc::{ELEMENT, Modules, Source};
 use std::sync::LazyLock;
 
-/// Threads of a block.
+/// Threads in a block.
 pub(crate) const THREADS: usize = 256;
 
-/// Bytes that a thread reads at once, where they begin at a multiple of it.
+/// Bytes that a thread reads at once from an address that is a multiple of this number.
 const AT_ONCE: usize = 16;
 
 const PACK: &str = include_str!("source/pack.cu");
@@ -19,7 +19,7 @@ const GATE: &str = include_str!("source/gate.cu");
 const LOSS: &str = include_str!("source/loss.cu");
 const SUM: &str = include_str!("source/sum.cu");
 
-/// A layer.
+/// A kind of layer, with a source file of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Layer {
     Norm,
@@ -29,19 +29,19 @@ pub(crate) enum Layer {
     Sum,
 }
 
-/// What kernels are compiled for.
+/// The options with which kernels are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Options {
     layer: Layer,
-    /// F32 or BF16: of tensors, and of the weight of a norm, of the gradient of logits, or of what is added.
+    /// F32 or BF16: the type of tensors, and the type of the norm's weight, of the gradient of logits, or of the summand.
     types: [DType; 2],
-    /// Elements that a thread reads at once.
+    /// Number of elements that a thread reads at once.
     pub(crate) at_once: usize,
     job_bytes: usize,
 }
 
 impl Options {
-    /// For tensors that lie at these addresses, whose rows have these sizes and distances.
+    /// Options for tensors at these addresses, whose rows have these sizes and distances in elements.
     pub(crate) fn new<J>(layer: Layer, types: [DType; 2], addresses: &[u64], sizes: &[usize]) -> Self {
         let most = AT_ONCE / types[0].size_in_bytes();
         let whole = addresses.iter().all(|at| at.is_multiple_of(AT_ONCE as u64));
@@ -73,16 +73,16 @@ impl Options {
     }
 }
 
-/// Of each GPU by its context, of which the driver has one for all of the process.
+/// Compiled kernels by GPU, identified by its context, of which the driver has one in the whole process.
 static MODULES: LazyLock<Modules<(usize, Options)>> = LazyLock::new(Modules::default);
 
-/// Starts a kernel with `grid` blocks of threads, none of which has more than 48 KiB of shared memory.
+/// Launches a kernel with `grid` blocks of threads, each with at most 48 KiB of shared memory.
 ///
 /// # Errors
-/// More blocks than a launch has, no compiler, a driver that refuses.
+/// More blocks than a launch can have, no compiler, failures of the driver.
 ///
 /// # Safety
-/// The kernel reads and writes what the job says: it must be there, in the types of the options.
+/// The kernel reads and writes what the job refers to: it must be valid memory, in the types of the options.
 pub(crate) unsafe fn launch<J: DeviceRepr>(
     device: &CudaDevice,
     options: &Options,
@@ -101,7 +101,7 @@ pub(crate) unsafe fn launch<J: DeviceRepr>(
         block_dim: (THREADS as u32, 1, 1),
         shared_mem_bytes: count(shared_bytes)?,
     };
-    // SAFETY: the kernel takes this job, of the size it was compiled with; what is in it, the caller promises.
+    // SAFETY: the kernel takes a job of the size it was compiled with; the caller promises that its contents are valid.
     let started = unsafe { stream.launch_builder(&function).arg(job).launch(config) };
     started.map(drop).map_err(candle_core::Error::wrap)
 }
@@ -112,7 +112,7 @@ mod tests {
     use crate::{loss, norm, residual, rope, swiglu};
     use ringspan::kernel::nvrtc;
 
-    /// Without a GPU this still shows that the kernels are CUDA, and agree on the jobs' sizes.
+    /// Without a GPU, this still shows that the kernels are valid CUDA and agree on the sizes of the jobs.
     #[test]
     fn kernels_of_layers_compile_for_every_architecture_since_ampere() {
         if !nvrtc::is_there() {
@@ -134,7 +134,7 @@ mod tests {
                     for at_once in [1, AT_ONCE / types[0].size_in_bytes()] {
                         let options = Options { layer, types, at_once, job_bytes };
                         let binary = options.source().compile(architecture).unwrap_or_else(|error| panic!("{error}"));
-                        // That made of a CPU has no machine code of a GPU.
+                        // The compiler of the emulated GPU does not return machine code of a GPU.
                         match binary.starts_with(b"\x7fELF") {
                             true => println!("{architecture}: {options:?}, {} bytes", binary.len()),
                             false => println!("skipped: no compiler for {architecture}"),

@@ -1,4 +1,4 @@
-//! Candle's tensors as kernels read and write them: where they are.
+//! Access of kernels to candle's tensors in GPU memory.
 
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
@@ -6,18 +6,19 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 
-/// Elements on a GPU. Events order what is started before the end of this and what others do with them.
+/// Elements on a GPU that a kernel reads or writes. Events order the work that is started while this exists and other uses of
+/// the elements.
 pub(crate) struct Operand<'a> {
-    /// Address of the first.
+    /// The address of the first element.
     pub(crate) at: u64,
     _order: SyncOnDrop<'a>,
 }
 
 impl<'a> Operand<'a> {
-    /// A tensor that is read.
+    /// A tensor that a kernel reads.
     ///
     /// # Errors
-    /// Others than f32 and bf16.
+    /// Types other than f32 and bf16.
     pub(crate) fn read(storage: &'a CudaStorage, layout: &Layout, stream: &'a CudaStream) -> Result<Self> {
         let (first, _order) = match storage.dtype() {
             DType::F32 => storage.as_cuda_slice::<f32>()?.device_ptr(stream),
@@ -27,16 +28,16 @@ impl<'a> Operand<'a> {
         Ok(Self { at: first + (layout.start_offset() * storage.dtype().size_in_bytes()) as u64, _order })
     }
 
-    /// Whole numbers that are read.
+    /// A tensor of integers that a kernel reads.
     ///
     /// # Errors
-    /// Others than u32.
+    /// Types other than u32.
     pub(crate) fn read_whole(storage: &'a CudaStorage, layout: &Layout, stream: &'a CudaStream) -> Result<Self> {
         let (first, _order) = storage.as_cuda_slice::<u32>()?.device_ptr(stream);
         Ok(Self { at: first + (layout.start_offset() * size_of::<u32>()) as u64, _order })
     }
 
-    /// What is written, all of it.
+    /// A storage that a kernel writes completely.
     ///
     /// # Errors
     /// As for [`read`](Self::read).
@@ -50,13 +51,13 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Memory for a tensor that a kernel is to write, all of it.
+/// Uninitialized memory for a tensor that a kernel will write completely.
 pub(crate) fn unwritten(device: &CudaDevice, shape: &Shape, dtype: DType) -> Result<CudaStorage> {
-    // SAFETY: who asks starts a kernel that writes all of it, or fails and hands it to nobody.
+    // SAFETY: the caller starts a kernel that writes all of it, or fails and lets nothing read it.
     unsafe { device.alloc_uninit(shape, dtype) }
 }
 
-/// What a kernel wrote, as a tensor without a graph.
+/// A storage that a kernel wrote, as a tensor without a graph.
 pub(crate) fn tensor(storage: CudaStorage, shape: &Shape) -> Tensor {
     Tensor::from_storage(Storage::Cuda(storage), shape.clone(), BackpropOp::none(), false)
 }
@@ -69,23 +70,23 @@ pub(crate) fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
     }
 }
 
-/// A tensor as rows of its last dimension, whose elements follow each other.
+/// A tensor as rows of its last dim, each with contiguous elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rows {
     pub(crate) count: usize,
     pub(crate) width: usize,
-    /// Elements from one row to the next.
+    /// The distance from one row to the next, in elements.
     pub(crate) stride: usize,
 }
 
 impl Rows {
-    /// None where rows do not lie in even distances, or their elements apart.
+    /// The rows of a layout; `None` if rows do not lie at equal distances, or their elements are not contiguous.
     pub(crate) fn of(layout: &Layout) -> Option<Self> {
         let (width, elements) = (layout.dims().last().copied().unwrap_or(1), layout.shape().elem_count());
         if elements == 0 {
             return Some(Self { count: 0, width, stride: width });
         }
-        // From the innermost dimension; of one place, the distance to the next says nothing.
+        // Dims are visited from the innermost one; the stride of a dim of size 1 says nothing and is skipped.
         let mut dims = layout.dims().iter().zip(layout.stride()).rev().map(|(&dim, &stride)| (dim, stride));
         let innermost = dims.next().unwrap_or((1, 1));
         let mut outer = dims.filter(|(dim, _)| *dim > 1);
@@ -98,10 +99,10 @@ impl Rows {
         (even && (innermost.0 == 1 || innermost.1 == 1)).then_some(Self { count: rows, width, stride })
     }
 
-    /// The rows that layers are told of: those of a layout that [`in_rows`] gave.
+    /// The rows of a layout that [`in_rows`] has returned.
     ///
     /// # Errors
-    /// Another layout.
+    /// A layout that does not consist of rows.
     pub(crate) fn expected(layout: &Layout) -> Result<Self> {
         match Self::of(layout) {
             Some(rows) => Ok(rows),
@@ -110,7 +111,7 @@ impl Rows {
     }
 }
 
-/// The tensor, copied if it does not consist of rows.
+/// The tensor as it is if it consists of rows, otherwise a contiguous copy.
 pub(crate) fn in_rows(x: &Tensor) -> Result<Tensor> {
     if Rows::of(x.layout()).is_some() { Ok(x.clone()) } else { x.contiguous() }
 }

@@ -1,4 +1,4 @@
-//! Products on a GPU that cuBLAS gives, and candle does not ask for: of bf16 with sums that stay f32, added to what is there.
+//! Matrix products by cuBLAS that candle does not offer: of bf16 with f32 results, and added to the output.
 
 use super::operand::Operand;
 use crate::matmul::Into;
@@ -6,20 +6,20 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaStorage, DType, Layout, Result, bail};
 
-/// A matrix, its rows or its columns one after the other.
+/// A matrix whose rows or columns are consecutive in memory.
 pub(crate) type Side<'a> = (&'a CudaStorage, &'a Layout);
 
-/// Where rows of f32 or bf16 are written, one after the other: in a storage, from an element on.
+/// The output of a product: consecutive rows of f32 or bf16 in a storage, from element `first` on.
 pub(crate) struct Output<'a> {
     pub(crate) of: &'a mut CudaStorage,
     pub(crate) first: usize,
 }
 
-/// `a b`: a `[m, k]` and b `[k, n]`, both f32 or both bf16, to `[m, n]`. Sums are f32, without TF32, and rounded once, if at
-/// all. Where a size is 0, nothing is written.
+/// `a b`: a `[m, k]` and b `[k, n]`, both f32 or both bf16, to `[m, n]`. Sums are f32, without TF32, and are rounded once if
+/// the output is bf16. Nothing is written if a size is 0.
 ///
 /// # Errors
-/// Other types, matrices that lie otherwise, no room for the result, sizes beyond those of cuBLAS; failures of cuBLAS.
+/// Other types or layouts, an output that is too small, sizes beyond those of cuBLAS; failures of cuBLAS.
 pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Into) -> Result<()> {
     let ((m, k), (inner, n)) = (a_at.shape().dims2()?, b_at.shape().dims2()?);
     if inner != k || a.dtype() != b.dtype() {
@@ -41,8 +41,8 @@ pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Into) 
     let (a, b) = (Operand::read(a, a_at, &stream)?, Operand::read(b, b_at, &stream)?);
     let written = Operand::written(to.of, &stream)?;
     let out = written.at + (to.first * dtype.size_in_bytes()) as u64;
-    // cuBLAS counts column after column, where the result is [n, m], of b [n, k] and a [k, m].
-    // SAFETY: both sides and the result have these sizes, on the stream of the handle, and the factors outlive the call.
+    // cuBLAS stores matrices by columns, so the result is [n, m], the product of b [n, k] and a [k, m].
+    // SAFETY: both factors and the output have these sizes, on the stream of the handle, and the factors outlive the call.
     unsafe {
         result::gemm_strided_batched_ex(
             *blas.handle(),
@@ -89,7 +89,7 @@ fn turned(at: &Layout) -> Result<sys::cublasOperation_t> {
     }
 }
 
-/// Elements from one row to the next, or from one column.
+/// The distance from one row to the next, or from one column to the next, in elements.
 fn leading(at: &Layout) -> Result<usize> {
     let (rows, columns) = at.shape().dims2()?;
     Ok(if at.is_contiguous() { columns } else { rows })

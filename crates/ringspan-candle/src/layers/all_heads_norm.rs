@@ -7,12 +7,12 @@ use crate::norm::rms_norm;
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{D, DType, Result, Tensor};
 
-/// `x / rms(x) * weight` over all heads of a token together, whichever ranks have them.
+/// `x / rms(x) * weight`, where the root mean square is over all heads of a token, on whichever ranks they are.
 #[derive(Debug, Clone)]
 pub struct AllHeadsNorm {
     weight: String,
     eps: f64,
-    /// Width of all heads.
+    /// The width of all heads together.
     width: usize,
     heads: HeadCounts,
     of_keys: bool,
@@ -37,7 +37,7 @@ impl AllHeadsNorm {
         Self { weight, eps, width, heads, of_keys: true }
     }
 
-    /// x `[T, heads of this rank, D]`, normed.
+    /// The norm of x `[T, heads of this rank, D]`.
     ///
     /// # Errors
     /// A missing weight, other shapes, failures of other ranks.
@@ -52,14 +52,14 @@ impl AllHeadsNorm {
         }
         let wide = cast(&flat, DType::F32)?;
         let squares = (wide.sqr()?.sum_keepdim(D::Minus1)? / self.copies(tp.place())? as f64)?;
-        // The sum over ranks, on each of them.
+        // Sums the squares over the ranks, with the result on each of them.
         let squares = pass.gather(&pass.reduce(&squares)?)?;
         let scale = ((squares / self.width as f64)? + self.eps)?.sqrt()?.recip()?;
         let normed = wide.broadcast_mul(&scale)?.broadcast_mul(&cast(weight, DType::F32)?)?;
         cast(&normed, x.dtype())?.reshape(x.shape())
     }
 
-    /// How many ranks have the heads of this one: key-value heads may be fewer than ranks.
+    /// The number of ranks that have the same heads as this one: there may be fewer key-value heads than ranks.
     fn copies(&self, (rank, ranks): (usize, usize)) -> Result<usize> {
         if !self.of_keys || ranks <= self.heads.key_values {
             return Ok(1);

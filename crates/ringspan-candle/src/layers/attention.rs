@@ -1,4 +1,4 @@
-//! Attention as a layer: which tokens a token sees, and how products become weights.
+//! Attention as a layer, with its mask and its scores.
 
 use super::ForwardPass;
 use crate::attend::AttentionInputs;
@@ -16,68 +16,68 @@ pub struct Attention {
     heads: HeadCounts,
     mask: Mask,
     score: Score,
-    /// Share of the weights that is dropped in training.
+    /// Share of the attention weights that is dropped in training.
     dropout: f64,
-    /// Number of the layer, by which it drops apart from others.
+    /// Number of the layer, by which its dropout differs from that of other layers.
     stream: u64,
     sinks: Option<String>,
-    /// Widths D and Dv, where they are not those of the model's configuration.
+    /// Widths D and Dv, where they differ from those in the model's configuration.
     head_dims: Option<[usize; 2]>,
 }
 
 impl Attention {
-    /// Attention of the layer `index`, whose parameters stand at `scope`.
+    /// The attention of layer `index`; its parameters and its name are in `scope`.
     #[must_use]
     pub fn new(scope: &Scope, index: usize, heads: HeadCounts, mask: Mask, score: Score) -> Self {
         let stream = stream(scope.name());
         Self { index, heads, mask, score, dropout: 0.0, stream, sinks: None, head_dims: None }
     }
 
-    /// The same, with a share of its weights dropped in training.
+    /// Drops this share of the attention weights in training.
     #[must_use]
     pub fn with_dropout(self, dropout: f64) -> Self {
         Self { dropout, ..self }
     }
 
-    /// The same with a sink for each query head, the parameter `sinks` `[H]` at `scope`: a score that every query sees, of a
-    /// value that is 0 (Xiao et al., 2023, arXiv:2309.17453).
+    /// Adds a sink for each query head, the parameter `sinks` `[H]` in `scope`: the score of one more key, with value 0, that
+    /// every query sees (Xiao et al., 2023, arXiv:2309.17453).
     #[must_use]
     pub fn with_sinks(self, scope: &Scope) -> Self {
         let shard = ShardSpec::Rows(Split::QueryHeads(self.heads, 1));
         Self { sinks: Some(scope.parameter("sinks", &[self.heads.queries], shard, Init::Normal)), ..self }
     }
 
-    /// The same with heads of these widths: D of queries and keys, Dv of values.
+    /// Sets the widths of heads: D of queries and keys, Dv of values.
     #[must_use]
     pub fn with_head_dims(self, query_key: usize, value: usize) -> Self {
         Self { head_dims: Some([query_key, value]), ..self }
     }
 
-    /// The widths D of queries and keys and Dv of values, where they are not those of the model's configuration.
+    /// The widths D of queries and keys and Dv of values; `None` if they are those in the model's configuration.
     #[must_use]
     pub fn head_dims(&self) -> Option<[usize; 2]> {
         self.head_dims
     }
 
-    /// Whether its heads have sinks.
+    /// Whether the attention has sinks.
     #[must_use]
     pub fn has_sinks(&self) -> bool {
         self.sinks.is_some()
     }
 
-    /// Its heads.
+    /// The numbers of heads.
     #[must_use]
     pub fn heads(&self) -> HeadCounts {
         self.heads
     }
 
-    /// Which tokens a token sees.
+    /// The mask, which says which tokens a token sees.
     #[must_use]
     pub fn mask(&self) -> &Mask {
         &self.mask
     }
 
-    /// q `[T, H, D]`, k `[T, G, D]` and v `[T, G, Dv]` to `[T, H * Dv]`: this rank's heads.
+    /// q `[T, H, D]`, k `[T, G, D]` and v `[T, G, Dv]` to `[T, H * Dv]`, for this rank's heads.
     ///
     /// # Errors
     /// Shapes that do not fit, and failures of other ranks.
@@ -90,8 +90,8 @@ impl Attention {
         tape::reshape(&out, (tokens, heads * dim))
     }
 
-    /// From products to weights. Some weights may be dropped in training: by the heads and tokens of the whole step, so that
-    /// every mesh drops the same.
+    /// The score with its dropout in training. Dropout depends on the numbers of heads and tokens in the whole step, so that
+    /// every mesh drops the same weights.
     fn score(&self, pass: &ForwardPass) -> Result<Score> {
         let score = self.score.clone();
         let Some(drops) = pass.attend().drops().filter(|_| self.dropout > 0.0) else { return Ok(score) };

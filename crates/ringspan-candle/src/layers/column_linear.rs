@@ -1,4 +1,4 @@
-//! A linear layer whose outputs are dealt to the ranks that share it.
+//! A column-parallel linear layer, whose outputs are distributed over the tensor-parallel ranks.
 
 use super::ForwardPass;
 use super::projection::Projection;
@@ -6,13 +6,13 @@ use crate::model::Scope;
 use crate::shard::{ShardSpec, Split};
 use candle_core::{Result, Tensor};
 
-/// `x weight^T + bias` where each rank has some rows of the weight (Shoeybi et al., 2019): this rank's rows of x in, all rows
-/// of this rank's outputs out.
+/// `x weight^T + bias`, where each rank has some rows of the weight (Shoeybi et al., 2019). It takes this rank's rows of x,
+/// and returns all rows of this rank's outputs.
 #[derive(Debug, Clone)]
 pub struct ColumnLinear(Projection);
 
 impl ColumnLinear {
-    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`; `split` deals the outputs.
+    /// Adds a weight `[outputs, inputs]` and, if asked for, a bias `[outputs]`; `split` says how the outputs are distributed.
     #[must_use]
     pub fn new(scope: &Scope, inputs: usize, outputs: usize, bias: bool, split: Split) -> Self {
         Self(Projection::new(scope, [outputs, inputs], bias, ShardSpec::Rows(split)))

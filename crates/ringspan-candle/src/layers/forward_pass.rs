@@ -1,4 +1,4 @@
-//! What a layer computes with beside its input.
+//! The context in which a layer computes, in addition to its input.
 
 use crate::activation_store::ActivationStore;
 use crate::attend::Attend;
@@ -7,7 +7,7 @@ use crate::model::StoredWeights;
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 
-/// The parameters at hand, the way to other ranks, adapters, and where activations are stored for the backward pass.
+/// The parameters' values, attention over the ranks, the adapters, and the store of activations for the backward pass.
 #[derive(Clone, Copy)]
 pub struct ForwardPass<'a> {
     weights: &'a StoredWeights,
@@ -17,43 +17,44 @@ pub struct ForwardPass<'a> {
 }
 
 impl<'a> ForwardPass<'a> {
-    /// A pass with these parameters, `adapters` beside some of the layers.
+    /// A pass with these parameter values; `adapters` says which layers are adapted.
     pub fn new(weights: &'a StoredWeights, attend: &'a dyn Attend, adapters: &'a Adapters) -> Self {
         Self { weights, attend, adapters, store: None }
     }
 
-    /// A pass of a layer that is computed for its gradients: `store` takes what it keeps, and hands it out the second time.
+    /// A pass that stores activations: a layer puts them in `store`, and takes them out when it is recomputed for its
+    /// gradients.
     pub fn storing(weights: &'a StoredWeights, adapters: &'a Adapters, store: &'a ActivationStore<'a>) -> Self {
         Self { weights, attend: store, adapters, store: Some(store) }
     }
 
-    /// A parameter by its name.
+    /// The value of a parameter.
     ///
     /// # Errors
-    /// A parameter that is not at hand.
+    /// A parameter that has no value in this pass.
     pub fn weight(&self, name: &str) -> Result<&'a Weight> {
         parameter(self.weights, name)
     }
 
-    /// A parameter that is never quantized: a norm's weight, a bias, an adapter's matrix.
+    /// The value of a parameter that is never quantized: a norm's weight, a bias, an adapter's matrix.
     ///
     /// # Errors
-    /// A parameter that is not at hand, and a quantized one.
+    /// A parameter that has no value in this pass, and a quantized one.
     pub fn tensor(&self, name: &str) -> Result<&'a Tensor> {
         tensor(self.weights, name)
     }
 
-    /// Attention, positions, experts and dropout.
+    /// Provides attention, positions, experts and dropout.
     pub fn attend(&self) -> &'a dyn Attend {
         self.attend
     }
 
-    /// Tokens of this rank; where ranks share layers, all of theirs.
+    /// Number of tokens of this rank; with tensor parallelism, of the group, whose ranks have the same tokens.
     pub fn tokens(&self) -> usize {
         self.attend.positions().len()
     }
 
-    /// The rows of all ranks that share layers, from this rank's rows: `[rows, C]` to `[T, C]`.
+    /// All-gathers rows over the tensor-parallel group: `[rows, C]` to `[T, C]`.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -64,7 +65,8 @@ impl<'a> ForwardPass<'a> {
         }
     }
 
-    /// This rank's rows of the sum over the ranks that share layers: `[T, C]` to `[rows, C]`.
+    /// Reduce-scatters rows over the tensor-parallel group, so that this rank receives its rows of the sum: `[T, C]` to
+    /// `[rows, C]`.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -75,7 +77,7 @@ impl<'a> ForwardPass<'a> {
         }
     }
 
-    /// Whether the layer is computed for the second time, for its gradients.
+    /// Whether the layer is being recomputed for its gradients.
     pub(crate) fn is_recomputed(&self) -> bool {
         self.store.is_some_and(ActivationStore::is_recomputing)
     }
@@ -89,7 +91,7 @@ impl<'a> ForwardPass<'a> {
     }
 }
 
-/// A parameter by its name.
+/// The value of the parameter with this name.
 pub(super) fn parameter<'a>(weights: &'a StoredWeights, name: &str) -> Result<&'a Weight> {
     match weights.get(name) {
         Some(weight) => Ok(weight),
@@ -97,7 +99,7 @@ pub(super) fn parameter<'a>(weights: &'a StoredWeights, name: &str) -> Result<&'
     }
 }
 
-/// The same of one that is never quantized.
+/// Like [`parameter`], for one that is never quantized.
 pub(super) fn tensor<'a>(weights: &'a StoredWeights, name: &str) -> Result<&'a Tensor> {
     parameter(weights, name)?.tensor().map_err(|error| error.context(format!("the parameter {name}")))
 }

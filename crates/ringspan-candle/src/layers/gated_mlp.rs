@@ -1,4 +1,4 @@
-//! The gated feed-forward part of a layer.
+//! The gated feed-forward layer (gated MLP).
 
 use super::ForwardPass;
 use super::projection::{Loaded, Projection};
@@ -18,7 +18,7 @@ use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
-/// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020), whose inner width is dealt to the ranks that share it.
+/// `down_proj(act(gate_proj(x)) * up_proj(x))` (Shazeer, 2020); with tensor parallelism, its inner width is sharded.
 #[derive(Debug, Clone)]
 pub struct GatedMlp {
     name: String,
@@ -30,16 +30,16 @@ pub struct GatedMlp {
 /// The projections to the inner width.
 #[derive(Debug, Clone)]
 enum Inner {
-    /// Gate and up.
+    /// Gate and up in matrices of their own.
     Apart([Projection; 2]),
-    /// The rows of gate, then those of up, in one matrix.
+    /// Gate and up in one matrix, the rows of gate first.
     Stacked(Projection),
 }
 
 const SPLIT: Split = Split::Even("intermediate_size");
 
 impl GatedMlp {
-    /// Adds `gate_proj`, `up_proj` and `down_proj` below `scope`; with biases, or all without.
+    /// Adds `gate_proj`, `up_proj` and `down_proj` in `scope`; all have biases or none has.
     #[must_use]
     pub fn new(scope: &Scope, hidden: usize, width: usize, bias: bool, activation: Activation) -> Self {
         let wide = |name| Projection::new(&scope.at(name), [width, hidden], bias, ShardSpec::Rows(SPLIT));
@@ -48,7 +48,7 @@ impl GatedMlp {
         Self { name: scope.name().into(), inner, down, activation }
     }
 
-    /// Adds `gate_up_proj`, the rows of gate before those of up, and `down_proj` below `scope`; without biases.
+    /// Adds `gate_up_proj`, with the rows of gate before those of up, and `down_proj` in `scope`, without biases.
     #[must_use]
     pub fn stacked(scope: &Scope, hidden: usize, width: usize, activation: Activation) -> Self {
         let stack = Stack::new([(width, SPLIT), (width, SPLIT)]);
@@ -65,8 +65,8 @@ impl GatedMlp {
         self.output(x, true, pass)
     }
 
-    /// The sum of the residual stream and of what the layer makes of x, `[rows, C]` each. When the layer is computed for the second
-    /// time, for its gradients, nothing may look at the sum: its values are neither stored nor computed then.
+    /// Adds the output of the layer for x to the residual stream, `[rows, C]` each. When the layer is recomputed for its
+    /// gradients, nothing may read the sum: its values are neither stored nor computed then.
     ///
     /// # Errors
     /// As for [`forward`](Self::forward).
@@ -80,7 +80,7 @@ impl GatedMlp {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
-        // The bias of a sum over ranks is added to its values.
+        // With tensor parallelism, the bias is added to the values of the sum over ranks, so these are read.
         let seen = seen || self.down.has_bias() && !pass.attend().tensor_parallel().is_whole();
         if let Some([gate, up, down]) = self.plain_weights(pass)? {
             let out = match pass.store() {
@@ -89,7 +89,7 @@ impl GatedMlp {
             };
             return pass.reduce(&out);
         }
-        // A GPU has no tiles, and a layer that stores its products has them all at once anyway.
+        // There are no tiles on a GPU, and a layer that stores its products has the intermediate tensors of all rows anyway.
         if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.keeps_products()) {
             return self.tiled(&x, seen, pass);
         }
@@ -100,7 +100,7 @@ impl GatedMlp {
         reduced(&self.down, &gated(&gate, &up, self.activation)?, seen, pass)
     }
 
-    /// The output, whose inner width exists for a tile of rows at a time.
+    /// The output, computed with the intermediate tensors of one tile of rows at a time.
     fn tiled(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
         let mut rows = GatedRows {
             inner: self.inner().iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
@@ -108,7 +108,7 @@ impl GatedMlp {
             activation: self.activation,
             drops: pass.attend().drops().cloned(),
         };
-        // The bias of a sum over ranks is added once.
+        // With tensor parallelism, the bias is added once, after the sum over ranks.
         let is_whole = pass.attend().tensor_parallel().is_whole();
         let bias = if is_whole { None } else { rows.down.bias.take() };
         let out = match pass.store() {
@@ -122,7 +122,7 @@ impl GatedMlp {
         }
     }
 
-    /// Gate and up, or both in one.
+    /// The projections of gate and up, or the one projection of both.
     fn inner(&self) -> &[Projection] {
         match &self.inner {
             Inner::Apart(both) => both,
@@ -135,8 +135,8 @@ impl GatedMlp {
         self.inner().iter().any(is_more) || is_more(&self.down)
     }
 
-    /// The weights of gate, up and down where all are dense and nothing stands beside them, so that one operation computes the
-    /// layer.
+    /// The weights of gate, up and down if all are dense and there are no biases or adapters, so that one fused operation can
+    /// compute the layer.
     fn plain_weights(&self, pass: &ForwardPass) -> Result<Option<[Tensor; 3]>> {
         if self.has_biases_or_adapters(pass) {
             return Ok(None);
@@ -155,10 +155,10 @@ impl GatedMlp {
     }
 }
 
-/// The layer with its parameters, as a function of rows.
+/// The layer with the values of its parameters, as a row-wise function.
 #[derive(Clone)]
 struct GatedRows {
-    /// Gate and up, or both in one matrix.
+    /// The projections of gate and up, or the one projection of both.
     inner: Vec<Loaded>,
     down: Loaded,
     activation: Activation,

@@ -1,7 +1,7 @@
 //! Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434).
 //!
-//! Shape letters: T tokens at hand, C hidden size, H heads, L latent width, N and R widths of a head's parts without positions
-//! and with them, Dv width of a head's values.
+//! Shape letters: T tokens on this rank, C hidden size, H heads, L latent width, N and R widths of a head's parts without and
+//! with rotary positions, Dv width of a head's values.
 
 use super::{Attention, ColumnLinear, ForwardPass, ReplicatedLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use crate::cast::cast;
@@ -11,23 +11,23 @@ use crate::tape;
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
-/// Epsilon of the norms of latent vectors, whatever that of others is.
+/// The epsilon of the norms of latent vectors, whatever that of the model's other norms is.
 const EPS: f64 = 1e-6;
 
 /// The widths of latent attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentWidths {
-    /// C.
+    /// The hidden size C.
     pub hidden: usize,
-    /// The latent vector that queries are made of; none where they are made of hidden states.
+    /// The width of the latent vector from which queries are computed; `None` if they are computed from hidden states.
     pub queries: Option<usize>,
-    /// L, of the latent vector that keys and values are made of.
+    /// The width L of the latent vector from which keys and values are computed.
     pub key_values: usize,
-    /// N.
+    /// The width N of a head's part without positions.
     pub nope: usize,
-    /// R.
+    /// The width R of a head's part with rotary positions.
     pub rope: usize,
-    /// Dv.
+    /// The width Dv of a head's values.
     pub value: usize,
 }
 
@@ -39,13 +39,13 @@ impl LatentWidths {
     }
 }
 
-/// Attention whose keys and values are made of one narrow vector of each token. A head of queries and keys has a part without
-/// positions, which comes first, and a part that turns, which keys of all heads share. Each rank that shares the layer has whole
-/// heads, and makes the narrow vectors of its rows.
+/// Attention whose keys and values are computed from one narrow latent vector for each token. A head of queries and keys
+/// begins with a part without positions, followed by a part with rotary positions, which the keys of all heads share. With
+/// tensor parallelism, each rank has whole heads, and computes the latent vectors of its rows.
 #[derive(Debug, Clone)]
 pub struct LatentAttention {
     widths: LatentWidths,
-    /// The linear layer and the norm that make the latent vector of queries.
+    /// The linear layer and the norm that compute the latent vector of queries.
     q_a: Option<(ReplicatedLinear, RmsNorm)>,
     q_b: ColumnLinear,
     kv_a: ReplicatedLinear,
@@ -57,8 +57,8 @@ pub struct LatentAttention {
 }
 
 impl LatentAttention {
-    /// Adds `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj` and
-    /// `o_proj` below `scope`. Only layers that read or make hidden states have a `bias`.
+    /// Adds `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; and `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`
+    /// and `o_proj` in `scope`. Of these, only layers from or to hidden states have a bias, if `bias` asks for it.
     #[must_use]
     pub fn new(
         scope: &Scope,
@@ -96,7 +96,7 @@ impl LatentAttention {
         }
     }
 
-    /// Its attention.
+    /// The attention of the layer.
     #[must_use]
     pub fn attention(&self) -> &Attention {
         &self.attention
@@ -128,16 +128,16 @@ impl LatentAttention {
     }
 }
 
-/// `[T, 1, R]` to `[T, H, R]`, the same for all heads.
+/// Repeats `[T, 1, R]` for all heads, to `[T, H, R]`.
 fn for_heads(shared: &Tensor, shape: (usize, usize, usize)) -> Result<Tensor> {
     match shared.device().is_cpu() {
-        // Candle would round the gradient in bf16, which is a sum over heads, after each of them.
+        // The gradient is a sum over heads, which candle would round to bf16 after each head.
         true => cast(&cast(shared, DType::F32)?.broadcast_as(shape)?.contiguous()?, shared.dtype()),
         false => shared.broadcast_as(shape)?.contiguous(),
     }
 }
 
-/// `[T, H * dim]` to `[T, H, dim]`.
+/// Reshapes `[T, H * dim]` to `[T, H, dim]`.
 fn of_heads(flat: &Tensor, dim: usize) -> Result<Tensor> {
     let (tokens, width) = flat.dims2()?;
     tape::reshape(flat, (tokens, width / dim, dim))

@@ -1,6 +1,6 @@
-//! A feed-forward part that is a mixture of experts: a router sends each token to a few of them (Shazeer et al., 2017).
+//! A feed-forward layer that is a mixture of experts: a router sends each token to a few of them (Shazeer et al., 2017).
 //!
-//! Shape letters: T tokens at hand, C hidden size, E experts, K experts that a token goes to, I width of an expert.
+//! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to, I width of an expert.
 
 use super::ForwardPass;
 use super::projection::Projection;
@@ -15,8 +15,8 @@ use crate::shard::{ExpertIndex, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 use std::ops::Range;
 
-/// Experts, each a gated feed-forward layer, and the router that sends tokens to them. Ranks share experts, the width of each,
-/// or both.
+/// Experts, each a gated feed-forward layer, and the router that sends tokens to them. Ranks may share whole experts, the
+/// width of each expert, or both.
 #[derive(Debug, Clone)]
 pub struct MixtureOfExperts {
     index: usize,
@@ -27,20 +27,20 @@ pub struct MixtureOfExperts {
 
 #[derive(Debug, Clone)]
 enum Experts {
-    /// Gate, up and down of each.
+    /// Each expert has matrices gate, up and down of its own.
     Apart(Vec<[Projection; 3]>),
-    /// All in one tensor for each parameter.
+    /// One tensor for each parameter holds all experts.
     Stacked(StackedExperts),
 }
 
 impl MixtureOfExperts {
-    /// Adds the experts of layer `index`, `experts.0.gate_proj` and so on of this width, and the router `gate` below `scope`.
+    /// Adds the experts of layer `index`, `experts.0.gate_proj` and so on of this width, and the router `gate` in `scope`.
     #[must_use]
     pub fn new(scope: &Scope, index: usize, hidden: usize, width: usize, router: Router) -> Self {
         Self::named(scope, index, hidden, width, router, ["gate_proj", "up_proj", "down_proj"])
     }
 
-    /// The same with these names of an expert's gate, up and down.
+    /// Like [`new`](Self::new), with these names of an expert's gate, up and down matrices.
     #[must_use]
     pub fn named(
         scope: &Scope,
@@ -61,8 +61,8 @@ impl MixtureOfExperts {
         Self { index, width, router: RouterLayer::new(&scope.at("gate"), hidden, router), experts }
     }
 
-    /// Adds the experts of layer `index` in tensors of all, `experts.gate_up_proj` and so on of this width, and the router
-    /// `router` below `scope`.
+    /// Adds the experts of layer `index` as tensors of all experts, `experts.gate_up_proj` and so on of this width, and the
+    /// router `router` in `scope`.
     #[must_use]
     pub fn stacked(
         scope: &Scope,
@@ -77,7 +77,7 @@ impl MixtureOfExperts {
         Self { index, width, router, experts: Experts::Stacked(experts) }
     }
 
-    /// How experts are chosen.
+    /// The settings of the router.
     #[must_use]
     pub fn router(&self) -> Router {
         self.router.router
@@ -89,14 +89,14 @@ impl MixtureOfExperts {
         self.router.weight_name()
     }
 
-    /// Width I of an expert.
+    /// The width I of an expert.
     #[must_use]
     pub fn width(&self) -> usize {
         self.width
     }
 
-    /// The sum of the residual stream and of what the experts make of x, `[rows, C]` each. When the layer is computed for the second
-    /// time, for its gradients, nothing may look at the sum.
+    /// Adds the output of the experts for x to the residual stream, `[rows, C]` each. When the layer is recomputed for its
+    /// gradients, nothing may read the sum.
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.
@@ -107,7 +107,8 @@ impl MixtureOfExperts {
 
     fn output(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor> {
         let (attend, experts) = (pass.attend(), pass.attend().experts());
-        // A rank has its rows of the tokens that it shares, or none: it may compute experts of others all the same.
+        // With tensor parallelism, this rank routes its own rows of the shared tokens. A rank without rows still takes part,
+        // since it may compute experts for other ranks.
         let rows = if x.dim(0)? == 0 { 0..0 } else { attend.tensor_parallel().part(pass.tokens()) };
         let drops = self.drops(rows, pass);
         let choices = match x.dim(0)? {
@@ -126,13 +127,13 @@ impl MixtureOfExperts {
         }
     }
 
-    /// The numbers that are dropped of these tokens on their way into adapters, if any are.
+    /// The dropout of these tokens in adapters; `None` if no adapter has dropout.
     fn drops(&self, tokens: Range<usize>, pass: &ForwardPass) -> Option<Drops> {
         let drops = pass.attend().drops().filter(|_| pass.adapters().drop_inputs())?;
         Some(drops.of(drops.tokens()[tokens].to_vec()))
     }
 
-    /// Whether any expert has an adapter beside it.
+    /// Whether any expert has an adapter.
     fn has_adapters(&self, pass: &ForwardPass) -> bool {
         match &self.experts {
             Experts::Apart(all) => all.iter().flatten().any(|linear| pass.adapters().beside(linear.name()).is_some()),
@@ -141,7 +142,7 @@ impl MixtureOfExperts {
     }
 }
 
-/// The parameters of an expert that has matrices of its own.
+/// The parameters of an expert with matrices of its own.
 fn apart([gate, up, down]: &[Projection; 3], pass: &ForwardPass) -> Result<Expert> {
     let weight = |linear: &Projection| linear.weight(pass).cloned();
     let expert = GatedExpert {

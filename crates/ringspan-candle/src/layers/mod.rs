@@ -1,9 +1,10 @@
-//! The layers that models are made of. A layer knows the names and shapes of its parameters and holds none: they come with
-//! each [`ForwardPass`]. It shards its work over ranks (tensor and expert parallel), applies adapters and dropout, stores for
-//! the backward pass what it is asked to, and accepts no rows, too: a rank without tokens must take part all the same.
+//! The layers that models are made of. A layer knows the names and shapes of its parameters but holds no values: they come
+//! with each [`ForwardPass`]. It distributes its work over ranks (tensor and expert parallelism), applies adapters and
+//! dropout, and stores the activations for the backward pass that it is asked to store. It also accepts inputs without rows,
+//! since a rank without tokens must take part in collectives.
 //!
-//! Shape letters: T tokens at hand, C hidden size, H query heads, G key-value heads, D head width, V vocabulary. Between
-//! layers x is `[T, C]`; where ranks share layers, this rank's rows of it.
+//! Shape letters: T tokens on this rank, C hidden size, H query heads, G key-value heads, D head width, V vocabulary. Between
+//! layers x is `[T, C]`; with tensor parallelism, this rank's rows of it.
 
 mod all_heads_norm;
 mod attention;
@@ -42,12 +43,12 @@ pub use vocab_head::VocabHead;
 use crate::cast::cast;
 use candle_core::{DType, Result, Tensor};
 
-/// x times a factor that the model's configuration says.
+/// Multiplies x by a factor from the model's configuration.
 ///
 /// # Errors
 /// Failures of the device.
 pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    // A GPU cannot be asked to compute nothing.
+    // A GPU refuses to start a kernel for a tensor without elements.
     if factor == 1.0 || x.elem_count() == 0 {
         return Ok(x.clone());
     }
@@ -58,10 +59,10 @@ pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
     }
 }
 
-/// x `[T, N]` and a bias `[N]`.
+/// Adds a bias `[N]` to x `[T, N]`.
 fn with_bias(x: &Tensor, bias: &Tensor) -> Result<Tensor> {
     match x.device().is_cpu() {
-        // Candle would round the bias's gradient to bf16 after each row.
+        // Candle would round the bias's gradient to bf16 after adding each row.
         true => cast(&cast(x, DType::F32)?.broadcast_add(&cast(bias, DType::F32)?)?, x.dtype()),
         false => x.broadcast_add(bias),
     }

@@ -1,4 +1,4 @@
-//! One weight matrix, with its bias and its adapter: what all linear layers are made of.
+//! One weight matrix with its bias and adapter, from which all linear layers are built.
 
 use super::ForwardPass;
 use crate::dropout::Drops;
@@ -11,28 +11,28 @@ use crate::weight::Weight;
 use candle_core::{Result, Tensor};
 use std::borrow::Cow;
 
-/// `x weight^T + bias`, and the adapter's part of it, for the rows and the shard at hand.
+/// Computes `x weight^T + bias` and adds the contribution of the adapter, for this rank's shard of the weight.
 #[derive(Debug, Clone)]
 pub(super) struct Projection {
     name: String,
     weight: String,
     bias: Option<String>,
     adapter: [String; 2],
-    /// Width of the whole input, and how it is dealt to ranks.
+    /// The width of the whole input, and how its columns are distributed over ranks, if they are.
     inputs: usize,
     columns: Option<Split>,
-    /// Whether each rank holds it whole, and so computes its own rows.
+    /// Whether each rank holds the whole layer, and so computes it for its own rows.
     replicated: bool,
 }
 
 impl Projection {
-    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`.
+    /// Adds a weight `[outputs, inputs]` and, if asked for, a bias `[outputs]`.
     pub(super) fn new(scope: &Scope, sizes: [usize; 2], bias: bool, shard: ShardSpec) -> Self {
         scope.linear_layer(sizes, shard, false);
         Self::of_kind(scope, sizes, bias.then_some(Init::Constant(0.0)), shard)
     }
 
-    /// The same for the layer that chooses the experts of tokens, which each rank holds whole. An adapter can stand beside it
+    /// Like [`new`](Self::new), for the router of a mixture of experts, which each rank holds whole. It can have an adapter
     /// only if it is `adaptable`.
     pub(super) fn router(scope: &Scope, sizes: [usize; 2], bias: bool, adaptable: bool) -> Self {
         if adaptable {
@@ -48,23 +48,23 @@ impl Projection {
             _ => None,
         };
         let replicated = shard == ShardSpec::Replicated;
-        // Sums of columns get their bias once, whole.
+        // Where ranks sum over shards of the columns, the whole bias is added once.
         let of_bias = if columns.is_some() { ShardSpec::Replicated } else { shard };
         let bias = bias.map(|init| scope.parameter("bias", &[outputs], of_bias, init));
         Self { name: scope.name().into(), weight, bias, adapter: matrices(scope.name()), inputs, columns, replicated }
     }
 
-    /// Its name, without `.weight`.
+    /// The name of the layer, without `.weight`.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// The name of its weight.
+    /// The name of the weight.
     pub(super) fn weight_name(&self) -> &str {
         &self.weight
     }
 
-    /// Whether it has a bias.
+    /// Whether the layer has a bias.
     pub(super) fn has_bias(&self) -> bool {
         self.bias.is_some()
     }
@@ -82,7 +82,8 @@ impl Projection {
         self.product(x, self.bias(pass)?, true, pass)
     }
 
-    /// The same with this bias; `seen` says whether anything looks at the values of a layer that is computed again.
+    /// Like [`forward`](Self::forward), with this bias instead; `seen` says whether anything reads the output values when the
+    /// layer is recomputed.
     pub(super) fn product(&self, x: &Tensor, bias: Option<&Tensor>, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
         let weight = self.weight(pass)?;
         if x.dim(0)? == 0 {
@@ -106,7 +107,8 @@ impl Projection {
         }
     }
 
-    /// The drops of the rows at hand: this rank's, where it holds the layer whole.
+    /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the
+    /// group.
     fn drops<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, Drops>> {
         let (drops, tp) = (pass.attend().drops()?, pass.attend().tensor_parallel());
         Some(match self.replicated && !tp.is_whole() {
@@ -115,19 +117,19 @@ impl Projection {
         })
     }
 
-    /// The adapter beside it, if it has one.
+    /// The adapter of the layer, if it has one.
     pub(super) fn adapter(&self, pass: &ForwardPass) -> Result<Option<Adapter>> {
         let [a, b] = &self.adapter;
         let Some(settings) = pass.adapters().beside(&self.name) else { return Ok(None) };
         Ok(Some(settings.adapter(pass.tensor(a)?, pass.tensor(b)?, self.first_column(pass)?)))
     }
 
-    /// The layer with its parameters.
+    /// The layer with the values of its parameters.
     pub(super) fn load(&self, pass: &ForwardPass) -> Result<Loaded> {
         Ok(Loaded { weight: self.weight(pass)?.clone(), bias: self.bias(pass)?.cloned(), adapter: self.adapter(pass)? })
     }
 
-    /// Where the part of the input that this rank has begins.
+    /// The first column of the whole input that this rank holds.
     fn first_column(&self, pass: &ForwardPass) -> Result<usize> {
         let tp = pass.attend().tensor_parallel();
         Ok(match self.columns {
@@ -144,7 +146,7 @@ impl Projection {
     }
 }
 
-/// A linear layer with its parameters, which is computed where no [`ForwardPass`] is at hand.
+/// A linear layer with the values of its parameters, for use where no [`ForwardPass`] is available.
 #[derive(Debug, Clone)]
 pub(super) struct Loaded {
     pub(super) weight: Weight,
@@ -153,7 +155,7 @@ pub(super) struct Loaded {
 }
 
 impl Loaded {
-    /// Weight, bias and the matrices of the adapter, as far as there are any that can be trained.
+    /// The tensors that can be trained: a dense weight, the bias and the adapter's matrices, as far as they exist.
     pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
         let weight = match &mut self.weight {
             Weight::Dense(weight) => Some(weight),
@@ -163,7 +165,7 @@ impl Loaded {
         weight.into_iter().chain(&mut self.bias).chain(adapter)
     }
 
-    /// x `[T, in]` to `[T, out]`. Without `seen` nothing looks at the values, only at gradients.
+    /// x `[T, in]` to `[T, out]`. Unless `seen`, nothing reads the output values, only gradients.
     pub(super) fn forward(&self, x: &Tensor, drops: Option<&Drops>, seen: bool) -> Result<Tensor> {
         if let (Some(adapter), Some(frozen)) = (&self.adapter, Frozen::new(&self.weight, self.bias.as_ref())) {
             let narrow = adapter.narrow(x, drops)?;

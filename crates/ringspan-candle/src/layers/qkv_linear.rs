@@ -7,7 +7,7 @@ use crate::shard::{HeadCounts, ShardSpec, Split, Stack};
 use crate::tape;
 use candle_core::{Result, Tensor};
 
-/// `q_proj`, `k_proj` and `v_proj`, or all three in one matrix; each rank that shares the layer has whole heads of them.
+/// `q_proj`, `k_proj` and `v_proj`, or all three in one matrix; with tensor parallelism, each rank has whole heads.
 #[derive(Debug, Clone)]
 pub struct QkvLinear {
     projections: Projections,
@@ -22,7 +22,7 @@ enum Projections {
 }
 
 impl QkvLinear {
-    /// Adds the three weights `[heads * head_dim, hidden]` and, if there are any, their biases, below `scope`.
+    /// Adds the three weights `[heads * head_dim, hidden]` and, if asked for, their biases, in `scope`.
     #[must_use]
     pub fn new(scope: &Scope, hidden: usize, heads: HeadCounts, head_dim: usize, bias: bool) -> Self {
         let projection = |name: &str, count: usize, split: Split| {
@@ -34,8 +34,8 @@ impl QkvLinear {
         Self { projections, heads, head_dim }
     }
 
-    /// Adds one weight `[(H + 2 G) * head_dim, hidden]` and, if there is one, its bias, at `scope`: the rows of queries, then
-    /// those of keys and of values.
+    /// Adds one weight `[(H + 2 G) * head_dim, hidden]` and, if asked for, its bias, in `scope`: the rows of queries, then
+    /// those of keys, then those of values.
     #[must_use]
     pub fn stacked(scope: &Scope, hidden: usize, heads: HeadCounts, head_dim: usize, bias: bool) -> Self {
         let key_values = (heads.key_values * head_dim, Split::KeyValueHeads(heads, head_dim));
@@ -45,7 +45,7 @@ impl QkvLinear {
         Self { projections: Projections::Stacked(projection), heads, head_dim }
     }
 
-    /// Queries `[T, H, D]`, keys and values `[T, G, D]` of x `[rows, C]`: this rank's heads.
+    /// Returns queries `[T, H, D]`, keys and values `[T, G, D]` of x `[rows, C]`, for this rank's heads.
     ///
     /// # Errors
     /// Missing parameters, failures of other ranks.

@@ -6,13 +6,13 @@ use crate::model::Scope;
 use crate::shard::ShardSpec;
 use candle_core::{Result, Tensor};
 
-/// `x weight^T + bias` of this rank's rows, where ranks share layers: for outputs so narrow that dealing them would save less
-/// than their way to other ranks costs.
+/// `x weight^T + bias` for this rank's rows, with the whole layer on each rank of a tensor-parallel group: for outputs so
+/// narrow that sharding them would save less time than sending them to other ranks takes.
 #[derive(Debug, Clone)]
 pub struct ReplicatedLinear(Projection);
 
 impl ReplicatedLinear {
-    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`.
+    /// Adds a weight `[outputs, inputs]` and, if asked for, a bias `[outputs]`.
     #[must_use]
     pub fn new(scope: &Scope, inputs: usize, outputs: usize, bias: bool) -> Self {
         Self(Projection::new(scope, [outputs, inputs], bias, ShardSpec::Replicated))

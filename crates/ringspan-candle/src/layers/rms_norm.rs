@@ -13,7 +13,7 @@ use candle_core::{DType, Result, Tensor};
 pub struct RmsNorm {
     weight: String,
     eps: f64,
-    /// Added to the weight.
+    /// A constant that is added to the weight.
     offset: f64,
 }
 
@@ -24,20 +24,20 @@ impl RmsNorm {
         Self::with_offset(scope, width, eps, 0.0)
     }
 
-    /// The same, where `offset` is added to the weight, as Gemma adds 1.
+    /// Like [`new`](Self::new), with `offset` added to the weight: Gemma adds 1.
     #[must_use]
     pub fn with_offset(scope: &Scope, width: usize, eps: f64, offset: f64) -> Self {
         let init = Init::Constant((1.0 - offset) as f32);
         Self { weight: scope.parameter("weight", &[width], ShardSpec::Replicated, init), eps, offset }
     }
 
-    /// The name of its weight.
+    /// The name of the weight.
     #[must_use]
     pub fn weight_name(&self) -> &str {
         &self.weight
     }
 
-    /// x `[.., width]`, normed.
+    /// The norm of x `[.., width]`.
     ///
     /// # Errors
     /// A missing weight, other shapes.
@@ -45,7 +45,7 @@ impl RmsNorm {
         self.normed(x, pass.tensor(&self.weight)?)
     }
 
-    /// The same with the weight among these parameters.
+    /// Like [`forward`](Self::forward), with the weight from these parameters.
     ///
     /// # Errors
     /// A missing weight, other shapes.
@@ -53,7 +53,7 @@ impl RmsNorm {
         self.normed(x, tensor(weights, &self.weight)?)
     }
 
-    /// The sum of x and y, and that normed.
+    /// Returns the sum of x and y, and its norm.
     ///
     /// # Errors
     /// As for [`forward`](Self::forward).

@@ -4,46 +4,46 @@ use super::ForwardPass;
 use crate::rope::{Rotation, rope};
 use candle_core::{Result, Tensor};
 
-/// Turns pairs of a head's elements by angles that grow with the token's position.
+/// Rotates pairs of a head's elements by angles that grow with the token's position.
 #[derive(Debug, Clone)]
 pub struct RotaryEmbedding {
-    /// Which of the model's rotary embeddings it is: layers that share one share its angles.
+    /// Identifies the embedding in the model: layers with the same id share their angles.
     pub id: usize,
-    /// Radians per position of each pair of elements. The first elements of a head make pairs, two for each of these; the others
-    /// are not turned.
+    /// Radians per position for each pair of elements. The first `2 * frequencies.len()` elements of a head form the pairs;
+    /// the others are not rotated.
     pub frequencies: Vec<f64>,
-    /// Whether neighbours make a pair, not elements that are half of the turned width apart.
+    /// Whether pairs are neighbouring elements, rather than elements that are half of the rotated width apart.
     pub interleaved: bool,
-    /// Factor on cosines and sines, so its square is one on the scores.
+    /// Factor of cosines and sines; scores are multiplied by its square.
     pub scale: f64,
-    /// How angles depend on the length, if they do.
+    /// How frequencies depend on the sequence length, if they do.
     pub by_length: Option<ByLength>,
 }
 
-/// Angles of texts that are longer than those the model was trained with at first.
+/// Frequencies for sequences longer than those the model was first trained with.
 #[derive(Debug, Clone)]
 pub enum ByLength {
     /// The base grows with the length (NTK-aware scaling; bloc97 and emozilla, 2023).
     DynamicBase {
-        /// The base of texts that are not too long.
+        /// The base of sequences that are not too long.
         theta: f64,
-        /// How fast it grows.
+        /// The factor that determines how fast the base grows.
         factor: f64,
-        /// Positions the model was trained with.
+        /// The number of positions the model was trained with.
         trained: f64,
     },
-    /// Pairs turn at other speeds in all texts that are longer (LongRoPE; Ding et al., 2024).
+    /// Other frequencies are used in sequences that are longer (LongRoPE; Ding et al., 2024).
     Long {
-        /// Radians per position of each pair.
+        /// Radians per position for each pair.
         frequencies: Vec<f64>,
-        /// Positions the model was trained with at first.
+        /// The number of positions the model was first trained with.
         original: f64,
     },
 }
 
 impl RotaryEmbedding {
-    /// x `[T, H, D]` with each head turned. Interleaved pairs come out with all first elements before all second ones: scores
-    /// are sums over elements, so that queries and keys need only agree.
+    /// Rotates each head of x `[T, H, D]`. The elements of interleaved pairs are reordered, all first elements before all
+    /// second ones: scores are sums over elements, so queries and keys only need the same order.
     ///
     /// # Errors
     /// Other shapes.
@@ -67,12 +67,12 @@ impl RotaryEmbedding {
         }
     }
 
-    /// Cosines and sines of tokens at `positions` in a batch whose longest document has `length` tokens.
+    /// Cosines and sines for tokens at `positions` in a batch whose longest document has `length` tokens.
     ///
-    /// Only some embeddings ask for the length. It is one number for the whole batch and for all ranks, because a query
-    /// meets keys that other ranks have turned. So a token's angles depend on the longest document of its batch, as
-    /// they do at Hugging Face; and a text that grows is turned for its final length from the start, while Hugging Face
-    /// leaves cached keys at the base of the length they were made with.
+    /// Only some embeddings depend on the length. It is one number for the whole batch and for all ranks, because a query
+    /// meets keys that other ranks have rotated. So a token's angles depend on the longest document of its batch, as they do
+    /// in Hugging Face transformers. A growing sequence is rotated for its final length from the start, while transformers
+    /// leaves cached keys at the base of the length for which they were computed.
     #[must_use]
     pub fn rotation(&self, positions: &[usize], length: usize) -> Rotation {
         let length = length as f64;
@@ -91,7 +91,7 @@ impl RotaryEmbedding {
     }
 }
 
-/// `theta^(-2i / D)`. Hugging Face computes these in f32; what a model was trained with is the rounded value.
+/// The frequencies `theta^(-2i / D)`. Hugging Face computes them in f32, and models were trained with the rounded values.
 #[must_use]
 pub fn inverse_frequencies(theta: f64, dim: usize) -> Vec<f64> {
     (0..dim / 2).map(|i| f64::from(1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32))).collect()

@@ -1,6 +1,6 @@
-//! The router of a mixture of experts: which of them a token goes to, and how much each of these counts.
+//! The router of a mixture of experts, which decides to which experts a token is routed, and with which weights.
 //!
-//! Shape letters: T tokens at hand, C hidden size, E experts, K experts that a token goes to.
+//! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to.
 
 use super::ForwardPass;
 use super::projection::Projection;
@@ -12,52 +12,52 @@ use crate::lora::Adapter;
 use crate::model::{Init, Scope};
 use candle_core::{D, DType, Result, Tensor};
 
-/// How a token's experts are chosen and weighted.
+/// The settings by which a token's experts are chosen and weighted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Router {
-    /// Experts E.
+    /// Number E of experts.
     pub experts: usize,
-    /// Experts K that a token goes to.
+    /// Number K of experts that a token is routed to.
     pub top: usize,
-    /// What logits become before any is chosen.
+    /// The function that turns logits into scores.
     pub scoring: Scoring,
-    /// Whether a token's K weights are made to sum to 1.
+    /// Whether a token's K weights are normalised to sum to 1.
     pub normalised: bool,
-    /// Factor on the weights.
+    /// Factor of the weights.
     pub scale: f64,
-    /// The groups of which some are chosen first, if experts stand in groups.
+    /// Groups of experts of which the best are chosen first; `None` without such groups.
     pub groups: Option<ExpertGroups>,
-    /// Whether logits have a bias.
+    /// Whether the logits have a bias.
     pub bias: bool,
-    /// Whether a number of each expert, which no gradient trains, is added to its score while experts are chosen (Wang et al.,
-    /// 2024, arXiv:2408.15664).
+    /// Whether a correction bias for each expert, which is not trained by gradients, is added to its score while experts are
+    /// chosen, but not to its weight (Wang et al., 2024, arXiv:2408.15664).
     pub correction: bool,
-    /// Whether an adapter can stand beside it.
+    /// Whether the router can have an adapter.
     pub adaptable: bool,
 }
 
-/// What a router's logits become.
+/// The function that turns a router's logits into scores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scoring {
-    /// Probabilities over all experts.
+    /// Softmax: probabilities over all experts.
     Softmax,
-    /// A number in 0..1 for each expert by itself.
+    /// Sigmoid: a number in 0..1 for each expert, independent of the others.
     Sigmoid,
 }
 
-/// Groups of neighbouring experts: a token's experts are of few groups (DeepSeek-AI, 2024, arXiv:2405.04434).
+/// Groups of neighbouring experts: a token's experts are chosen from few groups (DeepSeek-AI, 2024, arXiv:2405.04434).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertGroups {
-    /// Groups, of as many experts each.
+    /// Number of groups, all of equal size.
     pub count: usize,
-    /// Groups that a token's experts are of.
+    /// Number of groups from which a token's experts are chosen.
     pub top: usize,
-    /// The score of a group is the sum of this many of its best experts'.
+    /// The score of a group is the sum of the scores of this many of its best experts.
     pub best: usize,
 }
 
 impl Router {
-    /// A token goes to the `top` of `experts` whose probabilities are greatest, and these are its weights.
+    /// A router that sends a token to the `top` of `experts` with the greatest probabilities, which are also its weights.
     #[must_use]
     pub fn new(experts: usize, top: usize) -> Self {
         Self {
@@ -73,7 +73,8 @@ impl Router {
         }
     }
 
-    /// The experts of a token with these scores, largest first; of equal ones the first, so that every mesh chooses the same.
+    /// The experts of a token with these scores, best first; among equal scores the first, so that every mesh chooses the
+    /// same.
     fn choose(&self, scores: &[f32], correction: &[f32]) -> Vec<u32> {
         let corrected = |(expert, score): (usize, &f32)| score + correction.get(expert).copied().unwrap_or(0.0);
         let mut scores: Vec<f32> = scores.iter().enumerate().map(corrected).collect();
@@ -91,7 +92,7 @@ impl Router {
     }
 }
 
-/// Places of the `count` largest of a row, largest first.
+/// Indices of the `count` largest numbers in a row, largest first.
 fn largest(row: &[f32], count: usize) -> Vec<u32> {
     let mut places: Vec<u32> = (0..row.len() as u32).collect();
     places.sort_by(|&a, &b| row[b as usize].total_cmp(&row[a as usize]));
@@ -99,16 +100,16 @@ fn largest(row: &[f32], count: usize) -> Vec<u32> {
     places
 }
 
-/// Where a router sends the tokens at hand.
+/// The routing of this rank's tokens.
 pub(super) struct Choices {
-    /// `[T, K]`
+    /// The chosen experts `[T, K]`, row by row.
     pub(super) chosen: Vec<u32>,
-    /// `[T, K]`, f32, differentiable.
+    /// Their weights `[T, K]`, f32, differentiable.
     pub(super) weights: Tensor,
     pub(super) load: Load,
 }
 
-/// A router with its parameters.
+/// A router with the names of its parameters.
 #[derive(Debug, Clone)]
 pub(super) struct RouterLayer {
     pub(super) router: Router,
@@ -117,7 +118,7 @@ pub(super) struct RouterLayer {
 }
 
 impl RouterLayer {
-    /// Adds the weight `[E, C]` and what else `router` says.
+    /// Adds the weight `[E, C]`, and the biases that `router` asks for.
     pub(super) fn new(scope: &Scope, hidden: usize, router: Router) -> Self {
         let gate = Projection::router(scope, [router.experts, hidden], router.bias, router.adaptable);
         let correction = || scope.buffer("e_score_correction_bias", &[router.experts], Init::Constant(0.0));
@@ -129,7 +130,7 @@ impl RouterLayer {
         self.gate.weight_name()
     }
 
-    /// Where the tokens x `[T, C]` go, of which at least one is here. `pressures` are further losses of the scores.
+    /// Routes the tokens x `[T, C]`, at least one. `pressures` are gradients of further losses with respect to the scores.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -165,14 +166,16 @@ impl RouterLayer {
         Ok(Choices { chosen, weights, load })
     }
 
-    /// The same without tokens.
+    /// The routing of no tokens, for a rank without rows.
     pub(super) fn nothing(&self, x: &Tensor) -> Result<Choices> {
-        // Made from x, as others are: the way back visits both on every rank, in one order.
+        // The weights are computed from x, as on ranks with tokens, so that the backward pass visits the weights and x on
+        // every rank, in the same order.
         let weights = cast(&x.reshape((0, self.router.top))?, DType::F32)?;
         Ok(Choices { chosen: Vec::new(), weights, load: load(&[], &[], self.router.experts) })
     }
 
-    /// The logits `[T, E]`, f32 whatever the model computes in: near a tie, what is rounded goes to another expert.
+    /// The logits `[T, E]`, f32 whatever type the model computes in: near a tie, rounding would route a token to another
+    /// expert.
     fn logits(&self, x: &Tensor, drops: Option<&Drops>, pass: &ForwardPass) -> Result<Tensor> {
         let exact = |tensor: &Tensor| cast(tensor, DType::F32);
         let x = &exact(x)?;
@@ -180,13 +183,13 @@ impl RouterLayer {
             Some(store) => store.router(name, x, &weight.into()),
             None => linear(x, &weight, None),
         };
-        // A weight of 16 bits a number is widened whenever it is used: no number changes.
+        // A bf16 or f16 weight is widened on each use, which changes no number.
         let mut logits = product(self.gate.name(), x, exact(&self.gate.weight(pass)?.to_tensor()?)?)?;
         if let Some(bias) = self.gate.bias(pass)? {
             logits = logits.broadcast_add(&exact(bias)?)?;
         }
         match self.gate.adapter(pass)? {
-            // Whatever is seen of either is never rounded.
+            // The products of the weight and of the adapter are stored separately, and neither is rounded.
             Some(adapter) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
@@ -197,9 +200,9 @@ impl RouterLayer {
     }
 }
 
-/// Over the last dimension of `[T, E]`.
+/// Softmax over the last dim of `[T, E]`.
 fn softmax(logits: &Tensor) -> Result<Tensor> {
-    // Subtracting a constant of the row changes nothing, so the maximum needs no gradient.
+    // Subtracting a constant from a row changes nothing, so the maximum needs no gradient.
     let exponentials = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?.exp()?;
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }

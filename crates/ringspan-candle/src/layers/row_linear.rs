@@ -1,4 +1,4 @@
-//! A linear layer whose inputs are dealt to the ranks that share it.
+//! A row-parallel linear layer, whose inputs are distributed over the tensor-parallel ranks.
 
 use super::ForwardPass;
 use super::projection::Projection;
@@ -7,19 +7,19 @@ use crate::model::Scope;
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 
-/// `x weight^T + bias` where each rank has some columns of the weight (Shoeybi et al., 2019): all rows of this rank's inputs in,
-/// this rank's rows of the sum over ranks out.
+/// `x weight^T + bias`, where each rank has some columns of the weight (Shoeybi et al., 2019). It takes all rows of this
+/// rank's inputs, and returns this rank's rows of the sum over ranks.
 #[derive(Debug, Clone)]
 pub struct RowLinear(Projection);
 
 impl RowLinear {
-    /// Adds weight `[outputs, inputs]` and, if there is one, bias `[outputs]`; `split` deals the inputs.
+    /// Adds a weight `[outputs, inputs]` and, if asked for, a bias `[outputs]`; `split` says how the inputs are distributed.
     #[must_use]
     pub fn new(scope: &Scope, inputs: usize, outputs: usize, bias: bool, split: Split) -> Self {
         Self(Projection::new(scope, [outputs, inputs], bias, ShardSpec::Columns(split)))
     }
 
-    /// The same from heads of this width: attention's output projection.
+    /// Like [`new`](Self::new), for inputs that are heads of this width: attention's output projection.
     #[must_use]
     pub fn from_heads(scope: &Scope, heads: HeadCounts, head_dim: usize, outputs: usize, bias: bool) -> Self {
         Self::new(scope, heads.queries * head_dim, outputs, bias, Split::QueryHeads(heads, head_dim))
@@ -34,7 +34,8 @@ impl RowLinear {
     }
 }
 
-/// The sum over ranks of what each has of a projection; the bias is added once.
+/// The sum of a projection over the ranks that share its inputs, to which the bias is added once; `seen` is as in
+/// [`Projection::product`].
 pub(super) fn reduced(projection: &Projection, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
     let bias = projection.bias(pass)?;
     if pass.attend().tensor_parallel().is_whole() {

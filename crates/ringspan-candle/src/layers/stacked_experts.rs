@@ -1,4 +1,4 @@
-//! Experts that are stored in one tensor for each parameter.
+//! Experts whose parameters are stored in one tensor each, for all experts together.
 //!
 //! Shape letters: E experts, e of them on this rank, C hidden size, I width of an expert.
 
@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// The tensors `gate_up_proj`, `gate_up_proj_bias`, `down_proj` and `down_proj_bias` of all experts.
 #[derive(Debug, Clone)]
 pub(super) struct StackedExperts {
-    /// Their names.
+    /// The names of the weight and the bias of gate and up, and of down.
     gate_up: [String; 2],
     down: [String; 2],
     experts: usize,
@@ -21,15 +21,15 @@ pub(super) struct StackedExperts {
     activation: ClampedSwiglu,
 }
 
-/// The experts that are on this rank.
+/// The experts of a layer on this rank, with the values of their parameters.
 pub(super) struct ExpertsHere {
     stack: Arc<ExpertStack>,
-    /// The number of the first among all.
+    /// The number of the first of them among all experts.
     first: usize,
 }
 
 impl StackedExperts {
-    /// Adds `gate_up_proj` `[E, C, 2 I]` and `down_proj` `[E, I, C]` with their biases at `scope`; sizes are E, C and I.
+    /// Adds `gate_up_proj` `[E, C, 2 I]` and `down_proj` `[E, I, C]` with their biases in `scope`; the sizes are E, C and I.
     pub(super) fn new(scope: &Scope, [experts, hidden, width]: [usize; 3], activation: ClampedSwiglu) -> Self {
         let parameter = |name: &str, shape: &[usize], dim: Option<(usize, usize)>, init| {
             let shard = ShardSpec::Experts(dim.map(|(dim, each)| WidthDim { dim, each }));
@@ -47,7 +47,7 @@ impl StackedExperts {
         Self { gate_up, down, experts, width, activation }
     }
 
-    /// What this rank has of them.
+    /// The experts on this rank, with the values of their parameters.
     pub(super) fn here(&self, pass: &ForwardPass) -> Result<ExpertsHere> {
         let bias = |name: &String| pass.tensor(name).cloned();
         let ([gate_up, gate_up_bias], [down, down_bias]) = (&self.gate_up, &self.down);
@@ -58,7 +58,7 @@ impl StackedExperts {
             down: pass.weight(down)?.clone(),
             down_bias: bias(down_bias)?,
             activation: self.activation,
-            // Sums over the width get their bias once.
+            // Where ranks sum over shards of the width, only the first adds the bias.
             adds_down_bias: experts.part(self.width).start == 0,
         };
         Ok(ExpertsHere { stack: Arc::new(stack), first: experts.held(self.experts).start })
@@ -66,7 +66,7 @@ impl StackedExperts {
 }
 
 impl ExpertsHere {
-    /// The expert with this number among all.
+    /// The expert with this number among all experts.
     pub(super) fn expert(&self, index: usize) -> Result<Expert> {
         match index.checked_sub(self.first) {
             Some(here) => Ok(Expert::Stacked(StackedExpert { stack: self.stack.clone(), index: here })),

@@ -7,13 +7,13 @@ use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{DType, Result, Tensor};
 
-/// Rows of a table `[V, C]`, of which each rank that shares the layer has some.
+/// The embedding table `[V, C]` of tokens; with tensor parallelism, each rank has some of its rows.
 #[derive(Debug, Clone)]
 pub struct VocabEmbedding {
     weight: String,
     vocabulary: usize,
     width: usize,
-    /// Factor on the rows.
+    /// Factor of the rows.
     scale: f64,
 }
 
@@ -26,7 +26,7 @@ impl VocabEmbedding {
         Self { weight, vocabulary, width, scale: 1.0 }
     }
 
-    /// The same, where rows are multiplied with `scale`.
+    /// Multiplies rows by `scale`.
     #[must_use]
     pub fn with_scale(self, scale: f64) -> Self {
         Self { scale, ..self }
@@ -38,13 +38,13 @@ impl VocabEmbedding {
         &self.weight
     }
 
-    /// Tokens V.
+    /// The number V of tokens in the vocabulary.
     #[must_use]
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
 
-    /// Rows `[T, C]` of tokens; where ranks share layers, this rank's rows of them.
+    /// Looks up the rows `[T, C]` of tokens; with tensor parallelism, returns this rank's rows of them.
     ///
     /// # Errors
     /// A missing table, failures of other ranks.
@@ -57,7 +57,7 @@ impl VocabEmbedding {
         if tp.is_whole() {
             return self.scaled(table.lookup(tokens)?);
         }
-        // Each rank knows part of the vocabulary, and has zeros for other tokens.
+        // Each rank has a shard of the vocabulary, and contributes zeros for other tokens.
         let known = tp.part(self.vocabulary);
         let place = |token: u32| (token as usize).checked_sub(known.start).filter(|place| *place < known.len());
         let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
@@ -72,7 +72,7 @@ impl VocabEmbedding {
         self.scaled(tp.reduce(&rows)?)
     }
 
-    /// The gradient of the part of the table that is here, f32, from that of what [`forward`](Self::forward) returned.
+    /// The gradient of this rank's shard of the table, f32, from the gradient of the output of [`forward`](Self::forward).
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -94,7 +94,8 @@ impl VocabEmbedding {
     }
 }
 
-/// Rows of `d_rows` `[T, C]` added up by the row of the table `shape` that each token has, if it has one here.
+/// Adds the rows of `d_rows` `[T, C]` to the rows of a table of this shape; `own` returns a token's row in this rank's shard,
+/// if it is there.
 fn sums_by_token(
     d_rows: &Tensor,
     tokens: &[u32],
@@ -112,7 +113,7 @@ fn sums_by_token(
     Tensor::from_vec(sums, (rows, width), d_rows.device())
 }
 
-/// The same where rows stay on a GPU, which adds them up in f32 and in the order of the tokens, too.
+/// Like [`sums_by_token`], on a GPU, which also adds in f32 and in the order of the tokens.
 fn sums_on_gpu(
     d_rows: &Tensor,
     tokens: &[u32],

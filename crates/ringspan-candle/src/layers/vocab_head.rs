@@ -1,4 +1,4 @@
-//! The output head: from hidden states to logits of the vocabulary.
+//! The output head, which turns hidden states into logits over the vocabulary.
 
 use super::forward_pass::parameter;
 use super::{VocabEmbedding, scaled};
@@ -8,12 +8,12 @@ use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 
-/// A matrix `[V, C]`, of which each rank that shares the layer has some rows: one of its own, or the embedding.
+/// The output head's matrix `[V, C]`, its own or the embedding's; with tensor parallelism, each rank has some of its rows.
 #[derive(Debug, Clone)]
 pub struct VocabHead {
     weight: String,
     tied: bool,
-    /// Factor on the logits.
+    /// Factor of the logits.
     scale: f64,
     softcap: Option<f32>,
 }
@@ -31,31 +31,31 @@ impl VocabHead {
         }
     }
 
-    /// The embedding's table as the output head.
+    /// An output head that uses the table of the embedding.
     #[must_use]
     pub fn tied_to(embedding: &VocabEmbedding) -> Self {
         Self { weight: embedding.weight_name().to_owned(), tied: true, scale: 1.0, softcap: None }
     }
 
-    /// The same, where logits are multiplied with `scale`.
+    /// Multiplies logits by `scale`.
     #[must_use]
     pub fn with_scale(self, scale: f64) -> Self {
         Self { scale, ..self }
     }
 
-    /// The same, where logits become `cap * tanh(logit / cap)`.
+    /// Turns logits into `cap * tanh(logit / cap)`.
     #[must_use]
     pub fn with_softcap(self, softcap: Option<f32>) -> Self {
         Self { softcap, ..self }
     }
 
-    /// The name of its matrix.
+    /// The name of the matrix.
     #[must_use]
     pub fn weight_name(&self) -> &str {
         &self.weight
     }
 
-    /// Whether its matrix is the embedding's.
+    /// Whether the matrix is the embedding's table.
     #[must_use]
     pub fn is_tied(&self) -> bool {
         self.tied
@@ -65,8 +65,8 @@ impl VocabHead {
         Ok(OutputHead { weight: parameter(weights, &self.weight)?.clone(), softcap: self.softcap })
     }
 
-    /// The logits `[T, V]` of hidden states `[T, C]` behind the last norm, f32; where ranks share layers, of this rank's part of
-    /// the vocabulary.
+    /// The logits `[T, V]` of hidden states `[T, C]` after the last norm, f32; with tensor parallelism, those of this rank's
+    /// shard of the vocabulary.
     ///
     /// # Errors
     /// A missing matrix, other shapes.
@@ -74,7 +74,7 @@ impl VocabHead {
         loss::logits(&scaled(hidden, self.scale)?, self.head(weights)?)
     }
 
-    /// ln p(target) of every token, from hidden states `[T, C]` behind the last norm; 0 where there is no target.
+    /// ln p(target) of every token, from hidden states `[T, C]` after the last norm; 0 for tokens without a target.
     ///
     /// # Errors
     /// As for [`log_probs`](loss::log_probs).
@@ -88,8 +88,8 @@ impl VocabHead {
         loss::log_probs(&scaled(hidden, self.scale)?, self.head(weights)?, targets, tp)
     }
 
-    /// Negative log-likelihood of the targets of all T tokens, from this rank's rows of hidden states behind the last norm; its
-    /// gradient times `scale` in these rows, and, if it is trained, in the matrix.
+    /// The negative log-likelihood of the targets of all T tokens, from this rank's rows of hidden states after the last
+    /// norm; with its gradient times `scale` with respect to these rows and, if it is trained, to the matrix.
     ///
     /// # Errors
     /// As for [`head_loss`](loss::head_loss).

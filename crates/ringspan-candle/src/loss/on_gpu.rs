@@ -1,8 +1,8 @@
-//! The same on a GPU. Logits and what is known of them are f32 also where hidden states and head are bf16; their gradient is
-//! rounded for its products with these.
+//! The loss on a GPU. Logits and their softmax statistics are f32 also where hidden states and head are bf16; the gradient of
+//! the logits is rounded to bf16 for its products with these.
 //!
-//! What is known of a row, three numbers, is brought to the CPU, where it is added up in f64: once, at the end, or of each
-//! chunk where ranks share the vocabulary, because its gradient waits for them.
+//! The statistics of a row, three numbers, are copied to the CPU, where they are added in f64: once, at the end, or, with
+//! tensor parallelism, for each chunk, because the gradient needs the statistics of all ranks.
 
 use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
@@ -14,7 +14,7 @@ use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
 use std::ops::Range;
 
-/// What a launch is told, as in `gpu/source/loss.cu`.
+/// The arguments of a kernel launch, laid out as in `gpu/source/loss.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Job {
@@ -25,18 +25,18 @@ pub(crate) struct Job {
     width: i64,
     first: i64,
     scale: f32,
-    /// What logits are capped at; 0 where they are not.
+    /// The softcap of logits; 0 without one.
     softcap: f32,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
-/// Shared memory of a block: two numbers of each warp.
+/// Bytes of shared memory for a block: two numbers for each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / 32;
 
-/// As [`head_loss`](super::head_loss): hidden `[T, C]` and head `[V, C]`, contiguous, for the tokens at `rows`, which have
-/// `targets`.
+/// Like [`head_loss`](super::head_loss): hidden `[T, C]` and head `[V, C]` are contiguous, and the tokens at `rows` have the
+/// targets `targets`.
 pub(super) fn head_loss(
     hidden: &Tensor,
     head: &Tensor,
@@ -58,7 +58,7 @@ pub(super) fn head_loss(
     Ok(HeadLoss { d_hidden, ..loss })
 }
 
-/// The rows on the GPU, if they are not all of hidden.
+/// The row indices on the GPU; `None` if they are all rows of hidden.
 fn indices(hidden: &Tensor, rows: &[usize]) -> Result<Option<Tensor>> {
     if rows.len() == hidden.dim(0)? {
         return Ok(None);
@@ -103,7 +103,7 @@ fn of_all(
     })
 }
 
-/// As [`log_probs`](super::log_probs), of the tokens at `rows`, which have `targets`.
+/// Like [`log_probs`](super::log_probs), for the tokens at `rows`, which have the targets `targets`.
 pub(super) fn log_probs(
     hidden: &Tensor,
     head: &Tensor,
@@ -124,34 +124,34 @@ pub(super) fn log_probs(
     Ok(totals.iter().map(|total| -total.nll() as f32).collect())
 }
 
-/// What is known of rows `[n, 3]`, on the CPU.
+/// Copies the statistics of rows `[n, 3]` to the CPU.
 fn read(sums: &Tensor) -> Result<Vec<Sums>> {
     let of = |row: &Vec<f32>| Sums { max: row[0], sum: f64::from(row[1]), of_target: f64::from(row[2]) };
     Ok(sums.to_vec2()?.iter().map(of).collect())
 }
 
-/// The same on a GPU.
+/// Copies the statistics of rows to the GPU, `[n, 3]`.
 fn uploaded(totals: &[Sums], like: &Tensor) -> Result<Tensor> {
     let numbers: Vec<f32> =
         totals.iter().flat_map(|total| [total.max, total.sum as f32, total.of_target as f32]).collect();
     Tensor::from_vec(numbers, (totals.len(), 3), like.device())
 }
 
-/// Tokens, and memory for the logits of some of them, which one chunk takes after the other.
+/// Tokens, and memory for the logits of one chunk of them, which all chunks use in turn.
 struct Chunks<'a> {
     hidden: &'a Tensor,
     head: &'a Tensor,
     targets: Tensor,
-    /// The first token of the vocabulary that is known here.
+    /// The first token id of this rank's shard of the vocabulary.
     first: usize,
     softcap: f32,
     logits: CudaStorage,
-    /// Their gradient in bf16; in f32 it is written over them.
+    /// The gradient of the logits in bf16; in f32 it overwrites the logits.
     narrow: Option<CudaStorage>,
 }
 
 impl<'a> Chunks<'a> {
-    /// At least one token.
+    /// Needs at least one token.
     fn new(hidden: &'a Tensor, head: &'a Tensor, targets: &[u32], vocabulary: &Vocabulary) -> Result<Self> {
         let shape = Shape::from((targets.len().min(CHUNK), head.dim(0)?));
         Ok(Self {
@@ -165,19 +165,19 @@ impl<'a> Chunks<'a> {
         })
     }
 
-    /// The tokens of each chunk.
+    /// The range of tokens in each chunk.
     fn all(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let tokens = self.targets.elem_count();
         (0..tokens).step_by(CHUNK).map(move |first| first..tokens.min(first + CHUNK))
     }
 
-    /// Of a chunk, the logits or their gradient.
+    /// The layout of a chunk's logits and of their gradient.
     fn layout(&self, rows: &Range<usize>) -> Result<Layout> {
         Ok(Layout::contiguous((rows.len(), self.head.dim(0)?)))
     }
 
-    /// Computes the logits of a chunk, and returns what is known of each row `[n, 3]`, f32: the greatest, the sum of
-    /// exponentials relative to it, and the target's logit, or 0 where that is not here.
+    /// Computes the logits of a chunk, and returns the statistics of each row `[n, 3]`, f32: the maximum, the sum of
+    /// exponentials relative to it, and the target's logit, or 0 if another rank has it.
     fn sums(&mut self, rows: Range<usize>) -> Result<Tensor> {
         let (at, shape) = (self.layout(&rows)?, Shape::from((rows.len(), 3)));
         let (hidden, head) = (self.hidden.narrow(0, rows.start, rows.len())?, self.head.t()?);
@@ -203,18 +203,18 @@ impl<'a> Chunks<'a> {
                 ..Job::default()
             };
             let options = options(&at, self.hidden.dtype(), &[logits.at]);
-            // SAFETY: logits of these rows, as many targets, and room for three numbers of each are there.
+            // SAFETY: logits of these rows, as many targets, and memory for three numbers for each row are there.
             unsafe { launch(device, &options, "loss_sums", &job, (rows.len(), 1), SHARED_BYTES)? };
         }
         Ok(tensor(sums, &shape))
     }
 
-    /// Turns the logits of a chunk into `scale` times their gradient, by what is known of their rows `[n, 3]` over the whole
-    /// vocabulary.
+    /// Turns the logits of a chunk into `scale` times their gradient, given the statistics of their rows `[n, 3]` over the
+    /// whole vocabulary.
     fn differentiate(&mut self, rows: Range<usize>, totals: &Tensor, scale: f32) -> Result<()> {
         let (at, device, dtype) = (self.layout(&rows)?, self.logits.device().clone(), self.hidden.dtype());
         if dtype != DType::F32 && self.narrow.is_none() {
-            // The first chunk is the longest.
+            // The first chunk is the longest, so its memory suffices for all.
             self.narrow = Some(unwritten(&device, at.shape(), dtype)?);
         }
         let stream = device.cuda_stream();
@@ -236,11 +236,12 @@ impl<'a> Chunks<'a> {
             softcap: self.softcap,
         };
         let options = options(&at, dtype, &[logits.at, job.gradient]);
-        // SAFETY: logits of these rows, room for their gradient, as many targets, and three numbers of each row are there.
+        // SAFETY: logits of these rows, memory for their gradient, as many targets, and three numbers for each row are there.
         unsafe { launch(&device, &options, "loss_gradient", &job, (rows.len(), 1), 0) }
     }
 
-    /// Writes the gradient of hidden states of a chunk, and adds to that of the head: the first chunk begins it.
+    /// Writes the gradient of a chunk's hidden states, and adds to the gradient of the head, which the first chunk
+    /// initializes.
     fn multiply(&self, rows: Range<usize>, d_hidden: &mut CudaStorage, d_head: Option<&mut CudaStorage>) -> Result<()> {
         let (gradient, at, width) =
             (self.narrow.as_ref().unwrap_or(&self.logits), self.layout(&rows)?, self.hidden.dim(1)?);
@@ -256,7 +257,7 @@ impl<'a> Chunks<'a> {
     }
 }
 
-/// For logits of this layout, f32, and their gradient.
+/// Compile options for logits of this layout, f32, and their gradient.
 fn options(at: &Layout, gradient: DType, addresses: &[u64]) -> Options {
     Options::new::<Job>(Layer::Loss, [DType::F32, gradient], addresses, &[at.dims()[1]])
 }

@@ -1,4 +1,4 @@
-//! Parameters with their values.
+//! Parameters with their values, by name.
 
 use crate::device::RankDevice;
 use crate::precision::Precision;
@@ -10,23 +10,24 @@ use std::collections::BTreeMap;
 /// Parameters by their names in checkpoints, all dense: f32, or bf16 where models compute in it.
 pub type Weights = BTreeMap<String, Tensor>;
 
-/// Parameters by their names in checkpoints, some of which may be quantized: what layers compute with.
+/// Parameters by their names in checkpoints, some of which may be quantized. Layers compute with these.
 pub type StoredWeights = BTreeMap<String, Weight>;
 
-/// Dense parameters as layers take them.
+/// Converts dense parameters to the form that layers take.
 #[must_use]
 pub fn stored(parameters: Weights) -> StoredWeights {
     parameters.into_iter().map(|(name, tensor)| (name, tensor.into())).collect()
 }
 
-/// The same parameters, without a graph of what is computed from them: where they come from, they may be variables.
+/// The same parameters without the graph that computed them, so that none is a variable that needs a gradient.
 #[must_use]
 pub fn constant(parameters: StoredWeights) -> StoredWeights {
     parameters.into_iter().map(|(name, weight)| (name, weight.detach())).collect()
 }
 
-/// The same parameters on a device, in the type in which it computes; those that are there already are not copied. A GPU gets
-/// quantized matrices decoded, and a CPU those that are stored in the type in which it computes.
+/// The same parameters on a device, in the type in which models compute on it; those that have both already are not copied.
+/// Quantized matrices are decoded for a GPU. On a CPU, matrices that are stored in the very type in which models compute are
+/// decoded; other quantized matrices, and stacks of experts, are not.
 ///
 /// # Errors
 /// A GPU without memory for them.

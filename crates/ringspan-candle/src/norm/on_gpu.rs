@@ -1,4 +1,4 @@
-//! The same on a GPU, of rows that may lie apart. For the backward pass nothing is kept but x.
+//! The norm on a GPU, for rows that may lie apart. The backward pass recomputes what it needs from x.
 
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, Rows, in_rows, on_gpu, tensor, unwritten};
@@ -7,15 +7,16 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor, bail};
 
-/// Threads of a warp, and what they read of a row before more share it.
+/// The threads of a warp, and the number of reads of each of its threads up to which one warp handles a row.
 const WARP: usize = 32;
 const STEPS: usize = 4;
 
-/// Chunks of rows, at most, whose sums are added up at the end, and rows of a chunk, at least.
+/// The gradient of the weight is summed over chunks of rows, then over chunks: at most so many chunks, of at least so many
+/// rows each.
 const CHUNKS: usize = 512;
 const CHUNK: usize = 64;
 
-/// What a launch is told, as in `gpu/source/norm.cu`.
+/// The arguments of a kernel launch, laid out as in `gpu/source/norm.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Job {
@@ -38,21 +39,21 @@ pub(crate) struct Job {
     eps: f32,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
-/// Threads that have a row of so many pieces: all of a block, or a power of two of them up to a warp.
+/// The number of threads for a row of this many reads: all of a block, or a power of two up to a warp.
 fn lanes(pieces: usize) -> usize {
     if pieces > STEPS * WARP { THREADS } else { pieces.next_power_of_two().min(WARP) }
 }
 
-/// Shared memory of a row that all threads of a block have: two sums of each warp.
+/// Bytes of shared memory for a row that all threads of a block handle: two sums for each warp.
 const SHARED_BYTES: usize = 2 * 4 * THREADS / WARP;
 
-/// A tensor that is read, where it is.
+/// A tensor that is read, as its storage and layout.
 type Held<'a> = (&'a CudaStorage, &'a Layout);
 
-/// As an operation returns it: x in rows, the weight contiguous.
+/// Computes the norm as an operation returns it: x consists of rows, the weight is contiguous.
 pub(super) fn forward(x: Held, w: Held, eps: f64) -> Result<(CudaStorage, Shape)> {
     let (x_read, x_at) = x;
     if x_at.shape().elem_count() == 0 {
@@ -62,7 +63,7 @@ pub(super) fn forward(x: Held, w: Held, eps: f64) -> Result<(CudaStorage, Shape)
     Ok((written(x, None, w, eps, out)?, x_at.shape().clone()))
 }
 
-/// The sum of x and y, and its norm: both in rows and with elements, the weight contiguous.
+/// Computes x + y and the norm of this sum: x and y consist of rows and are not empty, the weight is contiguous.
 pub(crate) fn forward_of_sum(x: Held, y: Held, w: Held, eps: f64) -> Result<[CudaStorage; 2]> {
     let (device, shape, dtype) = (x.0.device(), x.1.shape(), x.0.dtype());
     if y.0.dtype() != dtype || y.1.shape() != shape {
@@ -74,7 +75,7 @@ pub(crate) fn forward_of_sum(x: Held, y: Held, w: Held, eps: f64) -> Result<[Cud
     Ok([sum, out])
 }
 
-/// Fills `out` with the norm of x, or of its sum with another tensor, which is written beside it.
+/// Fills `out` with the norm of x or, with `added`, with the norm of its sum with another tensor; the sum is written, too.
 fn written(
     (x, x_at): Held,
     added: Option<(Held, &mut CudaStorage)>,
@@ -99,7 +100,7 @@ fn written(
             ..Job::default()
         };
         let mut name = "rms_norm";
-        // Until the kernel is started.
+        // The operands must live until the kernel is started.
         let mut held = None;
         if let Some(((y, y_at), sum)) = added {
             let (y_rows, y, sum) =
@@ -113,14 +114,14 @@ fn written(
         let options = Options::new::<Job>(Layer::Norm, [x.dtype(), w.dtype()], &addresses, &sizes);
         let lanes = lanes(rows.width.div_ceil(options.at_once));
         let (job, blocks) = (Job { lanes: lanes as i32, ..job }, rows.count.div_ceil(THREADS / lanes));
-        // SAFETY: rows of x, as many of what is added and of what is written, and a weight of their width are there.
+        // SAFETY: x, the tensor that is added and the tensors that are written have as many rows, and the weight is as wide.
         unsafe { launch(device, &options, name, &job, (blocks, 1), SHARED_BYTES)? };
         drop(held);
     }
     Ok(out)
 }
 
-/// Gradients of x and, if it is trained, of the weight. What x has `beside` this gradient is added to it.
+/// The gradients of x and, if it is trained, of the weight. `beside`, a further gradient of x, is added to the former.
 pub(crate) fn backward(
     x: &Tensor,
     w: &Tensor,
@@ -181,7 +182,7 @@ pub(crate) fn backward(
             ..Job::default()
         };
         let blocks = rows.count.div_ceil(THREADS / lanes);
-        // SAFETY: x, d, what is added, a weight of their width and what is written, made for as many rows, are there.
+        // SAFETY: x, d, the further gradient and the tensors that are written have as many rows, and the weight is as wide.
         unsafe { launch(device, &options, "rms_norm_backward", &job, (blocks, 1), SHARED_BYTES)? };
         if let Some((dw, sums)) = &mut weight {
             let (dw, sums) = (Operand::written(dw, &stream)?, Operand::written(sums, &stream)?);
@@ -190,7 +191,7 @@ pub(crate) fn backward(
             let lanes = pieces.next_power_of_two().min(WARP);
             let (blocks, shared_bytes) = (pieces.div_ceil(lanes), 4 * THREADS * options.at_once);
             let job = Job { sums: sums.at, lanes: lanes as i32, ..job };
-            // SAFETY: as above; the sums are of so many chunks.
+            // SAFETY: as above; the sums have a row for each chunk.
             unsafe { launch(device, &options, "rms_norm_weight", &job, (blocks, chunks), shared_bytes)? };
             let job = Job { rows: chunks as i64, out: dw.at, ..job };
             // SAFETY: as above; the gradient is as wide as the sums.

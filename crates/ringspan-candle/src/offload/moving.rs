@@ -1,7 +1,7 @@
-//! Copies between a GPU and pinned memory of the CPU, on a stream of their own.
+//! Copies between a GPU and pinned CPU memory, on a stream of their own.
 //!
-//! All copies of a rank are on one stream, in both directions: so a buffer may be used again as soon as its last copy is
-//! started. Events order that stream and candle's, which has taken the GPU's memory and takes it back.
+//! All copies of a rank, in both directions, are on one stream, so a buffer may be used again as soon as its last copy is
+//! started. Events order that stream and candle's stream, on which GPU memory is allocated and freed.
 
 use crate::gpu::operand;
 use crate::pinned::{Pinned, failed};
@@ -12,7 +12,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Result, Shape, Tensor, bail};
 use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The stream of copies, and the buffers that they fill.
+/// The stream of copies, and the pinned buffers.
 pub(super) struct Mover {
     device: CudaDevice,
     copies: Arc<CudaStream>,
@@ -21,21 +21,21 @@ pub(super) struct Mover {
 
 #[derive(Default)]
 struct Buffers {
-    /// Which pass this is.
+    /// The number of the current pass.
     pass: u64,
     free: Vec<Buffer>,
-    /// Bytes of all buffers, in use or not.
+    /// Bytes of all buffers, in use or free.
     held: usize,
 }
 
 struct Buffer {
     memory: Pinned,
-    /// The last pass that used it.
+    /// The number of the last pass that used the buffer.
     pass: u64,
 }
 
 impl Buffers {
-    /// Gives those back to the driver that this pass has not used, when copies have `settled`.
+    /// Frees the buffers that this pass has not used, after calling `settled`, which must wait for all copies.
     fn drop_unused(&mut self, settled: impl FnOnce()) {
         let (pass, all) = (self.pass, std::mem::take(&mut self.free).into_iter());
         let (used, unused): (Vec<_>, Vec<_>) = all.partition(|buffer| buffer.pass == pass);
@@ -47,14 +47,14 @@ impl Buffers {
     }
 }
 
-/// A tensor on its way to the CPU, there, on its way back, or back.
+/// A tensor that is being copied to the CPU, is there, is being copied back, or is back.
 pub(super) struct Moving {
     mover: Arc<Mover>,
     shape: Shape,
     dtype: DType,
-    /// Where it is on the CPU; none once it comes back.
+    /// The buffer on the CPU; `None` once the tensor is being copied back.
     buffer: Option<Buffer>,
-    /// The tensor as long as it is on the GPU, and the end of its copy.
+    /// The tensor while it is on the GPU, with the event at the end of its last copy.
     there: Option<(Tensor, CudaEvent)>,
 }
 
@@ -74,7 +74,7 @@ impl Mover {
         self.buffers().held
     }
 
-    /// Starts to copy a contiguous tensor to the CPU, behind all that was started on its stream.
+    /// Starts to copy a contiguous tensor to the CPU, after all work that was started on its stream.
     pub(super) fn send(self: &Arc<Self>, tensor: &Tensor) -> Result<Moving> {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = operand::on_gpu(&storage)?;
@@ -83,7 +83,7 @@ impl Mover {
         };
         let mut buffer = self.take((end - start) * storage.dtype().size_in_bytes())?;
         let memory = &mut buffer.memory;
-        // Whatever fails, the buffer is given back, and counted.
+        // If anything fails, the buffer is returned to the free ones, so that it stays counted.
         let mut start_copy = || match storage.dtype() {
             DType::F32 => memory.copy_from(0, &storage.as_cuda_slice::<f32>()?.slice(start..end), &self.copies),
             DType::BF16 => memory.copy_from(0, &storage.as_cuda_slice::<bf16>()?.slice(start..end), &self.copies),
@@ -106,16 +106,16 @@ impl Mover {
         })
     }
 
-    /// Starts to copy from the CPU to memory that candle's stream has given by now.
+    /// Starts to copy a buffer to GPU memory that is allocated on candle's stream.
     fn copy_back<T: DeviceRepr + CudaDType>(&self, from: &mut Buffer, count: usize) -> Result<CudaStorage> {
-        // SAFETY: the copy writes all of it, or fails and nobody gets it.
+        // SAFETY: the copy writes all of it, or an error is returned and nothing reads it.
         let mut to = unsafe { self.device.alloc::<T>(count) }?;
         self.copies.join(&self.device.cuda_stream()).map_err(failed("order streams"))?;
         from.memory.copy_to(0, &mut to, &self.copies)?;
         Ok(CudaStorage::wrap_cuda_slice(to, self.device.clone()))
     }
 
-    /// A buffer of at least so many bytes.
+    /// A pinned buffer of at least this many bytes.
     fn take(&self, bytes: usize) -> Result<Buffer> {
         let mut buffers = self.buffers();
         let pass = buffers.pass;
@@ -123,7 +123,7 @@ impl Mover {
         if let Some((index, _)) = known.min_by_key(|(_, buffer)| buffer.memory.len()) {
             return Ok(Buffer { pass, ..buffers.free.swap_remove(index) });
         }
-        // Passes may be of another length than the one before: what that used is not held beside.
+        // Passes may differ in length: buffers that only the pass before needed are freed first.
         buffers.drop_unused(|| self.settle());
         let memory = match Pinned::new(self.device.cuda_stream().context(), bytes) {
             Ok(memory) => memory,
@@ -136,7 +136,7 @@ impl Mover {
         Ok(Buffer { memory, pass })
     }
 
-    /// The end of what was started.
+    /// An event at the end of the copies that were started so far.
     fn end(&self) -> Result<CudaEvent> {
         self.copies.record_event(None).map_err(failed("mark the end of a copy"))
     }
@@ -145,7 +145,7 @@ impl Mover {
         self.buffers().free.push(buffer);
     }
 
-    /// Waits for all copies: before buffers are given back to the driver.
+    /// Waits for all copies, which must be done before buffers are freed.
     fn settle(&self) {
         let context = self.copies.context();
         context.record_err(self.copies.synchronize());
@@ -163,7 +163,7 @@ impl Drop for Mover {
 }
 
 impl Moving {
-    /// Gives up the memory of the GPU, as soon as the copy has ended.
+    /// Frees the GPU memory, as soon as the copy to the CPU has ended.
     pub(super) fn let_go(&mut self) -> Result<()> {
         match &self.buffer {
             Some(_) => self.leave(),
@@ -171,7 +171,7 @@ impl Moving {
         }
     }
 
-    /// Candle's stream, which takes the memory back, does so behind the copy.
+    /// Candle's stream, which frees the memory, waits for the copy first.
     fn leave(&mut self) -> Result<()> {
         let Some((tensor, end)) = self.there.take() else { return Ok(()) };
         let ordered = self.mover.device.cuda_stream().wait(&end).map_err(failed("order streams"));
@@ -179,7 +179,7 @@ impl Moving {
         ordered
     }
 
-    /// Starts to copy back, unless it is on the GPU still.
+    /// Starts to copy the tensor back, unless it is still on the GPU.
     pub(super) fn fetch(&mut self) -> Result<()> {
         if self.there.is_some() {
             return Ok(());
@@ -196,7 +196,7 @@ impl Moving {
         Ok(())
     }
 
-    /// The tensor, for candle's stream.
+    /// The tensor, ready to be read on candle's stream.
     pub(super) fn tensor(&mut self) -> Result<Tensor> {
         self.fetch()?;
         let Some((tensor, end)) = &self.there else { bail!("what a layer kept was lost with an earlier failure") };
@@ -209,7 +209,7 @@ impl Moving {
 
 impl Drop for Moving {
     fn drop(&mut self) {
-        // A failure of the device is what the next call says.
+        // A failure of the device is reported by the next call.
         let _ = self.leave();
         if let Some(buffer) = self.buffer.take() {
             self.mover.give_back(buffer);
@@ -237,9 +237,9 @@ mod tests {
         let Some(device) = unwatched() else { return Ok(()) };
         let mover = mover(&device);
         for count in [1, 1000, 5000] {
-            // The second buffer is the first one, which another tensor has left.
+            // The second tensor takes over the buffer of the first.
             for first in [false, true] {
-                // Copies may come before all that they were not told to wait for.
+                // With `first`, copies run before all work that they were not told to wait for.
                 let come = || {
                     if first {
                         mover.settle()
@@ -256,7 +256,7 @@ mod tests {
                 let wanted: Vec<f32> = (0..count).map(|i| i as f32).collect();
                 assert_eq!(back.to_vec1::<f32>()?, wanted);
             }
-            // One that is not let go is not fetched either.
+            // A tensor that was not freed on the GPU is not copied back either.
             let mut moving = mover.send(&numbers(&device, count))?;
             moving.fetch()?;
             assert_eq!(moving.tensor()?.to_vec1::<f32>()?, numbers(&device, count).to_vec1::<f32>()?);
@@ -265,7 +265,7 @@ mod tests {
         Ok(())
     }
 
-    /// What nobody waits for has not happened on the GPU made of a CPU; of another, nothing can be said.
+    /// On the emulated GPU, work that nothing waits for has not run; on another GPU, nothing can be said.
     #[test]
     fn work_on_the_gpu_waits_for_no_copy() -> Result<()> {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };

@@ -1,28 +1,28 @@
-//! The blocks of each format, and the numbers that they stand for.
+//! The blocks of each format, and how their numbers are decoded.
 //!
-//! Arithmetic is that of ggml's reference, in f32 and in its order, so numbers are equal to the bit.
+//! Arithmetic is that of ggml's reference, in f32 and in its order, so decoded numbers are equal to the bit.
 
 use super::lanes::Lanes;
 use bytemuck::{AnyBitPattern, Pod, Zeroable};
 
-/// Blocks that follow each other, as a part of a row. Their fields are bytes, so they may lie at any address.
+/// A block of LEN numbers. Consecutive blocks form a part of a row; their fields are bytes, so blocks may lie at any address.
 pub(super) trait Block<const LEN: usize>: AnyBitPattern {
-    /// Writes the numbers of blocks: LEN for each.
+    /// Decodes blocks and writes their numbers: LEN for each.
     fn decode<L: Lanes>(l: L, blocks: &[Self], to: &mut [f32]);
 
-    /// The products of the numbers of blocks with as many of x, summed up but for the lanes.
+    /// Multiplies the numbers of blocks with as many of x, and sums the products in each lane; the lanes are not summed.
     fn dot<L: Lanes>(l: L, blocks: &[Self], x: &[f32]) -> L::F;
 }
 
-/// A block of LEN numbers, 16 or more.
+/// A block of LEN numbers, at least 16.
 trait Numbers<const LEN: usize>: AnyBitPattern {
-    /// Hands over its numbers, 16 at a time.
+    /// Decodes the numbers of the block, and passes them to `visitor`, 16 at a time.
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>);
 }
 
-/// Takes the numbers of a block as they are decoded.
+/// Receives the numbers of a block as they are decoded.
 trait Visitor<L: Lanes> {
-    /// Takes numbers 16 i to 16 i + 15.
+    /// Receives numbers 16 i to 16 i + 15.
     fn take(&mut self, l: L, i: usize, numbers: L::F);
 }
 
@@ -46,7 +46,7 @@ impl<B: Numbers<LEN>, const LEN: usize> Block<LEN> for B {
     }
 }
 
-/// Writes numbers.
+/// A visitor that writes the numbers.
 struct Store<'a> {
     to: &'a mut [[f32; 16]],
 }
@@ -58,10 +58,10 @@ impl<L: Lanes> Visitor<L> for Store<'_> {
     }
 }
 
-/// Sums that do not wait for each other.
+/// Number of independent sums, so that additions do not wait for each other.
 const CHAINS: usize = 2;
 
-/// Sums up products.
+/// A visitor that multiplies the numbers with x and sums the products.
 struct Sum<'a, F> {
     x: &'a [[f32; 16]],
     sums: &'a mut [F; CHAINS],
@@ -80,7 +80,7 @@ fn total<L: Lanes>(l: L, [a, b]: [L::F; CHAINS]) -> L::F {
     l.add(a, b)
 }
 
-/// Calls a function that is generic in the block of a format and in its count of numbers.
+/// Calls a function that is generic in the block type of a format and in the block's count of numbers.
 macro_rules! with_block {
     ($format:expr, $function:ident($($argument:expr),* $(,)?)) => {{
         use $crate::quantized::{Format, blocks};
@@ -100,15 +100,16 @@ macro_rules! with_block {
 }
 pub(super) use with_block;
 
-/// A number of half precision. Without the processor's instruction for it, which no loop can be vectorized around.
+/// Converts a half-precision number to f32. It avoids the processor's instruction for it, around which loops do not
+/// vectorise.
 #[inline(always)]
 pub(super) fn half(bytes: [u8; 2]) -> f32 {
     let bits = u32::from(u16::from_le_bytes(bytes));
     let (sign, size) = ((bits & 0x8000) << 16, bits & 0x7fff);
-    // The mantissa has 13 bits less than that of f32, the exponent a bias of 15 instead of 127.
+    // The mantissa has 13 bits fewer than that of f32, and the exponent has a bias of 15 instead of 127.
     let moved = size << 13;
     let normal = moved.wrapping_add(112 << 23);
-    // A subnormal number is what lies above 2^-14 if it is read as if it were normal.
+    // Read as if it were normal with the smallest exponent, a subnormal number is too large by 2^-14.
     let subnormal = (f32::from_bits(moved.wrapping_add(113 << 23)) - f32::from_bits(113 << 23)).to_bits();
     let infinite = moved | 0x7f80_0000;
     let size = if size < 0x400 { subnormal } else { normal };
@@ -116,7 +117,7 @@ pub(super) fn half(bytes: [u8; 2]) -> f32 {
     f32::from_bits(sign | size)
 }
 
-/// Blocks of one number: as many as there are lanes go together.
+/// Defines a format whose blocks are one number: as many as there are lanes are decoded together.
 macro_rules! plain {
     ($name:ident, $widen:ident) => {
         #[repr(C)]
@@ -157,7 +158,7 @@ macro_rules! plain {
     };
 }
 
-/// Fewer than 16, and zeros.
+/// Pads fewer than 16 elements with zeros.
 #[inline(always)]
 pub(super) fn padded<T: Zeroable + Copy>(rest: &[T]) -> [T; 16] {
     let mut padded = [T::zeroed(); 16];
@@ -172,7 +173,7 @@ plain!(BF16, widen_bf16);
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Q4_0 {
     scale: [u8; 2],
-    /// The first 16 numbers in the low halves, the last 16 in the high halves.
+    /// The first 16 numbers are in the low halves of the bytes, the last 16 in the high halves.
     codes: [u8; 16],
 }
 
@@ -193,7 +194,7 @@ pub(super) struct Q5_0 {
     scale: [u8; 2],
     /// The fifth bit of each number.
     high: [[u8; 2]; 2],
-    /// As those of [`Q4_0`].
+    /// The low four bits of each number, laid out as in [`Q4_0`].
     codes: [u8; 16],
 }
 
@@ -232,9 +233,9 @@ impl Numbers<32> for Q8_0 {
 pub(super) struct Q4K {
     scale: [u8; 2],
     minimum: [u8; 2],
-    /// Scales and minima of eight sub-blocks of 32 numbers: see [`scales_and_minima`].
+    /// Scales and minima of eight sub-blocks of 32 numbers, packed as [`scales_and_minima`] describes.
     parts: [u8; 12],
-    /// Each 32 bytes are a sub-block in their low halves, and the next one in their high halves.
+    /// Each group of 32 bytes holds a sub-block in its low halves, and the next sub-block in its high halves.
     codes: [[[u8; 16]; 2]; 4],
 }
 
@@ -259,11 +260,11 @@ impl Numbers<256> for Q4K {
 pub(super) struct Q5K {
     scale: [u8; 2],
     minimum: [u8; 2],
-    /// As those of [`Q4K`].
+    /// Scales and minima of eight sub-blocks, as in [`Q4K`].
     parts: [u8; 12],
     /// Bit i of byte j is the fifth bit of number j of sub-block i.
     high: [[u8; 16]; 2],
-    /// As those of [`Q4K`].
+    /// The low four bits of each number, laid out as in [`Q4K`].
     codes: [[[u8; 16]; 2]; 4],
 }
 
@@ -288,10 +289,10 @@ impl Numbers<256> for Q5K {
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Q6K {
-    /// Low four bits: of each half of the block 64 bytes, whose low halves are sub-blocks 0 and 1 of 32 numbers, and whose high
-    /// halves are sub-blocks 2 and 3.
+    /// The low four bits: 64 bytes for each half of the block, whose low halves are sub-blocks 0 and 1 of 32 numbers, and
+    /// whose high halves are sub-blocks 2 and 3.
     low: [[[[u8; 16]; 2]; 2]; 2],
-    /// High two bits: of each half of the block 32 bytes, with those of sub-block i in bits 2 i and 2 i + 1.
+    /// The high two bits: 32 bytes for each half of the block, with those of sub-block i in bits 2 i and 2 i + 1.
     high: [[[u8; 16]; 2]; 2],
     /// A scale for each 16 numbers.
     scales: [i8; 16],
@@ -322,14 +323,14 @@ impl Numbers<256> for Q6K {
     }
 }
 
-/// The steps that the codes of [`Iq4Nl`] choose from.
+/// The uneven steps that the codes of [`Iq4Nl`] select.
 const UNEVEN: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Iq4Nl {
     scale: [u8; 2],
-    /// As those of [`Q4_0`].
+    /// The codes of the numbers, laid out as in [`Q4_0`].
     codes: [u8; 16],
 }
 
@@ -340,22 +341,23 @@ impl Numbers<32> for Iq4Nl {
     }
 }
 
-/// Twice the numbers of FP4: with them, they are integers. As in ggml, there is one zero.
+/// The numbers of FP4 times two, which are integers. As in ggml, negative zero is zero.
 const TWICE_FP4: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 #[repr(C)]
 #[derive(Clone, Copy, AnyBitPattern)]
 pub(super) struct Mxfp4 {
-    /// An exponent of two, plus 127.
+    /// The exponent of a power of two, plus 127.
     exponent: u8,
-    /// As those of [`Q4_0`].
+    /// The codes of the numbers, laid out as in [`Q4_0`].
     codes: [u8; 16],
 }
 
 impl Numbers<32> for Mxfp4 {
     #[inline(always)]
     fn visit<L: Lanes>(&self, l: L, visitor: &mut impl Visitor<L>) {
-        // Half of 2^(exponent - 127); for the two least exponents that is a subnormal number.
+        // The scale is half of 2^(exponent - 127), since the table is doubled; for the two smallest exponents it is
+        // subnormal.
         let bits = match self.exponent {
             least @ 0..2 => 0x0020_0000 << least,
             exponent => u32::from(exponent - 1) << 23,
@@ -364,7 +366,7 @@ impl Numbers<32> for Mxfp4 {
     }
 }
 
-/// Hands over the scale times the entries of a table that the halves of bytes choose.
+/// Passes the scale times the table entries that the halves of bytes select to `visitor`.
 #[inline(always)]
 fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor: &mut impl Visitor<L>) {
     let table = l.bytes(bytemuck::cast(table));
@@ -374,14 +376,14 @@ fn chosen<L: Lanes>(l: L, scale: L::F, table: [i8; 16], codes: [u8; 16], visitor
     visitor.take(l, 1, high);
 }
 
-/// Scales and minima of eight sub-blocks.
+/// Scales and minima of eight sub-blocks, with the block's factors applied.
 struct Parts {
     scales: [f32; 16],
     minima: [f32; 16],
 }
 
 impl Parts {
-    /// What codes of sub-block i stand for: the scale times the code, less the minimum.
+    /// Decodes codes of sub-block i: the scale times the code, minus the minimum.
     #[inline(always)]
     fn above<L: Lanes>(&self, l: L, i: usize) -> impl Fn(L::B) -> L::F {
         let (scale, minimum) = (l.splat(self.scales[i]), l.splat(self.minima[i]));
@@ -389,8 +391,9 @@ impl Parts {
     }
 }
 
-/// Scales and minima of eight sub-blocks, six bits each before they are multiplied. The first four are the low bits of a byte
-/// each; of the last four, the low four bits share a byte, and the high two bits are above those of the first four.
+/// Unpacks the scales and minima of eight sub-blocks, six bits each, and multiplies them with the block's factors. The first
+/// four are the low six bits of a byte each. Of the last four, the low four bits of scale and minimum share a byte, and the
+/// high two bits are the high bits of the first eight bytes.
 #[inline(always)]
 fn scales_and_minima<L: Lanes>(l: L, scale: [u8; 2], minimum: [u8; 2], packed: &[u8; 12]) -> Parts {
     let (mut scales, mut minima) = ([0; 16], [0; 16]);

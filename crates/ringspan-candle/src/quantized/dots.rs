@@ -1,5 +1,5 @@
-//! Products with a few tokens, as generation has them: for one token blocks are decoded and multiplied in registers, for more
-//! they are decoded into the L1 cache and multiplied there.
+//! Products with a few tokens, as in generation: for one token, blocks are decoded and multiplied in registers; for several
+//! tokens, they are decoded into the L1 cache and multiplied there.
 
 use super::blocks::{Block, padded, with_block};
 use super::input::Input;
@@ -7,9 +7,9 @@ use super::lanes::{Lanes, VectorWork, dispatch};
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 
-/// Tokens at most. With more of them, tiles are faster.
+/// The largest number of tokens for these products. With more tokens, tiles are faster.
 pub(super) const FEW: usize = 8;
-/// Columns that are decoded at once: whole blocks of all formats.
+/// Columns that are decoded at once, which are whole blocks in all formats.
 const CHUNK: usize = 256;
 /// Rows of the matrix that are multiplied together: a vector of x is read once for all of them.
 const TOGETHER: usize = 4;
@@ -31,19 +31,19 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     }
 }
 
-/// The products of x with some rows: `[T, rows]`.
+/// The products of x with the rows whose bytes are given: `[T, rows]`.
 fn dots<B: Block<LEN>, const LEN: usize>(x: Input, rows: &[u8]) -> Vec<f32> {
     dispatch(Dots::<B, LEN> { x, blocks: bytemuck::cast_slice(rows) })
 }
 
-/// Decoded columns of a row. A vector that is in two cache lines takes twice the time.
+/// Decoded columns of a row, aligned to a cache line: a vector across two cache lines takes twice as long to load.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Chunk([f32; CHUNK]);
 
 struct Dots<'a, B, const LEN: usize> {
     x: Input<'a>,
-    /// The blocks of some rows.
+    /// The blocks of the rows.
     blocks: &'a [B],
 }
 
@@ -57,7 +57,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Dots<'_, B, LEN> {
         let rows = blocks.len() / of_row;
         let mut out = vec![0.0; x.tokens * rows];
         if x.tokens == 1 {
-            // A loop: closures are not compiled for the instruction set where iterators call them.
+            // A loop, since closures that iterators call would not be compiled for the instruction set.
             for (out, row) in out.iter_mut().zip(blocks.chunks_exact(of_row)) {
                 *out = l.sum(B::dot(l, row, x.row(0)));
             }
@@ -66,7 +66,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Dots<'_, B, LEN> {
         let mut decoded = [Chunk([0.0; CHUNK]); TOGETHER];
         let mut sums = vec![[l.splat(0.0); TOGETHER]; x.tokens];
         for first in (0..rows).step_by(TOGETHER) {
-            // Fewer at the end: what is then left in the others is not looked at.
+            // There may be fewer rows at the end; what the other buffers then hold is not used.
             let together = TOGETHER.min(rows - first);
             sums.fill([l.splat(0.0); TOGETHER]);
             for start in (0..x.width).step_by(CHUNK) {
@@ -74,7 +74,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Dots<'_, B, LEN> {
                 for (row, Chunk(decoded)) in decoded.iter_mut().take(together).enumerate() {
                     let blocks = &blocks[(first + row) * of_row + start / LEN..][..width / LEN];
                     B::decode(l, blocks, &mut decoded[..width]);
-                    // The last vector is multiplied whole.
+                    // The last vector is multiplied as a whole, so its rest is filled with zeros.
                     decoded[width..width.next_multiple_of(16)].fill(0.0);
                 }
                 for (token, sums) in sums.iter_mut().enumerate() {
@@ -91,7 +91,7 @@ impl<B: Block<LEN>, const LEN: usize> VectorWork for Dots<'_, B, LEN> {
     }
 }
 
-/// Adds the products of x with as many numbers of each row to its sums.
+/// Adds the products of x with as many numbers of each row to the sums of that row.
 #[inline(always)]
 fn add_products<L: Lanes>(l: L, rows: &[Chunk; TOGETHER], x: &[f32], mut sums: [L::F; TOGETHER]) -> [L::F; TOGETHER] {
     let rows = rows.each_ref().map(|row| row.0.as_chunks::<16>().0);

@@ -1,39 +1,39 @@
-//! The formats in which numbers are stored.
+//! The formats of stored weights.
 
 use candle_core::quantized::GgmlDType;
 use candle_core::{Result, bail};
 use std::fmt::{self, Display, Formatter};
 
-/// How numbers are stored: in blocks that stand for a fixed count of them, in a fixed count of bytes, as ggml lays them out.
+/// A format of stored weights: blocks of a fixed count of numbers in a fixed count of bytes, as ggml lays them out.
 ///
-/// Displayed by the name that GGUF tools print, such as `Q4_K`.
+/// It is displayed by the name that GGUF tools print, such as `Q4_K`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
     /// IEEE half precision; a block is one number.
     F16,
     /// bfloat16; a block is one number.
     BF16,
-    /// 4 bits a number, a scale for 32.
+    /// 4 bits for each number, with a scale for each 32.
     Q4_0,
-    /// 5 bits a number, a scale for 32.
+    /// 5 bits for each number, with a scale for each 32.
     Q5_0,
-    /// 8 bits a number, a scale for 32.
+    /// 8 bits for each number, with a scale for each 32.
     Q8_0,
-    /// 4 bits a number, a scale and a minimum of 6 bits for 32, factors of both for 256.
+    /// 4 bits for each number, with a scale and a minimum of 6 bits for each 32, and factors of both for each 256.
     Q4K,
-    /// 5 bits a number, scales as those of [`Q4K`](Self::Q4K).
+    /// 5 bits for each number, with scales and minima as in [`Q4K`](Self::Q4K).
     Q5K,
-    /// 6 bits a number, a scale of 8 bits for 16, a factor for 256.
+    /// 6 bits for each number, with a scale of 8 bits for each 16, and a factor for each 256.
     Q6K,
-    /// 4 bits a number, which choose one of 16 uneven steps, and a scale for 32.
+    /// 4 bits for each number, which select one of 16 uneven steps, with a scale for each 32.
     Iq4Nl,
-    /// FP4 (E2M1) with a power of two (E8M0) for 32: the microscaling format of the Open Compute Project.
+    /// FP4 (E2M1) with a power of two (E8M0) for each 32: the microscaling format of the Open Compute Project.
     Mxfp4,
 }
 
-/// The numbers and names that a format has.
+/// The constants of a format.
 struct Entry {
-    /// The number of the type in GGUF files.
+    /// The number of the format in GGUF files.
     ggml: u32,
     name: &'static str,
     block_len: usize,
@@ -72,31 +72,31 @@ impl Format {
         Entry { ggml, name, block_len, block_bytes, candle }
     }
 
-    /// The format of a type's number in a GGUF file; none for types that no [`QuantizedMatrix`](super::QuantizedMatrix) can be.
+    /// The format with this number in GGUF files; `None` for numbers of other formats.
     #[must_use]
     pub fn from_ggml(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.entry().ggml == number)
     }
 
-    /// The format of candle's name for a type.
+    /// The format that candle calls `kind`; `None` for other formats.
     #[must_use]
     pub fn from_candle(kind: GgmlDType) -> Option<Self> {
         Self::ALL.into_iter().find(|format| format.entry().candle == Some(kind))
     }
 
-    /// The number of the type in GGUF files.
+    /// The number of the format in GGUF files.
     #[must_use]
     pub fn ggml(self) -> u32 {
         self.entry().ggml
     }
 
-    /// Candle's name for the type, if it has one.
+    /// Candle's name of the format, if it has one.
     #[must_use]
     pub fn candle(self) -> Option<GgmlDType> {
         self.entry().candle
     }
 
-    /// Numbers of a block.
+    /// Count of numbers in a block.
     #[must_use]
     pub fn block_len(self) -> usize {
         self.entry().block_len
@@ -108,10 +108,10 @@ impl Format {
         self.entry().block_bytes
     }
 
-    /// Bytes of a matrix.
+    /// Bytes of a matrix of this size.
     ///
     /// # Errors
-    /// Rows that are not whole blocks, and more bytes than can be counted.
+    /// Rows that are not whole blocks, and a size whose bytes overflow `usize`.
     pub fn bytes(self, rows: usize, columns: usize) -> Result<usize> {
         let Entry { block_len, block_bytes, .. } = self.entry();
         if !columns.is_multiple_of(block_len) {

@@ -1,26 +1,27 @@
-//! MXFP4 as the safetensors files of gpt-oss store it: codes and exponents in tensors of their own.
+//! MXFP4 as the safetensors files of gpt-oss store it, with codes and exponents in separate tensors.
 
 use super::format::Format;
 use super::matrix::QuantizedMatrix;
 use crate::pool;
 use candle_core::{Result, bail};
 
-/// Numbers of a block.
+/// Count of numbers in a block.
 const LEN: usize = 32;
 /// Bytes of the codes of a block.
 const CODES: usize = LEN / 2;
 
-/// Where blocks go, their codes, and their exponents.
+/// Blocks to be written, with their codes and exponents.
 type Part<'a> = ((&'a mut [u8], &'a [[u8; CODES]]), &'a [u8]);
 
 impl QuantizedMatrix {
-    /// The MXFP4 matrix of `rows` x `columns` of which gpt-oss's files have `codes` `[rows, columns / 32, 16]` (a tensor whose
-    /// name ends in `_blocks`) and `exponents` `[rows, columns / 32]` (`_scales`): of a tensor of experts, the part of one.
+    /// The MXFP4 matrix of `rows` x `columns` from `codes` `[rows, columns / 32, 16]` (in gpt-oss's files a tensor whose name
+    /// ends in `_blocks`) and `exponents` `[rows, columns / 32]` (`_scales`); both are the slices of one expert.
     ///
-    /// The files have neighbours in a byte, ggml's blocks numbers that are 16 apart, so this is a copy: 17 bytes for 32 numbers.
+    /// In the files, the halves of a byte are neighbouring numbers; in ggml's blocks, numbers that are 16 apart. So this
+    /// makes a copy of 17 bytes for each 32 numbers.
     ///
     /// # Errors
-    /// Rows that are not whole blocks, and bytes that are more or less than the matrix takes.
+    /// Rows that are not whole blocks, and a number of bytes that does not fit the matrix.
     pub fn from_gpt_oss(rows: usize, columns: usize, codes: &[u8], exponents: &[u8]) -> Result<Self> {
         let bytes = Format::Mxfp4.bytes(rows, columns)?;
         let block_bytes = Format::Mxfp4.block_bytes();
@@ -47,7 +48,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Codes in the order of ggml: numbers i and 16 + i in byte i, instead of numbers 2 i and 2 i + 1.
+/// Reorders codes as ggml stores them: numbers i and 16 + i in byte i, instead of numbers 2 i and 2 i + 1.
 fn halves_apart(pairs: &[u8; CODES]) -> [u8; CODES] {
     let mut codes = [0; CODES];
     let (first, second) = pairs.split_at(CODES / 2);

@@ -1,11 +1,11 @@
-//! What a quantized matrix is multiplied with.
+//! The left factor of a product with a quantized matrix.
 
 use crate::matmul::Matrix;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, Layout, Result, bail};
 use std::ops::Range;
 
-/// Rows of f32 that may lie apart: `[tokens, width]`.
+/// Rows of f32 numbers, `[tokens, width]`, which may lie apart.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Input<'a> {
     data: &'a [f32],
@@ -15,13 +15,13 @@ pub(super) struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// Rows that follow each other.
+    /// Rows that are consecutive in memory.
     pub(super) fn new(data: &'a [f32], tokens: usize, width: usize) -> Self {
         debug_assert_eq!(data.len(), tokens * width);
         Self { data, tokens, width, stride: width }
     }
 
-    /// Reads the rows of a matrix, each contiguous.
+    /// The rows of a storage, each contiguous.
     pub(super) fn read(storage: &'a CpuStorage, layout: &Layout) -> Result<Self> {
         let (tokens, width) = layout.shape().dims2()?;
         match (storage, layout.stride()) {
@@ -33,13 +33,13 @@ impl<'a> Input<'a> {
         }
     }
 
-    /// A row.
+    /// The row of a token.
     #[inline(always)]
     pub(super) fn row(&self, token: usize) -> &'a [f32] {
         &self.data[token * self.stride..][..self.width]
     }
 
-    /// Some columns of all rows, of which there are some.
+    /// A range of columns of all rows, as a matrix. There must be at least one row.
     pub(super) fn columns(&self, range: Range<usize>) -> Matrix<'a> {
         Matrix::strided(&self.data[range.start..], self.tokens, range.len(), self.stride)
     }

@@ -1,50 +1,50 @@
-//! Vectors of 16 codes and of 16 numbers, for the instruction sets of this machine.
+//! Vectors of 16 bytes and of 16 numbers, for the instruction sets of this machine.
 //!
-//! The compiler makes single conversions of loops that widen bytes to f32 in such blocks, so decoders are written over these. All
-//! instruction sets give the same bits, but for sums of products.
+//! The compiler does not vectorise loops that widen bytes to f32 in such blocks, so decoders are written with these
+//! operations. All instruction sets give the same bits, except in sums of products.
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 use super::blocks::half;
 
-/// An instruction set that the machine has, and its operations. They are inlined into the function that [`dispatch`] calls.
+/// The operations of an instruction set that the machine has. They are inlined into the function that [`dispatch`] calls.
 pub(super) trait Lanes: Copy {
-    /// 16 numbers.
+    /// A vector of 16 numbers.
     type F: Copy;
-    /// 16 bytes.
+    /// A vector of 16 bytes.
     type B: Copy;
 
     fn bytes(self, bytes: [u8; 16]) -> Self::B;
     fn splat_bytes(self, byte: u8) -> Self::B;
     fn and(self, a: Self::B, b: Self::B) -> Self::B;
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
-    /// Modulo 256.
+    /// Subtracts modulo 256.
     fn sub_bytes(self, a: Self::B, b: Self::B) -> Self::B;
-    /// Each byte, shifted: what leaves it is lost.
+    /// Shifts each byte to the right; bits that leave it are lost.
     fn shift_right(self, a: Self::B, bits: u32) -> Self::B;
-    /// Each byte, shifted; no bit may leave its byte.
+    /// Shifts each byte to the left; no set bit may leave its byte.
     fn shift_left(self, a: Self::B, bits: u32) -> Self::B;
-    /// The entries of a table that bytes below 16 choose.
+    /// Selects entries of a table by bytes below 16.
     fn choose(self, table: Self::B, codes: Self::B) -> Self::B;
-    /// Bytes of ones where a bit is set, beginning with the lowest.
+    /// Turns each bit into a byte, all ones if the bit is set, beginning with the lowest bit.
     fn spread(self, bits: u16) -> Self::B;
 
-    /// Bytes with a sign as numbers.
+    /// Converts signed bytes to numbers.
     fn widen(self, codes: Self::B) -> Self::F;
-    /// Numbers of half precision.
+    /// Converts half-precision numbers.
     fn widen_half(self, numbers: [[u8; 2]; 16]) -> Self::F;
-    /// Numbers of bfloat16.
+    /// Converts bfloat16 numbers.
     fn widen_bf16(self, numbers: [[u8; 2]; 16]) -> Self::F;
     fn load(self, from: &[f32; 16]) -> Self::F;
     fn store(self, x: Self::F, to: &mut [f32; 16]);
     fn splat(self, x: f32) -> Self::F;
-    /// A number of half precision, 16 times.
+    /// Converts one half-precision number and repeats it 16 times.
     fn splat_half(self, x: [u8; 2]) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a * b + c`, rounded once where the machine can.
+    /// Computes `a * b + c`, rounded once where the machine can.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The sum of the 16 numbers.
     fn sum(self, x: Self::F) -> f32;
@@ -61,7 +61,7 @@ pub(super) trait Lanes: Copy {
         self.shift_right(bytes, 4)
     }
 
-    /// The numbers that the low and the high halves of bytes stand for.
+    /// Converts the low and the high halves of bytes to numbers, each with its own function.
     #[inline(always)]
     fn nibbles(
         self,
@@ -90,7 +90,7 @@ pub(super) fn dispatch<W: VectorWork>(work: W) -> W::Output {
     work.run(Portable)
 }
 
-/// What work makes with each instruction set of this machine, with plain Rust first.
+/// The results of work with each instruction set of this machine, those of plain Rust first.
 #[cfg(test)]
 pub(super) fn on_each<W: VectorWork + Copy>(work: W) -> Vec<W::Output> {
     let mut outputs = vec![work.run(Portable)];
@@ -102,11 +102,11 @@ pub(super) fn on_each<W: VectorWork + Copy>(work: W) -> Vec<W::Output> {
     outputs
 }
 
-/// Plain Rust.
+/// The operations in plain Rust, for machines without the others.
 #[derive(Clone, Copy)]
 pub(super) struct Portable;
 
-/// What a function makes of each pair.
+/// Applies a function to each pair.
 #[inline(always)]
 fn each<T: Copy + Default>(a: [T; 16], b: [T; 16], of: impl Fn(T, T) -> T) -> [T; 16] {
     let mut out = [T::default(); 16];
@@ -234,7 +234,7 @@ impl Lanes for Portable {
 mod tests {
     use super::*;
 
-    /// Every operation, with its inputs that differ in each lane.
+    /// Every operation, on inputs that differ in each lane.
     #[derive(Clone, Copy)]
     struct All;
 
@@ -282,7 +282,7 @@ mod tests {
                 l.store(x, &mut to);
                 to
             };
-            // Bytes cannot be stored, and need not: their numbers tell them.
+            // Bytes are compared as numbers, since there is no operation that stores them.
             let bytes = bytes.map(|b| stored(l.widen(b)).map(|x| x as i8 as u8)).to_vec();
             (bytes, numbers.map(stored).to_vec(), l.sum(x))
         }

@@ -1,4 +1,4 @@
-//! A linear layer whose weight is a quantized matrix, as one operation with a backward.
+//! A linear layer with a quantized weight, as one operation with a backward pass.
 
 use super::dots;
 use super::input::Input;
@@ -10,11 +10,11 @@ use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
 
-/// `x weight^T + bias` on the CPU: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32. Differentiable in x and in
-/// the bias; the weight is frozen.
+/// `x weight^T + bias` on the CPU: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32. Differentiable in x and
+/// in the bias; the weight is frozen.
 ///
-/// Rows of x may lie apart (a part of a wider tensor). All arithmetic is f32. At most a tile of the weight is decoded at once, of
-/// a few MiB. Computed on the threads of the caller's pool ([`pool`](crate::pool)).
+/// The rows of x may lie apart in memory (columns of a wider tensor). All arithmetic is f32. At most one tile of the weight,
+/// a few MiB, is decoded at a time. The product is computed on the threads of the caller's pool ([`pool`](crate::pool)).
 ///
 /// # Errors
 /// Other types, shapes and devices.
@@ -22,11 +22,11 @@ pub fn linear_quantized(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tens
     layer(x, weight, bias, None)
 }
 
-/// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
-/// product. x must be that of then.
+/// Like [`linear_quantized`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if
+/// nothing reads its values, and no product is computed. x must equal that of the first pass.
 ///
 /// # Errors
-/// As for [`linear_quantized`]; something known of another shape.
+/// As for [`linear_quantized`], and a stored output of another shape.
 pub fn linear_quantized_again(
     x: &Tensor,
     weight: &QuantizedMatrix,
@@ -38,20 +38,20 @@ pub fn linear_quantized_again(
     layer(x, weight, bias, Some(known))
 }
 
-/// Writes `x weight^T`: x `[T, in]`, weight `[out, in]`, out `[T, out]`, rows one after the other.
+/// Writes `x weight^T`: x `[T, in]`, weight `[out, in]`, out `[T, out]`, row by row.
 pub(crate) fn product_quantized_t(x: &[f32], weight: &QuantizedMatrix, out: &mut [f32]) {
     let width = weight.dims().1;
     out.fill(0.0);
     add_forward(Input::new(x, x.len() / width.max(1), width), weight, out);
 }
 
-/// Writes `dy weight`: dy `[T, out]`, weight `[out, in]`, dx `[T, in]`, rows one after the other.
+/// Writes `dy weight`: dy `[T, out]`, weight `[out, in]`, dx `[T, in]`, row by row.
 pub(crate) fn product_quantized(dy: &[f32], weight: &QuantizedMatrix, dx: &mut [f32]) {
     let outs = weight.dims().0;
     tiles::backward(Input::new(dy, dy.len() / outs.max(1), outs), weight, dx);
 }
 
-/// Adds `x weight^T`, by the way that is the faster for so many tokens.
+/// Adds `x weight^T` to `out`, by whichever method is faster for this number of tokens.
 fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     let add = if x.tokens <= dots::FEW { dots::add_forward } else { tiles::add_forward };
     add(x, weight, out);
@@ -78,12 +78,12 @@ fn layer(x: &Tensor, weight: &QuantizedMatrix, bias: Option<&Tensor>, known: Opt
 
 struct Linear {
     weight: QuantizedMatrix,
-    /// The result, if it was computed before.
+    /// The output, if this is a recomputation.
     known: Mutex<Option<Vec<f32>>>,
 }
 
 impl Linear {
-    /// The result on top of what is in `out`.
+    /// The output; `out` makes the initial values to which the product is added, for a number of tokens.
     fn forward(
         &self,
         x: &CpuStorage,

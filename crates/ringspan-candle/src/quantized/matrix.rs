@@ -11,9 +11,9 @@ use std::fmt::{self, Debug, Formatter};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A frozen matrix of rows x columns in a quantized format. Each row is whole blocks, one after the other.
+/// A frozen matrix of rows x columns in a quantized format. Each row consists of whole blocks, and rows are consecutive.
 ///
-/// Clones, and ranges of rows, share its bytes: so do the ranks of a process. Bytes may be a part of a mapped file
+/// Clones and ranges of rows share its bytes, also between the ranks of a process. The bytes may be a part of a mapped file
 /// (`Bytes::from_owner(mmap).slice(range)`), at any address.
 #[derive(Clone)]
 pub struct QuantizedMatrix {
@@ -25,10 +25,10 @@ pub struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// A matrix of `rows` x `columns` in the layout of ggml, as GGUF files have it.
+    /// A matrix of `rows` x `columns` in the layout of ggml, which GGUF files use.
     ///
     /// # Errors
-    /// Rows that are not whole blocks, and bytes that are more or less than the matrix takes.
+    /// Rows that are not whole blocks, and a number of bytes that does not fit the matrix.
     pub fn new(format: Format, rows: usize, columns: usize, bytes: Bytes) -> Result<Self> {
         let needed = format.bytes(rows, columns)?;
         if bytes.len() != needed {
@@ -37,40 +37,40 @@ impl QuantizedMatrix {
         Ok(Self { format, rows, columns, bytes, computed_in: Precision::F32 })
     }
 
-    /// The same, whose rows are looked up in this type. Products with it are of the type of what it is multiplied with.
+    /// Sets the type in which rows are looked up. Products with the matrix have the type of the other factor.
     #[must_use]
     pub fn computing_in(self, precision: Precision) -> Self {
         Self { computed_in: precision, ..self }
     }
 
-    /// The type in which layers compute with it.
+    /// The type in which layers compute with the matrix.
     #[must_use]
     pub fn computed_in(&self) -> Precision {
         self.computed_in
     }
 
-    /// How its numbers are stored.
+    /// The format in which the numbers are stored.
     #[must_use]
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// Rows and columns.
+    /// The numbers of rows and columns.
     #[must_use]
     pub fn dims(&self) -> (usize, usize) {
         (self.rows, self.columns)
     }
 
-    /// Its bytes, as they are stored.
+    /// The stored bytes.
     #[must_use]
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// Some of its rows, which share its bytes.
+    /// A range of rows, which shares the bytes.
     ///
     /// # Errors
-    /// Rows that are not there.
+    /// A range beyond the rows.
     pub fn rows(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.rows {
             bail!("rows {range:?} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
@@ -79,10 +79,10 @@ impl QuantizedMatrix {
         Ok(Self { rows: range.len(), bytes, ..self.clone() })
     }
 
-    /// Some of its columns: a copy of their bytes, unless they are all. No number changes.
+    /// A range of columns, unchanged: a copy of their bytes, unless the range covers all columns.
     ///
     /// # Errors
-    /// Columns that are not there, and ranges that do not begin and end at borders of blocks.
+    /// A range beyond the columns, and one that does not begin and end between blocks.
     pub fn columns(&self, range: Range<usize>) -> Result<Self> {
         let block = self.format.block_len();
         if range.start > range.end || range.end > self.columns {
@@ -107,10 +107,10 @@ impl QuantizedMatrix {
         Ok(Self { columns: range.len(), bytes: bytes.into(), ..self.clone() })
     }
 
-    /// Rows in another order, or some of them, or some of them twice: row i of the result is row `order[i]`. A copy of bytes.
+    /// Selects rows in any order, some of them perhaps twice: row i of the result is row `order[i]`. This copies bytes.
     ///
     /// # Errors
-    /// Rows that are not there.
+    /// Indices beyond the rows.
     pub fn select_rows(&self, order: &[usize]) -> Result<Self> {
         let mut bytes = Vec::with_capacity(order.len().saturating_mul(self.row_bytes()));
         for row in order {
@@ -122,7 +122,7 @@ impl QuantizedMatrix {
         Ok(Self { rows: order.len(), bytes: bytes.into(), ..self.clone() })
     }
 
-    /// All of it as a tensor of f32 on the CPU, `[rows, columns]`.
+    /// Decodes the whole matrix to an f32 tensor on the CPU, `[rows, columns]`.
     ///
     /// # Errors
     /// None that a caller can cause.
@@ -132,10 +132,10 @@ impl QuantizedMatrix {
         Tensor::from_vec(values, (self.rows, self.columns), &Device::Cpu)
     }
 
-    /// Rows by their numbers, as an embedding is looked up: f32 on the CPU, `[rows.len(), columns]`.
+    /// Decodes the rows with these indices, as in an embedding lookup: f32 on the CPU, `[rows.len(), columns]`.
     ///
     /// # Errors
-    /// Rows that are not there.
+    /// Indices beyond the rows.
     pub fn dequantize_rows(&self, rows: &[u32]) -> Result<Tensor> {
         if let Some(row) = rows.iter().find(|row| **row as usize >= self.rows) {
             bail!("row {row} of a {} matrix of {} x {}", self.format, self.rows, self.columns);
@@ -154,7 +154,8 @@ impl QuantizedMatrix {
         Tensor::from_vec(values, (rows.len(), self.columns), &Device::Cpu)
     }
 
-    /// Writes the numbers of some rows and columns, row after row, on the threads of this pool. The columns are whole blocks.
+    /// Decodes a range of rows and columns into `to`, row by row, on the threads of the current pool. The columns must be
+    /// whole blocks.
     pub(super) fn decode(&self, rows: Range<usize>, columns: Range<usize>, to: &mut [f32]) {
         debug_assert_eq!(to.len(), rows.len() * columns.len());
         if to.is_empty() {
@@ -167,7 +168,7 @@ impl QuantizedMatrix {
         });
     }
 
-    /// The bytes of some rows.
+    /// The bytes of a range of rows.
     pub(super) fn bytes_of_rows(&self, rows: Range<usize>) -> &[u8] {
         &self.bytes[rows.start * self.row_bytes()..rows.end * self.row_bytes()]
     }
@@ -176,7 +177,7 @@ impl QuantizedMatrix {
         self.bytes_of_rows(row..row + 1)
     }
 
-    /// Where in a row's bytes the blocks of some columns are.
+    /// The range of a row's bytes that holds the blocks of these columns.
     fn bytes_of(&self, columns: &Range<usize>) -> Range<usize> {
         let byte = |column: usize| column / self.format.block_len() * self.format.block_bytes();
         byte(columns.start)..byte(columns.end)
@@ -193,7 +194,7 @@ impl Debug for QuantizedMatrix {
     }
 }
 
-/// Writes the numbers of a part of each row, row after row.
+/// Decodes a part of each row into `to`, row by row; `part` is the range of each row's bytes.
 fn decoded<B: Block<LEN>, const LEN: usize>(rows: &[u8], row_bytes: usize, part: Range<usize>, to: &mut [f32]) {
     dispatch(Decoding::<B, LEN> { rows, row_bytes, part, to, blocks: PhantomData });
 }
@@ -201,7 +202,7 @@ fn decoded<B: Block<LEN>, const LEN: usize>(rows: &[u8], row_bytes: usize, part:
 struct Decoding<'a, B, const LEN: usize> {
     rows: &'a [u8],
     row_bytes: usize,
-    /// Bytes of each row.
+    /// The range of each row's bytes that is decoded.
     part: Range<usize>,
     to: &'a mut [f32],
     blocks: PhantomData<B>,

@@ -1,4 +1,4 @@
-//! The matrices of a layer's experts, where all of them are one parameter.
+//! The quantized matrices of a layer's experts, which are one parameter together.
 //!
 //! Shape letters: e experts.
 
@@ -10,8 +10,8 @@ use std::ops::Range;
 
 /// Frozen matrices in one format, which are a parameter `[e, in, out]` together.
 ///
-/// Each is stored as products want it, `[out, in]`: outputs are rows of whole blocks, one expert behind the other. Clones share
-/// the bytes.
+/// Each matrix is stored transposed, `[out, in]`, as products need it: outputs are rows of whole blocks, and experts are
+/// consecutive. Clones share the bytes.
 #[derive(Clone)]
 pub struct QuantizedStack {
     matrix: QuantizedMatrix,
@@ -19,10 +19,10 @@ pub struct QuantizedStack {
 }
 
 impl QuantizedStack {
-    /// The experts whose matrices `[out, in]` lie one behind the other in `matrix` `[e out, in]`.
+    /// The experts whose matrices `[out, in]` are consecutive in `matrix` `[e out, in]`.
     ///
     /// # Errors
-    /// Rows that are not whole experts of so many outputs.
+    /// A number of rows that is not a multiple of `outputs`.
     pub fn new(matrix: QuantizedMatrix, outputs: usize) -> Result<Self> {
         match outputs > 0 && matrix.dims().0.is_multiple_of(outputs) {
             true => Ok(Self { matrix, outputs }),
@@ -30,11 +30,11 @@ impl QuantizedStack {
         }
     }
 
-    /// The stack of a parameter `[e, in, out]` of 2 bytes a number, where `read` gives the bytes of one expert after the other as
-    /// a tensor has them.
+    /// The stack of a parameter `[e, in, out]` in a format of 2 bytes for each number; `read` fills its argument with the
+    /// bytes of the next expert, as a tensor stores them.
     ///
     /// # Errors
-    /// A format in which a block is more than one number, no outputs, and what `read` returns.
+    /// A format with blocks of more than one number, no outputs, and what `read` returns.
     pub fn from_tensor<E: From<candle_core::Error>>(
         format: Format,
         [experts, inputs, outputs]: [usize; 3],
@@ -53,14 +53,14 @@ impl QuantizedStack {
         Ok(Self::new(matrix, outputs)?)
     }
 
-    /// Shape `[e, in, out]` of the parameter.
+    /// The shape `[e, in, out]` of the parameter.
     #[must_use]
     pub fn dims(&self) -> [usize; 3] {
         let (rows, inputs) = self.matrix.dims();
         [rows / self.outputs, inputs, self.outputs]
     }
 
-    /// All matrices, `[e out, in]`.
+    /// The matrices of all experts, `[e out, in]`.
     #[must_use]
     pub fn matrix(&self) -> &QuantizedMatrix {
         &self.matrix
@@ -69,7 +69,7 @@ impl QuantizedStack {
     /// The matrix `[out, in]` of an expert, which shares the bytes.
     ///
     /// # Errors
-    /// An expert that is not there.
+    /// An index beyond the experts.
     pub fn get(&self, expert: usize) -> Result<QuantizedMatrix> {
         let [experts, ..] = self.dims();
         match expert < experts {
@@ -78,10 +78,10 @@ impl QuantizedStack {
         }
     }
 
-    /// Some experts as a tensor `[e, in, out]` of f32 on the CPU.
+    /// Decodes a range of experts to a tensor `[e, in, out]` of f32 on the CPU.
     ///
     /// # Errors
-    /// Experts that are not there.
+    /// A range beyond the experts.
     pub fn dequantize(&self, experts: Range<usize>) -> Result<Tensor> {
         let [_, inputs, outputs] = self.dims();
         let count = experts.len();
@@ -97,9 +97,9 @@ impl Debug for QuantizedStack {
     }
 }
 
-/// Writes the transpose of a matrix of so many columns.
+/// Writes the transpose of a matrix with this many columns.
 fn turned(from: &[[u8; 2]], to: &mut [[u8; 2]], columns: usize) {
-    /// Rows and columns that are turned together, so that what is read and written stays in the cache.
+    /// Rows and columns that are transposed together, so that what is read and written stays in the cache.
     const TILE: usize = 32;
     let rows = from.len() / columns.max(1);
     for top in (0..rows).step_by(TILE) {

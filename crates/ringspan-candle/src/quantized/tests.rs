@@ -11,7 +11,7 @@ use std::collections::HashMap;
 
 const CPU: Device = Device::Cpu;
 
-/// What tools/make_quantized_fixture.py made.
+/// The tensors that tools/make_quantized_fixture.py has written.
 fn fixture() -> Result<HashMap<String, Tensor>> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/quantized/blocks.safetensors");
     candle_core::safetensors::load(path, &CPU)
@@ -29,7 +29,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// A matrix of the fixture's first blocks, again and again: sizes of a weight, scales that differ, no two rows alike.
+/// A matrix that repeats the fixture's first blocks, with the size of a weight, differing scales, and no two rows alike.
 fn matrix(format: Format, rows: usize, columns: usize) -> Result<QuantizedMatrix> {
     let blocks = bytes(&fixture()?[&format!("{format}.bytes")].narrow(0, 0, 2)?)?;
     let count = rows * columns / format.block_len();
@@ -55,7 +55,7 @@ fn every_format_decodes_to_the_bits_of_the_reference() -> Result<()> {
         let wanted = &fixture[&format!("{format}.values")];
         let (rows, columns) = wanted.dims2()?;
         let stored = bytes(&fixture[&format!("{format}.bytes")])?;
-        // Mapped files begin anywhere.
+        // In a mapped file, blocks may begin at any address.
         let moved: Bytes = [&[0; 1][..], &stored].concat().into();
         for stored in [Bytes::from(stored), moved.slice(1..)] {
             let matrix = QuantizedMatrix::new(format, rows, columns, stored)?;
@@ -71,7 +71,7 @@ fn every_format_decodes_to_the_bits_of_the_reference() -> Result<()> {
     Ok(())
 }
 
-/// Decodes the blocks of a row, and multiplies them with x.
+/// Decodes the blocks of a row, and multiplies their numbers with x.
 #[derive(Clone, Copy)]
 struct Row<'a, B, const LEN: usize> {
     blocks: &'a [B],
@@ -101,7 +101,7 @@ fn every_instruction_set_decodes_to_the_bits_of_the_reference() -> Result<()> {
         let wanted = fixture[&format!("{format}.values")].to_vec2::<f32>()?;
         let x = floats(&waves(1, wanted[0].len(), 1)?)?;
         for (stored, wanted) in fixture[&format!("{format}.bytes")].to_vec2::<u8>()?.iter().zip(wanted) {
-            // Rows of one number end within a vector.
+            // Rows in formats with one number for each block may end within a vector.
             let ends = if format.block_len() == 1 { vec![256, 250, 3] } else { vec![256] };
             for end in ends {
                 let stored = &stored[..end / format.block_len() * format.block_bytes()];
@@ -125,7 +125,7 @@ fn gpt_oss_matrices_are_those_of_transformers() -> Result<()> {
     let wanted = &fixture["gpt-oss.values"];
     let (rows, columns) = wanted.dims2()?;
     let matrix = QuantizedMatrix::from_gpt_oss(rows, columns, &codes, &exponents)?;
-    // Transformers has a negative zero, ggml has not.
+    // Transformers decodes a negative zero, ggml does not; the two compare as equal.
     assert_eq!(floats(&matrix.dequantize()?)?, floats(wanted)?);
     assert_eq!((matrix.format(), matrix.dims(), matrix.bytes().len()), (Format::Mxfp4, (rows, columns), 17 * 16));
     let refused = message(QuantizedMatrix::from_gpt_oss(rows, columns, &codes, &exponents[1..]));
@@ -144,7 +144,7 @@ fn all_numbers_of_half_precision_are_read() {
     }
 }
 
-/// One row, no row, tokens that are few and many, rows and columns that are no multiple of what is computed together.
+/// Tests one row, no rows, few and many tokens, and rows and columns that are not multiples of those computed together.
 #[test]
 fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
     for format in Format::ALL {
@@ -157,7 +157,7 @@ fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
             let decoded = weight.dequantize()?.to_dtype(DType::F64)?;
             let bias = waves(1, rows, 3)?.flatten_all()?;
             for tokens in [0, 1, 3, 8, 9, 40] {
-                // Rows that lie apart.
+                // The rows of x lie apart in memory.
                 let x = waves(tokens, columns + 5, 1)?.narrow(1, 2, columns)?;
                 let wide = x.to_dtype(DType::F64)?.contiguous()?;
                 let sums =
@@ -182,7 +182,8 @@ fn products_equal_those_of_the_decoded_matrix_in_f64() -> Result<()> {
     Ok(())
 }
 
-/// The weight has several tiles: of columns in turn, of rows in groups, and of rows in turn for the backward.
+/// The weight has several tiles: over columns and, in groups, over rows in the forward pass, and over rows in the backward
+/// pass.
 #[test]
 fn products_of_several_tiles_equal_those_of_the_decoded_matrix() -> Result<()> {
     for (rows, columns) in [(3000, 1056), (16_400, 64), (300, 4128)] {
@@ -226,7 +227,7 @@ fn gradients_are_those_of_a_linear_layer_of_the_decoded_matrix() -> Result<()> {
             let error = (got - wanted)?.abs()?.max_all()?.to_scalar::<f32>()?;
             assert!(error <= 2e-6 * size, "{format}, {name}, {tokens} tokens: wrong by {error:e} of {size:e}");
         }
-        // A frozen bias, and x alone.
+        // Without a bias, x has the same gradient.
         let dx = backward(&linear_quantized(&x, &weight, None)?, &dy)?;
         assert_eq!(floats(dx.get(&x).expect("a gradient"))?, floats(got.get(&x).expect("a gradient"))?);
     }
@@ -278,7 +279,7 @@ fn ranges_of_rows_share_bytes_and_ranges_of_columns_keep_numbers() -> Result<()>
     Ok(())
 }
 
-/// Nothing to sum, and nothing to compute.
+/// Tests products without columns to sum over, and products without rows.
 #[test]
 fn empty_matrices_multiply() -> Result<()> {
     for tokens in [0, 2, 20] {

@@ -1,4 +1,4 @@
-//! Products with many tokens: one tile of the matrix at a time is decoded, and multiplied as any matrix of f32.
+//! Products with many tokens: one tile of the matrix at a time is decoded and multiplied like any f32 matrix.
 
 use super::input::Input;
 use super::matrix::QuantizedMatrix;
@@ -6,17 +6,18 @@ use crate::matmul::{Into, Matrix, product};
 use crate::pool;
 use std::ops::Range;
 
-/// Numbers of a tile: 4 MiB, which are in the cache when the product reads them.
+/// Numbers in a tile: 4 MiB of f32, which are still in the cache when the product reads them.
 const TILE: usize = 1 << 20;
-/// Columns of a tile are a multiple of this, and so of the blocks of all formats; the product sums as many before it stores.
+/// The columns of a tile are a multiple of this, and so whole blocks in all formats; the product sums this many before it
+/// stores.
 const COLUMNS: usize = 512;
-/// Rows of a tile at most.
+/// The largest number of rows in a tile.
 const ROWS: usize = 1 << 14;
-/// Rows of a tile at least, where they are what is summed.
+/// The smallest number of rows in a tile of the backward pass, which sums over rows.
 const SUMMED: usize = 256;
 
-/// Numbers that the products of so many tokens with a matrix of `rows` x `columns` hold beside their factors and results: a tile
-/// of the matrix, and sums where it has many rows.
+/// The number of f32 values that products of `tokens` tokens with a matrix of `rows` x `columns` need in addition to factors
+/// and results: a tile of the matrix and, for a matrix with many rows, sums.
 #[must_use]
 pub fn scratch(tokens: usize, rows: usize, columns: usize) -> usize {
     let group = group(rows);
@@ -24,24 +25,24 @@ pub fn scratch(tokens: usize, rows: usize, columns: usize) -> usize {
     (sums + group * width(group).min(columns)).max(height(columns).min(rows) * columns)
 }
 
-/// Rows that are multiplied together.
+/// Number of rows that are multiplied together in the forward pass.
 fn group(rows: usize) -> usize {
     rows.div_ceil(rows.div_ceil(ROWS).max(1))
 }
 
-/// Columns of a tile of all of these rows.
+/// Number of columns in a tile that has all of these rows.
 fn width(rows: usize) -> usize {
     (TILE / rows.max(1) / COLUMNS).max(1) * COLUMNS
 }
 
-/// Rows of a tile of all of these columns.
+/// Number of rows in a tile that has all of these columns.
 fn height(columns: usize) -> usize {
     (TILE / columns.max(1)).max(SUMMED)
 }
 
 /// Adds `x weight^T` to out: x `[T, in]`, weight `[out, in]`, out `[T, out]`.
 ///
-/// A tile is some columns of all rows, since the product packs x anew for each range of rows.
+/// A tile has some columns of all rows, since the product packs x again for each range of rows.
 pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     let rows = weight.dims().0;
     if rows <= ROWS {
@@ -64,7 +65,7 @@ pub(super) fn add_forward(x: Input, weight: &QuantizedMatrix, out: &mut [f32]) {
     }
 }
 
-/// The same for some rows of the weight: out `[T, rows]`.
+/// Like [`add_forward`], for a range of the weight's rows: out `[T, rows]`.
 fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f32]) {
     let columns = weight.dims().1;
     if out.is_empty() {

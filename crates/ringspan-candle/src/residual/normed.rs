@@ -1,8 +1,8 @@
-//! The sum and its norm on a GPU, by one kernel, and their gradients by another.
+//! The residual sum and its norm on a GPU by one kernel, and their gradients by another.
 //!
-//! An operation of candle has one result, and learns its gradient alone. So the sum and its norm are results of two
-//! operations, both of which come from a third: on the way back they leave their gradients for it, which is visited last. What
-//! passes between them in candle's graph is one number, 0.
+//! A candle operation has one result and sees the gradient of that result alone. So the sum and its norm are the results of
+//! two operations, which both take the result of a third operation, [`Both`]. Their backward passes store their gradients for
+//! that of [`Both`], which runs last. In candle's graph, a scalar 0 is passed between them.
 
 use crate::gpu::operand::{on_gpu, tensor};
 use crate::gpu::{readable, zeros};
@@ -10,7 +10,7 @@ use crate::norm;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// As [`residual_norm`](super::residual_norm), of tensors with elements.
+/// Like [`residual_norm`](super::residual_norm), for tensors that are not empty.
 pub(super) fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     let (x, y, weight) = (readable(x)?, readable(y)?, weight.contiguous()?);
     let [sum, normed] = {
@@ -28,7 +28,7 @@ pub(super) fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -
         both.apply_op1(Part { which, value, meeting: meeting.clone() })
     };
     let (sum, normed) = (part(Which::Sum, sum)?, part(Which::Normed, normed)?);
-    // Without its graph, which leads here.
+    // Detached, since the graph of the sum leads back here.
     meeting.sum.get_or_init(|| sum.detach());
     Ok((sum, normed))
 }
@@ -39,11 +39,11 @@ enum Which {
     Normed,
 }
 
-/// What the operations know of each other.
+/// The state that the three operations share.
 #[derive(Default)]
 struct Meeting {
     sum: OnceLock<Tensor>,
-    /// Of the sum and of its norm, until both are used.
+    /// The gradients of the sum and of its norm, until [`Both`] uses them.
     gradients: Mutex<[Option<Tensor>; 2]>,
 }
 
@@ -57,7 +57,7 @@ impl Meeting {
     }
 }
 
-/// The sum, or its norm: computed already.
+/// The sum or its norm, whose value is computed already.
 struct Part {
     which: Which,
     value: Mutex<Option<(CudaStorage, Shape)>>,
@@ -85,12 +85,12 @@ impl CustomOp1 for Part {
 
     fn bwd(&self, both: &Tensor, _value: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
         self.meeting.leave(self.which, d);
-        // So that candle visits it: a 0.
+        // The scalar 0 is returned as a gradient so that candle visits [`Both`].
         Ok(Some(both.detach()))
     }
 }
 
-/// Where both come from.
+/// The operation from which the sum and its norm are derived.
 struct Both {
     eps: f64,
     meeting: Arc<Meeting>,

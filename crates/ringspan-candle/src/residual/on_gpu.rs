@@ -1,4 +1,4 @@
-//! The same on a GPU, where what is added may be f32 beside bf16: it is rounded with the sum, once.
+//! The residual sum on a GPU, where an f32 tensor may be added to a bf16 one: the sum is rounded once.
 
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, unwritten};
@@ -7,7 +7,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, bail};
 
-/// What a launch is told, as in `gpu/source/sum.cu`.
+/// The arguments of a kernel launch, laid out as in `gpu/source/sum.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Job {
@@ -17,10 +17,10 @@ pub(crate) struct Job {
     count: i64,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
-/// As an operation returns it, in the type of x: both contiguous, y in that type or in f32.
+/// Computes the sum as an operation returns it, in the type of x: both are contiguous, and y has the type of x or f32.
 pub(super) fn forward(
     (x, x_at): (&CudaStorage, &Layout),
     (y, y_at): (&CudaStorage, &Layout),
@@ -40,7 +40,7 @@ pub(super) fn forward(
         let options = Options::new::<Job>(Layer::Sum, types, &[x.at, y.at, written.at], &[count]);
         let job = Job { x: x.at, y: y.at, out: written.at, count: count as i64 };
         let blocks = (count / options.at_once).div_ceil(THREADS);
-        // SAFETY: so many elements of both are there, and the sum was made for as many.
+        // SAFETY: x and y have `count` elements each, and the sum has memory for as many.
         unsafe { launch(device, &options, "sum", &job, (blocks, 1), 0)? };
     }
     Ok((out, shape.clone()))

@@ -1,4 +1,4 @@
-//! The same on a GPU, of x in its strides.
+//! Rotary position embedding on a GPU, which reads x with its strides.
 
 use super::Rotation;
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
@@ -8,7 +8,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Device, Layout, Result, Shape, Tensor};
 
-/// What a launch is told, as in `gpu/source/rope.cu`.
+/// The arguments of a kernel launch, laid out as in `gpu/source/rope.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Job {
@@ -25,7 +25,7 @@ pub(crate) struct Job {
     sign: f32,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
 impl Rotation {
@@ -36,13 +36,13 @@ impl Rotation {
         }
         let shape = (self.cos.len() / self.half.max(1), self.half);
         let made = [Tensor::from_slice(&self.cos, shape, device)?, Tensor::from_slice(&self.sin, shape, device)?];
-        // A rank has one device. Who comes second with another makes its own.
+        // A rank has one device. A second device uploads its own copy and does not store it.
         let _ = self.uploaded.set(made.clone());
         Ok(made)
     }
 }
 
-/// x `[T, H, D]`, turned or turned back, as an operation returns it.
+/// Rotates x `[T, H, D]` forward or, with `back`, backward, as an operation returns it.
 pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &Rotation, back: bool) -> Result<(CudaStorage, Shape)> {
     let ((tokens, heads, _), half, device) = (at.shape().dims3()?, rotation.half, x.device());
     if at.shape().elem_count() == 0 {
@@ -59,7 +59,7 @@ pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &Rotation, back: bo
         let &[token_stride, head_stride, stride] = at.stride() else {
             candle_core::bail!("strides {:?} of a tensor [tokens, heads, width]", at.stride());
         };
-        // Of elements that lie apart, one at once.
+        // Elements that lie apart are read one at a time.
         let apart = if stride == 1 { half } else { 1 };
         let addresses = [x_read.at, cos.at, sin.at, written.at];
         let sizes = [half, token_stride, head_stride, apart];
@@ -78,7 +78,7 @@ pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &Rotation, back: bo
             sign: if back { -1.0 } else { 1.0 },
         };
         let blocks = (tokens * heads * (half / options.at_once)).div_ceil(THREADS);
-        // SAFETY: x is there in its strides, the result was made for as many elements, and the angles are those of its tokens.
+        // SAFETY: x is read with its strides, the result has as many elements, and cosines and sines are those of its tokens.
         unsafe { launch(device, &options, "rope", &job, (blocks, 1), 0)? };
     }
     Ok((out, at.shape().clone()))

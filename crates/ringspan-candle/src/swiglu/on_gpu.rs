@@ -1,4 +1,5 @@
-//! The same on a GPU, of rows that may lie apart, such as the halves of one product.
+//! The gated activation on a GPU, for rows that may lie apart, such as the halves of a product with gate and up in one
+//! matrix.
 
 use crate::activation::Activation;
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
@@ -8,7 +9,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, Layout, Result, Shape, Tensor, bail};
 
-/// What a launch is told, as in `gpu/source/gate.cu`.
+/// The arguments of a kernel launch, laid out as in `gpu/source/gate.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Job {
@@ -25,10 +26,10 @@ pub(crate) struct Job {
     d_stride: i64,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
-/// As an operation returns it: gate and up in rows.
+/// Computes the activation as an operation returns it: gate and up consist of rows.
 pub(super) fn forward(
     (gate, gate_at): (&CudaStorage, &Layout),
     (up, up_at): (&CudaStorage, &Layout),
@@ -60,7 +61,7 @@ pub(super) fn forward(
             ..Job::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
-        // SAFETY: both are there in these rows, and the result was made for as many elements.
+        // SAFETY: gate and up are read in their rows, and the result has as many elements.
         unsafe { launch(device, &options, "gate", &job, (blocks, 1), 0)? };
     }
     Ok((out, shape.clone()))
@@ -103,7 +104,7 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, d: &Tensor, activation: Activ
             ..Job::default()
         };
         let blocks = (shape.elem_count() / options.at_once).div_ceil(THREADS);
-        // SAFETY: gate, up and d are there in these rows, and the gradients were made for as many elements.
+        // SAFETY: gate, up and d are read in their rows, and the gradients have as many elements.
         unsafe { launch(device, &options, "gate_backward", &job, (blocks, 1), 0)? };
     }
     Ok([tensor(d_gate, shape), tensor(d_up, shape)])

@@ -1,20 +1,20 @@
-//! Operations with a backward, of one to three inputs.
+//! Operations of one to three inputs with a backward pass.
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
 
-/// An operation of N inputs, as candle knows it and as a tape does.
+/// An operation of N inputs that either candle's graph or a tape can track.
 pub(crate) trait Operation<const N: usize>: Send + Sync + Sized + 'static {
-    /// The result, tracked by candle.
+    /// Computes the result; candle tracks it.
     fn apply(self, inputs: [&Tensor; N]) -> Result<Tensor>;
 
-    /// The result of inputs on the CPU.
+    /// Computes the result of inputs on the CPU, untracked.
     fn compute(&self, inputs: [&Tensor; N]) -> Result<(CpuStorage, Shape)>;
 
-    /// Gradients of the N inputs.
+    /// Computes the gradients of the N inputs; `None` for an input without a gradient.
     fn gradients(&self, inputs: &[Tensor], output: &Tensor, d_output: &Tensor) -> Result<Vec<Option<Tensor>>>;
 }
 
-/// Calls `f` with what a tensor on the CPU is stored in.
+/// Calls `f` with the CPU storage and the layout of a tensor.
 fn on_cpu<T>(tensor: &Tensor, f: impl FnOnce(&CpuStorage, &Layout) -> Result<T>) -> Result<T> {
     let (storage, layout) = tensor.storage_and_layout();
     match &*storage {

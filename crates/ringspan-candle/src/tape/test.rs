@@ -13,7 +13,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
     tensor.flatten_all()?.to_vec1()
 }
 
-/// Operations of this crate and of candle's by turns; x is read three times, and a sum hands its gradient on twice.
+/// Alternates operations of this crate with candle's; x is read three times, and a sum passes its gradient on twice.
 fn mixed([x, weight, factor]: [&Tensor; 3]) -> Result<Tensor> {
     let (tokens, width) = x.dims2()?;
     let normed = rms_norm(x, factor, 1e-5)?;
@@ -50,7 +50,7 @@ fn gradients_are_those_of_candles_graph() -> Result<()> {
     Ok(())
 }
 
-/// The identity, which says when its backward pass runs, and which operations are still held then.
+/// The identity, which notes when its backward pass runs, and how many operations are still held then.
 struct Noted {
     number: usize,
     held: Arc<()>,
@@ -84,7 +84,7 @@ fn operations_are_come_to_in_the_opposite_order_and_let_go_of_on_the_way() -> Re
         apply(op, [x], Reads::Inputs)
     };
     let (output, tape) = Tape::record(|| {
-        // Two branches, of which candle would be free to come to either first.
+        // Two branches, which candle might differentiate in either order.
         let (a, b) = (noted(0, &x)?, noted(1, &x)?);
         let a = noted(2, &a.sqr()?)?;
         residual(&noted(3, &b)?, &a)
@@ -97,7 +97,7 @@ fn operations_are_come_to_in_the_opposite_order_and_let_go_of_on_the_way() -> Re
     Ok(())
 }
 
-/// A sum hands one gradient on to both summands, so that adding to one in place would change the other.
+/// A sum passes one gradient on to both summands, so adding to one in place would change the other.
 #[test]
 fn gradients_that_share_memory_are_not_added_to_in_place() -> Result<()> {
     let x = Var::from_tensor(&wave(&[4], 0.3)?)?;
@@ -133,7 +133,7 @@ fn a_recording_that_fails_leaves_the_one_around_it_as_it_was() -> Result<()> {
     Ok(())
 }
 
-/// Their gradients are those of what is computed, and their memory is that of one number.
+/// The gradients equal those of a computed sum, and the output takes the memory of one number.
 #[test]
 fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
     let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
@@ -150,7 +150,7 @@ fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
     let (output, tape) = Tape::record(|| unseen(&y)? * 2.0)?;
     let refused = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?);
     assert!(refused.is_err_and(|error| error.to_string().contains("residual stream")));
-    // Without a tape it is computed.
+    // Without a tape, the sum is computed.
     assert_eq!(numbers(&unseen(&y)?)?, numbers(&y)?);
     Ok(())
 }

@@ -1,9 +1,9 @@
-//! The same where a GPU computes.
+//! Transfers for a rank that computes on a GPU.
 //!
-//! Memory of the GPU is taken and given back on candle's stream, and copies are on others, one for each direction. Memory for a
-//! unit is reserved before the work on the one before it is started, and a mark is set there: copies wait for the mark, and not
-//! for that work. So two units are on the GPU at a time. Pinned memory is filled by the CPU while the copy from another piece of
-//! it goes on.
+//! GPU memory is allocated and freed on candle's stream; copies use two further streams, one for each direction. Memory for a
+//! unit is reserved before the work on the unit before it is started, and an event is recorded at that moment: copies wait
+//! for this event, and not for that work. So two units are on the GPU at a time. The CPU fills one block of pinned memory
+//! while the GPU copies from another.
 
 use super::Parameter;
 use crate::gpu::operand;
@@ -18,38 +18,40 @@ use half::bf16;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Numbers in pinned memory begin at multiples of this many bytes.
+/// Values in pinned memory begin at multiples of this many bytes.
 const ALIGNED: usize = 256;
 
-/// Pieces of pinned memory of a size: one is filled or read by the CPU, one is copied.
+/// Number of blocks of pinned memory of a size: the CPU fills or reads one while another is copied.
 const PIECES: usize = 2;
 
 pub(super) struct Lane {
     device: CudaDevice,
-    /// Parameters to the GPU, and gradients to the CPU: these wait for work that those must not wait for.
+    /// The streams of parameters to the GPU and of gradients to the CPU: gradients wait for work that parameters must not
+    /// wait for.
     up: Arc<CudaStream>,
     down: Arc<CudaStream>,
-    /// Pinned memory that is given back, with the end of its last copy, if that may still go on; the oldest first.
+    /// Free blocks of pinned memory, the oldest first, each with the event at the end of its last copy if that may still be
+    /// running.
     free: Mutex<Vec<(Pinned, Option<CudaEvent>)>>,
 }
 
 pub(super) struct Reserved {
     slices: Vec<Slice>,
-    /// When candle's stream has come to them.
+    /// The event at which candle's stream has allocated the memory.
     mark: CudaEvent,
 }
 
 enum Slice {
     F32(CudaSlice<f32>),
     Bf16(CudaSlice<bf16>),
-    /// A GPU gives no memory of no size.
+    /// A parameter without elements: a GPU allocates no memory of size zero.
     Empty,
 }
 
-/// Gradients that the GPU copies.
+/// Gradients that are being copied to the CPU.
 pub(super) struct Coming {
     lane: Arc<Lane>,
-    /// Each with its place; on the GPU until all of them have come.
+    /// Each gradient with its offset in pinned memory; the tensors stay on the GPU until all are copied.
     gradients: BTreeMap<String, (Tensor, usize)>,
     pinned: Option<Pinned>,
     end: Option<CudaEvent>,
@@ -62,7 +64,7 @@ impl Lane {
     }
 
     pub(super) fn reserve(&self, sizes: &[usize], precision: Precision) -> Result<Reserved> {
-        // SAFETY: `upload` writes all of it before anybody gets it.
+        // SAFETY: `upload` writes all of it before anything reads it.
         let slice = |size: &usize| unsafe {
             Ok::<_, candle_core::Error>(match precision {
                 _ if *size == 0 => Slice::Empty,
@@ -111,7 +113,7 @@ impl Lane {
         let [end, of_piece] = [0, 1].map(|_| self.up.record_event(None).map_err(failed("mark the end of a copy")));
         self.give_back(pinned, Some(of_piece?));
         let end = end?;
-        // Also behind a failure: then memory goes back behind what was started.
+        // The wait is also needed after a failure, so that memory is freed after the copies that were started.
         self.device.cuda_stream().wait(&end).map_err(failed("order streams"))?;
         copied?;
         let tensor = |(slice, parameter): (Slice, &Parameter<'_>)| {
@@ -137,13 +139,13 @@ impl Lane {
         started.map(|()| coming)
     }
 
-    /// Pinned memory that no copy reads or writes.
+    /// A block of pinned memory that no copy reads or writes.
     fn pinned(&self, bytes: usize) -> Result<Pinned> {
         let known = {
             let mut free = self.free();
             let suiting = || free.iter().enumerate().filter(|(_, (pinned, _))| pinned.suits(bytes));
             let idle = suiting().find(|(_, (_, end))| end.as_ref().is_none_or(CudaEvent::is_complete));
-            // Another one, rather than a wait, as long as there is but one.
+            // As long as there are fewer than [`PIECES`] blocks, another one is allocated instead of waiting.
             let oldest = || suiting().next().filter(|_| suiting().count() >= PIECES);
             let taken = idle.or_else(oldest).map(|(index, _)| index);
             taken.map(|index| free.remove(index))
@@ -228,7 +230,7 @@ impl Coming {
 impl Drop for Coming {
     fn drop(&mut self) {
         let end = self.end.take();
-        // Candle's stream takes back what nobody has waited for, behind its copy.
+        // Gradients that nothing waited for are freed on candle's stream after their copy.
         if let Some(end) = &end {
             let _ = self.lane.device.cuda_stream().wait(end);
         }
@@ -238,7 +240,7 @@ impl Drop for Coming {
     }
 }
 
-/// Where pieces of so many bytes lie, and how many bytes they take.
+/// Offsets for values of these numbers of bytes, and the number of bytes in all.
 fn places(bytes: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     let mut next = 0;
     let place = |bytes: usize| {
@@ -249,7 +251,7 @@ fn places(bytes: impl Iterator<Item = usize>) -> (Vec<usize>, usize) {
     (bytes.map(place).collect(), next)
 }
 
-/// Bytes as numbers.
+/// Views bytes as numbers.
 fn numbers_mut<T: bytemuck::Pod>(bytes: &mut [u8]) -> Result<&mut [T]> {
     bytemuck::try_cast_slice_mut(bytes).map_err(|error| candle_core::Error::Msg(format!("pinned memory: {error}")))
 }
@@ -268,7 +270,7 @@ mod tests {
         (0..count).map(|i| ((i * 31 + seed * 7) % 256) as f32 - 128.0).collect()
     }
 
-    /// A unit of three parameters, of which one is empty, in two parts.
+    /// A unit of three parameters, of which the second is empty and the third has two parts.
     fn unit(values: &[f32]) -> Vec<Parameter<'_>> {
         let (first, second) = values.split_at(values.len() / 3);
         let (left, right) = second.split_at(second.len() / 2);
@@ -288,7 +290,7 @@ mod tests {
         let Some(device) = unwatched() else { return Ok(()) };
         let lane = lane(&device);
         let work = lane.device.cuda_stream();
-        // Either stream may be past all that it was not told to wait for.
+        // Each stream may run ahead of all that it was not told to wait for.
         let ahead = [None, Some(&lane.up), Some(&lane.down), Some(&work)];
         for (precision, ahead) in
             [Precision::F32, Precision::Bf16].into_iter().flat_map(|it| ahead.map(|ahead| (it, ahead)))
@@ -314,13 +316,13 @@ mod tests {
                 let unit = unit(&values);
                 for (name, parameter) in [("b", &unit[2]), ("a", &unit[0])] {
                     let wanted: Vec<f32> = parameter.parts.concat().iter().map(|x| 2.0 * x).collect();
-                    // Whole numbers to 256 are bf16's, too.
+                    // Integers up to 256 are exact in bf16.
                     let got = coming.take(name, |dims, values| (dims.to_vec(), values.to_vec()))?;
                     assert_eq!(got, Some((vec![wanted.len()], wanted)), "{name} of unit {seed}");
                 }
                 assert_eq!((coming.take("a", |_, _| ())?, coming.rest()), (None, None));
             }
-            // What nobody takes.
+            // The following gradients are never taken.
             let left = Tensor::ones(50, DType::F32, &device)?;
             drop(lane.download([("c".to_owned(), (&left * 2.0)?)].into())?);
             come()?;
@@ -331,7 +333,7 @@ mod tests {
         Ok(())
     }
 
-    /// A unit arrives while what was started before is not done, and its pinned memory is taken by the unit after the next.
+    /// A unit arrives before earlier work has ended, and its pinned memory is used again by the unit after the next.
     #[test]
     fn a_unit_waits_for_its_room_only() -> Result<()> {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
@@ -354,7 +356,7 @@ mod tests {
         assert!(!end.is_complete(), "gradients came behind work on the next ones");
         assert_eq!(more.to_vec1::<f32>()?, [4.0; 50]);
 
-        // On the way back gradients of the unit before wait for its work, and the next unit does not wait for them.
+        // In the backward pass, gradients of the unit before wait for its work, and the next unit does not wait for them.
         let reserved = lane.reserve(&sizes(&unit(&values)), Precision::F32)?;
         let work = (Tensor::ones(50, DType::F32, &device)? * 5.0)?;
         let end = lane.device.cuda_stream().record_event(None).map_err(failed("mark"))?;

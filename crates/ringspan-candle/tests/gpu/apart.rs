@@ -1,10 +1,10 @@
-//! Ranks that are threads, as if they were processes.
+//! Ranks that are threads but behave like processes.
 
 use ringspan::comm::{Buffer, Communicator, Pending};
 use ringspan::error::Result;
 use std::sync::Arc;
 
-/// A rank's communicator that hands nothing over.
+/// A rank's communicator that hands no tensors over from GPU to GPU.
 pub(crate) struct Apart(pub(crate) Arc<dyn Communicator>);
 
 impl Communicator for Apart {

@@ -1,4 +1,4 @@
-//! What is particular to models that compute in bf16.
+//! Tests that are specific to models that compute in bf16.
 
 use crate::ranks::{MESHES, Mesh, assert_ranks_within, group, on_ranks};
 use crate::{BF16, assert_equal, bound, gpu, numbers, random, rounding};
@@ -10,7 +10,7 @@ use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, Transfers, loss};
 use std::sync::Arc;
 
-/// On every mesh, of heads that tensor cores take (24) and of others (12), and with what was kept.
+/// Tests every mesh, with heads of a width that tensor cores take (24) and of another (12), and with stored outputs.
 #[test]
 fn attention_in_bf16_is_that_of_f32_up_to_rounding_and_no_tensor_crosses() {
     let Some(gpu) = gpu() else { return };
@@ -28,7 +28,7 @@ fn attention_in_bf16_is_that_of_f32_up_to_rounding_and_no_tensor_crosses() {
     }
 }
 
-/// Keys and values travel as they are stored.
+/// Keys and values are sent in the type in which they are stored.
 #[test]
 fn blocks_of_bf16_take_half_the_bytes_of_f32() {
     let Some(gpu) = gpu() else { return };
@@ -45,20 +45,21 @@ fn blocks_of_bf16_take_half_the_bytes_of_f32() {
         })
     };
     let (wide, narrow) = (sent(&gpu), sent(&rounding(&gpu)));
-    // Each rank sends two blocks of 30 rows, with two heads of 16 of keys and of values; and a few bytes about its tensors.
+    // Each rank sends two blocks of 30 rows, with two heads of width 16 of keys and of values, and a few bytes that describe
+    // its tensors.
     let numbers = 2 * 30 * (2 + 2) * 16;
     assert!(wide.iter().zip(&narrow).all(|(wide, narrow)| wide - narrow == 2 * numbers), "{wide:?} {narrow:?}");
     assert!(narrow.iter().all(|narrow| (2 * numbers..2 * numbers + 100).contains(narrow)), "{narrow:?}");
 }
 
-/// Products of bf16 with sums in f32 are exact to these sums; rounded, they would be off by 1e-3.
+/// Products of bf16 with f32 sums are exact up to the error of these sums; rounded to bf16, they would be off by 1e-3.
 #[test]
 fn logits_are_f32_and_not_rounded() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let gpu = rounding(&gpu);
     let (hidden, head) = (random(&[6, 40], 1), random(&[33, 40], 2));
     let wanted = loss::logits(&hidden, &head)?;
-    // Some of the rows: they begin in the middle of what is stored.
+    // Some rows, which begin in the middle of their storage.
     let (there, part) = (gpu.parameter(&hidden)?, 2..5);
     let of_part = loss::logits(&there.narrow(0, part.start, part.len())?, &gpu.parameter(&head)?)?;
     assert_eq!(of_part.dtype(), DType::F32);
@@ -86,7 +87,7 @@ fn a_parameter_is_rounded_before_it_is_uploaded_and_not_twice() -> Result<()> {
     Ok(())
 }
 
-/// A sum over ranks is rounded once: of 256 and seven ones, rounded after each, nothing but 256 would be left.
+/// A sum over ranks is rounded once: the sum of 256 and seven ones, rounded after each addition, would stay 256.
 #[test]
 fn sums_over_ranks_are_added_up_in_f32() {
     let Some(gpu) = gpu() else { return };
@@ -99,7 +100,7 @@ fn sums_over_ranks_are_added_up_in_f32() {
         assert_eq!((all.dtype(), dealt.dtype()), (DType::BF16, DType::BF16));
         Ok((numbers(&all)[0], numbers(&dealt)[0]))
     });
-    // 263 lies between 262 and 264.
+    // 263 is halfway between 262 and 264, and the tie goes to the even mantissa of 264.
     assert!(sums.iter().all(|sum| *sum == (264.0, 264.0)), "{sums:?}");
 }
 
@@ -119,7 +120,7 @@ fn a_kernel_of_the_cpu_takes_tensors_in_bf16_and_brings_them_back() -> Result<()
     Ok(())
 }
 
-/// The bound is one of bf16: what it lets pass, f32 has not.
+/// Results in bf16 and f32 differ by less than the bound, but by much more than rounding errors of f32.
 #[test]
 fn the_bounds_tell_bf16_from_f32() {
     let Some(gpu) = gpu() else { return };

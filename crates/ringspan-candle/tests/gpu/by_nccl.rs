@@ -1,5 +1,5 @@
-//! Ranks whose tensors go by NCCL, as between processes: threads stand for them, and what is beneath takes no tensor. What
-//! they compute has the bits of ranks that hand their tensors over.
+//! Ranks whose tensors are sent by NCCL, as between processes. Threads stand for the processes, with a communicator that
+//! takes no tensors on GPUs. The results have the same bits as on ranks that hand their tensors over.
 
 use crate::apart::Apart;
 use crate::ranks::{MESHES, Means, Mesh, collectives, collectives_of, on_ranks, sums_in_order};
@@ -18,7 +18,7 @@ type Comm = Arc<dyn Communicator>;
 
 const SOON: Duration = Duration::from_secs(120);
 
-/// The first GPU, if NCCL is there and lets ranks share it.
+/// The first GPU, if NCCL is installed and lets several ranks share a GPU.
 fn shared() -> Option<RankDevice> {
     let device = gpu()?;
     if let Err(error) = nccl::version() {
@@ -46,7 +46,7 @@ fn collectives_have_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
     for gpu in [gpu.clone(), rounding(&gpu)] {
-        // What goes beneath are words about tensors: as many for any width.
+        // The underlying communicator sends only words that describe tensors, equally many for any width.
         let beneath = [3, 40].map(|width| {
             let wanted = collectives(&gpu, width, &Ok);
             let (before, bytes) = (shared.copied(), Mutex::new(vec![0; 3]));
@@ -72,7 +72,7 @@ fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
     let Some(gpu) = shared() else { return };
     let shared = kernel_gpu(&gpu);
     let means: Means = &|comm| connected(comm, &shared);
-    // Blocks go round a ring, queries there and back, heads to and fro beside a ring.
+    // The meshes cover blocks around a ring, queries sent forth and back, and heads exchanged in addition to a ring.
     let meshes = MESHES.into_iter().filter(|(.., grid)| [(3, 1), (2, 1), (2, 2)].contains(grid));
     for (kind, strategy, grid) in meshes {
         let mesh = Mesh::new(kind, strategy, grid);
@@ -87,7 +87,8 @@ fn attention_has_the_bits_of_ranks_that_hand_over_and_no_tensor_crosses() {
     }
 }
 
-/// What candle has started and nobody waited for comes before a tensor leaves, and what is written to it afterwards behind.
+/// A tensor is sent after the work that candle has started on it, even if nothing waited for this work, and before later
+/// writes to it.
 #[test]
 fn collectives_stand_between_what_candle_does_before_and_afterwards() {
     let Some(gpu) = shared() else { return };
@@ -101,7 +102,7 @@ fn collectives_stand_between_what_candle_does_before_and_afterwards() {
                 let sum = collective::all_reduce(&comm, &a)?;
                 let dealt = collective::all_to_all(&comm, &b, &[1, 2, 3], &[own + 1; 3])?;
                 if writes {
-                    // Nobody else has these: what was sent has left.
+                    // Nothing else reads these tensors: their elements have been sent.
                     a.zero_set()?;
                     b.zero_set()?;
                 }
@@ -114,7 +115,7 @@ fn collectives_stand_between_what_candle_does_before_and_afterwards() {
     assert_eq!(run(&|comm| connected(comm, &shared), true), run(&Ok, false));
 }
 
-/// Each rank has a GPU of its own, as NCCL wants it.
+/// Each rank has a GPU of its own, as NCCL expects.
 #[test]
 fn collectives_go_from_gpu_to_gpu() {
     let Some(first) = gpu() else { return };
@@ -139,7 +140,7 @@ fn collectives_go_from_gpu_to_gpu() {
     assert_eq!(run(true), run(false));
 }
 
-/// Another width, another type, other counts: of what comes from another process no shape is known.
+/// Tests another width, another type and other counts: the shapes of tensors from other processes are not known.
 #[test]
 fn ranks_that_disagree_get_an_error_in_time() {
     let Some(gpu) = shared() else { return };

@@ -1,4 +1,5 @@
-//! Norms, rotations and gates: kernels of their own on a GPU, for every width, and of tensors in any strides.
+//! Norms, rotary embeddings and gates, which are kernels of this crate on a GPU, for every width and for tensors with any
+//! strides.
 
 use crate::{assert_equal, assert_within, bound, compare, gpu, numbers, random, results, rounding};
 use candle_core::{DType, Device, Result, Tensor};
@@ -17,7 +18,7 @@ fn rotation(tokens: usize, half: usize) -> Rotation {
     Rotation::new(&positions, &frequencies, 1.1)
 }
 
-/// Of rows of x the norms, and the gradients of x and of the weight.
+/// The norms of rows of x, and the gradients of x and of the weight.
 fn norm_in_f64(x: &[f32], w: &[f32], d: &[f32], eps: f64) -> [Vec<f32>; 3] {
     let width = w.len();
     let (mut out, mut dx, mut dw) = (Vec::new(), Vec::new(), vec![0.0; width]);
@@ -35,8 +36,9 @@ fn norm_in_f64(x: &[f32], w: &[f32], d: &[f32], eps: f64) -> [Vec<f32>; 3] {
     [out, dx, dw.into_iter().map(|sum| sum as f32).collect()]
 }
 
-/// Rows that one thread, a part of a warp, a warp and a block have; read one by one and 16 bytes at once; of more rows than a
-/// chunk has, and than chunks of the usual size. In f64, because long sums of the CPU are worse.
+/// Tests rows that are handled by one thread, by a part of a warp, by a warp and by a block; read element by element and 16
+/// bytes at once; and more rows than a chunk has, and than all chunks of the usual size have. The reference is f64, because
+/// long f32 sums on the CPU are less exact.
 #[test]
 fn norms_of_every_width_and_number_of_rows() {
     let Some(gpu) = gpu() else { return };
@@ -44,7 +46,8 @@ fn norms_of_every_width_and_number_of_rows() {
     let wide = [(3, 129), (2, 300), (4, 512), (70, 1024), (3, 1032), (2, 4099), (1, 65_536), (2, 65_537)];
     for (rows, width) in narrow.into_iter().chain(wide).chain([(1, 24), (0, 24), (0, 1)]) {
         let inputs = [random(&[rows, width], 1), random(&[width], 2)];
-        // One number is all of its root: but for eps its gradient is 0, and a difference of equals.
+        // With a width of 1, the norm is the sign of x but for eps, so its gradient would be a difference of nearly equal
+        // numbers.
         let eps = if width == 1 { 0.5 } else { EPS };
         let d = numbers(&random(&[rows, width], 99));
         let wanted = norm_in_f64(&numbers(&inputs[0]), &numbers(&inputs[1]), &d, eps);
@@ -92,7 +95,7 @@ fn norms_read_rows_that_lie_apart() {
 
 type Layer<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
-/// What comes after them decides how their gradients lie.
+/// The operation after a layer decides the strides of the gradient that it receives.
 #[test]
 fn gradients_are_read_in_their_strides() {
     let inputs = [random(&[4, 16], 1), random(&[16], 2), random(&[4, 16], 3)];
@@ -111,7 +114,7 @@ fn gradients_are_read_in_their_strides() {
     }
 }
 
-/// y, with all inputs in its graph.
+/// Adds a little of each input to y, so that all inputs are in its graph.
 fn used(y: Tensor, x: &[Tensor]) -> Result<Tensor> {
     x.iter().try_fold(y, |y, x| y.broadcast_add(&(x.flatten_all()?.narrow(0, 0, 1)? * 0.5)?))
 }
@@ -158,7 +161,7 @@ fn gates_of_every_size_and_in_any_strides() {
     }
 }
 
-/// As far from 0 as exponentials go, and what is no number stays in its row.
+/// Tests numbers whose exponentials under- or overflow, and that a NaN stays in its row.
 #[test]
 fn gates_and_norms_of_extreme_numbers() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -183,7 +186,7 @@ fn gates_and_norms_of_extreme_numbers() -> Result<()> {
     Ok(())
 }
 
-/// Sums over tokens, too.
+/// Tests sums over tokens, too.
 #[test]
 fn the_same_inputs_give_the_same_bits() {
     let Some(gpu) = gpu() else { return };
@@ -202,7 +205,7 @@ fn the_same_inputs_give_the_same_bits() {
     }
 }
 
-/// A layer in bf16 rounds its result once, and nothing within.
+/// A layer in bf16 rounds its result once, and nothing inside.
 #[test]
 fn what_is_inside_a_layer_in_bf16_is_f32() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -217,7 +220,7 @@ fn what_is_inside_a_layer_in_bf16_is_f32() -> Result<()> {
     for (got, wanted) in layers(&gpu)?.iter().zip(layers(&RankDevice::CPU)?) {
         let wanted = numbers(&wanted.to_dtype(DType::BF16)?);
         let apart = numbers(got).iter().zip(&wanted).filter(|(got, wanted)| got != wanted).count();
-        // Where the last bit of f32 decides how a number is rounded.
+        // One number may be rounded differently because its last bit in f32 differs.
         assert!(apart <= 1, "{apart} of {} numbers are rounded otherwise than once", wanted.len());
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The loss: kernels of its own on a GPU, for vocabularies of every size, whole and spread over ranks.
+//! The loss, which has kernels of its own on a GPU, for vocabularies of every size, whole and sharded over ranks.
 
 use crate::ranks::on_ranks;
 use crate::{assert_equal, assert_within, bound, gpu, numbers, random, rounding};
@@ -7,7 +7,7 @@ use ringspan_candle::loss::{CHUNK, HeadLoss, IGNORE, OutputHead, head_loss, log_
 use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{RankDevice, TensorParallel};
 
-/// Hidden states, a head, and a target of each token.
+/// Hidden states, an output head, and a target for each token.
 struct Case {
     hidden: Tensor,
     head: Tensor,
@@ -18,7 +18,7 @@ struct Case {
 const SCALE: f32 = 0.25;
 
 impl Case {
-    /// Logits are a few, so that many tokens of the vocabulary count.
+    /// Logits are small numbers, so that many tokens of the vocabulary contribute to the softmax.
     fn new(tokens: usize, width: usize, vocabulary: usize) -> Self {
         let target = |token: usize| if token % 7 == 3 { IGNORE } else { (token * 2311 % vocabulary) as u32 };
         Self {
@@ -34,7 +34,7 @@ impl Case {
         (tokens, width, vocabulary)
     }
 
-    /// On a device, with the part of the head that a rank has.
+    /// The results on a device, with this rank's shard of the head.
     fn on(&self, device: &RankDevice, shared: &TensorParallel) -> Result<Results> {
         let part = shared.part(self.head.dim(0)?);
         let (hidden, head) = (device.parameter(&self.hidden)?, self.head.narrow(0, part.start, part.len())?);
@@ -42,7 +42,7 @@ impl Case {
         Results::new(&hidden, OutputHead { weight, softcap: self.softcap }, &self.targets, shared)
     }
 
-    /// One number after the other, in f64.
+    /// The results of plain loops in f64.
     fn in_f64(&self) -> Results {
         let (tokens, width, vocabulary) = self.sizes();
         let [hidden, head] =
@@ -93,7 +93,7 @@ impl Results {
         Ok(Self { nll_sum, log_probs, d_hidden: numbers(&d_hidden), d_head: numbers(&d_head) })
     }
 
-    /// The loss is as exact in bf16: logits are never rounded.
+    /// The loss is as exact in bf16 as in f32, since logits are never rounded.
     #[track_caller]
     fn assert_near(&self, wanted: &Self, bound: f64, what: &str) {
         let off = (self.nll_sum - wanted.nll_sum).abs();
@@ -109,8 +109,8 @@ impl Results {
     }
 }
 
-/// Rows that one thread, some and all of a block have; read one by one and 16 bytes at once; of more tokens than the logits
-/// of exist at once.
+/// Tests rows that are handled by one thread, by some and by all threads of a block; read element by element and 16 bytes at
+/// once; and more tokens than have their logits in memory at once.
 #[test]
 fn vocabularies_of_every_size_and_any_number_of_tokens() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -139,7 +139,7 @@ fn the_loss_of_a_head_is_that_of_the_cpu() -> Result<()> {
     Ok(())
 }
 
-/// Caps that bend most logits, and some of them only.
+/// Tests caps that change most logits, and caps that change only some of them.
 #[test]
 fn logits_are_capped() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -165,7 +165,7 @@ fn no_tokens_and_none_with_a_target() -> Result<()> {
         let zeros = |count| vec![0.0; count];
         let wanted = Results { nll_sum: 0.0, log_probs: zeros(5), d_hidden: zeros(20), d_head: zeros(36) };
         assert_eq!(case.on(&gpu, &WHOLE)?, wanted);
-        // Of a head that is not trained.
+        // A frozen head has no gradient.
         let (hidden, head) = (gpu.parameter(&case.hidden)?, gpu.parameter(&case.head)?);
         assert!(head_loss(&hidden, &head, &case.targets, 1.0, false, &WHOLE)?.d_head.is_none());
         let wrong = head_loss(&hidden, &head, &[9; 5], 1.0, true, &WHOLE).expect_err("a target behind the vocabulary");
@@ -174,7 +174,7 @@ fn no_tokens_and_none_with_a_target() -> Result<()> {
     Ok(())
 }
 
-/// Tensors that begin in the middle of what is stored, and columns, which are copied first.
+/// Tests tensors that begin in the middle of their storage, and columns, which are copied first.
 #[test]
 fn parts_of_what_is_stored() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -196,7 +196,8 @@ fn parts_of_what_is_stored() -> Result<()> {
     Ok(())
 }
 
-/// Three ranks have 6, 6 and 7 of 19; of 2 one rank has none of the targets in most rows.
+/// Three ranks hold 6, 6 and 7 of 19 vocabulary entries; with 2 entries on two ranks, one rank holds the targets of few rows
+/// only.
 #[test]
 fn ranks_that_share_the_vocabulary_have_what_one_has() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -219,14 +220,14 @@ fn ranks_that_share_the_vocabulary_have_what_one_has() -> Result<()> {
     Ok(())
 }
 
-/// Logits that grow and fall along a row, by more than exponentials reach, wherever the greatest is.
+/// Logits rise and fall along a row by more than the range of exponentials, with the maximum at each of several places.
 #[test]
 fn logits_beyond_what_exponentials_reach() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for vocabulary in [7, 64, 3000] {
         let greatest = [0, 1, vocabulary / 2, vocabulary - 1];
         let slope = 4096 / vocabulary;
-        // One column of the head for each place of the greatest logit, far from which they fall.
+        // The head has a column for each place of the maximum, from which the logits fall to both sides.
         let logit = |place: usize, at: usize| -((place.abs_diff(at) * slope) as f32);
         let head: Vec<f32> = (0..vocabulary).flat_map(|place| greatest.map(|at| logit(place, at))).collect();
         let case = Case {
@@ -242,13 +243,14 @@ fn logits_beyond_what_exponentials_reach() -> Result<()> {
     Ok(())
 }
 
-/// What is no number, or infinite, makes its row none, and no other; rows without a target stay zeros.
+/// NaN and infinite logits give the results that they give on the CPU, and affect only their own rows; rows without a target
+/// stay zeros.
 #[test]
 fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let (nan, infinite) = (f32::NAN, f32::INFINITY);
     for vocabulary in [5, 1024] {
-        // Hidden states are columns of the head by themselves: each row of logits is one of them.
+        // Hidden states have width 1, so each row of logits is a multiple of one of these columns.
         let mut head = numbers(&random(&[vocabulary, 6], 3));
         let mut put = |column: usize, place: usize, x: f32| head[place * 6 + column] = x;
         put(0, vocabulary - 2, nan);
@@ -273,14 +275,14 @@ fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
             assert!(same(&got.log_probs, &wanted.log_probs), "column {column}: {got:?} is not {wanted:?}");
             assert!(same(&got.d_hidden, &wanted.d_hidden), "column {column}: {got:?} is not {wanted:?}");
             assert!(same(&got.d_head, &wanted.d_head), "column {column}: {got:?} is not {wanted:?}");
-            // The fifth column is of numbers, but for one that no number is compared with.
+            // The log-probability is NaN where a logit is NaN or plus infinity, and where all are minus infinity.
             assert_eq!(wanted.log_probs[0].is_nan(), [true, true, false, true, true, false][column]);
         }
     }
     Ok(())
 }
 
-/// One row of logits that are none, among others.
+/// One row of NaN logits among others.
 #[test]
 fn a_token_that_is_no_number_leaves_others_alone() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to its rounding.
+//! Every operation on a GPU has the values and gradients that it has on the CPU; in bf16, up to rounding.
 #![cfg(feature = "cuda")]
 
 mod apart;
@@ -30,7 +30,7 @@ use ringspan_candle::{
 };
 use std::sync::Arc;
 
-/// The first GPU; none where there is none, and a test has nothing to do.
+/// The first GPU; `None` on a machine without one, where a test has nothing to do.
 fn gpu() -> Option<RankDevice> {
     if Gpu::count() == Ok(0) {
         println!("skipped: no GPU on this machine");
@@ -44,7 +44,8 @@ fn rounding(gpu: &RankDevice) -> RankDevice {
     gpu.clone().computing_in(Precision::Bf16)
 }
 
-/// Numbers in -1..1 that bf16 has, so that what is computed of them in either type differs by what is rounded on the way.
+/// Random numbers in -1..1 that are exact in bf16, so that results in f32 and bf16 differ only by rounding inside the
+/// computation.
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed;
     let mut next = || {
@@ -60,14 +61,14 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().and_then(|tensor| cast(&tensor, DType::F32)?.to_vec1()).expect("numbers")
 }
 
-/// Sums in another order.
+/// The relative error (L2) that is accepted in f32, where sums are added in another order.
 const F32: f64 = 2e-6;
 
-/// A number in bf16 is wrong by up to 2^-9 of itself, and a layer here rounds at most four times in a row: what it reads and
-/// returns, and what passes between its products.
+/// The relative error (L2) that is accepted in bf16: it rounds a number by up to 2^-9 of itself, and a layer in these tests
+/// rounds at most four times in succession, counting its inputs, its outputs and what is passed between its products.
 const BF16: f64 = 8e-3;
 
-/// What may be lost on this device.
+/// The relative error (L2) that is accepted on this device.
 fn bound(device: &RankDevice) -> f64 {
     match device.precision() {
         Precision::F32 => F32,
@@ -85,11 +86,11 @@ fn assert_within(bound: f64, what: &str, got: &[f32], wanted: &[f32]) {
     assert_eq!(got.len(), wanted.len(), "{what}");
     let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
     let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
-    // Written this way, NaN fails.
+    // The comparison fails for NaN.
     assert!(off.sqrt() <= bound * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
 }
 
-/// Value of `f` on a device, and the gradients of its inputs for one gradient of the value.
+/// The value of `f` on a device, and the gradients of its inputs for one gradient of the value.
 fn results(
     device: &RankDevice,
     inputs: &[Tensor],
@@ -192,7 +193,7 @@ fn experts_with_adapters_that_drop() {
 
 fn mixture(adapted: bool) {
     let (tokens, width, inner, experts, top) = (7, 6, 5, 4, 2);
-    // One expert is chosen by nobody.
+    // No token is routed to one of the experts.
     let chosen: Vec<u32> = (0..tokens * top).map(|slot| [0, 2, 3, 2][(slot * 3) % 4] as u32).collect();
     let mut inputs = vec![random(&[tokens, width], 1), random(&[tokens, top], 2)];
     for expert in 0..experts as u64 {
@@ -206,7 +207,7 @@ fn mixture(adapted: bool) {
     let Some(gpu) = gpu() else { return };
     let drops = Drops::new(7, (0..tokens).map(|token| 3 * token + 1).collect());
     let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
-        // A router's are f32 in either type.
+        // Routing weights are f32, whatever type the model computes in.
         let weights = cast(&x[1], DType::F32)?;
         let routing = Routing { chosen: chosen.clone(), weights, drops: adapted.then(|| drops.clone()) };
         let expert = |index: usize| {
@@ -216,7 +217,7 @@ fn mixture(adapted: bool) {
                 let (a, b) = (x[at].clone(), x[at + 1].clone());
                 Adapter { a, b, scale: 0.7, dropout: 0.4, layer: 10 * index + which, first: which }
             };
-            // One stands beside nothing.
+            // One matrix of one expert has no adapter.
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));
             Ok(Expert::from(GatedExpert { adapters, ..GatedExpert::plain(gate, up, down) }))
         };
@@ -234,10 +235,10 @@ fn mixture(adapted: bool) {
     for again in [false, true] {
         for gpu in [gpu.clone(), rounding(&gpu)] {
             let got = results(&gpu, &inputs, &|_, x| mix(again, x));
-            // The first is the value, which is no one's business when a layer is computed again.
+            // The first result is the output, whose values are unspecified when a layer is recomputed.
             for (index, (got, wanted)) in got.iter().zip(&wanted).enumerate().skip(usize::from(again)) {
                 let what = format!("experts in {}, again: {again}, result {index}", gpu.precision());
-                // An adapter is two products, each of which is rounded.
+                // An adapter adds two products, each of which is rounded.
                 assert_within(bound(&gpu) * if adapted { 2.0 } else { 1.0 }, &what, got, wanted);
             }
         }

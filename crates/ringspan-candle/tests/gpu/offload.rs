@@ -1,4 +1,4 @@
-//! What layers keep, sent to the CPU and fetched again.
+//! Activations that are offloaded to the CPU and copied back.
 
 use super::*;
 use ringspan_candle::Offload;
@@ -6,11 +6,12 @@ use ringspan_candle::offload::STAYING;
 
 const LAYERS: usize = 6;
 
-/// What layer `layer` of a pass keeps: of both types, of odd sizes, and one that is a part of more.
+/// The activations of layer `layer` in a pass: tensors of both types and of odd sizes, one of them a view.
 fn made(gpu: &RankDevice, layer: usize, pass: usize) -> Result<Vec<Tensor>> {
     let on =
         |shape: &[usize], seed| random(shape, seed + 100 * layer as u64 + 1000 * pass as u64).to_device(gpu.tensors());
-    // Computed there, and not copied: a copy that begins too early reads what is not written.
+    // They are computed on the GPU, not copied there, so that a copy to the CPU that begins too early reads memory that is
+    // not written yet.
     let wide = (on(&[9, 33], 1)? * 3.0)?;
     let narrow = cast(&(on(&[7 + pass, 129], 2)? * 0.5)?, DType::BF16)?;
     Ok(vec![wide.narrow(0, 2, 5)?, narrow, (on(&[1], 3)? + 1.0)?, on(&[0, 4], 4)?])
@@ -41,11 +42,11 @@ fn what_layers_keep_comes_back_to_the_bit_pass_after_pass() -> Result<()> {
             assert!(tensor.device().same_device(gpu.tensors()));
             let wanted = &made(&gpu, layer, pass)?[kept.iter().filter(|(of, _)| *of == layer).count()];
             assert_eq!((tensor.dims(), tensor.dtype()), (wanted.dims(), wanted.dtype()), "layer {layer}");
-            // Numbers are read by an operation, as a layer would, on candle's stream.
+            // The tensor is read by an operation on candle's stream, as a layer would read it.
             assert_eq!(numbers(&(&tensor + &tensor)?), numbers(&(wanted + wanted)?), "pass {pass}, layer {layer}");
         }
     }
-    // Three tensors of each layer that leaves, in pages; a bit more fits where less was.
+    // Three tensors of each offloaded layer take one page each; the longer ones of later passes fit into the same buffers.
     assert_eq!(held, [(LAYERS - STAYING) * 3 * 4096; 3], "bytes of the CPU");
     Ok(())
 }
@@ -62,14 +63,14 @@ fn passes_that_were_left_and_layers_that_were_left_out_do_no_harm() -> Result<()
             kept.push(Kept::new(&made(&gpu, layer, pass)?[0], Storage::F32)?.away(&offload)?);
         }
         match pass {
-            // An error ends a pass anywhere.
+            // A pass may end anywhere, with an error.
             0 => drop(kept),
             1 => {
                 offload.backward(LAYERS - 1)?;
                 offload.backward(LAYERS - 2)?;
                 offload.backward(LAYERS - 3)?;
             }
-            // Nobody says which layer is at hand.
+            // Tensors are read without announcing the layers.
             _ => {
                 for layer in [3, 0, 5, 1] {
                     let wanted = numbers(&made(&gpu, layer, pass)?[0]);

@@ -1,4 +1,4 @@
-//! What ranks do together: attention, decoding and collectives of tensors on a GPU that the ranks share.
+//! Operations over ranks: attention, decoding and collectives of tensors on a GPU that the ranks share.
 
 use crate::apart::Apart;
 use crate::{F32, assert_equal, assert_within, bound, gpu, numbers, random, results, rounding};
@@ -13,24 +13,24 @@ use ringspan_candle::kept::Storage;
 use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, collective};
 use std::sync::Arc;
 
-/// Of each rank, values and gradients.
+/// The values and gradients of each rank.
 pub(crate) type OfRanks = Vec<Vec<Vec<f32>>>;
 
-/// Bytes that the kernels of all ranks copied to the GPU and from it. What candle copies is not in it; but what it would bring
-/// to the CPU for attention, a kernel would copy back.
+/// The numbers of bytes that the kernels of all ranks copied to the GPU and from it. Candle's copies are not counted; but if
+/// candle copied a tensor to the CPU for attention, a kernel would copy it back.
 pub(crate) type Copied = (u64, u64);
 
-/// The communicator that a rank uses, around the one it has.
+/// Wraps the communicator of a rank into the one that it uses.
 pub(crate) type Means<'a> = &'a (dyn Fn(Arc<dyn Communicator>) -> Result<Arc<dyn Communicator>> + Sync);
 
-/// What each rank returns.
+/// Runs `rank` on each of several ranks, and returns their results.
 pub(crate) fn on_ranks<T: Send>(ranks: usize, rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync) -> Vec<T> {
     threads::run(ranks, threads::Options::default(), |comm| rank(comm).map_err(Wrapped))
         .map_err(|error| error.0)
         .expect("ranks")
 }
 
-/// An error of candle as a rank returns it.
+/// An error of candle, as a rank returns it.
 struct Wrapped(candle_core::Error);
 
 impl From<ringspan::Error> for Wrapped {
@@ -45,7 +45,7 @@ impl std::fmt::Display for Wrapped {
     }
 }
 
-/// This, and what kernels copied meanwhile.
+/// Runs `f`, and returns its result with the numbers of bytes that kernels copied during it.
 fn counted<T>(device: &RankDevice, f: impl FnOnce() -> T) -> (T, Copied) {
     let gpu = device.kernel(1).expect("a stream").gpu().cloned();
     let copied = || gpu.as_ref().map_or((0, 0), Gpu::copied);
@@ -75,15 +75,15 @@ pub(crate) fn group(comm: Arc<dyn Communicator>, grid: (usize, usize), kernel: K
     Group::new(comm, grid, kernel).map(Arc::new).map_err(candle_core::Error::wrap)
 }
 
-/// One call of attention on each rank of a mesh.
+/// The settings of one attention call on each rank of a mesh.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Mesh {
     pub(crate) kind: LayoutKind,
     pub(crate) strategy: Strategy,
     pub(crate) grid: (usize, usize),
-    /// Head width.
+    /// The width of heads.
     pub(crate) dim: usize,
-    /// The layer is computed a second time, with what the first time kept.
+    /// If set, the layer is recomputed, with the output stored in this type.
     pub(crate) again: Option<Storage>,
 }
 
@@ -92,12 +92,12 @@ impl Mesh {
         Self { kind, strategy, grid, dim: 8, again: None }
     }
 
-    /// The value, and the gradient of what q, k and v are parts of.
+    /// The output, and the gradient of the tensor of which q, k and v are views.
     pub(crate) fn run(&self, device: &RankDevice) -> (OfRanks, Copied) {
         self.run_by(device, &Ok)
     }
 
-    /// The same by other means than those of threads.
+    /// Like [`run`](Self::run), with communicators that `means` wraps.
     pub(crate) fn run_by(&self, device: &RankDevice, means: Means) -> (OfRanks, Copied) {
         let documents = Documents::packed(&[31, 19, 40]);
         let rank = |comm: Arc<dyn Communicator>| {
@@ -106,10 +106,10 @@ impl Mesh {
             let rows = layout.tokens(own);
             let kernel = device.kernel(1).map_err(candle_core::Error::wrap)?;
             let context = Context::new(group(comm, self.grid, kernel)?, Arc::new(layout), self.strategy)?;
-            // As one projection for all three gives them: a token's heads lie beside each other.
+            // The tensor is laid out like the output of one projection for all three: a token's heads are consecutive.
             let projected = random(&[rows, 8, self.dim], own as u64 + 1);
             Ok(results(device, &[projected], &|_, x| {
-                // On the GPU they are read as parts, whose strides and beginnings the CPU's copies know nothing of.
+                // On the GPU the views are read with their strides and offsets; on the CPU they are copied first.
                 let part = |from, heads| {
                     let part = x[0].narrow(1, from, heads)?;
                     if device.tensors().is_cpu() { part.force_contiguous() } else { Ok(part) }
@@ -122,7 +122,7 @@ impl Mesh {
                 let mut memory = Memory::new(storage);
                 let mut call =
                     || context.attention_keeping(&mut memory, 0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
-                // The graph of the first time is gone when it is computed again.
+                // The graph of the first computation is dropped before the recomputation.
                 drop(call()?);
                 call()
             }))
@@ -146,7 +146,7 @@ fn attention_has_the_results_of_the_cpu_and_no_tensor_crosses() {
     let Some(gpu) = gpu() else { return };
     for (kind, strategy, grid) in MESHES {
         let mut tables = None;
-        // Heads of any width have the same tiles: only what is of the size of a tensor could tell the counts apart.
+        // Heads of any width have the same tiles, so only copies of whole tensors would make these counts differ.
         for dim in [8, 24] {
             let mesh = Mesh { dim, ..Mesh::new(kind, strategy, grid) };
             let what = format!("{mesh:?}");
@@ -180,7 +180,8 @@ fn what_attention_keeps_may_be_rounded() {
     }
 }
 
-/// What candle has started and nobody waited for comes before attention reads it, and what candle writes afterwards behind.
+/// Attention reads its inputs after the work that candle has started on them, even if nothing waited for it, and before later
+/// writes to them.
 #[test]
 fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -237,7 +238,7 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
     Ok(())
 }
 
-/// One step of decoding over a cache with room behind it, of which a rank may hold nothing.
+/// Decodes one step over a KV cache with spare room at its end, of which a rank may hold nothing.
 #[test]
 fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -291,30 +292,30 @@ fn a_new_token_meets_a_cache_on_the_gpu_and_no_tensor_crosses() -> Result<()> {
     Ok(())
 }
 
-/// Values and gradients of all collectives, of rows of such a width: of ranks with and without rows, whose tensors are empty.
+/// Values and gradients of all collectives, for rows of this width, on ranks with and without rows.
 pub(crate) fn collectives(device: &RankDevice, width: usize, means: Means) -> OfRanks {
     on_ranks(3, |comm| collectives_of(device, width, &means(comm)?))
 }
 
-/// The same of one rank of three.
+/// Like [`collectives`], on one of three ranks.
 pub(crate) fn collectives_of(device: &RankDevice, width: usize, comm: &Arc<dyn Communicator>) -> Result<Vec<Vec<f32>>> {
     let own = comm.rank();
     let input = |rows: usize| [random(&[rows, width], own as u64 + 7)];
     let gathered = results(device, &input(2 * own), &|_, x| collective::all_gather(comm, &x[0]));
     let summed = results(device, &input(2), &|_, x| collective::all_reduce(comm, &x[0]));
     let dealt = results(device, &input(5), &|_, x| collective::reduce_scatter(comm, &x[0], vec![3, 0, 2]));
-    // Rank r sends r rows to each of the others, and keeps none.
+    // Rank r sends r rows to each of the others, and none to itself.
     let others = |rows: [usize; 3]| [0, 1, 2].map(|rank| if rank == own { 0 } else { rows[rank] });
     let (send, receive) = (others([own; 3]), others([0, 1, 2]));
     let sent = results(device, &input(2 * own), &|_, x| {
-        // Rows of a wider tensor, as a layer may have them.
+        // The rows are those of a wider tensor, as a layer may have them.
         let x = Tensor::cat(&[&x[0], &x[0]], 1)?.narrow(1, 1, width + 1)?;
         collective::all_to_all(comm, &x, &send, &receive)
     });
     Ok([gathered, summed, dealt, sent].concat())
 }
 
-/// Sums of numbers that tell the order in which they were added, on each of three ranks; and those of rank order.
+/// Sums of numbers whose result depends on the order of addition, on each of three ranks; and the sums in rank order.
 pub(crate) fn sums_in_order(device: &RankDevice, means: Means) -> [Vec<Vec<f32>>; 2] {
     let all = [[1e8, -1e8, 1.0], [1.0, 1e8, -1e8], [3e7, 1.0, 1.0]];
     let sums = on_ranks(3, |comm| {
@@ -348,7 +349,7 @@ fn collectives_have_the_results_of_the_cpu() {
     }
 }
 
-/// Ranks on two GPUs, and two on each of them: a tensor is copied from where it is.
+/// Tests ranks on two GPUs, two on each: a tensor is copied directly from another GPU.
 #[test]
 fn collectives_reach_ranks_on_other_gpus() {
     let Some(gpu) = gpu() else { return };

@@ -1,4 +1,5 @@
-//! A sum, alone and with its norm: one kernel on a GPU, and one for the gradients of both.
+//! The residual sum on a GPU, alone and together with its norm, which one kernel computes, as one kernel computes the
+//! gradients of both.
 
 use crate::{assert_within, bound, compare, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -9,7 +10,7 @@ use ringspan_candle::{RankDevice, cotangent};
 
 const EPS: f64 = 1e-5;
 
-/// Both results, one below the other.
+/// Both results, concatenated by rows.
 fn both(x: &Tensor, y: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let (sum, normed) = residual_norm(x, y, weight, EPS)?;
     Tensor::cat(&[&sum, &normed], 0)
@@ -23,7 +24,8 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     numbers(tensor).into_iter().map(f32::to_bits).collect()
 }
 
-/// Rows that one thread, a part of a warp, a warp and a block have; read one by one and 16 bytes at once.
+/// Tests rows that are handled by one thread, by a part of a warp, by a warp and by a block; read element by element and 16
+/// bytes at once.
 #[test]
 fn sums_and_norms_of_every_width_and_number_of_rows() {
     for (rows, width) in
@@ -39,7 +41,7 @@ fn sums_and_norms_of_every_width_and_number_of_rows() {
     });
 }
 
-/// The values, but for gradients, are those of two kernels: each result is rounded as it is there.
+/// The values equal those of separate kernels to the bit: each result is rounded as it is there.
 #[test]
 fn values_are_the_bits_of_a_sum_and_a_norm() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -60,7 +62,7 @@ fn values_are_the_bits_of_a_sum_and_a_norm() -> Result<()> {
     Ok(())
 }
 
-/// Beside bf16 what is added may be f32, as an adapter's part is: its gradient is f32, too.
+/// An f32 tensor may be added to a bf16 one, as the contribution of an adapter is; its gradient is f32.
 #[test]
 fn sums_of_every_size_and_of_two_types() {
     for shape in [&[0, 4][..], &[1, 1], &[3, 7], &[2, 3, 16], &[9, 1000], &[20, 512]] {
@@ -75,13 +77,13 @@ fn sums_of_every_size_and_of_two_types() {
     });
 }
 
-/// Rounded before, it would leave no trace.
+/// The f32 summand is so small that it would have no effect if it were rounded to bf16 first.
 #[test]
 fn what_is_added_in_f32_is_rounded_with_the_sum() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let gpu = rounding(&gpu);
     let x = gpu.parameter(&Tensor::full(1f32, (3, 8), &Device::Cpu)?)?;
-    // Half a place of bf16 and a little: without the little, the tie goes to the even 1.
+    // Half a unit in the last place of bf16 and a little more: without the little, the tie would be rounded to the even 1.
     let y = Tensor::full(1f32 / 256.0 + 1.0 / 65_536.0, (3, 8), x.device())?;
     let sum = residual(&x, &y)?;
     assert_eq!((sum.dtype(), numbers(&sum)), (DType::BF16, vec![1.007_812_5; 24]));
@@ -94,14 +96,14 @@ fn what_is_added_in_f32_is_rounded_with_the_sum() -> Result<()> {
 fn either_result_may_be_left_alone() {
     for width in [7, 64] {
         compare("the sum alone", &inputs(5, width), |_, x| {
-            // The weight is in its graph all the same.
+            // The weight is added so that it has a gradient, which the comparison expects of every input.
             residual_norm(&x[0], &x[1], &x[2], EPS)?.0.broadcast_add(&x[2])
         });
         compare("the norm alone", &inputs(5, width), |_, x| Ok(residual_norm(&x[0], &x[1], &x[2], EPS)?.1));
     }
 }
 
-/// As layers follow each other: what is added comes from the norm before, and the stream goes on.
+/// As in consecutive layers, the summand is computed from the norm before it, and the residual stream goes on.
 #[test]
 fn gradients_of_a_stream_meet_at_every_sum() {
     for width in [7, 64] {
@@ -144,7 +146,7 @@ fn summands_are_read_in_their_strides() {
     });
 }
 
-/// Each of the two behind other columns, and turned over.
+/// The sum and its norm are concatenated behind other columns, and transposed.
 #[test]
 fn gradients_of_parts_of_what_comes_behind() {
     for (before_sum, before_norm) in [(0, 0), (3, 8), (8, 8), (8, 5)] {
@@ -162,7 +164,7 @@ fn gradients_of_parts_of_what_comes_behind() {
     }
 }
 
-/// A graph can be differentiated more than once: nothing is left of the first time.
+/// A graph can be differentiated more than once: nothing is left over from the first time.
 #[test]
 fn a_second_way_back_has_the_gradients_of_its_own() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
@@ -184,13 +186,13 @@ fn a_second_way_back_has_the_gradients_of_its_own() -> Result<()> {
     Ok(())
 }
 
-/// What comes from the stream and what comes through the norm are added up in f32, and only their sum is rounded.
+/// The gradients from the residual stream and through the norm are added in f32, and only their sum is rounded.
 #[test]
 fn gradients_in_bf16_are_rounded_once() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let gpu = rounding(&gpu);
     let (rows, width) = (20, 48);
-    // Sums that bf16 has: multiples of 1/64 below 2.
+    // The sums are exact in bf16: multiples of 1/64 below 2.
     let coarse = |seed| (random(&[rows, width], seed) * 64.0)?.round()? / 64.0;
     let (x, y, weight) = (coarse(1)?, coarse(2)?, random(&[width], 3));
     let gradient = |device: &RankDevice| -> Result<Tensor> {
@@ -203,7 +205,7 @@ fn gradients_in_bf16_are_rounded_once() -> Result<()> {
     assert_within(bound(&gpu), "gradient", &numbers(&got), &numbers(&wanted));
     let wanted = numbers(&wanted.to_dtype(DType::BF16)?);
     let apart = numbers(&got).iter().zip(&wanted).filter(|(got, wanted)| got != wanted).count();
-    // Where the last bit of f32 decides how a number is rounded.
+    // A number may be rounded differently because its last bit in f32 differs.
     assert!(apart <= 2, "{apart} of {} numbers are rounded otherwise than once", wanted.len());
     Ok(())
 }

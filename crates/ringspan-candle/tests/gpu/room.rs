@@ -1,4 +1,4 @@
-//! What GPUs have room for, and what they reach.
+//! The memory and the speed of GPUs.
 
 use super::{gpu, rounding};
 use ringspan::comm::ranks::Ranks;

@@ -1,4 +1,4 @@
-//! Experts in one tensor for each parameter, and heads with sinks, have the results of the CPU.
+//! Experts stacked in one tensor for each parameter, and heads with sinks, give the results of the CPU.
 
 use crate::ranks::group;
 use crate::{assert_within, bound, gpu, random, results, rounding};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 fn experts_of_a_stack() {
     let Some(gpu) = gpu() else { return };
     let (tokens, width, inner, experts, top) = (7, 6, 5, 4, 2);
-    // One expert is chosen by nobody.
+    // No token is routed to one of the experts.
     let chosen: Vec<u32> = (0..tokens * top).map(|slot| [0, 2, 3, 2][(slot * 3) % 4] as u32).collect();
     let shapes: [&[usize]; 6] = [
         &[tokens, width],
@@ -26,7 +26,7 @@ fn experts_of_a_stack() {
         &[experts, width],
     ];
     let inputs: Vec<Tensor> = shapes.iter().zip(1..).map(|(shape, seed)| random(shape, seed)).collect();
-    // Rounding may move a number over a bound, so that in bf16 none reaches it.
+    // Rounding may move a number across a clamping bound, so in bf16 the bound is too large to be reached.
     for (gpu, limit) in [(gpu.clone(), 0.9), (rounding(&gpu), 30.0)] {
         let mix = |_: &RankDevice, x: &[Tensor]| -> Result<Tensor> {
             let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());

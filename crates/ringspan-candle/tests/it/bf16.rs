@@ -1,4 +1,4 @@
-//! Layers of a CPU that computes in bf16: values and gradients are those of f32 of the same numbers, up to rounding.
+//! Layers on the CPU that compute in bf16: values and gradients equal those in f32 for the same inputs, up to rounding.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::attention::{Group, Tokens};
@@ -24,15 +24,16 @@ use ringspan_candle::{
 };
 use std::sync::Arc;
 
-/// A number in bf16 is wrong by up to 2^-9 of itself, and a layer here rounds at most four times in a row: what it reads and
-/// returns, and what passes between its products.
+/// The relative error (L2) that is accepted: bf16 rounds a number by up to 2^-9 of itself, and a layer in these tests rounds
+/// at most four times in succession, counting its inputs, its outputs and what is passed between its products.
 const BOUND: f64 = 8e-3;
 
 fn rounding() -> RankDevice {
     RankDevice::CPU.computing_in(Precision::Bf16)
 }
 
-/// Numbers in -1..1 that bf16 has, so that what is computed of them in either type differs by what is rounded on the way.
+/// Random numbers in -1..1 that are exact in bf16, so that results in f32 and bf16 differ only by rounding inside the
+/// computation.
 fn random(shape: &[usize], seed: u64) -> Tensor {
     let mut state = seed;
     let mut next = || {
@@ -53,12 +54,12 @@ fn assert_near(what: &str, got: &[f32], wanted: &[f32]) {
     assert_eq!(got.len(), wanted.len(), "{what}");
     let norm: f64 = wanted.iter().map(|x| f64::from(*x).powi(2)).sum();
     let off: f64 = got.iter().zip(wanted).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
-    // Written this way, NaN fails.
+    // The comparison fails for NaN.
     assert!(off.sqrt() <= BOUND * norm.sqrt(), "{what} differs by {:e}", (off / norm).sqrt());
 }
 
-/// Value of `f` in a type, and the gradients of its inputs for one gradient of the value. Of the inputs, `exact` many at the end
-/// are f32 in either type.
+/// The value of `f` in a type, and the gradients of its inputs for one gradient of the value. The last `exact` inputs are f32
+/// in either type.
 fn results(
     precision: Precision,
     inputs: &[Tensor],
@@ -107,13 +108,13 @@ fn linear_layers() {
     }
 }
 
-/// A sum is rounded once: of 256 and seven ones, rounded after each, nothing but 256 would be left.
+/// The sum of 256 and seven ones is rounded once: rounded after each addition, it would stay 256.
 #[test]
 fn sums_are_rounded_once() -> Result<()> {
     let row = [&[256f32][..], &[1.0; 7]].concat();
     let x = rounding().parameter(&Tensor::new(row, &Device::Cpu)?.unsqueeze(0)?)?;
     let ones = x.ones_like()?;
-    // 263 lies between 262 and 264.
+    // 263 is halfway between 262 and 264, and the tie goes to the even mantissa of 264.
     assert_eq!(numbers(&linear(&x, &ones, None)?), [264.0]);
     assert_eq!(numbers(&loss::logits(&x, &ones)?), [263.0], "logits are not rounded");
     let bias = Var::from_tensor(&Tensor::zeros(1, DType::BF16, &Device::Cpu)?)?;
@@ -171,7 +172,7 @@ fn the_gated_layer_across_tiles_and_again() {
         let inputs = [random(&[rows, 12], 1), random(&[20, 12], 2), random(&[20, 12], 3), random(&[12, 20], 4)];
         let once = |x: &[Tensor]| gated_mlp(&x[0], &x[1], &x[2], &x[3], activation);
         compare("gated layer", &inputs, once);
-        // What was kept, in whichever type, is what was computed.
+        // Stored outputs of either storage type give the results of the first computation.
         for storage in [Storage::F32, Storage::Bf16] {
             let again = |x: &[Tensor]| {
                 let weights = [&x[1], &x[2], &x[3]];
@@ -211,7 +212,7 @@ fn the_loss_across_chunks() -> Result<()> {
             Ok((loss::head_loss(&hidden, head, &targets(skips), 0.25, true, &WHOLE)?, log_probs))
         };
         let ((wanted, of_wanted), (got, of_got)) = (on(Precision::F32)?, on(Precision::Bf16)?);
-        // The same numbers are multiplied, exactly, and summed in f32.
+        // The same numbers are multiplied exactly, and summed in f32.
         assert!((wanted.nll_sum - got.nll_sum).abs() < 1e-5 * wanted.nll_sum);
         assert!(of_got.iter().zip(&of_wanted).all(|(a, b)| (a - b).abs() < 1e-5));
         assert_eq!(got.d_hidden.dtype(), DType::BF16);
@@ -227,7 +228,7 @@ fn text(error: candle_core::Error) -> Error {
     Error::Layout(error.to_string())
 }
 
-/// Output and gradients on some ranks, and the bytes that rank 0 sent forward.
+/// The output and the gradients on each of several ranks, and the bytes that rank 0 sent in the forward pass.
 fn attended(precision: Precision, (ring, ulysses): (usize, usize), again: bool) -> (Vec<Vec<f32>>, u64) {
     const LEN: usize = 45;
     let heads = [4, 2, 2, 4];
@@ -281,7 +282,8 @@ fn attention_on_every_mesh() {
         assert_eq!(attended(Precision::Bf16, grid, true).0, got, "{grid:?}: what was kept is what was computed");
         let wide = attended(Precision::F32, grid, false).1;
         if grid == (3, 1) {
-            // Two blocks of 15 rows, with two heads of 16 of keys and of values; and a few bytes about them.
+            // Rank 0 sends two blocks of 15 rows, with two heads of width 16 of keys and of values; the few bytes that
+            // describe them cancel.
             assert_eq!(wide - sent, 2 * 2 * 15 * (2 + 2) * 16, "keys and values travel in bf16");
         }
     }
@@ -319,7 +321,7 @@ fn decoding_reads_keys_and_values_in_bf16() {
     }
 }
 
-/// Sums over ranks are added up in f32 and rounded once; what moves is not rounded.
+/// Sums over ranks are added in f32 and rounded once; values that are only moved are not rounded.
 #[test]
 fn collectives_move_words_and_sum_in_f32() {
     run(8, Options::default(), |comm| {
@@ -340,7 +342,7 @@ fn collectives_move_words_and_sum_in_f32() {
             for y in [&all, &sum, &dealt, &exchanged] {
                 assert_eq!(y.dtype(), DType::BF16);
             }
-            // The gradient of a sum over ranks is the sum of theirs.
+            // The gradient of a sum over ranks is the sum of the ranks' gradients.
             let gradients = cotangent::backward(&sum, &x.as_detached_tensor())?;
             assert!(gradients.get(&x).map(numbers).expect("a gradient").iter().all(|d| *d == 264.0));
             let gradients = cotangent::backward(&exchanged, &exchanged.detach())?;
@@ -352,10 +354,10 @@ fn collectives_move_words_and_sum_in_f32() {
     .expect("runs");
 }
 
-/// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
+/// The experts of five tokens, two for each, out of four experts: expert 1 has four tokens, expert 2 none.
 const CHOSEN: [u32; 10] = [0, 1, 1, 3, 3, 1, 0, 3, 1, 0];
 
-/// Adapters of inner width 3 beside gate and down, which drop two fifths of their inputs.
+/// An expert whose gate and down have adapters of rank 3, which drop two fifths of their inputs.
 fn expert(x: &[Tensor], index: usize) -> Result<Expert> {
     let [gate, up, down] = [0, 1, 2].map(|which| x[7 * index + which].clone());
     let adapter = |which: usize, at: usize| {
@@ -381,7 +383,7 @@ fn mixtures_of_experts_with_adapters() {
         ];
         inputs.extend(shapes.iter().enumerate().map(|(at, shape)| random(shape, 10 + 7 * index + at as u64)));
     }
-    // Routers compute in f32.
+    // Routing weights are f32.
     inputs.push(random(&[5, 2], 2));
     let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
     let mix = |x: &[Tensor], memory: &mut Memory| {
@@ -417,7 +419,7 @@ fn mixtures_of_stacked_experts() {
         [&[experts, width, 2 * wide], &[experts, 2 * wide], &[experts, wide, width], &[experts, width]];
     let mut inputs = vec![random(&[5, width], 1)];
     inputs.extend(shapes.iter().enumerate().map(|(at, shape)| random(shape, 70 + at as u64)));
-    // Small weights, so that few numbers come near the bounds, where a rounding may turn a slope to zero.
+    // The weights are small, so that few numbers come near the clamping bounds, where rounding may turn a slope to zero.
     inputs[1] = (&inputs[1] * 0.125).expect("a product");
     inputs.push(random(&[5, 2], 2));
     compare_with("stack", &inputs, 1, |x| {
@@ -435,7 +437,7 @@ fn mixtures_of_stacked_experts() {
     });
 }
 
-/// A quantized matrix is multiplied in f32 and looked up in the type in which the model computes.
+/// A quantized matrix is multiplied in f32; its rows are looked up in the type in which the model computes.
 #[test]
 fn quantized_matrices_beside_tensors_in_bf16() -> Result<()> {
     let values = numbers(&random(&[6, 32], 3));
@@ -470,7 +472,7 @@ fn a_parameter_is_rounded_once_to_the_nearest() -> Result<()> {
     Ok(())
 }
 
-/// The bound is one of bf16: what it lets pass, f32 has not.
+/// Results in bf16 and f32 differ by less than the bound, but by much more than rounding errors of f32.
 #[test]
 fn the_bound_tells_bf16_from_f32() {
     let inputs = [random(&[9, 70], 1), random(&[33, 70], 2)];

@@ -19,7 +19,8 @@ fn flat(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().and_then(|t| t.to_vec1()).expect("f32")
 }
 
-/// The loss is sum over ranks r of sum(c_r * gathered), so the gradient of each row is the sum of all c at its place.
+/// The loss is the sum over ranks r of sum(c_r * gathered), so the gradient of each row is the sum of its coefficients in all
+/// c_r.
 #[test]
 fn all_gather_sums_the_gradients_of_all_ranks() {
     run(3, Options::default(), |comm| {
@@ -63,7 +64,7 @@ fn all_reduce_and_all_to_all_go_back_the_way_they_came() {
             let (of_0, of_1) = (values(6, 0), values(2, 1));
             let wanted = if rank == 0 { [&of_0[..2], &of_1].concat() } else { of_0[2..].to_vec() };
             assert_eq!(flat(&got), wanted);
-            // The gradient of sum(y^2) / 2 is y itself, sent back to where it came from: x.
+            // The gradient of sum(y^2) / 2 is y itself, which is sent back to where it came from, so it equals x.
             let gradients = (got.sqr()? * 0.5)?.sum_all()?.backward()?;
             assert_eq!(gradients.get(&x).map(flat), Some(flat(x.as_tensor())));
             assert!(collective::all_to_all(&comm, x.as_tensor(), &[9, 9], &receive).is_err());
@@ -81,7 +82,7 @@ fn attention_of_parts_of_a_tensor_is_that_of_their_copies() -> candle_core::Resu
     let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 9), 1).expect("one rank"));
     let context = Context::new(group, layout, Strategy::Ring)?;
     let results = |copies: bool| -> candle_core::Result<[Vec<f32>; 2]> {
-        // Heads of queries, keys and values beside each other, of tokens behind two that are left out.
+        // Query, key and value heads are in one tensor, whose first two tokens are left out.
         let x = Var::from_tensor(&Tensor::from_vec(values(11 * 8 * 8, 5), (11, 8, 8), &Device::Cpu)?)?;
         let part = |from, heads| {
             let part = x.narrow(0, 2, 9)?.narrow(1, from, heads)?;

@@ -51,13 +51,13 @@ fn geglu_equals_its_definition() {
     compare(&[gate, random(&[6, 10], 2)], |x| geglu(&x[0], &x[1]), plain);
 }
 
-/// Expert `index` of parameters that stand one after the other: gate, up, down of each.
+/// The parameters of expert `index` among those of all experts, which are gate, up and down of each in turn.
 fn of(parameters: &[Tensor], index: usize) -> Result<GatedExpert> {
     let [gate, up, down] = [0, 1, 2].map(|which| parameters[3 * index + which].clone());
     Ok(GatedExpert::plain(gate, up, down))
 }
 
-/// Five tokens, four experts, two a token: expert 1 has four tokens, expert 2 none.
+/// The experts of five tokens, two for each, out of four experts: expert 1 has four tokens, expert 2 none.
 const CHOSEN: [u32; 10] = [0, 1, 1, 3, 3, 1, 0, 3, 1, 0];
 
 fn inputs() -> Vec<Tensor> {
@@ -95,7 +95,7 @@ fn a_mixture_of_experts_equals_its_definition() {
     compare(&inputs(), fused, plain);
 }
 
-/// The same with adapters of inner width 3 beside all but expert 3's up, which drop two fifths of their inputs.
+/// Like [`of`], with adapters of rank 3 for all matrices except the up of expert 3, which drop two fifths of their inputs.
 fn adapted(x: &[Tensor], index: usize) -> Result<GatedExpert> {
     let mut expert = of(&x[2..], index)?;
     let adapter = |which: usize| {
@@ -118,7 +118,7 @@ fn adapted_inputs() -> Vec<Tensor> {
 
 #[test]
 fn a_mixture_of_experts_with_adapters_equals_its_definition() {
-    // Numbers of the tokens among those of a step.
+    // The numbers of the tokens among all tokens of a step.
     let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
     let through = |x: &Tensor, token: usize, weight: &Tensor, adapter: &Option<Adapter>| -> Result<Tensor> {
         let y = x.matmul(&weight.t()?)?;
@@ -150,7 +150,7 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
         Local.mix(0, &x[0], &routing, &|index| Ok(adapted(x, index)?.into()))
     };
     compare(&adapted_inputs(), fused, plain);
-    // Computed twice, as a layer is whose products are kept.
+    // The mixture is computed twice, as in a recomputed layer whose products are stored.
     let kept = |x: &[Tensor]| {
         let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
         let mut memory = Memory::default();
@@ -160,7 +160,7 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
     compare(&adapted_inputs(), kept, plain);
 }
 
-/// Only what is trained has gradients: those of a model beside its adapters would be as large as it.
+/// Only trained parameters have gradients: those of a frozen model with adapters would take as much memory as the model.
 #[test]
 fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
     let gradients = |trained: fn(usize) -> bool| -> Result<Vec<Option<Vec<f32>>>> {
@@ -189,7 +189,7 @@ fn what_is_dropped_of_other_tokens_is_refused() {
     assert!(message.contains("4 tokens") && message.contains("fit 5"), "{message}");
 }
 
-/// The layer before may hand over a view, and a router's weights come from a chain of operations.
+/// The input may be a view that the previous layer returned, and the routing weights the result of a chain of operations.
 #[test]
 fn a_mixture_takes_strided_inputs() {
     let fused = |x: &[Tensor]| {
@@ -206,7 +206,7 @@ fn a_mixture_takes_strided_inputs() {
     compare(&inputs(), fused, plain);
 }
 
-/// Experts in one tensor, whose gate and up alternate and are clamped: gradients are those of the whole tensors.
+/// Experts stacked in one tensor, whose gate and up alternate and are clamped; gradients are those of the whole tensors.
 #[test]
 fn a_mixture_of_stacked_experts_equals_its_definition() {
     let (experts, width, wide) = (4, 6, 5);
@@ -243,7 +243,7 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
         mixed_keeping(&x[0], &routing, &expert, memory)
     };
     compare(&all, |x| mix(x, &mut Memory::default()), plain);
-    // Computed twice, as a layer is whose products are kept.
+    // The mixture is computed twice, as in a recomputed layer whose products are stored.
     let twice = |x: &[Tensor]| {
         let mut memory = Memory::default();
         let once = mix(x, &mut memory)?.detach();
@@ -267,7 +267,7 @@ fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
     Ok(())
 }
 
-/// Gradients of x, of the weights and of all parameters, whose experts remember.
+/// Gradients of x, of the routing weights and of all parameters, with a `memory` of the experts' products.
 fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
     let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
     let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
@@ -330,7 +330,7 @@ fn choices_that_do_not_fit_the_tokens_are_refused() {
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }
 
-/// The pressure acts as a term `sum over tokens of p . pressure` of the loss would.
+/// The pressure acts like a term `sum over tokens of p . pressure` in the loss.
 #[test]
 fn pressure_is_the_gradient_of_a_term_of_the_loss() {
     let pressure = [0.5f32, -1.0, 2.0];

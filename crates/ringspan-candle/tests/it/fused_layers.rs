@@ -64,7 +64,7 @@ fn rms_norm_equals_its_definition() {
     }
 }
 
-/// Rows of a wider tensor: read through strides.
+/// The rows of a wider tensor are read by their strides.
 #[test]
 fn rms_norm_reads_strided_rows() {
     let fused = |x: &[Tensor]| rms_norm(&x[0].narrow(1, 2, 6)?, &x[1], 1e-5);
@@ -98,7 +98,7 @@ fn rope_equals_its_definition() {
     compare(&[random(&[4, 2, 6], 1)], |x| rope(&x[0], &rotation), plain);
 }
 
-/// 1100 tokens are more than two chunks; some have no target.
+/// 1100 tokens are more than two chunks; some of them have no target.
 #[test]
 fn the_loss_and_its_gradients_equal_their_definition_across_chunks() -> Result<()> {
     [None, Some(0.3), Some(1.5), Some(30.0)].into_iter().try_for_each(equal_across_chunks)
@@ -133,7 +133,7 @@ fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
     let frozen = loss::head_loss(&hidden, head.clone(), &targets, scale, false, &WHOLE)?;
     assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
     assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
-    // Nothing looks at the hidden state of a token without a target.
+    // The hidden state of a token without a target is not read.
     let mut rows = hidden.to_vec2::<f32>()?;
     rows.iter_mut().zip(&targets).filter(|(_, target)| **target == IGNORE).for_each(|(row, _)| row.fill(f32::NAN));
     let unseen = loss::head_loss(&Tensor::new(rows, &Device::Cpu)?, head.clone(), &targets, scale, true, &WHOLE)?;
@@ -159,7 +159,7 @@ fn no_tokens_cost_nothing_and_bad_targets_are_named() -> Result<()> {
     Ok(())
 }
 
-/// Odd sizes, one row, rows of a wider tensor, columns of a transposed one.
+/// Tests odd sizes, one row, rows of a wider tensor, and columns of a transposed one.
 #[test]
 fn linear_equals_its_definition_however_its_input_lies() {
     let plain = |x: &[Tensor]| x[0].matmul(&x[1].t()?);
@@ -186,7 +186,7 @@ fn plain_activation(x: &Tensor, activation: Activation) -> Result<Tensor> {
     }
 }
 
-/// 1, few, and more tokens than two tiles, also as rows of a transposed tensor; on one thread and on three.
+/// Tests one token, a few, and more than two tiles, also as rows of a transposed tensor, on one thread and on three.
 #[test]
 fn the_gated_layer_equals_its_definition_across_tiles() {
     let tokens = 2 * gated_mlp::TILE + 77;
@@ -244,7 +244,7 @@ fn layers_of_no_tokens_have_no_tokens_and_gradients_of_zero() -> Result<()> {
     Ok(())
 }
 
-/// Threads share the rows out; what they compute is the same.
+/// Rows are distributed over threads, which compute the same values for each row.
 #[test]
 fn layers_compute_alike_on_any_number_of_threads() -> Result<()> {
     let tokens = 3000;
@@ -268,7 +268,7 @@ fn layers_compute_alike_on_any_number_of_threads() -> Result<()> {
     for threads in [2, 5] {
         for (index, (got, wanted)) in run(threads)?.iter().zip(&one).enumerate() {
             let error = relative_l2(got, &wanted.to_dtype(DType::F64)?)?;
-            // The weight's gradient is a sum over all tokens, in another order.
+            // The weight's gradient is a sum over all tokens, whose order differs.
             let most = if index == 2 { 5e-6 } else { 0.0 };
             assert!(error <= most, "result {index} on {threads} threads differs by {error:e}");
         }

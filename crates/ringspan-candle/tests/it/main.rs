@@ -1,4 +1,4 @@
-//! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
+//! All tests that need no process of their own, linked into one program. A new file of tests is a module here.
 
 mod bf16;
 mod collectives;

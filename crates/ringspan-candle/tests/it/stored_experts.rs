@@ -1,4 +1,4 @@
-//! Experts whose matrices stay as they are stored equal their definition in f64, of the numbers that these stand for.
+//! Experts with quantized matrices equal their definition in f64, computed from the decoded numbers.
 
 use crate::feed_forward::{compare, random};
 use candle_core::{DType, Result, Tensor};
@@ -9,16 +9,16 @@ use ringspan_candle::{Adapter, Expert, GatedExpert, Routing, Weight};
 use std::sync::Arc;
 
 const FORMATS: [Format; 4] = [Format::BF16, Format::F16, Format::Q8_0, Format::Mxfp4];
-/// Tokens, experts, the hidden size, and the width of an expert.
+/// Number of tokens, number of experts, hidden size, and width of an expert.
 const SIZES: [usize; 4] = [13, 4, 64, 32];
 const TOP: usize = 2;
 
-/// Expert 0 has more tokens than are multiplied block by block, expert 2 has none.
+/// The experts of the tokens, two for each: expert 0 has more tokens than are multiplied block by block, expert 2 has none.
 fn chosen() -> Vec<u32> {
     (0..SIZES[0] as u32).flat_map(|token| [0, if token % 3 == 0 { 1 } else { 3 }]).collect()
 }
 
-/// Numbers of a matrix in a format: any bytes, below the scales of blocks or the exponents of numbers.
+/// A pseudo-random matrix in a format, with small scales, exponents or values.
 fn matrix(format: Format, rows: usize, columns: usize, seed: usize) -> QuantizedMatrix {
     let count = format.bytes(rows, columns).expect("whole blocks");
     let drawn = |i: usize| ((i * 7919 + seed * 104_729) as f64 * 0.377).sin();
@@ -43,7 +43,7 @@ fn wide(tensor: Result<Tensor>) -> Result<Tensor> {
     tensor?.to_dtype(DType::F64)
 }
 
-/// What each token's experts make of it, weighted and added up.
+/// The weighted sum of the outputs of each token's experts.
 fn mixture(x: &[Tensor], output: impl Fn(&Tensor, usize) -> Result<Tensor>) -> Result<Tensor> {
     let mut rows = Vec::new();
     for (token, chosen) in chosen().chunks(TOP).enumerate() {
@@ -58,13 +58,13 @@ fn mixture(x: &[Tensor], output: impl Fn(&Tensor, usize) -> Result<Tensor>) -> R
     Tensor::cat(&rows, 0)
 }
 
-/// Tokens and the weights of their choices, before other inputs.
+/// The tokens and their routing weights, followed by other inputs.
 fn inputs(others: impl IntoIterator<Item = Tensor>) -> Vec<Tensor> {
     let [tokens, _, hidden, _] = SIZES;
     [random(&[tokens, hidden], 1), random(&[tokens, TOP], 2)].into_iter().chain(others).collect()
 }
 
-/// Once, and twice as a layer is whose products are kept.
+/// Compares the mixture computed once, and computed twice as in a recomputed layer whose products are stored.
 fn compare_both(
     inputs: &[Tensor],
     mix: impl Fn(&[Tensor], &mut Memory) -> Result<Tensor>,
@@ -84,7 +84,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
     let [_, experts, hidden, width] = SIZES;
     let rank = 3;
     for format in FORMATS {
-        // Gate and up of one expert are f32: files mix formats.
+        // Gate and up of one expert are f32, since a file may mix formats.
         let weights: Vec<[Weight; 3]> = (0..experts)
             .map(|expert| {
                 let [gate, up] = [0, 1].map(|which| matrix(format, width, hidden, 10 * expert + which));
@@ -103,7 +103,7 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
         let beside = |x: &[Tensor], expert: usize, which: usize| {
             let at = 2 + 2 * (3 * expert + which);
             let (a, b) = (x[at].clone(), x[at + 1].clone());
-            // Beside one matrix of each expert stands none.
+            // One matrix of each expert has no adapter.
             (which != expert % 3).then_some(Adapter { a, b, scale: 0.2, dropout: 0.0, layer: 0, first: 0 })
         };
         let plain = |x: &[Tensor]| {

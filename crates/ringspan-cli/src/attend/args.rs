@@ -13,8 +13,8 @@ use std::str::FromStr;
 ///
 /// IN holds q [B,Sq,H,D], k [B,Sk,G,D], v [B,Sk,G,Dv] (f32, bf16 or f16) and d_out [B,Sq,H,Dv] for --backward.
 ///
-/// Optional, who belongs together: cu_seqlens i32 [n+1] (packed documents, B = 1; tokens after the last entry are
-/// padding), document_ids i32 [B,S] (0 is padding), or kv_lengths i32 [B] (hides keys behind it).
+/// Optional, the documents: cu_seqlens i32 [n+1] (packed documents, B = 1; tokens after the last entry are padding),
+/// document_ids i32 [B,S] (0 is padding), or kv_lengths i32 [B] (hides the keys after that length).
 ///
 /// Optional, the mask: prefix_lengths i32 (one, or one a document; for --mask causal), block_pairs i32 [n,2] (visible
 /// pairs of blocks, with --block-size).
@@ -22,8 +22,8 @@ use std::str::FromStr;
 /// Optional, the score: sinks [H], alibi_slopes [H], relative_bias [buckets,H] (T5), bias [B or 1,H or 1,Sq,Sk]. A score
 /// is scale * q.k, then softcap, then ALiBi or T5 and bias, then the mask.
 ///
-/// OUT gets out (q's type), lse f32 [B,H,Sq] (natural log, sinks included) and, with --backward, dq, dk, dv in the types
-/// of q, k, v, and f32 d_sinks, d_relative_bias, d_bias in the shapes of what they belong to.
+/// OUT receives out (q's type), lse f32 [B,H,Sq] (natural log, sinks included) and, with --backward, dq, dk, dv in the types of
+/// q, k, v, and f32 d_sinks, d_relative_bias, d_bias in the shapes of their tensors.
 #[derive(Debug, clap::Args)]
 pub(crate) struct AttendArgs {
     /// The safetensors file with the inputs
@@ -32,12 +32,12 @@ pub(crate) struct AttendArgs {
     /// The safetensors file for the results
     #[arg(long, value_name = "OUT", required_unless_present = "support")]
     pub(crate) out: Option<PathBuf>,
-    /// Print what works with what, and stop
+    /// Print a table of what can be combined with what, and stop
     #[arg(long, exclusive = true)]
     pub(crate) support: bool,
     #[command(flatten)]
     pub(crate) mesh: MeshArgs,
-    /// What ranks compute with: cpu; cuda: the GPUs of this machine, in turn; cuda:N: one of them
+    /// Device of the ranks: cpu; cuda: the GPUs of this machine, in turn; cuda:N: one of them
     #[arg(long, default_value = "cpu", value_name = "NAME")]
     pub(crate) device: DeviceName,
     /// Instructions that the kernels use: auto (the best this processor has), avx512, avx2 or portable
@@ -49,28 +49,28 @@ pub(crate) struct AttendArgs {
     /// Compute the heads of a Ulysses rank in N parts: one travels while another is computed
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) head_chunks: Option<u32>,
-    /// How queries meet keys: ring, bidirectional-ring, all-gather, halo, pass-q, or auto: the cheapest by counted bytes
-    /// and operations, for links and ranks as fast as --link-bandwidth, --link-latency and --rank-speed say
+    /// Strategy of attention: ring, bidirectional-ring, all-gather, halo, pass-q, or auto: the cheapest by counted bytes and
+    /// operations, for the speeds given by --link-bandwidth, --link-latency and --rank-speed
     #[arg(long, default_value = "ring", value_name = "NAME")]
     pub(crate) strategy: StrategyChoice,
-    /// Of a link between ranks, for --strategy auto [default: 10]
+    /// Bandwidth of a link between ranks, for --strategy auto [default: 10]
     #[arg(long, value_name = "GB/s", value_parser = positive)]
     pub(crate) link_bandwidth: Option<f64>,
-    /// Of a link between ranks, for --strategy auto [default: 5]
+    /// Latency of a link between ranks, for --strategy auto [default: 5]
     #[arg(long, value_name = "MICROSECONDS", value_parser = positive)]
     pub(crate) link_latency: Option<f64>,
-    /// Of a rank in attention, for --strategy auto [default: 100 for each thread]
+    /// Speed of a rank in attention, for --strategy auto [default: 100 for each thread]
     #[arg(long, value_name = "GFLOP/s", value_parser = positive)]
     pub(crate) rank_speed: Option<f64>,
     /// Type in which q, k and v travel: f32, bf16 or f16 [default: that of the tensors]; tensors with a larger number than
     /// it has (65504 in f16) are refused, on any mesh. Results and gradients always travel in f32
     #[arg(long, value_name = "TYPE")]
     pub(crate) dtype: Option<WireName>,
-    /// Who holds which tokens: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK [default:
-    /// zigzag for causal masks, contiguous otherwise]
+    /// Layout of the tokens over the ranks: contiguous, zigzag, striped:K, per-document-zigzag, balanced, balanced:BLOCK
+    /// [default: zigzag for causal masks, contiguous otherwise]
     #[arg(long, value_name = "NAME")]
     pub(crate) layout: Option<LayoutKind>,
-    /// full or causal (aligned to the first key), full-bottom-right or causal-bottom-right (aligned to the last: i counts
+    /// Mask: full or causal (aligned to the first key), full-bottom-right or causal-bottom-right (aligned to the last: i counts
     /// from Sk - Sq)
     #[arg(long, default_value = "full", value_name = "NAME")]
     pub(crate) mask: MaskName,
@@ -84,16 +84,16 @@ pub(crate) struct AttendArgs {
     /// Let every query see the first N tokens of its document, also those ahead of it (prefix-LM)
     #[arg(long, value_name = "N")]
     pub(crate) prefix: Option<usize>,
-    /// Positions of a block of queries and of a block of keys that the tensor block_pairs counts in
+    /// Positions in a block of queries and in a block of keys, for the tensor block_pairs
     #[arg(long, value_name = "QUERIES,KEYS", value_parser = block_size)]
     pub(crate) block_size: Option<BlockSize>,
     /// Bound scores: F * tanh(score / F)
     #[arg(long, value_name = "F")]
     pub(crate) softcap: Option<f32>,
-    /// A softmax with a further score of 0 that has no value, so that a query may attend to nothing
+    /// Add a score of 0 without a value to each softmax, so that a query may attend to nothing
     #[arg(long)]
     pub(crate) off_by_one: bool,
-    /// Distance from which T5's relative buckets are one [default: 128]
+    /// Distance from which all keys are in T5's last relative bucket [default: 128]
     #[arg(long, value_name = "N")]
     pub(crate) relative_max_distance: Option<usize>,
     /// Give keys ahead of the query relative buckets of their own
@@ -102,7 +102,7 @@ pub(crate) struct AttendArgs {
     /// Drop weights with this probability; the same ones on any mesh
     #[arg(long, value_name = "RATE")]
     pub(crate) dropout: Option<f32>,
-    /// Which weights are dropped [default: 0]
+    /// Seed that determines which weights are dropped [default: 0]
     #[arg(long, value_name = "N")]
     pub(crate) seed: Option<u64>,
     /// Factor on q.k [default: 1/sqrt(D)]
@@ -114,27 +114,27 @@ pub(crate) struct AttendArgs {
     /// Compute N times and report the median of the times
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) repeat: u32,
-    /// Write what was run, times, and tokens, FLOPs, bytes sent and peak memory of each rank as JSON
+    /// Write the settings, times, and tokens, FLOPs, bytes sent and peak memory of each rank as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
 }
 
 impl AttendArgs {
-    /// The mask that --mask and --window ask for together.
+    /// The mask given by --mask and --window together.
     ///
     /// # Errors
-    /// A window that sees ahead, and a causal mask.
+    /// A causal mask with a window that has keys after the query.
     pub(crate) fn visibility(&self) -> Result<Mask> {
         self.mask.within(self.window)
     }
 
-    /// The layout asked for, or the one that suits the mask.
+    /// The requested layout, or else the one that suits the mask.
     pub(crate) fn layout(&self) -> LayoutKind {
         self.layout.unwrap_or(self.mask.layout())
     }
 }
 
-/// A strategy, or the wish to have one chosen.
+/// A given strategy, or the request to choose the cheapest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StrategyChoice {
     Auto,
@@ -152,7 +152,7 @@ impl FromStr for StrategyChoice {
     }
 }
 
-/// An instruction set, or the wish for the best one.
+/// A given instruction set, or the request to choose the best.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IsaChoice {
     Auto,
@@ -160,7 +160,7 @@ pub(crate) enum IsaChoice {
 }
 
 impl IsaChoice {
-    /// The instruction set that was asked for, if any.
+    /// The requested instruction set, if there is one.
     pub(crate) fn fixed(self) -> Option<Isa> {
         match self {
             Self::Auto => None,
@@ -180,7 +180,7 @@ impl FromStr for IsaChoice {
     }
 }
 
-/// A type on the wire.
+/// The type in which q, k and v travel between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum WireName {
     F32,
@@ -188,7 +188,7 @@ pub(crate) enum WireName {
     F16,
 }
 
-/// Positions of a block.
+/// Numbers of positions in a block of queries and in a block of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockSize {
     pub(crate) queries: usize,
@@ -210,7 +210,7 @@ fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
-/// The masks that have a name.
+/// The masks that can be chosen by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum MaskName {
     /// Every query sees every key
@@ -224,10 +224,10 @@ pub(crate) enum MaskName {
 }
 
 impl MaskName {
-    /// The mask within a window.
+    /// This mask, limited to a window.
     ///
     /// # Errors
-    /// A window that sees ahead, and a causal mask.
+    /// A causal mask with a window that has keys after the query.
     pub(crate) fn within(self, window: Option<Window>) -> Result<Mask> {
         let Window { left, right } = window.unwrap_or_default();
         let ahead = right.unwrap_or(0);
@@ -247,7 +247,7 @@ impl MaskName {
         Ok(mask.window(left, right))
     }
 
-    /// The layout that suits it.
+    /// The layout that balances the work under this mask.
     pub(crate) fn layout(self) -> LayoutKind {
         match self {
             Self::Full | Self::FullBottomRight => LayoutKind::Contiguous,
@@ -256,7 +256,7 @@ impl MaskName {
     }
 }
 
-/// How far a query sees; `None` is no limit.
+/// Numbers of keys before and after a query that it sees; `None` is no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Window {
     pub(crate) left: Option<usize>,

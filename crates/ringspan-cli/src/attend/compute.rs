@@ -1,4 +1,4 @@
-//! The ranks of `attend`: each takes its tokens, computes, and hands its part back.
+//! Runs the ranks of `attend`: each takes its tokens, computes, and returns its part of the results.
 
 use super::input::Input;
 use super::parameters::Terms;
@@ -15,7 +15,7 @@ use ringspan::{Group, Schedule};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What to compute, besides the tensors.
+/// Everything that the ranks need to compute.
 pub(super) struct Work<'a> {
     pub(super) input: &'a Input<'a>,
     pub(super) schedule: &'a Schedule,
@@ -23,35 +23,35 @@ pub(super) struct Work<'a> {
     pub(super) wire: Wire,
     pub(super) devices: &'a Devices,
     pub(super) repeat: usize,
-    /// How blocks go between ranks, where there is more than one way.
+    /// How blocks travel between ranks, where there is a choice (NCCL or not).
     pub(super) blocks: Option<String>,
 }
 
-/// What one rank has computed, and what that took.
+/// The results of one rank, with their times and counts.
 pub(super) struct Part {
     pub(super) forward: Forward,
     pub(super) gradients: Option<Gradients>,
-    /// One time a repetition: from when all ranks began to when all had finished.
+    /// Seconds of each repetition, from the barrier before it to the barrier after it.
     pub(super) seconds_forward: Vec<f64>,
     pub(super) seconds_backward: Vec<f64>,
     pub(super) report: RankReport,
 }
 
-/// One rank in the report.
+/// One rank's line of the report.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub(crate) struct RankReport {
-    /// Query tokens it holds.
+    /// Number of query tokens on the rank.
     pub(super) tokens: usize,
-    /// Visible pairs it computes x query heads x 2 x (D + Dv).
+    /// Visible pairs that the rank computes x query heads x 2 x (D + Dv).
     pub(super) flops_forward: u64,
     pub(super) bytes_sent_forward: u64,
     pub(super) bytes_sent_backward: u64,
-    /// Most bytes of tensors, blocks and buffers held at once.
+    /// Peak of the bytes of tensors, blocks and buffers.
     pub(super) peak_bytes: u64,
 }
 
 impl Work<'_> {
-    /// Runs all ranks; none in a process without rank 0.
+    /// Runs all ranks; returns `None` in a process without rank 0.
     pub(super) fn run(&self, place: &Ranks) -> Result<Option<Vec<Part>>> {
         let ranks = self.schedule.query().ranks();
         let options = threads::Options { deadline: DEADLINE, ..Default::default() };
@@ -75,7 +75,7 @@ impl Work<'_> {
         let bias = self.terms.bias.as_ref().map(|bias| (self.bias_rows(bias, &queries), bias.shape[1]));
         let bias =
             bias.as_ref().map(|(rows, heads)| view(Data::F32(rows), queries.len(), *heads, sizes.keys)).transpose()?;
-        // A GPU gets them once, whatever is repeated.
+        // The tensors are copied to a GPU once, however often the computation is repeated.
         let kernel = group.kernel();
         let (q, k, v) = (kernel.hold(q)?, kernel.hold(k)?, kernel.hold(v)?);
         let (d_out, bias) = (hold(kernel, d_out)?, hold(kernel, bias)?);
@@ -115,7 +115,7 @@ impl Work<'_> {
         Ok(Part { forward, gradients, seconds_forward, seconds_backward, report })
     }
 
-    /// The bias of some queries, `[T, H or 1, Sk]`.
+    /// Rows of the bias for some queries, `[T, H or 1, Sk]`.
     fn bias_rows(&self, bias: &Given<'_, 4>, queries: &[usize]) -> Vec<f32> {
         let [batch, heads, len, keys] = bias.shape;
         let row = |&query: &usize| {
@@ -126,7 +126,7 @@ impl Work<'_> {
     }
 }
 
-/// The parts of all ranks, in the process of rank 0.
+/// Gathers the results of all ranks in the process of rank 0; returns `None` in other processes.
 fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
     if place.local().is_none() {
         return Ok(Some(own));
@@ -148,7 +148,7 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
             Buffer::U8(text) => serde_json::from_slice(text)?,
             other => bail!("rank {rank} sent {} elements that are no report", other.len()),
         };
-        // One clock stands for all: the lead's.
+        // All ranks leave the same barriers, so the times of rank 0 stand for all.
         let (seconds_forward, seconds_backward) = (first.seconds_forward.clone(), first.seconds_backward.clone());
         let forward = Forward { out: Vec::new(), statistics: Statistics::default(), peak_bytes: 0 };
         let gradients = first.gradients.as_ref().map(|_| Gradients::default());
@@ -163,10 +163,10 @@ fn gather(place: &Ranks, mut own: Vec<Part>) -> Result<Option<Vec<Part>>> {
     Ok(Some(parts))
 }
 
-/// Where a tensor of a part is, if there is one.
+/// Accesses a tensor of a rank's results, if it is there.
 type Place = fn(&mut Part) -> Option<&mut Vec<f32>>;
 
-/// Every tensor of a part.
+/// All tensors of a rank's results.
 const TENSORS: [Place; 9] = [
     |part| Some(&mut part.forward.out),
     |part| Some(&mut part.forward.statistics.max),
@@ -179,13 +179,13 @@ const TENSORS: [Place; 9] = [
     |part| part.gradients.as_mut().map(|of| &mut of.d_bias),
 ];
 
-/// The moment when all ranks are here.
+/// Waits for all ranks, and returns the moment when all have arrived.
 fn together(comm: &dyn Communicator) -> Result<Instant> {
     comm.barrier()?;
     Ok(Instant::now())
 }
 
-/// A tensor that may be missing, where a rank's kernel computes.
+/// Copies a tensor, if there is one, to the device where the rank's kernel computes.
 fn hold<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<Held<'a>>> {
     Ok(view.map(|view| kernel.hold(view)).transpose()?)
 }

@@ -1,4 +1,4 @@
-//! Whether the ranks of `attend` fit into memory, found out before any of them starts.
+//! Checks that the ranks of `attend` fit into memory, before any of them starts.
 
 use super::input::Sizes;
 use super::plan::Plan;
@@ -7,7 +7,7 @@ use ringspan::comm::{ranks::Ranks, threads};
 use ringspan::mesh::Grid;
 use ringspan::schedule::Pass;
 
-/// Bytes that the ranks of a process take together.
+/// Bytes that all ranks of a process take together.
 struct Needs {
     threads: u64,
     lists: u64,
@@ -47,8 +47,8 @@ impl Needs {
     }
 }
 
-/// Bytes of the plans of all ranks in the pass with the longer ones; ranks in the middle and at the ends of a ring stand for
-/// the others.
+/// Bytes of the plans of all ranks, in the pass whose plans are longer; ranks in the middle and at the ends of a ring are
+/// measured, and stand for the others.
 fn lists(plan: &Plan, backward: bool) -> u64 {
     let schedule = &plan.schedule;
     let ring = schedule.grid().ring;
@@ -58,7 +58,7 @@ fn lists(plan: &Plan, backward: bool) -> u64 {
     most.saturating_mul(schedule.query().ranks() as u64)
 }
 
-/// Bytes of tensors in f32: inputs, results, and two blocks of others with their gradients.
+/// Bytes of tensors in f32: inputs, results, and two blocks of keys and values of other ranks with their gradients.
 fn tensors(plan: &Plan, sizes: &Sizes, backward: bool) -> u64 {
     let Sizes { heads, kv_heads, dim, v_dim, .. } = *sizes;
     let (query, key) = (plan.schedule.query(), plan.schedule.key());

@@ -1,4 +1,4 @@
-//! What `attend` is given: tensors, checked against each other before anything is computed.
+//! The tensors that `attend` reads, checked against each other before anything is computed.
 
 use crate::files::{Given, Tensors};
 use anyhow::{Context, Result, bail, ensure};
@@ -22,10 +22,11 @@ const KNOWN: [&str; 13] = [
     "bias",
 ];
 
-/// Where a tensor has no bytes, its other dims cost the file nothing, but rows and heads of nothing cost memory and time.
+/// Upper limit on the product of the other dims of a tensor with a dim of 0. Such a tensor has no bytes in the file, but rows
+/// and heads without elements still cost memory and time.
 const MOST_OF_NOTHING: usize = 1 << 16;
 
-/// Sizes: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
+/// Sizes of the tensors: B batch, Sq queries, Sk keys, H query heads, G key-value heads, D and Dv head widths.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
 pub(super) struct Sizes {
     #[serde(rename = "B")]
@@ -44,14 +45,14 @@ pub(super) struct Sizes {
     pub(super) v_dim: usize,
 }
 
-/// The inputs, still in the bytes of their file.
+/// The input tensors, still in the bytes of their file.
 pub(super) struct Input<'a> {
     pub(super) sizes: Sizes,
     pub(super) q: Given<'a, 4>,
     pub(super) k: Given<'a, 4>,
     pub(super) v: Given<'a, 4>,
     pub(super) d_out: Option<Given<'a, 4>>,
-    /// Documents of the queries and, one for one, of the keys.
+    /// Documents of the queries; each corresponds to one of the `key_documents`, in the same order.
     pub(super) query_documents: Documents,
     pub(super) key_documents: Documents,
 }
@@ -118,7 +119,8 @@ impl<'a> Input<'a> {
 }
 
 impl Sizes {
-    /// Whether there can be room for the tensors: where one dim is 0, a file of no bytes may name any other.
+    /// Refuses sizes for which there cannot be enough memory: where one dim is 0, a file without bytes may claim any other
+    /// dims.
     fn check(&self) -> Result<()> {
         let Self { batch, queries, keys, heads, kv_heads, dim, v_dim } = *self;
         for dims in [[batch, queries, heads, dim.max(v_dim)], [batch, keys, kv_heads, dim.max(v_dim)]] {
@@ -135,7 +137,7 @@ impl Sizes {
     }
 }
 
-/// Tensors of the file that are of no use to `attend`.
+/// Names of the tensors in the file that `attend` does not use.
 pub(super) fn unknown(file: &Tensors<'_>) -> Vec<String> {
     file.names().into_iter().filter(|name| !KNOWN.contains(&name.as_str())).collect()
 }

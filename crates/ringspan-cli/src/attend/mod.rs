@@ -1,4 +1,4 @@
-//! `ringspan attend`: attention on tensors of a file, so that anyone can check us from any language.
+//! `ringspan attend`: attention on tensors of a file, so that anyone can check the results from any language.
 
 pub(crate) mod args;
 mod compute;
@@ -25,7 +25,7 @@ pub(crate) fn run(args: &AttendArgs, ranks: &Ranks) -> Result<()> {
         say::line(ringspan::support::table().trim_end())?;
         return Ok(());
     }
-    // The parser asks for both unless --support is given.
+    // The argument parser requires both unless --support is given.
     let (input, out) = args.input.as_ref().zip(args.out.as_ref()).context("IN and --out are needed")?;
     let (_, threads) = args.mesh.start(ranks)?;
     files::check_output("--out", out)?;

@@ -1,4 +1,4 @@
-//! From flags and tensors to the mask and the score.
+//! Makes the mask and the terms of the scores from flags and tensors.
 
 use super::args::AttendArgs;
 use super::input::{FLOATS, Sizes};
@@ -9,7 +9,7 @@ use ringspan::mask::BlockPairs;
 use ringspan::{Mask, Score};
 use safetensors::Dtype;
 
-/// The mask that flags and tensors ask for together; `documents` is their number.
+/// The mask that flags and tensors define together; `documents` is the number of documents.
 pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> Result<Mask> {
     let path = file.path().display();
     let mut mask = args.visibility()?;
@@ -49,16 +49,16 @@ pub(super) fn mask(args: &AttendArgs, file: &Tensors<'_>, documents: usize) -> R
     }
 }
 
-/// What turns products into weights.
+/// The terms that turn products of queries and keys into attention weights.
 pub(super) struct Terms<'a> {
     pub(super) score: Score,
     /// `[B or 1, H or 1, Sq, Sk]`
     pub(super) bias: Option<Given<'a, 4>>,
-    /// Whether sinks were given, so that they have a gradient; those of an off-by-one softmax are no input.
+    /// Whether sinks are an input, and therefore have a gradient; the sinks of an off-by-one softmax are not.
     pub(super) gives_sinks: bool,
 }
 
-/// The terms that flags and tensors ask for together.
+/// The terms that flags and tensors define together.
 pub(super) fn terms<'a>(args: &AttendArgs, file: &Tensors<'a>, sizes: &Sizes) -> Result<Terms<'a>> {
     Ok(Terms { score: score(args, file, sizes)?, bias: bias(file, sizes)?, gives_sinks: file.has("sinks") })
 }

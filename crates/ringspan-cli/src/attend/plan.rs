@@ -1,4 +1,4 @@
-//! How `attend` computes what it is asked: grid, layout, strategy, wire.
+//! Decides how `attend` computes: grid, layout, strategy, type on the wire.
 
 use super::args::{AttendArgs, StrategyChoice, WireName};
 use super::input::{self, Input};
@@ -11,12 +11,12 @@ use ringspan::{Layout, LayoutKind, Mask, Schedule, Strategy};
 use safetensors::Dtype;
 use std::path::Path;
 
-/// What was decided.
+/// The decisions on how to compute.
 pub(super) struct Plan {
     pub(super) schedule: Schedule,
     pub(super) layout: LayoutKind,
     pub(super) wire: Wire,
-    /// Why the strategy was chosen, if it was.
+    /// The estimates that led to the strategy, if it was to be chosen.
     pub(super) choice: Option<Choice>,
 }
 
@@ -83,8 +83,8 @@ impl Plan {
     }
 }
 
-/// Whether the type that was asked for has room for all that may travel in it. All ranks look at all tokens, and also where none
-/// travels, so one answer holds for every mesh.
+/// Refuses a wire type whose range does not hold all values of q, k and v. All ranks check all tokens, also where none travels,
+/// so the answer is the same on every mesh.
 fn check_range(path: &Path, args: &AttendArgs, Input { q, k, v, .. }: &Input<'_>) -> Result<()> {
     let (name, limit) = match args.dtype {
         Some(WireName::Bf16) => ("bf16", half::bf16::MAX.to_f32()),
@@ -102,7 +102,7 @@ fn check_range(path: &Path, args: &AttendArgs, Input { q, k, v, .. }: &Input<'_>
     Ok(())
 }
 
-/// The type asked for, or the one in which everything can travel without loss.
+/// The requested type on the wire, or else the one in which everything travels without loss.
 fn wire(args: &AttendArgs, Input { q, k, v, .. }: &Input<'_>) -> Wire {
     match (args.dtype, q.dtype, k.dtype, v.dtype) {
         (Some(WireName::F32), ..) => Wire::F32,

@@ -1,4 +1,4 @@
-//! What `attend` did, for people and for programs.
+//! The report of `attend`, as text for people and as JSON for programs.
 
 use super::compute::{Part, RankReport, Work};
 use super::input::Sizes;
@@ -6,22 +6,22 @@ use super::plan::Plan;
 use crate::files::type_name;
 use serde::Serialize;
 
-/// Times, counts, and what they were counted for.
+/// Times and counts of a run, with its settings.
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
-    /// Median over the repetitions, from when all ranks began to when all had finished.
+    /// Median over the repetitions of the time from the barrier before the forward pass to the barrier after it.
     seconds_forward: f64,
-    /// As `seconds_forward`; none without `--backward`.
+    /// Like `seconds_forward`, for the backward pass; `None` without `--backward`.
     seconds_backward: Option<f64>,
     ranks: Vec<RankReport>,
     run: Run,
-    /// What the strategies were estimated to cost; empty unless one was to be chosen.
+    /// Estimated costs of all strategies; empty unless the strategy was to be chosen.
     estimates: Vec<Estimate>,
     #[serde(skip)]
     choice: Option<String>,
 }
 
-/// What a strategy was estimated to cost.
+/// The estimated cost of a strategy.
 #[derive(Debug, Serialize)]
 struct Estimate {
     strategy: String,
@@ -30,7 +30,7 @@ struct Estimate {
     bytes_sent: u64,
 }
 
-/// What was run.
+/// The settings of the run.
 #[derive(Debug, Serialize)]
 struct Run {
     version: &'static str,
@@ -50,16 +50,16 @@ struct Run {
     scale: f32,
     /// `cpu` or `cuda`.
     device: &'static str,
-    /// Which GPUs.
+    /// Numbers and names of the GPUs.
     gpus: Vec<String>,
-    /// Of a rank, on CPUs.
+    /// Number of CPU threads of each rank; `None` on GPUs.
     threads: Option<usize>,
-    /// Instructions that the kernels used, on CPUs.
+    /// Instruction set that the kernels used; `None` on GPUs.
     isa: Option<String>,
-    /// Threads or GPUs, for people.
+    /// A description of the threads or GPUs, for people.
     #[serde(skip)]
     devices: String,
-    /// How blocks went between GPUs, where ranks are processes.
+    /// How blocks travelled between GPUs, where ranks are processes.
     #[serde(skip_serializing_if = "Option::is_none")]
     blocks: Option<String>,
     repeat: usize,
@@ -74,7 +74,7 @@ impl Report {
             compute_seconds: e.compute_seconds,
             bytes_sent: e.bytes_sent,
         };
-        // All ranks leave the same barriers; the first one's clock stands for all.
+        // All ranks leave the same barriers, so the times of the first rank stand for all.
         let seconds = |times: fn(&Part) -> &Vec<f64>| parts.first().map_or(0.0, |part| median(times(part)));
         Self {
             seconds_forward: seconds(|part| &part.seconds_forward),

@@ -1,4 +1,4 @@
-//! The parts of all ranks put together.
+//! Puts the results of all ranks together.
 
 use super::compute::{Part, Work};
 use super::input::Sizes;
@@ -8,7 +8,7 @@ use ringspan::Layout;
 use ringspan::kernel::Relative;
 use safetensors::Dtype;
 
-/// The tensors for the file. Tokens that no rank holds are padding: out 0, lse -inf, gradients 0.
+/// The output tensors. Tokens that no rank holds are padding: out 0, lse -inf, gradients 0.
 pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
     let input = work.input;
     let Sizes { batch, queries, keys, heads, kv_heads, dim, v_dim } = input.sizes;
@@ -72,7 +72,7 @@ pub(super) fn join(work: &Work<'_>, parts: &[Part]) -> Result<Vec<Out>> {
     Ok(tensors)
 }
 
-/// From a rank's `[H, T]` to its places in `[B, H, Sq]`.
+/// Copies a rank's LSE `[H, T]` to its tokens in `[B, H, Sq]`.
 fn scatter_lse(local: &[f32], layout: &Layout, rank: usize, queries: usize, heads: usize, lse: &mut [f32]) {
     let rows = layout.rows(rank);
     for (head, values) in local.chunks_exact(rows.len().max(1)).enumerate() {

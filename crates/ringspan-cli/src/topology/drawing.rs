@@ -1,19 +1,19 @@
-//! Meshes as tables of ranks, and groups as short lists.
+//! Draws meshes as tables of ranks, and groups as short lists.
 
 use anyhow::Result;
 use ringspan::mesh::{Mesh, Topology};
 use std::fmt::Write;
 
-/// Rows of a table that are shown; the rest is counted.
+/// Upper limit on a table's rows; further rows are only counted.
 const SHOWN: usize = 16;
 
-/// Characters of the groups of a name that are shown; the rest is counted.
+/// Upper limit on the characters that an axis's groups take; further groups are only counted.
 const WIDTH: usize = 80;
 
-/// A wider table wraps in every terminal.
+/// Upper limit on a table's columns, since a wider one wraps in every terminal.
 const COLUMNS: usize = 64;
 
-/// Each way to read the ranks as a table, then the groups.
+/// Draws a table of the ranks for each way to read them as a mesh, then the groups of every axis.
 pub(super) fn draw(topology: &Topology) -> Result<String> {
     let mut out = String::new();
     for mesh in topology.meshes() {
@@ -44,7 +44,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
     Ok(out)
 }
 
-/// The two innermost axes across, the others down; axes of size 1 are left out.
+/// Draws one table: the two innermost axes across, the others down; axes of size 1 are left out.
 fn table(out: &mut String, mesh: &Mesh) -> Result<()> {
     let axes: Vec<(&str, usize)> = mesh.axes().filter(|(_, size)| *size > 1).collect();
     let (down, across) = axes.split_at(axes.len().saturating_sub(2));
@@ -85,7 +85,7 @@ fn table(out: &mut String, mesh: &Mesh) -> Result<()> {
     Ok(())
 }
 
-/// Ranks as `3`, `0-7`, `0,4`, or `0,4..28` where more than four follow in equal steps.
+/// Ranks written as `3`, `0-7`, `0,4`, or `0,4..28` if at least four follow each other in equal steps.
 fn list(ranks: &[usize]) -> String {
     let equal = |step: usize| ranks.windows(2).all(|pair| pair[1] == pair[0] + step);
     match ranks {

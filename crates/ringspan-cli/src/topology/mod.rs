@@ -9,7 +9,7 @@ use ringspan::mesh::{Experts, Grid, Serving, Topology, Training};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Groups and coordinates of more ranks than this are no list that anybody reads.
+/// Upper limit on ranks, since nobody reads a longer list of groups and coordinates.
 const MOST_RANKS: usize = 1 << 16;
 
 /// Show which ranks work together: the groups of every axis, and the coordinates of every rank.
@@ -128,12 +128,12 @@ fn refuse(flags: &[(&str, Option<usize>)], why: &str) -> Result<()> {
     }
 }
 
-/// What programs read.
+/// The output of `--json`.
 #[derive(Serialize)]
 struct Listing {
     world: usize,
     groups: BTreeMap<&'static str, Vec<Vec<usize>>>,
-    /// By rank: the place on every axis.
+    /// For each rank, its coordinate on every axis.
     ranks: Vec<BTreeMap<&'static str, usize>>,
 }
 

@@ -1,9 +1,9 @@
-//! Memory, counted by thread, of a machine that has no large block to give.
+//! An allocator that counts memory by thread, and refuses large blocks as a machine with little memory would.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Larger blocks are not given: a size that only a broken file names must be asked for in a way that can fail.
+/// Larger blocks are refused, so a size that only a broken file claims must be requested in a way that can fail.
 pub(crate) const LARGEST: usize = 64 << 20;
 
 thread_local! {
@@ -13,7 +13,7 @@ thread_local! {
 
 pub(crate) struct Counting;
 
-// SAFETY: all memory is the system's; counting touches none of it, and its thread-locals need no memory.
+// // SAFETY: all memory comes from the system's allocator; counting touches none of it, and its thread-locals need no memory.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() > LARGEST {
@@ -32,14 +32,14 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 fn count(bytes: isize) {
-    // A thread that ends may still free.
+    // A thread that ends may still free memory when its thread-locals are gone.
     let _ = NOW.try_with(|now| {
         now.set(now.get() + bytes);
         PEAK.with(|peak| peak.set(peak.get().max(now.get())));
     });
 }
 
-/// The most bytes that `work` held at once on this thread, beyond what was there before.
+/// Peak of the bytes that `work` allocated on this thread, beyond what was allocated before.
 pub(crate) fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.get();
     PEAK.set(before);

@@ -1,15 +1,15 @@
-//! Files for `attend`: good ones, strange ones, and what can happen to their bytes.
+//! Generates files for `attend`: good ones, strange ones, and ways to damage their bytes.
 
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
-/// A tensor as the header has it. Sizes are those of the shape, as far as a number can hold them.
+/// A tensor as the header describes it. Its bytes have the size that the shape implies, unless that is too large.
 #[derive(Debug, Clone)]
 pub(crate) struct Tensor {
     name: &'static str,
     dtype: &'static str,
     shape: Vec<u64>,
-    /// Added to the places in the header.
+    /// Amounts by which the tensor's offsets in the header are wrong.
     shift: (i64, i64),
     values: Values,
 }
@@ -23,7 +23,7 @@ enum Values {
     Noise(u64),
 }
 
-/// A file, and what happens to it.
+/// A file, and the damage that is done to it.
 #[derive(Debug, Clone)]
 pub(crate) struct File {
     tensors: Vec<Tensor>,
@@ -39,17 +39,17 @@ pub(crate) enum Damage {
         at: f64,
         bit: u8,
     },
-    /// Keeps this share.
+    /// Keeps only this share of the file.
     Cut(f64),
     Append(usize),
-    /// Another header length.
+    /// Writes another header length.
     Length(u64),
     /// Replaces the n-th number in the header.
     Number {
         which: Index,
         by: u64,
     },
-    /// Takes a range out of the header, which stays as long as it says or not.
+    /// Removes a range from the header, and corrects the header's length or leaves it.
     Remove {
         at: f64,
         len: usize,
@@ -74,7 +74,7 @@ impl Tensor {
     }
 
     fn data(&self) -> Vec<u8> {
-        // Of a size that is only claimed there are a few bytes.
+        // A tensor whose size is only claimed has a few bytes.
         let len = self.size().filter(|size| *size <= 1 << 16).unwrap_or(8) as usize;
         let mut state = 1u64;
         let mut byte = |i: usize| match self.values {
@@ -117,7 +117,7 @@ impl File {
         bytes
     }
 
-    /// The shape of a tensor whose size no number holds, if it is the only thing that is wrong in the header.
+    /// The shape of a tensor whose size overflows, if nothing else in the header is wrong.
     pub(crate) fn overflow(&self) -> Option<&[u64]> {
         let sound = self.tensors.iter().all(|tensor| tensor.shift == (0, 0));
         let mut strange = self.tensors.iter().filter(|tensor| tensor.size().is_none_or(|size| size > 1 << 16));
@@ -150,7 +150,7 @@ impl Damage {
                     return;
                 };
                 let digit = |c: char| c.is_ascii_digit();
-                // Numbers behind a bracket or a comma: dims and places, not the digits of a type.
+                // Numbers after a bracket or a comma are dims and offsets, unlike the digits of a type.
                 let starts: Vec<usize> = text
                     .match_indices(digit)
                     .map(|(at, _)| at)
@@ -182,7 +182,7 @@ fn values() -> impl Strategy<Value = Values> {
     prop_oneof![Just(Values::Zeros), Just(Values::Ones), Just(Values::Counting), any::<u64>().prop_map(Values::Noise)]
 }
 
-/// Numbers at which sizes and sums of sizes turn over.
+/// Numbers at which sizes and sums of sizes overflow.
 fn huge() -> impl Strategy<Value = u64> {
     prop_oneof![
         select(vec![1 << 16, 1 << 20, 1 << 28, 1 << 31, 1 << 32, 1 << 40, 1 << 60, 1 << 61, 1 << 62, 1 << 63]),
@@ -195,7 +195,7 @@ fn dim() -> impl Strategy<Value = u64> {
     prop_oneof![12 => 1..5u64, 3 => Just(0), 2 => huge()]
 }
 
-/// The first are floats.
+/// Names of tensors, those of float tensors first.
 const NAMES: [&str; 14] = [
     "q",
     "k",
@@ -214,7 +214,7 @@ const NAMES: [&str; 14] = [
 ];
 const TYPES: [&str; 12] = ["F32", "BF16", "F16", "F64", "I64", "I32", "U32", "U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"];
 
-/// Any tensor.
+/// A tensor of any type, shape and offsets.
 fn tensor(name: &'static str) -> impl Strategy<Value = Tensor> {
     let floats = NAMES[..8].contains(&name);
     let dims = if NAMES[..5].contains(&name) { 4..5 } else { 1..3usize };
@@ -230,11 +230,11 @@ fn tensor(name: &'static str) -> impl Strategy<Value = Tensor> {
     })
 }
 
-/// Any file: each tensor is strange in its own way.
+/// Any file: all tensors are arbitrary, or one is, or the sizes fit each other but are extreme.
 pub(crate) fn file() -> impl Strategy<Value = File> {
     let strange = proptest::sample::subsequence(NAMES.to_vec(), 0..=NAMES.len())
         .prop_flat_map(|names| names.into_iter().map(tensor).collect::<Vec<_>>());
-    // One tensor of a good file is strange.
+    // In an otherwise good file, one tensor is arbitrary.
     let almost = (good(), any::<Index>()).prop_flat_map(|(file, which)| {
         let at = which.index(file.tensors.len());
         tensor(file.tensors[at].name).prop_map(move |tensor| {
@@ -243,7 +243,7 @@ pub(crate) fn file() -> impl Strategy<Value = File> {
             tensors
         })
     });
-    // Sizes that fit each other, and may be nothing or too much.
+    // Sizes that fit each other, but may be 0 or too large.
     let sizes = (dim(), dim(), dim(), dim(), dim(), dim(), dim(), any::<bool>());
     let fits = sizes.prop_map(|(b, sq, sk, heads, g, d, dv, same)| {
         let (sk, heads) = (if same { sq } else { sk }, heads.saturating_mul(g));
@@ -265,12 +265,12 @@ fn shapes(b: u64, sq: u64, sk: u64, h: u64, g: u64, d: u64, dv: u64) -> [(&'stat
     [("q", q), ("k", k), ("v", v), ("d_out", d_out)]
 }
 
-/// A file that `attend` reads.
+/// A file that `attend` accepts.
 pub(crate) fn good() -> impl Strategy<Value = File> {
     let sizes = (0..3u64, 0..6u64, 0..6u64, 1..4u64, 1..3u64, 1..5u64, 1..4u64);
     let dtype = select(TYPES[..3].to_vec());
     (sizes, dtype, values(), 0..10usize).prop_map(|((b, sq, sk, groups, g, d, dv), dtype, values, extra)| {
-        // Documents describe one row of queries and keys alike, in one row of the batch if they are packed.
+        // Documents describe queries and keys alike, and packed documents are in a batch of one row.
         let (b, sk) = match extra {
             1 => (1, sq),
             2 => (b, sq),
@@ -294,7 +294,7 @@ pub(crate) fn good() -> impl Strategy<Value = File> {
     })
 }
 
-/// What happens to files.
+/// Ways to damage a file.
 pub(crate) fn damage() -> impl Strategy<Value = Damage> {
     let share = || 0.0..1.0f64;
     prop_oneof![

@@ -39,7 +39,7 @@ use read::read;
 #[global_allocator]
 static ALLOCATOR: allocator::Counting = allocator::Counting;
 
-/// Bytes that a reader may take of itself, and times the size of the file.
+/// Upper limit on the bytes that reading a file may take: a constant, plus a multiple of the file's size.
 const FLOOR: usize = allocator::LARGEST + (16 << 20);
 const TIMES: usize = 256;
 
@@ -91,7 +91,7 @@ proptest! {
     }
 }
 
-/// A file of this header and so many bytes of zeros.
+/// A file with this header, followed by `data` zero bytes.
 fn raw(header: &str, data: usize) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
 }
@@ -110,7 +110,7 @@ fn a_shape_that_no_number_can_count_is_named() {
 
 #[test]
 fn places_that_add_up_to_more_than_a_number_are_refused() {
-    // Each size can be counted, and so can the sum; with the lengths before it, it is 2^64 and a little.
+    // Each size fits into 64 bits, and so does their sum; together with the size of the header it passes 2^64.
     let most = (1u64 << 61) - 1;
     let places: Vec<(u64, u64)> = (0..8).map(|n| (n * most, (n + 1) * most)).chain([(8 * most, u64::MAX)]).collect();
     let tensor = |(n, (start, end)): (usize, &(u64, u64))| {

@@ -1,4 +1,4 @@
-//! What `attend` does with a file before it computes.
+//! The steps of `attend` from a file's bytes to a plan, without computing.
 
 use crate::args::AttendArgs;
 use crate::files::{TensorBytes, Tensors};
@@ -14,14 +14,14 @@ struct Cli {
     args: AttendArgs,
 }
 
-/// Flags that the tensors of the file ask for.
+/// Flags that fit the tensors in the file.
 fn flags(tensors: &Tensors<'_>) -> AttendArgs {
     let blocks: &[&str] = if tensors.has("block_pairs") { &["--block-size", "3,2"] } else { &[] };
     let flags = ["attend", "in.safetensors", "--out", "out", "--mask", "causal"].iter().chain(blocks);
     Cli::try_parse_from(flags).expect("flags that exist").args
 }
 
-/// Reads a file as `attend` does; what it gives is checked, and returned as text.
+/// Reads a file as `attend` does, and checks the resulting input; errors are returned as text.
 pub(crate) fn read(bytes: &[u8], backward: bool) -> Result<(), String> {
     let file = TensorBytes::new(Path::new("in.safetensors"), bytes.to_vec());
     let tensors = file.parse().map_err(|error| format!("{error:#}"))?;
@@ -46,14 +46,14 @@ pub(crate) fn read(bytes: &[u8], backward: bool) -> Result<(), String> {
     let text = |error: anyhow::Error| format!("in.safetensors: {error:#}");
     let mask = parameters::mask(&args, &tensors, input.query_documents.len()).map_err(text)?;
     parameters::terms(&args, &tensors, &s).map_err(text)?;
-    // What the tensors say of masks must not break the plan either.
+    // Masks made from the file's tensors must not break the plan either.
     if let Ok((query, key)) = Layout::pair(LayoutKind::Zigzag, &input.query_documents, &input.key_documents, &mask, 2) {
         let _ = Schedule::new(Strategy::Ring, &query, &key, &mask, (2, 1));
     }
     Ok(())
 }
 
-/// All that follows relies on documents that lie inside the batch.
+/// Checks that documents lie inside the batch, on which the rest of the program relies.
 fn check(documents: &Documents, size: usize) {
     assert!(documents.size() == size && documents.tokens() <= size, "{documents:?}");
     for ranks in 1..4 {

@@ -1,4 +1,5 @@
-//! `attend --device`: what it refuses, and on a GPU (or one made of a CPU, `tools/check_cuda.sh`) the numbers of the CPU.
+//! `attend --device`: what it refuses, and on a GPU (or one emulated on a CPU, `tools/check_cuda.sh`) the same numbers as on
+//! the CPU.
 
 use crate::support::{Bench, Sizes};
 use std::process::Output;
@@ -7,7 +8,7 @@ fn bench() -> Bench {
     Bench::new(&Sizes { b: 2, sq: 33, sk: 33, h: 6, g: 3, d: 8, dv: 4 }.tensors())
 }
 
-/// Without `--threads`, which GPUs do not have.
+/// Runs `attend` without `--threads`, which a GPU refuses.
 fn attend(bench: &Bench, flags: &str) -> Output {
     let files = ["in.safetensors", "--out", "out.safetensors"];
     bench.command("attend").args(files).args(flags.split_whitespace()).output().expect("runs")
@@ -44,7 +45,7 @@ mod with_gpus {
         let bench = bench();
         refuses(&bench, "--device cuda --threads 2", &["--threads are those of the CPU"]);
         if Gpu::count() == Ok(0) {
-            // No driver, or one that sees no GPU.
+            // There is no driver, or a driver that finds no GPU.
             refuses(&bench, "--device cuda", &["GPU 0: open:", "driver"]);
             return;
         }
@@ -74,14 +75,14 @@ mod with_gpus {
     }
 }
 
-/// Each process is a rank: needs MPI, too.
+/// Tests with a process for each rank, which also need MPI.
 #[cfg(all(feature = "mpi", feature = "nccl"))]
 mod between_processes {
     use super::*;
     use ringspan::kernel::{Gpu, nccl};
     use std::process::Command;
 
-    /// What rank 0 says of its way, and how far its numbers are from the CPU's.
+    /// Rank 0's note on how blocks travel, and the distance of its results from the CPU's.
     fn attend(ranks: usize, mesh: &str) -> (String, f32) {
         let bench = bench();
         let wanted = bench.results("--mask causal --backward");

@@ -1,5 +1,5 @@
-//! `--device` of the commands that compute models: what they refuse, and on a GPU (or one made of a CPU,
-//! `tools/check_cuda.sh`) the numbers of the CPU.
+//! `--device` of the commands that compute models: what it refuses, and on a GPU (or one emulated on a CPU,
+//! `tools/check_cuda.sh`) the same numbers as on the CPU.
 
 use crate::support::model::{bench, refusal, run};
 #[cfg(feature = "candle-cuda")]
@@ -19,7 +19,7 @@ fn a_device_that_is_not_one_is_refused_with_those_that_are() {
     }
 }
 
-/// A type without effect, or that is none, is refused before anything is opened.
+/// A type that is unknown or would have no effect is refused before any device is opened.
 #[test]
 fn a_type_in_which_models_do_not_compute_is_refused_with_those_in_which_they_do() {
     let bench = bench(&serde_json::json!({}));
@@ -35,7 +35,7 @@ fn a_type_in_which_models_do_not_compute_is_refused_with_those_in_which_they_do(
     let flags = "--model model --data text.txt --dry-run --device cuda --dtype bf16 --activations f32";
     let said = refusal(&bench, "train", flags);
     assert!(said.contains("--activations has no effect with --dtype bf16"), "{said}");
-    // What is done anyway may be said.
+    // A flag may name the default.
     assert!(run(&bench, "generate", "--model model --prompt x --max-tokens 1 --dtype f32").status.success());
 }
 
@@ -46,7 +46,7 @@ fn the_plan_of_a_training_on_gpus_says_what_is_on_the_cpu_and_what_on_a_gpu() {
         let all = format!("--model model --data text.txt --sequence-length 32 --dry-run {flags}");
         String::from_utf8(run(&bench, "train", &all).stdout).expect("text")
     };
-    // There need not be one: it says so.
+    // A plan does not need the GPU to exist; it says what it does not know about it.
     let (cpu, gpu) = (plan(""), plan("--device cuda:99"));
     for part in
         ["on cuda:99 in f32", "a rank of the CPU's", "a rank of a GPU's", "how much a GPU has is not known here: "]
@@ -81,7 +81,7 @@ mod with_gpus {
     use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
     use std::ops::ControlFlow;
 
-    /// Relative difference (L2).
+    /// The relative difference (L2).
     fn off(got: &[f32], wanted: &[f32]) -> f64 {
         apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
     }
@@ -92,7 +92,7 @@ mod with_gpus {
         assert!(said.contains("GPU 99: open: there are"), "{said}");
     }
 
-    /// A dense model, and one whose second layer is made of experts.
+    /// Configurations of a dense model, and of one whose second layer is a mixture of experts.
     fn models() -> [serde_json::Value; 2] {
         [
             serde_json::json!({}),
@@ -132,7 +132,7 @@ mod with_gpus {
         }
     }
 
-    /// Scores in bf16 are those of f32 on the CPU up to its rounding, and not closer than it allows.
+    /// Scores in bf16 equal those of the CPU in f32 up to the rounding of bf16, and are not closer than bf16 allows.
     #[test]
     fn scores_in_bf16_are_those_of_the_cpu_up_to_rounding() {
         if no_gpu() {
@@ -159,12 +159,12 @@ mod with_gpus {
         }
     }
 
-    /// Of two layers, the roundings of each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
-    /// direction.
+    /// Relative error after two layers: about a dozen roundings of each number, by up to 2^-9 each, most of them by less, and
+    /// in any direction.
     const ROUNDED: f64 = 8e-3;
 
-    /// Every token that is drawn is, to the f32 model of the CPU, as likely as the likeliest, up to rounding; and the cache is
-    /// half as large.
+    /// Every token drawn in bf16 is, in f32 on the CPU, as likely as the most likely one, up to rounding; and the cache takes
+    /// half the bytes.
     #[test]
     fn a_text_in_bf16_is_one_that_f32_may_draw_and_its_cache_takes_half() {
         if no_gpu() {
@@ -173,7 +173,7 @@ mod with_gpus {
         for more in models() {
             let bench = bench(&more);
             let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
-            // Wider than they are made, so that layers have a say in what follows.
+            // Weights are larger than new ones, so that the layers have an influence on the tokens.
             let weights: ringspan_candle::Weights =
                 weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
             let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
@@ -202,21 +202,21 @@ mod with_gpus {
                     let most = row.iter().copied().fold(f32::MIN, f32::max);
                     let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
                     let behind = (most - row[*token as usize]) / size;
-                    // Each of the two may be off by the bound of all, and the greatest are off by more than most.
+                    // Both logits may be off by the bound for all logits, and the greatest ones are off by more than most.
                     assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
                 }
             }
         }
     }
 
-    /// Of heads of any width the same is copied: tokens and lists, and nothing of the cache.
+    /// The bytes copied to the GPU do not depend on the width of heads: they are tokens and lists, and nothing of the cache.
     #[test]
     fn a_new_token_copies_nothing_of_the_cache() {
         if no_gpu() {
             return;
         }
         let options = Options { sampling: Sampling::greedy(), max_tokens: 6, stop_tokens: Vec::new() };
-        // A prompt that ends a block, so that with two ranks the new tokens are the second one's.
+        // The prompt fills a block, so that with two ranks the second one owns the new tokens.
         let prompt: Vec<u32> = (0..BLOCK as u32).map(|i| i * 7 % 257).collect();
         for (ring, precision) in [(1, Precision::F32), (2, Precision::F32), (2, Precision::Bf16)] {
             let devices = Devices::open("cuda:0".parse().expect("a device"), None).expect("a GPU that works");
@@ -240,7 +240,7 @@ mod with_gpus {
         }
     }
 
-    /// Loss, logits, gradients and updated weights, against one rank on the CPU.
+    /// Compares loss, logits, gradients and updated weights with those of one rank on the CPU.
     #[test]
     fn a_step_on_a_mesh_of_a_gpu_is_that_of_one_rank_of_the_cpu() {
         if no_gpu() {
@@ -290,7 +290,7 @@ mod with_gpus {
             ("--ring 1", "--ring 1", 1e-5),
             ("--ring 1", "--ring 2", 1e-5),
             ("--ring 1 --lora-rank 2 --lora-dropout 0.2", "--ring 2 --lora-rank 2 --lora-dropout 0.2", 1e-5),
-            // A loss is a mean over tokens, of whose roundings most cancel out.
+            // A loss is a mean over tokens, in which most roundings cancel out.
             ("--ring 1", "--ring 2 --dtype bf16", 1e-3),
             ("--ring 1 --lora-rank 2 --lora-dropout 0.2", "--lora-rank 2 --lora-dropout 0.2 --dtype bf16", 1e-3),
         ]
@@ -307,7 +307,7 @@ mod with_gpus {
     }
 }
 
-/// Each process is a rank: needs MPI, too.
+/// Tests with a process for each rank, which also need MPI.
 #[cfg(all(feature = "candle-cuda", feature = "mpi", feature = "nccl"))]
 mod between_processes {
     use super::*;
@@ -315,7 +315,7 @@ mod between_processes {
     use ringspan::kernel::{Gpu, nccl};
     use std::process::{Command, Output};
 
-    /// Two GPUs and NCCL.
+    /// Whether there are two GPUs and NCCL.
     fn is_there() -> bool {
         let there = Gpu::count() == Ok(2) && nccl::version().is_ok();
         if !there {
@@ -324,7 +324,7 @@ mod between_processes {
         there
     }
 
-    /// What the processes said on standard output, and on standard error.
+    /// The text that the processes wrote to standard output, and to standard error.
     #[track_caller]
     fn mpirun(bench: &Bench, ranks: usize, command: &str, flags: &str) -> (String, String) {
         let mut mpirun = Command::new("mpirun");
@@ -370,7 +370,7 @@ mod between_processes {
             stdout
         };
         let generate = "--model model --prompt hello --max-tokens 4 --temperature 0";
-        // mpirun may be a terminal, where a text ends with its line.
+        // mpirun may give processes a terminal, to which a line break is written after the text.
         assert_eq!(both("generate", generate).trim_end(), alone("generate", generate).trim_end());
 
         // A third rank has to share a GPU, which NCCL refuses.

@@ -1,5 +1,6 @@
-//! The memory of a GPU that a plan predicts is what a training takes there, by the driver's count of its pool; and what does not
-//! fit is refused. On a GPU, or one made of a CPU (`tools/check_cuda.sh`). One training at a time: the count is of the process.
+//! A plan predicts the memory that a training takes on a GPU, by the driver's count of its pool; and trainings that do not fit
+//! are refused. On a GPU, or one emulated on a CPU (`tools/check_cuda.sh`). One training runs at a time, since the count is the
+//! process's.
 #![cfg(feature = "candle-cuda")]
 
 use crate::support::model::no_gpu;
@@ -9,10 +10,10 @@ use safetensors::{Dtype, tensor::TensorView};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-/// A model: layers, hidden size, heads over key-value heads of 16, inner width, vocabulary, tied or not.
+/// A model: layers, hidden size, query heads and key-value heads of width 16, inner width, vocabulary, tied or not.
 type Model = (usize, usize, usize, usize, usize, usize, bool);
 
-/// Experts, how many of them a token goes to, their width.
+/// Number of experts, number of experts that a token is routed to, width of an expert.
 type Experts = (usize, usize, usize);
 
 fn model(root: &Path, of: Model, experts: Option<Experts>) -> PathBuf {
@@ -81,7 +82,7 @@ fn a_training_takes_of_a_gpu_what_its_plan_predicts() {
     let recompute = |what: &str| Settings { recompute: Some(what.into()), ..s() };
     let offloaded = |what: &str| Settings { offload_activations: Some(true), ..recompute(what) };
     let adapted = |settings: Settings| Settings { lora_rank: Some(8), ..settings };
-    // Two ranks, with a GPU each where there are two: on one, their fullest moments need not meet.
+    // Two ranks, on two GPUs if there are two: on one GPU, their peaks need not coincide.
     let shared = |ring, tp| Settings { ring: Some(ring), tp: Some(tp), ..Settings::default() };
     type Run = (&'static str, Model, Option<Experts>, (usize, usize), Settings);
     let mut runs: Vec<Run> = vec![
@@ -160,7 +161,8 @@ fn what_does_not_fit_on_a_gpu_is_refused_with_the_numbers() {
     std::fs::write(root.join("text.txt"), text).expect("a file");
     let tokenizer = ringspan_train::Tokenizer::byte_level(Path::new("byte-level")).expect("tokenizer");
     std::fs::write(model.join("tokenizer.json"), tokenizer.to_json().expect("JSON")).expect("a file");
-    // A driver made of a CPU has as much memory as this says: for one of the ranks, and not for both. A real one has enough.
+    // An emulated GPU has as much memory as this variable says: enough for one of the ranks, and not for both. A real GPU has
+    // enough.
     let run_with = |memory: u64, length: &str, flags: &str| {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ringspan"));
         command.current_dir(root).env("CUDA_ON_CPU_MEMORY", memory.to_string());

@@ -1,4 +1,4 @@
-//! What commands compute on GPUs, and what they say where there is none.
+//! What commands compute on GPUs, and their messages where there is none.
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -1,5 +1,5 @@
-//! `--offload-activations`: what it refuses, and on a GPU (or one made of a CPU, `tools/check_cuda.sh`) the bits of a run
-//! without it.
+//! `--offload-activations`: what it refuses, and on a GPU (or one emulated on a CPU, `tools/check_cuda.sh`) the same bits as a
+//! run without it.
 
 use crate::support::model::{bench, refusal, run};
 
@@ -22,7 +22,7 @@ mod with_gpus {
     use crate::support::Bench;
     use crate::support::model::{no_gpu, succeed};
 
-    /// Losses, and the weights after three steps: of steps that are as long as each other, and of such that are not.
+    /// Compares losses and the weights after three steps, for steps of equal length and of different lengths.
     #[test]
     fn a_training_has_the_bits_of_one_that_keeps_all_on_the_gpu() {
         if no_gpu() {

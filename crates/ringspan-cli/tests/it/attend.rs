@@ -1,4 +1,4 @@
-//! The binary's attention against the dense computation in f64.
+//! `ringspan attend` against dense attention in f64.
 
 use crate::support::{Bench, Dense, Sizes, Tensor, compare, dense};
 
@@ -18,7 +18,7 @@ fn check(s: &Sizes, tensors: &[(&str, Tensor)], flags: &[String], sees: impl Fn(
     expected
 }
 
-/// `flags` on several meshes.
+/// `flags` combined with the flags of several meshes.
 fn on_meshes(flags: &str) -> Vec<String> {
     let meshes =
         ["", "--ring 3", "--ulysses 4", "--ring 2 --ulysses 2 --strategy all-gather", "--ring 5 --layout striped:3"];
@@ -106,7 +106,7 @@ fn kv_lengths_hide_keys_but_no_query() {
     let mut tensors = s.tensors();
     tensors.push(("kv_lengths", Tensor::i32(&[3], &[17, 5, 0])));
     check(&s, &tensors, &on_meshes(""), move |b, _, j| j < lengths[b]);
-    // The frame is that of the tensors: hidden keys still count.
+    // The alignment counts all keys of the tensors, hidden ones included.
     let end = move |b: usize, i: usize, j: usize| j < lengths[b] && j + 11 <= i + 17;
     check(&s, &tensors, &on_meshes("--mask causal-bottom-right"), end);
 }

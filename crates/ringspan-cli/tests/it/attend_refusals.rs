@@ -1,10 +1,10 @@
-//! Bad input: a message that names file, tensor and numbers, exit code 1, and no damaged file.
+//! Bad input gives a message that names file, tensor and numbers, exit code 1, and no damaged file.
 
 use crate::support::{Bench, Sizes, Tensor, message, random};
 
 const SIZES: Sizes = Sizes { b: 2, sq: 6, sk: 6, h: 4, g: 2, d: 8, dv: 8 };
 
-/// The tensors, with some replaced or added (`Some`) or left out (`None`).
+/// The standard tensors, of which some are replaced or added (`Some`) or left out (`None`).
 fn with(s: &Sizes, changes: &[(&'static str, Option<Tensor>)]) -> Vec<(&'static str, Tensor)> {
     let mut tensors = s.tensors();
     for (name, change) in changes {
@@ -16,7 +16,7 @@ fn with(s: &Sizes, changes: &[(&'static str, Option<Tensor>)]) -> Vec<(&'static 
     tensors
 }
 
-/// Runs with a good result in place of the output; it must stay, alone, and the message must hold every word.
+/// Checks that a run is refused with all of these words, and leaves an earlier output as the only file.
 fn refused(tensors: &[(&'static str, Tensor)], flags: &str, words: &[&str]) {
     let bench = Bench::new(tensors);
     std::fs::write(bench.path("out.safetensors"), b"good").expect("file");
@@ -38,7 +38,7 @@ fn a_missing_file_is_named() {
 
 #[test]
 fn instructions_that_are_unknown_or_not_there_are_named_with_those_that_are() {
-    // The parser of flags refuses with status 2, a processor with 1.
+    // The argument parser refuses with exit code 2, a check of the processor with 1.
     let bench = Bench::new(&SIZES.tensors());
     let output = bench.attend("--isa sse9");
     assert_eq!(output.status.code(), Some(2));
@@ -199,7 +199,7 @@ fn a_prefix_that_opens_nothing_is_refused() {
 #[cfg(unix)]
 #[test]
 fn a_full_disk_is_an_error_and_leaves_the_old_result() {
-    // A limit on the size of files stands for the disk; the signal that comes with it is ignored.
+    // A limit on the size of files stands for a full disk; the signal that comes with it is ignored.
     let bench = Bench::new(&Sizes { sq: 400, sk: 400, ..SIZES }.tensors());
     std::fs::write(bench.path("out.safetensors"), b"good").expect("file");
     let script = format!(
@@ -214,12 +214,12 @@ fn a_full_disk_is_an_error_and_leaves_the_old_result() {
     assert_eq!(bench.files(), ["in.safetensors", "out.safetensors"]);
 }
 
-/// The same message on every mesh, whichever rank has the large number, and where nothing travels.
+/// The message is the same on every mesh, whichever rank has the large number, and even where nothing travels.
 #[test]
 fn numbers_beyond_the_wire_s_type_are_refused_on_every_mesh() {
     for (name, shape) in [("q", SIZES.q()), ("k", SIZES.k()), ("v", SIZES.v())] {
         let mut values = random(shape.iter().product(), 1);
-        // Of the last token, and another of the first; what is infinite already stays so.
+        // The last token has a number beyond the limit, and the first token another; infinite numbers are allowed.
         let last = values.len() - 1;
         (values[last], values[0], values[1]) = (-70000.0, 66000.0, f32::INFINITY);
         let tensors = with(&SIZES, &[(name, Some(Tensor::f32(&shape, &values)))]);

@@ -1,4 +1,4 @@
-//! What the report says.
+//! The numbers in the report of `attend`.
 
 use crate::support::{Bench, Sizes, Tensor};
 
@@ -20,7 +20,8 @@ fn counts_equal_the_formulas() {
     assert_eq!(column(&report, "tokens"), [10; 4]);
     // Visible pairs x heads x 2 x (D + Dv).
     assert_eq!(column(&report, "flops_forward"), [10 * 40 * 4 * 2 * 16; 4]);
-    // P - 1 blocks of 10 tokens of keys and values, in f32; backward as many of gradients on top.
+    // Forward, P - 1 blocks of 10 tokens of keys and values travel in f32; backward, as many, and as many blocks of their
+    // gradients.
     let block = 10 * s.g as u64 * 16 * 4;
     assert_eq!(column(&report, "bytes_sent_forward"), [3 * block; 4]);
     assert_eq!(column(&report, "bytes_sent_backward"), [6 * block; 4]);

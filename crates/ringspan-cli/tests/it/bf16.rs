@@ -1,4 +1,4 @@
-//! Commands that compute in bf16 on CPUs: what they make is what f32 makes, up to rounding.
+//! Commands that compute in bf16 on CPUs give the results of f32, up to rounding.
 
 use crate::support::model::{bench, refusal, succeed};
 use crate::support::{Tensor, apart, read, write};
@@ -7,16 +7,16 @@ use ringspan_models::{Decoder, folder};
 use ringspan_serve::{BLOCK, Mesh, Model, Options, Sampling, generate};
 use std::ops::ControlFlow;
 
-/// Two layers round each number on its way: about a dozen of up to 2^-9 each, most of them less, and in any
-/// direction.
+/// Relative error after two layers: about a dozen roundings of each number, by up to 2^-9 each, most of them by less, and in
+/// any direction.
 const ROUNDED: f64 = 8e-3;
 
-/// Relative difference (L2).
+/// The relative difference (L2).
 fn off(got: &[f32], wanted: &[f32]) -> f64 {
     apart(got, &wanted.iter().map(|x| f64::from(*x)).collect::<Vec<_>>())
 }
 
-/// A dense model, and one whose second layer is made of experts.
+/// Configurations of a dense model, and of one whose second layer is a mixture of experts.
 fn models() -> [serde_json::Value; 2] {
     [
         serde_json::json!({}),
@@ -27,7 +27,7 @@ fn models() -> [serde_json::Value; 2] {
     ]
 }
 
-/// Not closer than rounding allows, either.
+/// Scores are not closer than the rounding of bf16 allows, either.
 #[test]
 fn scores_are_those_of_f32_up_to_rounding() {
     for more in models() {
@@ -50,13 +50,13 @@ fn scores_are_those_of_f32_up_to_rounding() {
     }
 }
 
-/// Every token that is drawn is, to the model in f32, as likely as the likeliest, up to rounding; and the cache is half as large.
+/// Every token drawn is, in f32, as likely as the most likely one, up to rounding; and the cache takes half the bytes.
 #[test]
 fn a_text_is_one_that_f32_may_draw_and_its_cache_takes_half() {
     for more in models() {
         let bench = bench(&more);
         let (config, weights) = folder::load(&bench.path("model")).expect("what was saved");
-        // Wider than they are made, so that layers have a say in what follows.
+        // Weights are larger than new ones, so that the layers have an influence on the tokens.
         let weights: ringspan_candle::Weights =
             weights.into_iter().map(|(name, tensor)| (name, (tensor * 3.0).expect("numbers"))).collect();
         let model = || Model::new(Decoder::new(config.clone()).expect("known"), weights.clone()).expect("a model");
@@ -84,14 +84,14 @@ fn a_text_is_one_that_f32_may_draw_and_its_cache_takes_half() {
                 let most = row.iter().copied().fold(f32::MIN, f32::max);
                 let size = (row.iter().map(|x| x * x).sum::<f32>() / 257.0).sqrt();
                 let behind = (most - row[*token as usize]) / size;
-                // Each of the two may be off by the bound of all, and the greatest are off by more than most.
+                // Both logits may be off by the bound for all logits, and the greatest ones are off by more than most.
                 assert!(behind <= 6.0 * ROUNDED as f32, "{ring} ranks: token {token} is {behind} behind");
             }
         }
     }
 }
 
-/// Loss, logits, gradients and updated weights, against one rank in f32.
+/// Compares loss, logits, gradients and updated weights with those of one rank in f32.
 #[test]
 fn verify_passes_on_meshes() {
     let bench = bench(&serde_json::json!({}));
@@ -108,7 +108,7 @@ fn verify_passes_on_meshes() {
     }
 }
 
-/// A GGUF file's matrices stay as they are, and are multiplied with activations in bf16.
+/// The matrices of a GGUF file stay as they are stored, and are multiplied with activations in bf16.
 #[test]
 fn quantized_matrices_go_with_activations_in_bf16() {
     let bench = bench(&serde_json::json!({}));

@@ -29,7 +29,7 @@ fn without_a_file_the_schedule_is_printed() {
     let output = draw(&Bench::new(&[]), "--ring 4 --tokens 256 --heads 8 --kv-heads 2 --dim 64");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains("ring over ring 4 x ulysses 1, zigzag layout, causal mask"), "{text}");
-    // Three blocks of 64 tokens of 2 heads of 64 wide keys and values, in 2 bytes.
+    // Three blocks of 64 tokens travel, with 2 heads of keys and values of width 64, in 2 bytes per number.
     assert!(text.contains(&format!("up to {} bytes forward", 3 * 64 * 2 * 128 * 2)), "{text}");
 }
 

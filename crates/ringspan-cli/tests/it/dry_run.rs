@@ -1,4 +1,4 @@
-//! `train --dry-run`: the plan, and the tokens of the text for the training that follows; nothing else.
+//! `train --dry-run` writes the plan, and the tokens of the text for the training that follows; nothing else.
 
 use std::process::Command;
 
@@ -56,7 +56,7 @@ fn a_plan_is_made_where_nothing_can_be_written() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     std::fs::write(folder.path().join("text.txt"), "words ".repeat(400)).expect("room for a text");
     let mut command = Command::new(env!("CARGO_BIN_EXE_ringspan"));
-    // A file stands where the folder would be.
+    // A file has the name that the folder would have.
     command.current_dir(folder.path()).args([
         "train",
         "--data",

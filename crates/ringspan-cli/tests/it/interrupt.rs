@@ -1,4 +1,4 @@
-//! Ctrl-C while checkpoints are saved at every step: the run ends with 130, and goes on from what it left.
+//! Ctrl-C while checkpoints are saved at every step: the run ends with exit code 130, and can be resumed.
 #![cfg(unix)]
 
 use std::process::{Command, Stdio};

@@ -1,4 +1,4 @@
-//! kill -9 at any moment of a run that saves at every step: what it leaves goes on, with the losses of a run that was never
+//! kill -9 at any moment of a run that saves at every step: the run can be resumed, with the losses of a run that was never
 //! killed.
 #![cfg(unix)]
 
@@ -16,7 +16,7 @@ fn training(folder: &Path, arguments: &[&str]) -> Child {
     command.spawn().expect("the binary starts")
 }
 
-/// Losses of the steps so far, bit for bit; a last line cut short does not count.
+/// Losses of the steps so far, as bits; an incomplete last line is ignored.
 fn losses(out: &Path) -> BTreeMap<u64, u64> {
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
     let lines = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
@@ -55,7 +55,7 @@ fn a_run_killed_at_fifty_moments_loses_no_step_that_was_saved() {
             _ => training(folder.path(), &["--resume", "killed"]),
         };
         wait_for("new checkpoint", || newest(&out) > saved);
-        // Any moment of a step or of a save, which take some milliseconds each.
+        // The delay may hit any moment of a step or of a save, which take some milliseconds each.
         std::thread::sleep(Duration::from_micros(kill * 7919 % 20_000));
         run.kill().expect("it still runs");
         run.wait().expect("it has ended");

@@ -126,7 +126,7 @@ fn scores_are_those_of_the_logits_and_the_same_on_every_mesh() {
     }
 }
 
-/// As if the folder had said so: stretched, the same model gives other scores, and no warning.
+/// A flag scales the rotary embedding as the configuration would: the same model gives other scores, and no warning.
 #[test]
 fn a_model_is_stretched_by_a_flag_as_by_its_configuration() {
     let bench = bench();
@@ -172,7 +172,7 @@ fn a_gguf_file_is_scored_as_the_folder_it_was_made_from() {
         read(&bench.path("s.safetensors"))["logprobs"].values()
     };
     assert_eq!(score("gguf/llama_tied.gguf"), score("llama_tied"));
-    // This one has no tokenizer, which a prompt needs.
+    // This file has no tokenizer, which a prompt needs.
     let model = fixtures.join("gguf/llama_tied.gguf");
     let refused = run(&bench, "generate", &format!("--model {} --prompt x", model.display()));
     assert!(message(&refused).contains("tokenizer.ggml.model"), "{}", message(&refused));
@@ -209,7 +209,7 @@ fn score_refuses_tokens_that_do_not_fit_and_leaves_the_old_result() {
     assert!(refusal(&[good(), ("lengths", Tensor::i32(&[2], &[1, 1]))]).contains("[2]"));
 }
 
-/// The portions of a matrix that is stored as one are gathered, updated and put together apart.
+/// The portions of fused matrices (Phi-3's `qkv_proj` and `gate_up_proj`) are gathered, updated and joined correctly.
 #[test]
 fn verify_passes_where_matrices_are_stored_as_one() {
     let bench = bench();
@@ -220,7 +220,8 @@ fn verify_passes_where_matrices_are_stored_as_one() {
     }
 }
 
-/// Heads whose values are narrower than keys, sinks, and experts in one tensor: whole, adapted and dealt.
+/// Values narrower than keys, sinks, and experts in one tensor: on whole models, with adapters, and with experts dealt to
+/// ranks.
 #[test]
 fn verify_passes_for_families_whose_layers_are_of_their_own() {
     let bench = bench();

@@ -1,4 +1,4 @@
-//! What `train` says of memory after a run: the plan's figure, and the allocator's.
+//! The line on memory that `train` prints after a run: the plan's prediction, and the allocator's count.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +15,7 @@ fn train(folder: &Path, more: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Megabytes before a word of the line `memory`.
+/// The number of megabytes before a word in the line `memory`.
 fn megabytes(said: &str, word: &str) -> f64 {
     let line = said.lines().find(|line| line.starts_with("memory ")).unwrap_or_else(|| panic!("no memory in {said}"));
     let before = line.split(word).next().unwrap_or_default();
@@ -26,7 +26,8 @@ fn megabytes(said: &str, word: &str) -> f64 {
 #[test]
 fn the_allocated_peak_is_what_the_plan_predicted() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    // The tokens of the text would be a tenth of the peak: they are read from their file, as in every later run.
+    // Tokenizing the text would take a tenth of the peak, so the tokens are prepared first and read from their file, as in
+    // later runs.
     let text = "the quick brown fox jumps over the lazy dog. ".repeat(50_000);
     std::fs::write(folder.path().join("text.txt"), text).expect("room for a text");
     for (name, ring) in [("one", "1"), ("two", "2")] {

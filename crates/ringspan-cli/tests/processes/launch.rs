@@ -1,4 +1,4 @@
-//! A process that a launcher started as one of several never takes itself for the only one.
+//! A process that was started as one of several never takes itself for the only one.
 
 use std::process::Command;
 
@@ -15,7 +15,7 @@ fn draw(variables: &[(&str, &str)], flags: &[&str]) -> (bool, String) {
 fn what_launchers_leave_in_the_environment_is_read_and_checked() {
     assert_eq!(draw(&[], &[]), (true, String::new()));
     assert_eq!(draw(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")], &[]), (true, String::new()));
-    // A machine's place, not a process's.
+    // Without LOCAL_RANK, these variables may describe a machine rather than a process, and are ignored.
     assert_eq!(draw(&[("RANK", "0"), ("WORLD_SIZE", "2")], &[]), (true, String::new()));
     for (variables, flags, word) in [
         (&[("PMI_RANK", "0"), ("PMI_SIZE", "many")][..], &[][..], "PMI_SIZE is 'many', no number"),

@@ -1,4 +1,4 @@
-//! Commands under `mpirun`: what threads give, bit for bit, and errors that name the rank. Needs feature `mpi`.
+//! Commands under `mpirun` give the bits that threads give, and errors that name the rank. Needs feature `mpi`.
 #![cfg(feature = "mpi")]
 
 use std::path::{Path, PathBuf};
@@ -6,17 +6,17 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// No run here may need longer.
+/// Upper limit on the time of a run.
 const DEADLINE: Duration = Duration::from_secs(240);
 
-/// What each process of a run said.
+/// The result of a run, with the output of each of its processes.
 struct Run {
     good: bool,
     stdout: Vec<String>,
     stderr: Vec<String>,
 }
 
-/// Processes of a run: how many, in which folder, with which arguments.
+/// Processes of a run: their number, their folder, their arguments.
 type Group<'a> = (usize, &'a Path, Vec<&'a str>);
 
 fn start(groups: &[Group<'_>], said: &Path) -> Child {
@@ -60,7 +60,7 @@ fn mpirun(groups: &[Group<'_>]) -> Run {
     finish(start(groups, said.path()), groups.iter().map(|group| group.0).sum(), said.path())
 }
 
-/// The command as one process, whose ranks are threads.
+/// Runs the command as one process, whose ranks are threads.
 fn threads(folder: &Path, arguments: &[&str]) -> String {
     let output =
         Command::new(env!("CARGO_BIN_EXE_ringspan")).current_dir(folder).args(arguments).output().expect("it starts");
@@ -80,13 +80,13 @@ fn corpus(text: &str) -> TempDir {
 
 const TEXT: &str = "the quick brown fox jumps over the lazy dog. ";
 
-/// A short training on a mesh.
+/// Arguments of a short training on a mesh.
 fn training<'a>(out: &'a str, mesh: &[&'a str]) -> Vec<&'a str> {
     let settings = ["train", "--data", "corpus", "--sequence-length", "300", "--steps", "4", "--sample-tokens", "0"];
     [&settings[..], &["--threads", "1", "--out", out], mesh].concat()
 }
 
-/// Loss, gradient norm and held-out loss of every line, to the last digit.
+/// Loss, gradient norm and held-out loss of every step, to the last digit.
 fn losses(out: PathBuf) -> Vec<String> {
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).expect("metrics");
     let numbers = |line: &str| {
@@ -100,7 +100,7 @@ fn losses(out: PathBuf) -> Vec<String> {
 fn a_training_on_processes_gives_what_it_gives_on_threads_bit_for_bit() {
     let corpus = corpus(TEXT);
     let folder = corpus.path();
-    // Ranks, how many of them share a copy of the parameters, and the mesh.
+    // The number of ranks, how many of them share a copy of the parameters, and the flags of the mesh.
     let meshes: [(usize, usize, &[&str]); 4] = [
         (2, 2, &["--ring", "2"]),
         (4, 4, &["--ring", "2", "--tp", "2"]),
@@ -127,7 +127,7 @@ fn a_training_on_processes_gives_what_it_gives_on_threads_bit_for_bit() {
             assert!(run.stdout[rank].is_empty() && run.stderr[rank].is_empty(), "rank {rank}: {}", run.stderr[rank]);
         }
     }
-    // A run goes on wherever its ranks are.
+    // A run can be resumed by processes or by threads, whichever began it.
     let resumed = |out: &'static str| vec!["train", "--resume", out, "--steps", "6", "--threads", "1"];
     threads(folder, &resumed("threads-2--ring2"));
     let run = mpirun(&[(2, folder, resumed("processes-2--ring2"))]);
@@ -152,7 +152,7 @@ fn verify_score_and_generate_give_what_they_give_on_threads() {
     let generate = on_mesh(&["generate", "--model", "model", "--prompt", "the quick ", "--max-tokens", "30"]);
     let run = mpirun(&[(4, folder, generate.clone())]);
     assert!(run.good, "{:#?}", run.stderr);
-    // mpirun gives its processes a terminal, where a text ends with its line.
+    // mpirun gives processes a terminal, to which a line break is written after the text.
     assert_eq!(run.stdout[0].trim_end_matches('\n'), threads(folder, &generate));
     assert!(!run.stdout[0].is_empty() && run.stdout[1..].iter().all(String::is_empty));
     assert!(run.stderr[0].contains("cached tokens per rank: ") && run.stderr[0].matches(", ").count() >= 5);

@@ -1,4 +1,4 @@
-//! Files for the binary, and attention as a person would write it down, in f64.
+//! Input files for the binary, and dense attention in f64, written as plainly as possible.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
 pub mod model;
@@ -39,7 +39,7 @@ impl Tensor {
         Self { dtype: Dtype::F16, shape: shape.to_vec(), bytes }
     }
 
-    /// Pseudo-random values in -1..1; the same for the same seed.
+    /// Pseudo-random values in -1..1; the same seed gives the same values.
     pub fn random(shape: &[usize], seed: u64) -> Self {
         Self::f32(shape, &random(shape.iter().product(), seed))
     }
@@ -115,7 +115,7 @@ impl Bench {
         run.output().expect("the binary runs")
     }
 
-    /// As [`Bench::attend`], which must succeed; the results.
+    /// Like [`Bench::attend`], for a run that must succeed; returns its results.
     pub fn results(&self, flags: &str) -> BTreeMap<String, Tensor> {
         let output = self.attend(flags);
         assert!(output.status.success(), "{flags}: {}", String::from_utf8_lossy(&output.stderr));
@@ -183,7 +183,7 @@ impl Sizes {
     }
 }
 
-/// Everything `attend` computes, in f64.
+/// All results of `attend`, in f64.
 pub struct Dense {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
@@ -248,7 +248,7 @@ pub fn dense(s: &Sizes, tensors: &[(&str, Tensor)], scale: f64, sees: impl Fn(us
     r
 }
 
-/// ‖a - b‖ / ‖b‖ where b is finite; where it is -inf, a must be too.
+/// The relative difference ‖a - b‖ / ‖b‖ where b is finite; where b is -inf, a must be -inf, too.
 pub fn apart(a: &[f32], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let (mut difference, mut size) = (0.0, 0.0);
@@ -273,7 +273,7 @@ pub fn compare(what: &str, results: &BTreeMap<String, Tensor>, dense: &Dense, to
             continue;
         };
         let apart = apart(&tensor.values(), expected);
-        // Written this way, NaN fails.
+        // NaN fails, since it is not below the tolerance.
         assert!(apart <= tolerance, "{what}: {name} is {apart:.2e} from the dense result");
     }
 }

@@ -1,10 +1,10 @@
-//! A small model with random weights, something to read, and commands that do.
+//! A small model with random weights, a text for it, and ways to run commands on them.
 
 use super::Bench;
 use ringspan_models::{Config, Decoder, folder};
 use std::path::Path;
 
-/// A folder `model` with random weights and byte-level tokens, and a text.
+/// A folder `model` with random weights and byte-level tokens, and a text file.
 pub fn bench(more: &serde_json::Value) -> Bench {
     let bench = Bench::new(&[]);
     let mut config = serde_json::json!({
@@ -28,7 +28,7 @@ pub fn run(bench: &Bench, command: &str, flags: &str) -> std::process::Output {
     bench.command(command).args(flags.split_whitespace()).output().expect("the binary runs")
 }
 
-/// What a command that must fail says.
+/// The output of a command that must fail.
 #[track_caller]
 pub fn refusal(bench: &Bench, command: &str, flags: &str) -> String {
     let output = run(bench, command, flags);
@@ -36,7 +36,7 @@ pub fn refusal(bench: &Bench, command: &str, flags: &str) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// What a command that must not fail says.
+/// The output of a command that must succeed.
 #[track_caller]
 pub fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
     let output = run(bench, command, flags);
@@ -44,7 +44,7 @@ pub fn succeed(bench: &Bench, command: &str, flags: &str) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// Whether there is no GPU, which is said.
+/// Whether there is no GPU; prints a note if so.
 #[cfg(feature = "candle-cuda")]
 pub fn no_gpu() -> bool {
     let none = ringspan::kernel::Gpu::count() == Ok(0);

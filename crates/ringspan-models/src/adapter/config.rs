@@ -1,4 +1,4 @@
-//! `adapter_config.json`: what of it is computed here, and what is refused, because another model would come out of it.
+//! `adapter_config.json`: which keys are read, and which are refused because ignoring them would compute another model.
 
 use crate::error::{Error, Result};
 use crate::lora::Lora;
@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
-/// What is read below.
+/// The keys that are read below.
 const READ: [&str; 13] = [
     "peft_type",
     "base_model_name_or_path",
@@ -24,7 +24,7 @@ const READ: [&str; 13] = [
     "init_lora_weights",
 ];
 
-/// What says how the adapter was made, or is for other programs, and changes nothing of what is computed with it.
+/// Keys that record how the adapter was made, or serve other programs; they do not change what is computed.
 const WITHOUT_EFFECT: [&str; 12] = [
     "task_type",
     "revision",
@@ -36,19 +36,19 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "eva_config",
     "corda_config",
     "lora_ga_config",
-    // Each of these belongs to another key, which is refused.
+    // These two belong to features that are refused by a key of their own.
     "megatron_core",
     "qalora_group_size",
 ];
 
-/// Initialisations that leave the model as it is. PEFT's default is `true`.
+/// Initialisations of an adapter that leave the model as it is. PEFT's default is `true`.
 const PLAIN: [&str; 3] = ["gaussian", "eva", "orthogonal"];
-/// Those that take something out of the model's weights, or quantise them; some have a number behind their name.
+/// Initialisations that take something out of the model's weights, or quantise them; some have a number after their name.
 const CHANGES_MODEL: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
-/// The one whose B is never trained.
+/// An initialisation whose matrix B is never trained.
 const FREEZES_B: &str = "mica";
 
-/// Keys that turn LoRA into something else, with PEFT's defaults.
+/// Keys that turn LoRA into another method, with PEFT's defaults, which alone are accepted.
 fn refused() -> [(&'static str, Value); 17] {
     [
         ("bias", json!("none")),
@@ -71,20 +71,20 @@ fn refused() -> [(&'static str, Value); 17] {
     ]
 }
 
-/// A configuration as read.
+/// A parsed `adapter_config.json`.
 #[derive(Debug)]
 pub(super) struct Config {
     pub(super) base: Option<String>,
     pub(super) lora: Lora,
-    /// Why the adapter cannot be trained on, if it cannot.
+    /// The reason why training of the adapter cannot be continued, if it cannot.
     pub(super) frozen: Option<&'static str>,
 }
 
 impl Config {
-    /// Reads the text of the file at `path`.
+    /// Parses `text`; `path` is the file's name for messages.
     ///
     /// # Errors
-    /// Other methods than LoRA, keys whose value changes what is computed, and values that are none.
+    /// Methods other than LoRA, keys whose value changes what is computed, and values of a wrong type.
     pub(super) fn parse(text: &[u8], path: &Path) -> Result<Self> {
         let refuse = |problem: String| Error::Format { path: path.to_owned(), problem };
         let keys: Map<String, Value> = serde_json::from_slice(text).map_err(|error| refuse(error.to_string()))?;
@@ -105,7 +105,7 @@ impl Config {
     }
 }
 
-/// Refuses other methods, and keys whose value makes more of the adapter than LoRA.
+/// Refuses methods other than LoRA, and keys whose value extends LoRA.
 fn check(keys: &Map<String, Value>) -> Result<()> {
     let method = keys.get("peft_type").unwrap_or(&Value::Null);
     if method != "LORA" {
@@ -136,7 +136,8 @@ fn check(keys: &Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Refuses adapters whose model was changed when they were made. Gives why one cannot be trained on.
+/// Refuses adapters whose initialisation changed the model's weights. Returns the reason why training of the adapter cannot be
+/// continued, if it cannot.
 fn check_initialisation(keys: &Map<String, Value>) -> Result<Option<&'static str>> {
     let given = keys.get("init_lora_weights").unwrap_or(&Value::Null);
     let word = match given {
@@ -165,7 +166,7 @@ fn check_initialisation(keys: &Map<String, Value>) -> Result<Option<&'static str
     Err(Error::Lora(format!("`init_lora_weights` is {given}, {problem}")))
 }
 
-/// Which layers have adapters.
+/// Selects the layers that have adapters.
 fn layers(keys: &Map<String, Value>) -> Result<Layers> {
     let targets = names(keys, "target_modules")?;
     let Some(targets) = targets else {
@@ -189,7 +190,7 @@ fn layers(keys: &Map<String, Value>) -> Result<Layers> {
     Ok(Layers { targets, excluded, indices, lists })
 }
 
-/// Names of layers: a list, or a word.
+/// Names of layers: a list, or a single string.
 fn names(keys: &Map<String, Value>, key: &str) -> Result<Option<Names>> {
     match keys.get(key) {
         None | Some(Value::Null) => Ok(None),
@@ -198,7 +199,7 @@ fn names(keys: &Map<String, Value>, key: &str) -> Result<Option<Names>> {
     }
 }
 
-/// Patterns of names with a value each, in the order of the file.
+/// The patterns of layer names in the value of `key`, each with its number, in the order of the file.
 fn patterns<T: DeserializeOwned>(keys: &Map<String, Value>, key: &str) -> Result<Vec<(Pattern, T)>> {
     let all: Map<String, Value> = value(keys, key)?.unwrap_or_default();
     let pattern = |text: &String| Ok((Pattern::end(text)?, value(&all, text)?));
@@ -206,14 +207,14 @@ fn patterns<T: DeserializeOwned>(keys: &Map<String, Value>, key: &str) -> Result
     Ok(given.into_iter().filter_map(|(pattern, value)| Some((pattern, value?))).collect())
 }
 
-/// The value of a key; none where it is absent or null.
+/// The value of a key; `None` if it is absent or null.
 fn value<T: DeserializeOwned>(keys: &Map<String, Value>, key: &str) -> Result<Option<T>> {
     let given = keys.get(key).cloned().unwrap_or_default();
     let wrong = |error| Error::Lora(format!("`{key}` is {}: {error}", shortened(&given)));
     serde_json::from_value(given.clone()).map_err(wrong)
 }
 
-/// The same for a key whose value may stand alone or in a list.
+/// Like [`value`], for a key whose value may be a list or a single element.
 fn one_or_more<T: DeserializeOwned>(keys: &Map<String, Value>, key: &str) -> Result<Option<Vec<T>>> {
     match keys.get(key) {
         None | Some(Value::Null | Value::Array(_)) => value(keys, key),
@@ -221,7 +222,7 @@ fn one_or_more<T: DeserializeOwned>(keys: &Map<String, Value>, key: &str) -> Res
     }
 }
 
-/// What stands for nothing.
+/// Whether a value stands for an absent one.
 fn is_empty(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -232,7 +233,7 @@ fn is_empty(value: &Value) -> bool {
     }
 }
 
-/// A value for a message.
+/// A value as JSON, shortened for an error message.
 fn shortened(value: &Value) -> String {
     const MOST: usize = 80;
     let text = value.to_string();
@@ -242,16 +243,16 @@ fn shortened(value: &Value) -> String {
     }
 }
 
-/// The configuration of an adapter beside the model in `base`, as PEFT writes it.
+/// The contents of `adapter_config.json` for an adapter of the model in `base`, as PEFT writes it.
 pub(super) fn written(lora: &Lora, base: &Path) -> Value {
     let words = |names: &Names| match names {
         Names::Ends(ends) => json!(ends),
         Names::Matching(pattern) => json!(pattern.as_str()),
-        // A model that has adapters has named its layers.
+        // `Decoder::with_lora` replaces these words by names, so adapters of a model never have them.
         Names::AllLinear | Names::AllButRouters => json!(crate::lora::names::ALL_LINEAR),
     };
     let Layers { targets, excluded, indices, lists } = &lora.layers;
-    // The list that is meant where none is named has no name.
+    // The pattern that stands for a missing `layers_pattern` has an empty text, and is not written.
     let lists: Vec<&str> = lists.iter().map(Pattern::as_str).filter(|list| !list.is_empty()).collect();
     json!({
         "peft_type": "LORA",

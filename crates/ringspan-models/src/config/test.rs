@@ -17,7 +17,7 @@ fn config(model_type: &str, more: Value) -> Config {
     serde_json::from_value(config).expect("types that fit")
 }
 
-/// Refused, with all of these words in the message.
+/// Checks that the configuration is refused, with all of these words in the message.
 fn refused(config: Config, words: &[&str]) {
     let message = Decoder::new(config).expect_err("must be refused").to_string();
     for word in words {
@@ -127,7 +127,7 @@ fn windows_are_of_the_layers_that_hugging_face_gives_them() {
     assert_eq!(all(&config("mistral", json!({}))), vec![windowed(4096); 3], "the default of the absent key");
     assert_eq!(all(&config("llama", json!({ "sliding_window": 9 }))), causal);
 
-    // Qwen's files name a window that is not used.
+    // Configurations of Qwen name a window even if it is not used.
     assert_eq!(all(&config("qwen2", json!({ "sliding_window": 9, "max_window_layers": 0 }))), causal);
     let used = json!({ "sliding_window": 9, "use_sliding_window": true, "max_window_layers": 2 });
     assert_eq!(all(&config("qwen2", used)), vec![Mask::causal(), Mask::causal(), windowed(9)]);
@@ -182,7 +182,7 @@ fn gemma_layers_are_local_but_every_sixth() {
     refused(gemma(json!({ "query_pre_attn_scalar": 0 })), &["query_pre_attn_scalar"]);
 }
 
-/// As the files of Gemma 3 that see images, too: the sizes of the text are below `text_config`, and some are left out.
+/// Like the multimodal files of Gemma 3: the sizes of the language model are below `text_config`, and some are left out.
 #[test]
 fn the_text_of_a_model_that_sees_images_is_read() {
     let json = json!({

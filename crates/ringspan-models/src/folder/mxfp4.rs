@@ -1,5 +1,5 @@
-//! Matrices in MXFP4 (Open Compute Project, 2023) as files of gpt-oss have them: of a parameter there are the codes, in a tensor
-//! whose name ends in `_blocks`, and the exponents, in one that ends in `_scales`.
+//! Matrices in MXFP4 (Open Compute Project, 2023) as files of gpt-oss store them: a parameter has its 4-bit codes in a tensor
+//! whose name ends in `_blocks`, and its exponents in one whose name ends in `_scales`.
 
 use super::read::Stored;
 use crate::error::{Error, Result};
@@ -13,16 +13,17 @@ use std::ops::Range;
 const CODES: &str = "_blocks";
 const EXPONENTS: &str = "_scales";
 
-/// Numbers of a block, and bytes of its codes.
+/// Number of values in a block, and bytes of its codes.
 const BLOCK: usize = 32;
 const CODE_BYTES: usize = BLOCK / 2;
 
-/// Whether a tensor is one of the two that a parameter in MXFP4 has.
+/// Whether a tensor is one of the two that make up a parameter in MXFP4.
 pub(super) fn is_part(name: &str, dtype: Dtype) -> bool {
     dtype == Dtype::U8 && (name.ends_with(CODES) || name.ends_with(EXPONENTS))
 }
 
-/// Puts one parameter in place of its two tensors. Files have a matrix `[out, in]` of each expert, models `[in, out]`.
+/// Replaces the two tensors of each parameter by one parameter. Files have a matrix `[out, in]` per expert, and models have
+/// `[in, out]`.
 ///
 /// # Errors
 /// One tensor without the other, and shapes that do not fit each other.
@@ -53,10 +54,10 @@ pub(super) fn joined(mut stored: BTreeMap<String, Stored>) -> Result<BTreeMap<St
     Ok(stored)
 }
 
-/// Some rows of the matrices `[out, in]` of all experts, one behind the other, as they are stored.
+/// Some rows of the matrices `[out, in]` of all experts, stacked one below the other, in their stored format.
 ///
 /// # Errors
-/// Rows that there are not, and what the file system says.
+/// Rows outside the matrices, and failures of the file system.
 pub(super) fn rows(codes: &Stored, exponents: &Stored, rows: Range<usize>) -> Result<QuantizedMatrix> {
     let &[_, _, blocks] = &exponents.shape[..] else {
         return Err(Error::Format { path: exponents.file.clone(), problem: "exponents of no experts".into() });
@@ -66,7 +67,7 @@ pub(super) fn rows(codes: &Stored, exponents: &Stored, rows: Range<usize>) -> Re
     Ok(QuantizedMatrix::from_gpt_oss(count, blocks * BLOCK, &codes, &bytes(exponents, rows.start, blocks, count)?)?)
 }
 
-/// The bytes of some rows, of which each has `len`.
+/// The bytes of `rows` rows from row `first` on, each of `len` bytes.
 fn bytes(stored: &Stored, first: usize, len: usize, rows: usize) -> Result<Vec<u8>> {
     let io = |source| Error::Io { path: stored.file.clone(), source };
     let mut file = File::open(&stored.file).map_err(io)?;

@@ -1,28 +1,28 @@
-//! From the tensors of a file to the parameters of a model: other prefixes, parts that are no text, experts in one.
+//! Maps the tensors of a file to a model's parameters: other prefixes, tensors of vision towers, experts stacked in one tensor.
 
 use std::collections::BTreeMap;
 
-/// A parameter, and where in a stored tensor it is.
+/// A parameter, and the part of a stored tensor that holds it.
 #[derive(Debug, PartialEq)]
 pub(super) struct Part {
     pub(super) name: String,
-    /// Where it begins, in elements of the stored tensor.
+    /// Offset of its first element in the stored tensor.
     pub(super) start: usize,
     pub(super) shape: Vec<usize>,
 }
 
-/// The parameters that the tensor `name` of `shape` holds, of a model that has those of `known`; none if it belongs to no
-/// decoder.
+/// The parameters that are stored in tensor `name` of `shape`; `known` has the shapes of the model's parameters. Empty if the
+/// tensor belongs to no decoder.
 pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Vec<Part> {
     let Some(name) = of_text(name) else { return Vec::new() };
-    // Some folders hold the tied matrix twice.
+    // Some folders store the tied matrix a second time, as the output head.
     if name.ends_with("rotary_emb.inv_freq") || (tied && name == crate::decoder::HEAD) {
         return Vec::new();
     }
     if known.contains_key(&name) {
         return vec![Part { name, start: 0, shape: shape.to_vec() }];
     }
-    // Transformers keeps the experts of a layer in one tensor, and some files do.
+    // Transformers keeps the experts of a layer in one tensor, and some files do so, too.
     if let (Some(prefix), [experts, both, width]) = (name.strip_suffix("experts.gate_up_proj"), shape) {
         let wide = both / 2;
         let part = |expert: usize, which: usize, end: &str| Part {
@@ -43,7 +43,7 @@ pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<St
     vec![Part { name, start: 0, shape: shape.to_vec() }]
 }
 
-/// The name inside the text's part, of a model that sees images, too; none for what sees them.
+/// The name of a parameter inside the language model of a multimodal model; `None` for parameters of its vision part.
 fn of_text(name: &str) -> Option<String> {
     let inner = name.strip_prefix("model.").unwrap_or(name);
     if ["vision_tower.", "multi_modal_projector."].iter().any(|part| inner.starts_with(part)) {

@@ -1,4 +1,4 @@
-//! Reading a model's folder: headers at once, tensors or some of their rows when they are asked for.
+//! Reads a model's folder: the headers of all files at once, tensors or some of their rows on request.
 
 use super::mxfp4;
 use super::names::parts;
@@ -19,28 +19,28 @@ use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A model's folder whose tensors are still on disk. Ranks may share it, and each read what it needs.
+/// A model's folder whose tensors are still on disk. Threads may share it, and each read what it needs.
 ///
-/// Reads go through the file system rather than a memory map: a file that shrinks meanwhile is an error, not a signal
-/// that ends the process.
+/// Files are read by system calls rather than a memory map: if a file shrinks meanwhile, the read fails, while a map would end
+/// the process with a signal.
 #[derive(Debug)]
 pub struct Folder {
     config: Config,
     shapes: BTreeMap<String, Vec<usize>>,
     stored: BTreeMap<String, Stored>,
-    /// The parameters that layers can compute with as they are stored.
+    /// The parameters that layers can compute with in their stored type.
     matrices: BTreeSet<String>,
 }
 
-/// Where a parameter is.
+/// The place of a parameter in its file.
 #[derive(Debug, Clone)]
 pub(super) struct Stored {
     pub(super) file: PathBuf,
     pub(super) dtype: Dtype,
-    /// Byte of the file where it begins.
+    /// Offset of its first byte in the file.
     pub(super) start: u64,
     pub(super) shape: Vec<usize>,
-    /// The exponents of one in MXFP4, whose codes are at `start`.
+    /// For a parameter in MXFP4: the place of its exponents; its codes are at `start`.
     pub(super) exponents: Option<Box<Self>>,
 }
 
@@ -68,10 +68,10 @@ pub fn open(folder: &Path) -> Result<Folder> {
     Ok(Folder { config, shapes, stored, matrices: decoder.stored_matrices() })
 }
 
-/// Whether tensors are the parameters of a model.
+/// Checks that the tensors found are exactly the parameters of a model.
 ///
 /// # Errors
-/// One that is missing, one of another shape, one that is unknown.
+/// A tensor that is missing, of another shape, or unknown.
 pub(crate) fn check_shapes<'a>(
     shapes: &BTreeMap<String, Vec<usize>>,
     found: impl Iterator<Item = (&'a String, &'a [usize])>,
@@ -94,7 +94,7 @@ pub(crate) fn check_shapes<'a>(
 }
 
 impl Folder {
-    /// Sizes and switches.
+    /// The model's sizes and switches.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -104,10 +104,10 @@ impl Folder {
         &self.shapes
     }
 
-    /// Rows `rows` of a parameter, its first dimension, in f32. Nothing else is read.
+    /// Reads rows `rows` of a parameter's first dimension, as f32. Nothing else is read from disk.
     ///
     /// # Errors
-    /// A parameter or rows that there are not, and what the file system says.
+    /// A parameter or rows that do not exist, and failures of the file system.
     pub fn read(&self, name: &str, rows: Range<usize>) -> Result<Tensor> {
         let Stored { file, dtype, start, shape, exponents } = self.of(name)?;
         let mut part = shape.clone();
@@ -130,10 +130,11 @@ impl Folder {
 }
 
 impl Folder {
-    /// A parameter as layers compute with it: matrices of bf16, f16 and MXFP4 as they are stored, everything else in f32.
+    /// Reads a parameter as layers compute with it: matrices in bf16, f16 and MXFP4 stay as stored, everything else becomes
+    /// f32.
     ///
     /// # Errors
-    /// A parameter that there is not, and what the file system says.
+    /// A parameter that does not exist, and failures of the file system.
     pub fn read_stored(&self, name: &str) -> Result<Weight> {
         let shape = &self.of(name)?.shape;
         match (self.format(name), &shape[..]) {
@@ -145,8 +146,8 @@ impl Folder {
         }
     }
 
-    /// The format of a matrix, or of the matrices of a layer's experts, that layers can compute with as it is stored; none of other
-    /// parameters.
+    /// The stored format of a matrix, or of the matrices of a layer's experts, if layers can compute with it as it is; `None`
+    /// for other parameters.
     pub fn format(&self, name: &str) -> Option<Format> {
         let stored = self.stored.get(name).filter(|stored| {
             self.matrices.contains(name) && (2..=3).contains(&stored.shape.len()) && !stored.shape.contains(&0)
@@ -159,11 +160,12 @@ impl Folder {
         }
     }
 
-    /// Some rows of such a matrix; of a tensor `[e, in, out]` of experts, rows of their matrices `[out, in]`, one behind the other.
-    /// Nothing else is read, but of a tensor of 2 bytes a number whole experts.
+    /// Reads some rows of a matrix that has a [`format`](Self::format); of a tensor `[e, in, out]` of experts, rows of their
+    /// matrices `[out, in]`, stacked one below the other. Nothing else is read, except that bf16 and f16 tensors of experts are
+    /// read by whole experts.
     ///
     /// # Errors
-    /// A parameter that is none, rows that there are not, and what the file system says.
+    /// A parameter that has no such format, rows that do not exist, and failures of the file system.
     pub fn read_matrix(&self, name: &str, rows: Range<usize>) -> Result<QuantizedMatrix> {
         let stored @ Stored { file, start, shape, exponents, .. } = self.of(name)?;
         let unknown = || Error::Unknown { name: name.to_owned(), shape: shape.clone() };
@@ -191,7 +193,7 @@ impl Folder {
             reader.read_exact(&mut bytes).map_err(io)?;
             return Ok(QuantizedMatrix::new(format, rows.len(), columns, bytes.into())?);
         }
-        // Matrices that have to be turned are read whole.
+        // Matrices that have to be transposed are read whole.
         let (first, end) = (rows.start / outputs, rows.end.div_ceil(outputs));
         seek(first * outputs)?;
         let turned = QuantizedStack::from_tensor(format, [end - first, columns, outputs], |bytes| {
@@ -205,15 +207,15 @@ impl Folder {
     }
 }
 
-/// Bytes of an element; types that are not read were refused before.
+/// Bytes of an element. Types that cannot be read have been refused when the folder was opened.
 fn size(dtype: Dtype) -> usize {
     dtype.bitsize() / 8
 }
 
-/// `count` elements as f32.
+/// Reads `count` elements, and widens them to f32.
 fn values(reader: &mut impl Read, dtype: Dtype, count: usize) -> std::io::Result<Vec<f32>> {
     let mut values = Vec::with_capacity(count);
-    // A narrow tensor is never whole in memory beside its wide copy.
+    // Bytes are read piece by piece, so that memory never holds the whole narrow tensor and its f32 copy.
     let mut bytes = vec![0; (count * size(dtype)).min(1 << 20)];
     let mut left = count * size(dtype);
     while left > 0 {
@@ -230,7 +232,7 @@ fn values(reader: &mut impl Read, dtype: Dtype, count: usize) -> std::io::Result
     Ok(values)
 }
 
-/// The safetensors of a folder.
+/// The paths of the safetensors files of a folder.
 fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let index = folder.join(INDEX);
     if folder.join(SINGLE).is_file() || !index.is_file() {
@@ -243,7 +245,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     let Index { weight_map } = parse(&index)?;
     let names: BTreeSet<String> = weight_map.into_values().collect();
     let file = |name: String| {
-        // A name with a path in it could lead anywhere.
+        // A name with a path in it could lead out of the folder.
         if Path::new(&name).file_name().is_none_or(|plain| plain != name.as_str()) {
             let problem = format!("'{name}' is not a plain file name");
             return Err(Error::Format { path: index.clone(), problem });
@@ -253,7 +255,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     names.into_iter().map(file).collect()
 }
 
-/// The parameters in a file, by its header.
+/// The parameters that a file's header lists.
 fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Result<Vec<(String, Stored)>> {
     let format = |problem: String| Error::Format { path: path.to_owned(), problem };
     let TensorFile { metadata, data, .. } = TensorFile::open(path)?;
@@ -270,7 +272,7 @@ fn tensors(path: &Path, tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Res
             ));
         }
     }
-    // A map's order is no order; errors name the first tensor.
+    // A hash map has no order; with sorting, errors always name the same tensor.
     all.sort_by(|(a, _), (b, _)| a.cmp(b));
     Ok(all)
 }

@@ -1,4 +1,4 @@
-//! Writing a model's folder, one tensor at a time.
+//! Writes a model's folder, one tensor at a time.
 
 use super::{CONFIG, INDEX, SINGLE};
 use crate::error::{Error, Result};
@@ -18,21 +18,21 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use tempfile::NamedTempFile;
 
-/// Bytes of data from which a model is cut into several files.
+/// Upper limit of a file's data in bytes, beyond which a model is split into several files.
 const SHARD: u64 = 5_000_000_000;
 
 /// The type in which a model is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedType {
-    /// As it is trained.
+    /// The type in which models are trained.
     #[default]
     F32,
-    /// Rounded, in half the bytes.
+    /// Rounded to bf16, in half the bytes.
     Bf16,
 }
 
 impl SavedType {
-    /// That of the weights beside a `config.json`: bf16 where it says so, else f32.
+    /// The type that `config.json` records for its weights: bf16 if it says so, else f32.
     pub fn of(config: &Value) -> Self {
         let word = ["dtype", "torch_dtype"].iter().find_map(|key| config.get(*key)?.as_str());
         if word == Some("bfloat16") { Self::Bf16 } else { Self::F32 }
@@ -72,10 +72,11 @@ impl fmt::Display for SavedType {
     }
 }
 
-/// Writes a model in f32. Files are written beside and renamed: a failure leaves those that were there.
+/// Writes a model in f32. Files are written under temporary names and then renamed, so a failure leaves existing files as they
+/// are.
 ///
 /// # Errors
-/// What the file system says, with the file.
+/// Failures of the file system, with the file.
 pub fn save(folder: &Path, config: &Value, weights: &Weights) -> Result<()> {
     let shapes = weights.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
     let mut writer = Writer::new(folder, config, &shapes, SavedType::F32, SHARD)?;
@@ -83,9 +84,9 @@ pub fn save(folder: &Path, config: &Value, weights: &Weights) -> Result<()> {
     writer.finish()
 }
 
-/// A model's folder that is being written: tensors come one at a time, in any order, and none is kept.
+/// Writes a model's folder: tensors come one at a time, in any order, and none stays in memory.
 ///
-/// Nothing has its name before [`Writer::finish`]; a writer that is dropped leaves no file.
+/// No file has its final name before [`Writer::finish`]; a writer that is dropped leaves no file.
 #[derive(Debug)]
 pub struct Writer {
     folder: PathBuf,
@@ -93,16 +94,16 @@ pub struct Writer {
     config: NamedTempFile,
     index: Option<NamedTempFile>,
     shards: Vec<(String, NamedTempFile)>,
-    /// Shard, byte in it and shape of what is not there yet.
+    /// For each tensor that is not written yet: the index of its file, its offset there, and its shape.
     missing: BTreeMap<String, (usize, u64, Vec<usize>)>,
 }
 
 impl Writer {
-    /// Tensors of these shapes, stored as `saved`, in files of at most `limit` bytes of data, or one tensor. One file has no
-    /// index.
+    /// Prepares a folder for tensors of these shapes, stored as `saved`, in files of at most `limit` bytes of data, or more for
+    /// a single tensor. If one file is enough, there is no index.
     ///
     /// # Errors
-    /// What the file system says, with the file.
+    /// Failures of the file system, with the file.
     pub fn new(
         folder: &Path,
         config: &Value,
@@ -145,10 +146,10 @@ impl Writer {
         Ok(Self { folder: folder.to_owned(), saved, config, index, shards, missing })
     }
 
-    /// Writes a tensor to its place.
+    /// Writes a tensor at its offset in its file.
     ///
     /// # Errors
-    /// A tensor that the folder is not to have, or has already, another shape, and what the file system says.
+    /// A tensor that is unknown, already written or of another shape, and failures of the file system.
     pub fn write(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         let Some((shard, start, expected)) = self.missing.get(name) else {
             return Err(Error::Unknown { name: name.to_owned(), shape: tensor.dims().to_vec() });
@@ -174,10 +175,10 @@ impl Writer {
         Ok(())
     }
 
-    /// Gives all files their names.
+    /// Gives all files their final names.
     ///
     /// # Errors
-    /// A tensor that was not written, and what the file system says.
+    /// A tensor that was not written, and failures of the file system.
     pub fn finish(self) -> Result<()> {
         let Self { folder, config, index, shards, missing, .. } = self;
         if let Some((name, (.., shape))) = missing.into_iter().next() {
@@ -187,7 +188,7 @@ impl Writer {
         let mut files = vec![(CONFIG.to_owned(), config)];
         files.extend(shards);
         files.extend(index.map(|index| (INDEX.to_owned(), index)));
-        // All is on disk before anything gets its name, so a full disk changes nothing.
+        // All data is on disk before any file gets its name, so a full disk changes nothing.
         for (name, file) in &files {
             let io = |source| Error::Io { path: folder.join(name), source };
             file.as_file().sync_all().map_err(io)?;
@@ -198,10 +199,10 @@ impl Writer {
         }
         let single = folder.join(SINGLE);
         if sharded && single.exists() {
-            // Readers take one file rather than several.
+            // Readers prefer the single file to several ones, so an old one must not stay.
             std::fs::remove_file(&single).map_err(|source| Error::Io { path: single, source })?;
         }
-        // The new names are on disk only when the folder is.
+        // The new names are on disk only once the folder is synced, too.
         #[cfg(unix)]
         std::fs::File::open(&folder)
             .and_then(|folder| folder.sync_all())
@@ -212,7 +213,7 @@ impl Writer {
 
 type Group<'a> = Vec<(&'a String, &'a Vec<usize>)>;
 
-/// Tensors in the order of their names, cut where the next one would pass `limit`.
+/// Tensors in the order of their names, split before each one that would exceed `limit`.
 fn groups(shapes: &BTreeMap<String, Vec<usize>>, saved: SavedType, limit: u64) -> Vec<Group<'_>> {
     let (mut groups, mut full) = (vec![Vec::new()], 0);
     for (name, shape) in shapes {
@@ -229,7 +230,7 @@ fn groups(shapes: &BTreeMap<String, Vec<usize>>, saved: SavedType, limit: u64) -
     groups
 }
 
-/// The header of a file, its length before it, and where in the file each tensor begins.
+/// The header of a safetensors file, with its length before it, and the offset of each tensor in the file.
 fn header(group: &Group<'_>, saved: SavedType) -> std::result::Result<(Vec<u8>, Vec<u64>), String> {
     let (mut infos, mut starts, mut start) = (Vec::new(), Vec::new(), 0);
     for (name, shape) in group {
@@ -255,7 +256,7 @@ fn header(group: &Group<'_>, saved: SavedType) -> std::result::Result<(Vec<u8>, 
     Ok((header, starts.into_iter().map(|start| data + start).collect()))
 }
 
-/// Writes a file beside its place and renames it there.
+/// Writes a file under a temporary name and renames it to `path`.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let io = |source| Error::Io { path: path.to_owned(), source };
     let file = begun(path, bytes)?;
@@ -264,7 +265,7 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What is to become `path`, in a temporary file in the same folder, with its first bytes.
+/// Creates the temporary file that will be renamed to `path`, in the same folder, and writes its first bytes.
 fn begun(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
     let io = |source| Error::Io { path: path.to_owned(), source };
     let mut file = beside().tempfile_in(path.parent().unwrap_or(Path::new("."))).map_err(io)?;
@@ -272,7 +273,7 @@ fn begun(path: &Path, bytes: &[u8]) -> Result<NamedTempFile> {
     Ok(file)
 }
 
-/// Temporary files with the permissions of any new file, not for their owner's eyes only.
+/// A builder of temporary files with the permissions of ordinary new files, which not only their owner can read.
 #[cfg(unix)]
 fn beside() -> tempfile::Builder<'static, 'static> {
     use std::os::unix::fs::PermissionsExt;

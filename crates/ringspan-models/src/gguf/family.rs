@@ -1,5 +1,5 @@
-//! The families that GGUF files are read of: what each calls its tensors, what llama.cpp's converter changed in them, and which
-//! keys of `config.json` its metadata are.
+//! The model families that can be read from GGUF files: the names of their tensors, the changes that llama.cpp's converter
+//! makes to these, and the keys of `config.json` that correspond to their metadata.
 
 mod deepseek;
 mod gemma;
@@ -16,66 +16,66 @@ use crate::decoder::{EMBEDDING, HEAD, NORM};
 use crate::error::Result;
 use serde_json::Value;
 
-/// How models of a family lie in GGUF files.
+/// How a model family is stored in GGUF files.
 pub(super) struct GgufFamily {
-    /// `general.architecture`.
+    /// The value of `general.architecture`.
     pub(super) architecture: &'static str,
-    /// Whether its feed-forward layers are experts.
+    /// Whether its feed-forward layers are mixtures of experts.
     pub(super) sparse: bool,
-    /// `model_type` in `config.json`.
+    /// The value of `model_type` in `config.json`.
     pub(super) model_type: &'static str,
-    /// Its name in `architectures` there.
+    /// Its class name in `architectures` of `config.json`.
     pub(super) class: &'static str,
-    /// The keys that it has beside those of all models, into `config.json`.
+    /// Adds the keys of `config.json` that only this family has.
     pub(super) config: fn(&Metadata, &mut Value) -> Result<()>,
-    /// Parts of a layer by their names here and at Hugging Face, where they are not those of [`COMMON`]; `{}` is an expert's
+    /// Modules of a layer whose names differ from [`COMMON`], as (GGUF name, Hugging Face name); `{}` stands for an expert's
     /// number.
     pub(super) parts: &'static [(&'static str, &'static str)],
-    /// Tensors of a layer that are parameters without `weight` or `bias` in their names, here and at Hugging Face.
+    /// Tensors of a layer whose Hugging Face names do not end in `.weight` or `.bias`, as (GGUF name, Hugging Face name).
     pub(super) whole: &'static [(&'static str, &'static str)],
-    /// Parameters of a layer that files have in two tensors.
+    /// Parameters of a layer that files store in two tensors.
     pub(super) in_two: &'static [TwoTensors],
-    /// Where the two elements are that a rotary embedding turns together.
+    /// Which two elements of a head the rotary embedding rotates together.
     pub(super) pairs: Pairs,
-    /// Whether the file has weights of norms with 1 added.
+    /// Whether the norms' weights in the file have 1 added.
     pub(super) one_in_norms: bool,
-    /// Whether part of a head turns.
+    /// Whether the rotary embedding may cover only a part of each head, so that its width says nothing of the head's.
     pub(super) partial_rotary: bool,
 }
 
-/// Where the elements of a pair are that turn together, in the rows of queries and keys.
+/// Which rows of the query and key matrices form a pair that is rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pairs {
-    /// Where Hugging Face's models have them.
+    /// The same rows as in the Hugging Face model.
     Unchanged,
-    /// Beside each other, where Hugging Face's models have them half a head apart.
+    /// Neighbouring rows, where the Hugging Face model has rows that are half a head apart.
     Neighbours,
 }
 
-/// A parameter of a layer that files have in two tensors.
+/// A parameter of a layer that files store in two tensors.
 pub(super) struct TwoTensors {
-    /// Their names in the layer.
+    /// The names of the two tensors in the layer.
     pub(super) stored: [&'static str; 2],
-    /// Its name at Hugging Face.
+    /// The parameter's name at Hugging Face.
     pub(super) parameter: &'static str,
     pub(super) joined: Joined,
-    /// A tensor that is the whole parameter, where a file has that, too.
+    /// A tensor that some files have in addition and that holds the whole parameter; then the two tensors are ignored.
     pub(super) unless: Option<&'static str>,
 }
 
-/// What a tensor of a file is.
+/// The role of a tensor in a file.
 pub(super) enum StoredTensor {
-    /// A parameter by its name at Hugging Face; of a tensor of experts with `{}` in the place of an expert's number.
+    /// A parameter, by its name at Hugging Face; for a tensor of all experts, `{}` stands for the expert's number.
     Parameter(String),
     /// The first of the two tensors of a parameter.
     First { parameter: String, second: String, joined: Joined },
-    /// The second one, which is read with the first.
+    /// The second of the two tensors, which is read with the first.
     Second { first: String },
-    /// A part of what is there as a whole.
+    /// A part of a parameter that the file also has as a whole; it is not read.
     Spare,
 }
 
-/// The families there are.
+/// All families that can be read.
 const FAMILIES: [GgufFamily; 14] = [
     llama::LLAMA,
     llama::MIXTRAL,
@@ -93,7 +93,7 @@ const FAMILIES: [GgufFamily; 14] = [
     gpt_oss::GPT_OSS,
 ];
 
-/// Parts of a layer that most models have.
+/// Modules of a layer that most families have, as (GGUF name, Hugging Face name).
 const COMMON: [(&str, &str); 11] = [
     ("attn_norm", "input_layernorm"),
     ("ffn_norm", "post_attention_layernorm"),
@@ -109,10 +109,11 @@ const COMMON: [(&str, &str); 11] = [
 ];
 
 impl GgufFamily {
-    /// The family of a file.
+    /// Finds the family of a file.
     ///
     /// # Errors
-    /// An architecture that is unknown, and experts in one whose experts are.
+    /// An architecture that is unknown, and a model with experts, or without, of an architecture that is known only the other
+    /// way.
     pub(super) fn of(metadata: &Metadata) -> Result<&'static Self> {
         let (architecture, experts) = (metadata.architecture, metadata.count("expert_count")?.unwrap_or(0));
         let mut known = FAMILIES.iter().filter(|family| family.architecture == architecture).peekable();
@@ -129,7 +130,7 @@ impl GgufFamily {
         })
     }
 
-    /// What a tensor of a file is; none where no model of the family has it. `has` says which tensors there are.
+    /// The role of a tensor in a file; `None` if no model of the family has it. `has` tells which tensors are in the file.
     pub(super) fn tensor(&self, stored: &str, has: impl Fn(&str) -> bool) -> Option<StoredTensor> {
         let parameter = |name: String| Some(StoredTensor::Parameter(name));
         match stored {
@@ -157,7 +158,7 @@ impl GgufFamily {
         parameter(named(&format!("{}.{kind}", self.part(part)?)))
     }
 
-    /// Hugging Face's name of a part of a layer.
+    /// The Hugging Face name of a module of a layer.
     fn part(&self, stored: &str) -> Option<&'static str> {
         let found =
             |parts: &[(&str, &'static str)]| parts.iter().find(|(name, _)| *name == stored).map(|(_, part)| *part);
@@ -165,7 +166,7 @@ impl GgufFamily {
     }
 }
 
-/// For families whose keys are those of all models.
+/// Adds no key, for families whose keys are those of all models.
 fn no_more(_: &Metadata, _: &mut Value) -> Result<()> {
     Ok(())
 }
@@ -174,7 +175,7 @@ fn no_more(_: &Metadata, _: &mut Value) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A file may have the matrix that makes keys and values whole and in parts.
+    /// A file may have the matrix `kv_b_proj` whole, in two parts, or both.
     #[test]
     fn parts_of_what_is_there_as_a_whole_are_spare() {
         let tensor = |name: &str, whole: bool| {

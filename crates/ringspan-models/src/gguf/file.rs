@@ -1,4 +1,4 @@
-//! A GGUF file: its metadata, and where its tensors lie.
+//! A GGUF file: its metadata, and the places of its tensors.
 //!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>. Candle's own reader refuses a whole file for one
 //! tensor of a type that it does not know.
@@ -15,27 +15,27 @@ use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// An open file.
+/// An open GGUF file with its parsed header.
 pub(super) struct GgufFile {
     path: PathBuf,
     file: File,
     pub(super) metadata: HashMap<String, Value>,
     tensors: BTreeMap<String, TensorInfo>,
-    /// Byte from which offsets count.
+    /// Offset in the file from which the tensors' offsets count.
     data: u64,
 }
 
-/// Where a tensor is.
+/// Shape, type and place of a tensor.
 #[derive(Debug, Clone)]
 struct TensorInfo {
-    /// Outermost first, as tensors have it; the file has the innermost first.
+    /// Sizes of the dimensions, outermost first; the file lists the innermost first.
     shape: Vec<usize>,
-    /// The number of its type.
+    /// The number of its ggml type.
     kind: u32,
     offset: u64,
 }
 
-/// The types that are decoded when they are read, because no product takes them as they are stored.
+/// The types that are decoded when they are read, because no matrix product can compute with them as they are stored.
 const DECODED: [(u32, GgmlDType); 7] = [
     (0, GgmlDType::F32),
     (3, GgmlDType::Q4_1),
@@ -46,13 +46,13 @@ const DECODED: [(u32, GgmlDType); 7] = [
     (15, GgmlDType::Q8K),
 ];
 
-/// Dimensions of a tensor at most, as in ggml.
+/// Upper limit on the dimensions of a tensor, as in ggml.
 const MOST_DIMS: u32 = 4;
-/// Depth of arrays in arrays that is still believed.
+/// Upper limit on the depth of nested arrays; deeper ones are taken for a broken file.
 const MOST_NESTED: usize = 4;
 
 impl GgufFile {
-    /// Opens a file and reads what stands before its tensors.
+    /// Opens a file, and reads its metadata and the list of its tensors.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let file = File::open(path).map_err(io)?;
@@ -72,29 +72,29 @@ impl GgufFile {
         &self.path
     }
 
-    /// An error that names the file.
+    /// Makes an error that names the file.
     pub(super) fn broken(&self, problem: &impl ToString) -> Error {
         broken(&self.path, problem)
     }
 
-    /// The names of the tensors, in order.
+    /// The names of the tensors, in alphabetical order.
     pub(super) fn names(&self) -> impl Iterator<Item = &String> {
         self.tensors.keys()
     }
 
-    /// The shape of a tensor, if it is there.
+    /// The shape of a tensor, if the file has it.
     pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
         self.tensors.get(name).map(|tensor| tensor.shape.as_slice())
     }
 
-    /// What candle makes a tokenizer of.
+    /// The metadata in candle's type, from which candle builds a tokenizer.
     pub(super) fn into_metadata(self) -> Content {
         let Self { metadata, data, .. } = self;
         Content { magic: VersionedMagic::GgufV3, metadata, tensor_infos: HashMap::new(), tensor_data_offset: data }
     }
 
-    /// A tensor as rows of its last dimension, `[product of the others, last]`: as it is stored where products take it so, and
-    /// else in f32.
+    /// Reads a tensor as rows of its last dimension, `[product of the other dimensions, last]`: as it is stored if matrix
+    /// products can compute with its type, else in f32.
     pub(super) fn matrix(&self, name: &str) -> Result<Weight> {
         let TensorInfo { shape, kind, offset } = self.info(name)?;
         let columns = shape.last().copied().unwrap_or(1);
@@ -124,7 +124,7 @@ impl GgufFile {
             .map_err(|error| self.broken(&format!("tensor {name}: {error}")))
     }
 
-    /// A tensor in f32, in its shape.
+    /// Reads a tensor in f32 and in its stored shape.
     pub(super) fn tensor(&self, name: &str) -> Result<Tensor> {
         let shape = self.info(name)?.shape;
         let tensor = self.matrix(name)?.to_tensor().and_then(|tensor| tensor.reshape(shape));
@@ -154,14 +154,14 @@ fn broken(path: &Path, problem: &impl ToString) -> Error {
     Error::Format { path: path.to_owned(), problem: problem.to_string() }
 }
 
-/// What stands before the tensors, while it is read.
+/// The parser of the part of the file before the tensors.
 struct Header {
     reader: BufReader<File>,
     at: u64,
     length: u64,
 }
 
-/// What was read of a header, or why it is none.
+/// A value parsed from the header, or a description of what is wrong with it.
 type HeaderResult<T> = std::result::Result<T, String>;
 
 impl Header {
@@ -176,7 +176,7 @@ impl Header {
         let (tensors, entries) = (self.count(24)?, self.count(12)?);
         let mut metadata = HashMap::new();
         let mut infos = BTreeMap::new();
-        // In the file the tensors are counted first, and the metadata come first.
+        // The header has the number of tensors first, but the list of metadata before the list of tensors.
         for _ in 0..entries {
             let key = self.text()?;
             let kind = self.u32()?;
@@ -201,8 +201,8 @@ impl Header {
         let mut shape = (0..dims).map(|_| self.size()).collect::<HeaderResult<Vec<usize>>>()?;
         shape.reverse();
         let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
-        // No type has more than eight elements in a byte. A shape that the file cannot hold, or that has no elements but many
-        // experts, would take as much memory as it claims.
+        // No type packs more than eight elements into a byte. A shape that the file cannot hold, or that has many experts but
+        // no elements, would make the program allocate as much memory as it claims.
         if elements.is_none_or(|elements| elements == 0 || elements as u64 / 8 > self.length) {
             return Err(format!("a shape of {shape:?} in a file of {} bytes", self.length));
         }
@@ -252,7 +252,8 @@ impl Header {
         usize::try_from(size).map_err(|_| format!("a size of {size}"))
     }
 
-    /// How many things follow of which each takes `least` bytes. A broken file must not ask for more memory than it is long.
+    /// Reads the number of entries that follow, each of at least `least` bytes. A broken file must not make the program
+    /// allocate more memory than the file is long.
     fn count(&mut self, least: u64) -> HeaderResult<usize> {
         let count = self.size()?;
         match (count as u64).checked_mul(least) {
@@ -266,7 +267,7 @@ impl Header {
         let mut text = vec![0; count];
         self.reader.read_exact(&mut text).map_err(|error| format!("not a whole GGUF file: {error}"))?;
         self.at += count as u64;
-        // Tokens of some models are no whole characters.
+        // Tokens of some models are not valid UTF-8.
         Ok(String::from_utf8(text).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
 }

@@ -1,26 +1,28 @@
-//! Parameters of which files have two tensors, and those of several experts in one.
+//! Parameters that files store in two tensors, and parameters that hold the matrices of all experts of a layer.
 //!
-//! Shape letters: e experts, H heads, L latent width, N and D widths of a head's keys without positions, and of its values.
+//! Shape letters: e experts, H heads, L latent width, N width of a head's keys without their rotary part, D width of a head's
+//! values.
 
 use candle_core::{Result, Tensor, bail};
 use ringspan_candle::Weight;
 use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
 
-/// How a parameter is made of two tensors.
+/// How two tensors are joined to a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Joined {
-    /// Rows of the first and of the second take turns, of each expert.
+    /// Rows of the first and of the second tensor alternate, within each expert.
     Alternating,
-    /// Each head is the transpose of its part of the first tensor, and behind it its part of the second.
+    /// Each head has the transpose of its part of the first tensor, followed by its part of the second.
     LatentHeads,
 }
 
-/// Both tensors as rows of their last dimension, with their shapes.
+/// Both tensors, each as rows of its last dimension, and with its shape.
 pub(super) type Both = [(Weight, Vec<usize>); 2];
 
 impl Joined {
-    /// The parameter: `[e, in, out]` of tensors `[e, out / 2, in]`, `[e, out]` of `[e, out / 2]`, or `[H (N + D), L]` of
-    /// `[H, L, N]` and `[H, D, L]`. As it is stored where both tensors are so, and else in f32.
+    /// Joins the tensors to the parameter: two tensors `[e, out / 2, in]` to `[e, in, out]`, two `[e, out / 2]` to `[e, out]`,
+    /// or `[H, L, N]` and `[H, D, L]` to `[H (N + D), L]`. The stored type is kept if both have one in which they can be
+    /// joined; else it is f32.
     ///
     /// # Errors
     /// Shapes that do not fit each other.
@@ -56,7 +58,7 @@ pub(super) fn experts(matrices: Weight, shape: &[usize]) -> Result<Weight> {
     }
 }
 
-/// Row after row of both in turn.
+/// Interleaves the rows of both matrices.
 fn alternating(first: &Weight, second: &Weight) -> Result<Weight> {
     if let (Weight::Quantized(first), Weight::Quantized(second)) = (first, second)
         && first.format() == second.format()
@@ -76,8 +78,8 @@ fn alternating(first: &Weight, second: &Weight) -> Result<Weight> {
     Ok(Tensor::stack(&[first, second], 1)?.reshape((2 * rows, columns))?.into())
 }
 
-/// The matrix that makes keys and values of latent vectors. Blocks of the first part lie along its other dimension, so that it can
-/// be turned only where a number has its own bytes.
+/// The matrix that computes keys and values from latent vectors. The keys' part has to be transposed, and quantization blocks
+/// lie along its other dimension, so it keeps its stored type only if each number has bytes of its own (f16, bf16).
 fn latent_heads([keys, values]: [&Weight; 2], [heads, latent, nope, value]: [usize; 4]) -> Result<Weight> {
     if let (Weight::Quantized(keys), Weight::Quantized(values)) = (keys, values)
         && keys.format() == values.format()

@@ -1,13 +1,13 @@
-//! What a GGUF file says of its model.
+//! Access to the metadata of a GGUF file.
 
 use super::file::GgufFile;
 use crate::error::Result;
 use candle_core::quantized::gguf_file::Value;
 
-/// The metadata of a model of one architecture, and which tensors there are.
+/// The metadata of a file, most of whose keys begin with the model's architecture, and the tensors in it.
 pub(super) struct Metadata<'a> {
     file: &'a GgufFile,
-    /// Before the names of its keys.
+    /// The name of the architecture, with which the model's keys begin.
     pub(super) architecture: &'a str,
 }
 
@@ -25,15 +25,15 @@ impl<'a> Metadata<'a> {
         self.file.metadata.get(&format!("{}.{key}", self.architecture))
     }
 
-    /// A number of the architecture.
+    /// The number under a key of the architecture, if the key is present.
     pub(super) fn number(&self, key: &str) -> Option<f64> {
         self.own(key).and_then(number)
     }
 
-    /// A count of the architecture, if it is there.
+    /// The count (a whole number of at least 0) under a key of the architecture, if the key is present.
     ///
     /// # Errors
-    /// Something else than a count.
+    /// A value that is not a count.
     pub(super) fn count(&self, key: &str) -> Result<Option<u64>> {
         match (self.own(key), self.number(key).filter(|x| *x >= 0.0 && x.fract() == 0.0)) {
             (None, _) => Ok(None),
@@ -42,31 +42,31 @@ impl<'a> Metadata<'a> {
         }
     }
 
-    /// The same of a count that must be there.
+    /// Like [`count`](Self::count), for a key that must be present.
     ///
     /// # Errors
-    /// A count that is not.
+    /// A key that is missing, or a value that is not a count.
     pub(super) fn need(&self, key: &str) -> Result<u64> {
         let missing = || self.file.broken(&format!("{}.{key} is missing or no count", self.architecture));
         self.count(key)?.ok_or_else(missing)
     }
 
-    /// Whether something is so, if the architecture says it.
+    /// The truth value under a key of the architecture, if the key is present.
     pub(super) fn flag(&self, key: &str) -> Option<bool> {
         self.own(key).and_then(|flag| flag.to_bool().ok())
     }
 
-    /// A text of the architecture.
+    /// The text under a key of the architecture, if the key is present.
     pub(super) fn text(&self, key: &str) -> Option<&'a str> {
         self.own(key).and_then(|text| text.to_string().ok()).map(String::as_str)
     }
 
-    /// A number of the whole file, as `tokenizer.ggml.bos_token_id`.
+    /// The number under a full key, such as `tokenizer.ggml.bos_token_id`, if the key is present.
     pub(super) fn of_file(&self, key: &str) -> Option<f64> {
         self.file.metadata.get(key).and_then(number)
     }
 
-    /// Whether a tensor is there.
+    /// Whether the file has a tensor of this name.
     pub(super) fn has(&self, tensor: &str) -> bool {
         self.file.shape(tensor).is_some()
     }

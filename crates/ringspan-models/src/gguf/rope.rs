@@ -1,4 +1,4 @@
-//! How a file says that a rotary embedding is stretched.
+//! The scaling of the rotary embedding in GGUF files.
 
 use super::metadata::Metadata;
 use crate::config::Config;
@@ -6,17 +6,17 @@ use crate::error::{Error, Result};
 use crate::rope::{self, Parameters};
 use serde_json::{Value, json};
 
-/// Factors on all pairs of Llama 3's rotary embedding.
+/// Tensor with the divisors of the frequencies of Llama 3's rotary embedding, one for each pair.
 const FACTORS: &str = "rope_freqs.weight";
-/// Factors for short and for long texts.
+/// Tensors with the divisors of LongRoPE for short and for long texts.
 const BY_LENGTH: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
 
-/// Whether a tensor belongs to the rotary embedding, and is no parameter.
+/// Whether a tensor holds divisors of the rotary embedding's frequencies, and is no parameter of the model.
 pub(super) fn is_factors(tensor: &str) -> bool {
     tensor == FACTORS || BY_LENGTH.contains(&tensor)
 }
 
-/// The factors for short and for long texts, where they are there.
+/// LongRoPE's divisors for short and for long texts, each if the file has them.
 pub(super) fn pair_factors(metadata: &Metadata) -> Result<[Option<Vec<f32>>; 2]> {
     let [short, long] = BY_LENGTH.map(|name| metadata.has(name).then(|| factors(metadata, name)).transpose());
     Ok([short?, long?])
@@ -26,10 +26,11 @@ fn factors(metadata: &Metadata, name: &str) -> Result<Vec<f32>> {
     Ok(metadata.file().tensor(name)?.flatten_all()?.to_vec1::<f32>()?)
 }
 
-/// `rope_scaling` of the configuration as it is so far, if the rotary embedding is stretched.
+/// The `rope_scaling` of the model, if its rotary embedding is scaled; `config` is the configuration as far as it has been
+/// read.
 ///
 /// # Errors
-/// A way that is unknown, and factors that no known way has.
+/// An unknown kind of scaling, and divisors that no known kind produces.
 pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Value>> {
     if metadata.has(FACTORS) {
         let factors = factors(metadata, FACTORS)?;
@@ -37,10 +38,10 @@ pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Valu
     }
     match metadata.text("rope.scaling.type") {
         None | Some("none") => Ok(None),
-        // Its factors are tensors, which only some families have.
+        // LongRoPE's divisors are tensors, which the families that use it read by [`pair_factors`].
         Some("longrope") if metadata.has(BY_LENGTH[0]) => Ok(None),
         Some(kind @ ("linear" | "yarn")) => {
-            // What the family knows, and files do not say.
+            // Keys that the family has set because files do not record them.
             let known = config["rope_scaling"].as_object().filter(|_| kind == "yarn");
             let mut scaling = Value::Object(known.cloned().unwrap_or_default());
             scaling["rope_type"] = json!(kind);
@@ -59,7 +60,7 @@ pub(super) fn scaling(metadata: &Metadata, config: &Value) -> Result<Option<Valu
     }
 }
 
-/// Adds what files say of YaRN.
+/// Adds the parameters of YaRN that files record.
 fn yarn(metadata: &Metadata, scaling: &mut Value) -> Result<()> {
     if let Some(length) = metadata.count("rope.scaling.original_context_length")? {
         scaling["original_max_position_embeddings"] = json!(length);
@@ -79,8 +80,8 @@ fn yarn(metadata: &Metadata, scaling: &mut Value) -> Result<()> {
     Ok(())
 }
 
-/// Llama 3.1's stretching, from what it came to: files keep the quotients of waves, not the numbers behind them. All
-/// published models differ in the factor only, so that is read off, and the rest is checked.
+/// Derives the parameters of Llama 3.1's scaling from its result: files have the divisor of each frequency, not the parameters.
+/// All published models differ in the factor only, so it is taken from the largest divisor, and the others are checked.
 fn llama3(config: &Value, factors: &[f32]) -> std::result::Result<Value, String> {
     let factor = factors.iter().copied().fold(1.0, f32::max);
     let parameters = json!({

@@ -1,4 +1,4 @@
-//! The tokenizer in a GGUF file, and the template of conversations.
+//! Tokenizers and chat templates in GGUF files.
 
 mod byte_level;
 mod sentence_piece;
@@ -15,8 +15,8 @@ const MODEL: &str = "tokenizer.ggml.model";
 /// Builds the tokenizer of a GGUF file from its metadata.
 ///
 /// # Errors
-/// A file that is missing or corrupt, one without a tokenizer, and kinds that are unknown: a text cut in another way
-/// than the model has learnt would be read, and be wrong.
+/// A file that is missing or corrupt, one without a tokenizer, and kinds that are unknown: with another way of splitting text
+/// than the model has learnt, text would still become tokens, but wrong ones.
 pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
     let file = GgufFile::open(path)?;
     let kind = text(&file, MODEL).unwrap_or_default().to_owned();
@@ -29,21 +29,21 @@ pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
     }
 }
 
-/// Whether a GGUF file says anything of a tokenizer.
+/// Whether a GGUF file has a tokenizer.
 pub(crate) fn has_tokenizer(path: &Path) -> Result<bool> {
     Ok(text(&GgufFile::open(path)?, MODEL).is_some())
 }
 
-/// The template by which a model's conversations become text.
+/// A chat template, by which a model's conversations become text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTemplate {
-    /// In Jinja.
+    /// The template's source in Jinja.
     pub source: String,
-    /// What the template knows the special tokens as: `bos_token` and so on, and their texts.
+    /// The texts of special tokens, by the template's variables for them: `bos_token` and so on.
     pub tokens: serde_json::Map<String, serde_json::Value>,
 }
 
-/// The template in a GGUF file, if it has one.
+/// The chat template of a GGUF file, if it has one.
 ///
 /// # Errors
 /// A file that is missing or corrupt.

@@ -1,4 +1,4 @@
-//! The graph of one unit.
+//! The differentiable computation of one unit.
 
 use super::Gradients;
 use crate::error::Result;
@@ -6,17 +6,17 @@ use candle_core::{Tensor, Var};
 use ringspan_candle::tape::Tape;
 use ringspan_candle::{StoredWeights, Weights};
 
-/// A computed function of an input and parameters that can still be differentiated.
+/// A function of an input and parameters that has been computed, and recorded so that it can be differentiated.
 pub(crate) struct Graph {
     input: Var,
-    /// The parameters that are trained.
+    /// The parameters that receive gradients.
     parameters: Weights,
     output: Tensor,
     tape: Tape,
 }
 
 impl Graph {
-    /// Computes `f` of parameters and input, to be differentiated in the input and in the parameters that are trained.
+    /// Computes `f` of parameters and input, and records it for gradients with respect to the input and the trained parameters.
     pub(crate) fn new(
         x: Tensor,
         parameters: StoredWeights,
@@ -25,7 +25,8 @@ impl Graph {
     ) -> Result<Self> {
         let input = Var::from_tensor(&x)?;
         drop(x);
-        // A variable is taken as it is. Others are copied one by one, so that no more than a parameter is there twice.
+        // `Var::from_tensor` copies tensors that are no variables yet. One parameter is copied at a time, so at most one is in
+        // memory twice.
         let (mut weights, mut trained) = (StoredWeights::new(), Weights::new());
         for (name, weight) in parameters {
             if !trains(&name) {
@@ -40,10 +41,10 @@ impl Graph {
         Ok(Self { input, parameters: trained, output, tape })
     }
 
-    /// Gradients of `sum(dy * output)`: of the input, and of each parameter that is trained.
+    /// The gradients of `sum(dy * output)` with respect to the input and to each trained parameter.
     pub(crate) fn backward(self, dy: Tensor) -> Result<(Tensor, Gradients)> {
         let mut gradients = self.tape.backward(self.output, dy)?;
-        // Zeros of what took no part.
+        // A tensor that took no part in the output has a gradient of zeros.
         let mut gradient = |tensor: &Tensor| match gradients.remove(tensor) {
             Some(gradient) => Ok(gradient),
             None => tensor.zeros_like(),

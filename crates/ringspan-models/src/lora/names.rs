@@ -1,32 +1,32 @@
-//! Layers by their names, chosen as PEFT chooses them. A layer's whole name is as `model.layers.0.self_attn.q_proj`.
+//! Selects layers by name, as PEFT does. An example of a layer's full name is `model.layers.0.self_attn.q_proj`.
 
 use crate::error::{Error, Result};
 use fancy_regex::Regex;
 use std::fmt;
 
-/// PEFT's word for all linear layers but the output head.
+/// PEFT's word for all linear layers except the output head.
 pub(crate) const ALL_LINEAR: &str = "all-linear";
 
-/// Some of a model's layers.
+/// A selection of a model's linear layers.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Names {
-    /// Those whose whole names are among these, or end with one of these behind a dot.
+    /// Layers whose full name is one of these, or ends with one of these after a dot.
     Ends(Vec<String>),
-    /// Those whose whole names match.
+    /// Layers whose full name matches the pattern.
     Matching(Pattern),
-    /// All linear layers but the output head.
+    /// All linear layers except the output head.
     AllLinear,
-    /// The same without the routers of experts.
+    /// Like [`AllLinear`](Self::AllLinear), without the routers of experts.
     AllButRouters,
 }
 
 impl Names {
-    /// A word of PEFT's configuration: `all-linear`, or a regular expression.
+    /// Parses a string in PEFT's configuration: `all-linear`, or a regular expression.
     pub(crate) fn word(word: &str) -> Result<Self> {
         if word == ALL_LINEAR { Ok(Self::AllLinear) } else { Pattern::whole(word).map(Self::Matching) }
     }
 
-    /// Whether the layer with this whole name is one of them.
+    /// Whether the layer with this full name is selected.
     pub(crate) fn has(&self, layer: &str) -> Result<bool> {
         match self {
             Self::Ends(ends) => Ok(ends.iter().any(|end| ends_with(layer, end))),
@@ -47,12 +47,12 @@ impl fmt::Display for Names {
     }
 }
 
-/// Whether a whole name is `end`, or ends with it behind a dot.
+/// Whether a full name equals `end`, or ends with it after a dot.
 pub(crate) fn ends_with(layer: &str, end: &str) -> bool {
     layer.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 
-/// A regular expression, as its author wrote it.
+/// A regular expression, together with the text that its author wrote.
 #[derive(Debug, Clone)]
 pub struct Pattern {
     text: String,
@@ -60,29 +60,29 @@ pub struct Pattern {
 }
 
 impl PartialEq for Pattern {
-    /// Patterns of one text that are used differently are never compared.
+    /// Compares the authors' texts only: patterns that are compiled differently are never compared with each other.
     fn eq(&self, other: &Self) -> bool {
         self.text == other.text
     }
 }
 
 impl Pattern {
-    /// One that the whole name must match.
+    /// A pattern that the full name must match.
     pub(crate) fn whole(text: &str) -> Result<Self> {
         Self::of(text, format!("^(?:{text})$"))
     }
 
-    /// One that the whole name must match, or what of it stands behind a dot.
+    /// A pattern that the full name must match, or its end after some dot.
     pub(crate) fn end(text: &str) -> Result<Self> {
         Self::of(text, format!(r"^(.*\.)?({text})$"))
     }
 
-    /// One of the modules that hold a model's layers in a list; the number of the layer follows it.
+    /// A pattern for the module that holds a model's layers in a list; in names, the layer's number follows it.
     pub(crate) fn list(text: &str) -> Result<Self> {
         Self::of(text, format!(r"^(?:|.*?\.){text}\.(?P<index>\d+)\."))
     }
 
-    /// The list that is the first in a name.
+    /// A pattern for the first numbered list in a name.
     pub(crate) fn any_list() -> Result<Self> {
         Self::of("", r"^.*?\.[^.]*\.(?P<index>\d+)\.".to_owned())
     }
@@ -94,7 +94,7 @@ impl Pattern {
         }
     }
 
-    /// As its author wrote it.
+    /// The text that its author wrote.
     pub fn as_str(&self) -> &str {
         &self.text
     }
@@ -103,7 +103,7 @@ impl Pattern {
         self.regex.is_match(layer).map_err(|error| self.too_hard(layer, &error))
     }
 
-    /// The number that follows a list in a whole name.
+    /// The number that follows this list in a full name, if the pattern matches.
     fn index(&self, layer: &str) -> Result<Option<usize>> {
         let found = self.regex.captures(layer).map_err(|error| self.too_hard(layer, &error))?;
         Ok(found.and_then(|found| found.name("index")?.as_str().parse().ok()))
@@ -114,26 +114,27 @@ impl Pattern {
     }
 }
 
-/// Which layers have adapters.
+/// The selection of layers that have adapters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Layers {
-    /// The layers that are named.
+    /// The target layers.
     pub(crate) targets: Names,
-    /// Those of them that have none all the same (PEFT's `exclude_modules`).
+    /// Target layers that have no adapter nevertheless (PEFT's `exclude_modules`).
     pub(crate) excluded: Option<Names>,
-    /// If given, those alone that belong to these layers of the model (`layers_to_transform`), unless a target is a whole name.
+    /// If given, only layers with these numbers have adapters (`layers_to_transform`), unless a target is the layer's full
+    /// name.
     pub(crate) indices: Option<Vec<usize>>,
-    /// The lists in which layers are counted (`layers_pattern`, or [`Pattern::any_list`]).
+    /// The lists in which layers are numbered (`layers_pattern`, or [`Pattern::any_list`]).
     pub(crate) lists: Vec<Pattern>,
 }
 
 impl Layers {
-    /// All that these name.
+    /// Selects all layers that `targets` names.
     pub(crate) fn named(targets: Names) -> Self {
         Self { targets, excluded: None, indices: None, lists: Vec::new() }
     }
 
-    /// Whether the layer with this whole name has an adapter.
+    /// Whether the layer with this full name has an adapter.
     pub(crate) fn has(&self, layer: &str) -> Result<bool> {
         if let Some(excluded) = &self.excluded
             && excluded.has(layer)?
@@ -152,7 +153,7 @@ impl Layers {
         Ok(self.index(layer)?.is_some_and(|index| indices.contains(&index)))
     }
 
-    /// The number of the model's layer to which a linear layer belongs.
+    /// The number of the decoder layer to which a linear layer belongs, by the first list that matches.
     fn index(&self, layer: &str) -> Result<Option<usize>> {
         for list in &self.lists {
             if let Some(index) = list.index(layer)? {

@@ -1,11 +1,12 @@
-//! LongRoPE (Ding et al., 2024, arXiv:2402.13753): a factor for each pair, others in long texts than in short ones.
+//! LongRoPE (Ding et al., 2024, arXiv:2402.13753): each pair is scaled by a factor of its own, which is another one in long
+//! texts.
 
 use super::Parameters;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use ringspan_candle::layers::{ByLength, RotaryEmbedding};
 
-/// Stretches the plain frequencies of `rope`. Long texts are those that pass the original context.
+/// Scales the plain frequencies of `rope`. Long texts are those with more positions than the original context.
 ///
 /// # Errors
 /// Factors that are missing, too few, too many or not above 0.
@@ -20,7 +21,7 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
         if let Some(factor) = factors.iter().find(|factor| !(**factor > 0.0 && factor.is_finite())) {
             return refuse(format!("each above 0, given {factor}"));
         }
-        // As transformers computes it, in f32.
+        // Transformers computes this in f32.
         let divided = |(frequency, factor): (&f64, &f64)| f64::from((1.0 / frequency) as f32 * *factor as f32).recip();
         Ok(rope.frequencies.iter().zip(factors).map(divided).collect::<Vec<f64>>())
     };

@@ -20,8 +20,8 @@ fn close(a: f64, b: f64) -> bool {
     (a / b - 1.0).abs() < 1e-6
 }
 
-/// Values of transformers 5.23 for heads of 128 and a base of a million, 32768 positions made 131072: with the defaults,
-/// and with every key there is.
+/// Expected values are from transformers 5.23, for heads of width 128, a base of a million, and a context extended from 32768
+/// to 131072 positions: with the defaults, and with every key set.
 #[test]
 fn yarn_frequencies_equal_hugging_face() {
     let defaults = json!({
@@ -61,14 +61,15 @@ fn yarn_frequencies_equal_hugging_face() {
             }
         }
     }
-    // The factor may be left to the two lengths.
+    // Without a factor, the quotient of the two lengths is used.
     let mut lengths = defaults;
     lengths["factor"] = serde_json::Value::Null;
     let got = made(json!({ "rope_parameters": lengths, "max_position_embeddings": 131_072 }));
     assert!(close(got.frequencies[39], by_default[5].1) && close(got.scale, 1.138629436));
 }
 
-/// Values of transformers 5.23 for the rotary embedding of Llama 3.1: kept, blended and stretched ones.
+/// Expected values are from transformers 5.23, for the rotary embedding of Llama 3.1: frequencies that are kept, blended and
+/// scaled.
 #[test]
 fn llama3_frequencies_equal_hugging_face() {
     let parameters = json!({

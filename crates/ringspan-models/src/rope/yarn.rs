@@ -1,4 +1,4 @@
-//! YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs are stretched, fast ones kept, scores sharpened.
+//! YaRN (Peng et al., 2023, arXiv:2309.00071): slow pairs are scaled, fast ones kept, and attention scores sharpened.
 
 use super::Parameters;
 use crate::config::Config;
@@ -6,16 +6,16 @@ use crate::error::{Error, Result};
 use ringspan_candle::layers::RotaryEmbedding;
 use std::f64::consts::PI;
 
-/// Stretches the plain frequencies of `rope`, whose base is `theta`.
+/// Scales the plain frequencies of `rope`, whose base is `theta`.
 ///
 /// # Errors
 /// Numbers that are missing or contradict each other.
 pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
     let original = parameters.original(config)?;
-    // Some files give the context before and after instead of their quotient.
+    // Some files give the context before and after scaling instead of the factor.
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
     let factor = parameters.need("factor", parameters.factor.or_else(quotient))?;
-    // 0 stands for the default, as it does at Hugging Face.
+    // A value of 0 stands for the default, as at Hugging Face.
     let given = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);
     let fast = parameters.need("beta_fast", Some(given(parameters.beta_fast, 32.0)))?;
     let slow = parameters.need("beta_slow", Some(given(parameters.beta_slow, 1.0)))?;
@@ -29,7 +29,7 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
     };
     let pairs = rope.frequencies.len();
     let dim = 2.0 * pairs as f64;
-    // The pair that turns so often within the original context.
+    // The (fractional) index of the pair that rotates `turns` times within the original context.
     let pair = |turns: f64| dim * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln());
     let (mut low, mut high) = (pair(fast), pair(slow));
     if parameters.truncate.unwrap_or(true) {
@@ -46,7 +46,7 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
     Ok(())
 }
 
-/// The factor on the scores of models that sharpen them beside what `attention_factor` does, as DeepSeek does.
+/// The factor on attention scores of models such as DeepSeek, which sharpen them in addition to `attention_factor`.
 ///
 /// # Errors
 /// A factor that is missing.
@@ -58,7 +58,7 @@ pub(crate) fn on_scores(config: &Config) -> Result<f64> {
     }
 }
 
-/// Longer contexts make attention flatter; this factor on queries and on keys makes up for it.
+/// A longer context makes attention flatter; this factor on both queries and keys compensates for it.
 fn sharpening(factor: f64, strength: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * strength * factor.ln() + 1.0 }
 }

@@ -1,4 +1,4 @@
-//! Dropout of attention's weights in training: a mask on the weights, the same on every mesh.
+//! Dropout of attention weights in training: it is a mask on the weights, the same on every mesh.
 
 use crate::support::{
     Batch, Spread, assert_equal, fixture, load, on_one_device, on_one_device_dropping, on_ranks, relative_l2,
@@ -10,7 +10,7 @@ use serde_json::json;
 
 const SEED: u64 = 5;
 
-/// A fixture with `attention_dropout` in its configuration.
+/// A fixture's model with `attention_dropout` in its configuration.
 fn dropping(name: &str, share: f64) -> (Decoder, Weights, Batch) {
     let (_, weights, batch, _) = load(name);
     let mut json = folder::config_json(&fixture(name)).expect("the fixture");
@@ -18,7 +18,7 @@ fn dropping(name: &str, share: f64) -> (Decoder, Weights, Batch) {
     (Decoder::new(serde_json::from_value(json).expect("a config")).expect("supported"), weights, batch)
 }
 
-/// Against candle's own operations on all weights of attention, with a mask of 0 and 1 / (1 - p) behind the softmax.
+/// The reference multiplies all attention weights after the softmax by a mask of 0 and 1 / (1 - p), in candle's own operations.
 #[test]
 fn every_mesh_drops_the_weights_that_a_mask_would() {
     for (name, ep) in [("llama", 1), ("gemma3", 1), ("qwen3_moe", 2)] {
@@ -38,7 +38,7 @@ fn every_mesh_drops_the_weights_that_a_mask_would() {
     }
 }
 
-/// Ranks without tokens compute heads of others, and drop of them what these would.
+/// Ranks without tokens compute heads of other ranks' tokens, and drop the weights that these would drop.
 #[test]
 fn ranks_without_tokens_drop_what_others_would() {
     let (decoder, weights, whole) = dropping("llama", 0.3);
@@ -51,7 +51,7 @@ fn ranks_without_tokens_drop_what_others_would() {
     }
 }
 
-/// Nothing is dropped where nothing is learnt.
+/// Without a training's seed, nothing is dropped.
 #[test]
 fn without_drops_the_model_is_whole() {
     let (decoder, weights, batch) = dropping("llama", 0.3);

@@ -1,4 +1,4 @@
-//! Experts dealt to ranks, whole or by their width, compute what Hugging Face computes on one device.
+//! Experts sharded over ranks, whole or by their width, compute what Hugging Face computes on one device.
 
 use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
 use ringspan::LayoutKind;
@@ -27,7 +27,8 @@ fn experts_spread_over_ranks_equal_hugging_face() {
     }
 }
 
-/// Ranks without tokens compute experts all the same, there and back, and meet the others in the same order.
+/// Ranks without tokens compute experts for other ranks, forward and backward, and take part in every collective in the same
+/// order.
 #[test]
 fn ranks_without_tokens_compute_the_experts_of_others() {
     for name in ["qwen3_moe", "deepseek_v2", "gpt_oss"] {
@@ -42,7 +43,7 @@ fn ranks_without_tokens_compute_the_experts_of_others() {
     }
 }
 
-/// An adapter is where its expert is, and cut as it is.
+/// An adapter is on the ranks of its expert, and sharded as its expert is.
 #[test]
 fn adapters_of_experts_go_where_their_experts_go() {
     for name in ["qwen3_moe", "qwen3_moe_balanced", "mixtral", "deepseek_v3"] {

@@ -1,4 +1,4 @@
-//! Model folders: what is written comes back, and what is wrong is named.
+//! Model folders: saved models are read back unchanged, and errors name what is wrong.
 
 use candle_core::{DType, Device, Tensor};
 use ringspan_candle::Weights;
@@ -22,7 +22,7 @@ fn decoder(config: &Value) -> Decoder {
     Decoder::new(serde_json::from_value(config.clone()).expect("sizes")).expect("supported")
 }
 
-/// A saved model.
+/// A model that is saved in a temporary folder.
 fn model(tied: bool) -> (TempDir, Weights) {
     let folder = tempfile::tempdir().expect("a folder");
     let weights = decoder(&config(tied)).init(7).expect("weights");
@@ -38,7 +38,7 @@ fn bits(weights: &Weights) -> HashMap<String, (Vec<usize>, Vec<u32>)> {
     weights.iter().map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
 }
 
-/// Writes weights over the model's, as they are.
+/// Writes weights over the model's file without any check.
 fn write(path: &Path, weights: &Weights) {
     let tensors: HashMap<String, Tensor> = weights.clone().into_iter().collect();
     candle_core::safetensors::save(&tensors, path).expect("written");
@@ -141,7 +141,7 @@ fn broken_files_are_named() {
     let (folder, _) = model(false);
     let path = folder.path().join(SINGLE);
     let whole = fs::read(&path).expect("bytes");
-    // Cut inside the length, the header and the data; a header longer than the file; bytes that are no header.
+    // A file cut inside the length, the header and the data; a header longer than the file; bytes that are not a header.
     let mut long = whole.clone();
     long[7] = 0x7f;
     let noise: Vec<u8> =
@@ -211,7 +211,7 @@ fn saving_over_shards_is_what_is_read_afterwards() {
     assert_eq!(folder::config_json(folder.path()).expect("JSON"), json, "already float32");
 }
 
-/// Each file of at most `limit` bytes, and none where it is not needed.
+/// Each file has at most `limit` bytes of data or a single tensor, and no other file stays in the folder.
 #[test]
 fn a_large_model_is_written_in_shards_in_any_order() {
     for (tied, limit) in [(false, 700), (true, 2000)] {
@@ -308,7 +308,7 @@ fn rows_are_read_alone_from_files_of_every_type() {
         contains(&folder.read(Q, backwards).expect_err("backwards").to_string(), &[Q, "5..2"]);
         contains(&folder.read("other", 0..1).expect_err("unknown").to_string(), &["other"]);
 
-        // What happens to the file later is an error of the read.
+        // Damage to the file after it was opened is an error of the read.
         fs::write(path.path().join(SINGLE), "").expect("emptied");
         contains(&folder.read(Q, 0..8).expect_err("empty").to_string(), &[SINGLE]);
     }
@@ -339,7 +339,8 @@ fn a_folder_whose_experts_are_in_one_tensor_is_the_same() {
     assert_eq!(bits(&folder::load(folder.path()).expect("loads").1), bits(&weights));
 }
 
-/// The text of Gemma 3 is what is read and what is saved; the names of both generations of files are known.
+/// The language model of Gemma 3 is read from a multimodal folder and saved alone; parameter names of both generations are
+/// known.
 #[test]
 fn the_text_is_read_from_a_folder_of_a_model_that_sees_images() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gemma3");
@@ -388,7 +389,7 @@ fn a_failed_save_leaves_the_old_files_and_names_the_place() {
     contains(&message, &[SINGLE]);
 }
 
-/// Half of a parameter in MXFP4 is named, and so are shapes that do not fit.
+/// The error names the half of an MXFP4 parameter whose other half is missing, and shapes that do not fit.
 #[test]
 fn halves_of_matrices_in_mxfp4_are_refused() {
     let whole = crate::support::fixture("gpt_oss_mxfp4");

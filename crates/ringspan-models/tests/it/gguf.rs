@@ -1,4 +1,4 @@
-//! Models and tokenizers in GGUF files are those they were made from.
+//! Models and tokenizers in GGUF files equal the models and tokenizers that they were converted from.
 
 use crate::support::{assert_equal, fixture, load, on_one_device, relative_l2};
 use candle_core::quantized::gguf_file::{self, Content, Value};
@@ -51,7 +51,7 @@ fn weights_are_those_of_the_folder_as_exactly_as_they_are_stored() {
     }
 }
 
-/// The configuration is made from metadata; heads, positions and epsilons all enter the logits.
+/// The configuration is made from metadata; heads, positions and epsilons all influence the logits.
 #[test]
 fn a_model_from_a_file_computes_what_its_folder_computes() {
     for name in ["llama_tied", "qwen2", "qwen3"] {
@@ -95,7 +95,7 @@ fn tokenizers_cut_and_join_text_as_the_ones_they_were_made_from() {
     }
 }
 
-/// A GGUF file with other metadata, and without some tensors or with more.
+/// Writes a GGUF file with changed metadata, and without some tensors or with more.
 fn changed(name: &str, metadata: &[(&str, Value)], tensors: &[(&str, Option<Tensor>)]) -> tempfile::NamedTempFile {
     let mut source = BufReader::new(File::open(file(name)).expect("the fixture"));
     let content = Content::read(&mut source).expect("whole");
@@ -125,7 +125,7 @@ fn zeros(shape: &[usize]) -> Option<Tensor> {
 
 const MODEL: &str = "llama_tied.gguf";
 
-/// Llama 3.1's factors of waves at a base of 500000 and heads of 8: fast pairs stay, slow ones are stretched.
+/// Llama 3.1's divisors of frequencies at a base of 500000 and heads of width 8: fast pairs are kept, slow ones scaled.
 #[test]
 fn the_stretching_of_llama_3_is_found_behind_its_factors() {
     let frequencies = [1.0, 500_000f64.powf(-0.25), 500_000f64.powf(-0.5), 500_000f64.powf(-0.75)];
@@ -142,7 +142,7 @@ fn the_stretching_of_llama_3_is_found_behind_its_factors() {
             let tensor = Tensor::new(factors, &Device::Cpu).expect("factors");
             changed(MODEL, &[base], &[("rope_freqs.weight", Some(tensor))])
         };
-        // The slowest pair must be stretched in full, or the factor cannot be read off.
+        // The slowest pair must be scaled in full, or the factor cannot be derived.
         if (f64::from(factors[3]) - factor).abs() > 1e-3 {
             let message = gguf::config_json(write(&factors).path()).expect_err("no whole factor").to_string();
             contains(&message, &["rope_freqs.weight", "heads of 8"]);
@@ -208,11 +208,11 @@ fn files_that_cannot_be_read_say_why() {
     contains(&message(&[], &[("blk.1.ffn_up.weight", zeros(&[8, 32]))]), &["[8, 32]", "[48, 32]"]);
     contains(&message(&[], &[("blk.0.ffn_gate_exps.weight", zeros(&[2, 2]))]), &["blk.0.ffn_gate_exps.weight"]);
 
-    // A tensor of nothing, of so many experts that to make them would take the memory of the machine.
+    // A tensor without elements claims so many experts that creating them would take all memory of the machine.
     let mut bytes = fs::read(fixture("gguf_families").join("mixtral.gguf")).expect("bytes");
     let name = b"blk.0.ffn_gate_exps.weight";
     let at = bytes.windows(name.len()).position(|window| window == name).expect("in the file") + name.len() + 4;
-    // Behind the number of dimensions they stand innermost first.
+    // After the number of dimensions, the sizes follow, innermost first.
     bytes[at + 8..at + 16].copy_from_slice(&0u64.to_le_bytes());
     bytes[at + 16..at + 24].copy_from_slice(&100_000u64.to_le_bytes());
     let empty = tempfile::NamedTempFile::new().expect("a file");
@@ -227,8 +227,8 @@ fn files_that_cannot_be_read_say_why() {
     }
 }
 
-/// The refusal of a family's file in which the bytes behind some names are others: of a tensor's name, a key's type and value, or
-/// a tensor's number of dimensions and the dimensions, innermost first.
+/// The error for a family's file in which the bytes after some names are replaced: after a tensor's name its number of
+/// dimensions and their sizes, innermost first; after a key its type and value.
 fn refusal_of(name: &str, changes: &[(&str, &[u8])]) -> String {
     let mut bytes = fs::read(fixture("gguf_families").join(name)).expect("bytes");
     for (after, change) in changes {
@@ -245,7 +245,7 @@ fn refusal(bytes: &[u8]) -> String {
     gguf::load(file.path()).expect_err("must be refused").to_string()
 }
 
-/// A number as metadata have it: its type, and itself.
+/// A number as the metadata store it: its type, then its value.
 fn number(value: u32) -> Vec<u8> {
     [4, value].map(u32::to_le_bytes).concat()
 }
@@ -255,12 +255,12 @@ fn files_of_deepseek_that_cannot_be_read_say_why() {
     let of_v3 = |after: &str, change: &[u8]| refusal_of("deepseek3.gguf", &[(after, change)]);
     let gating = |value: u32| of_v3("deepseek2.expert_gating_func", &number(value));
     contains(&gating(3), &["expert_gating_func is 3", "1, softmax, and 2, sigmoid"]);
-    // Weights of a softmax are not made to sum to 1.
+    // DeepSeek-V2's softmax weights are not normalised to sum to 1.
     contains(&gating(1), &["norm_topk_prob true", "deepseek_v2"]);
     let heads = of_v3("deepseek2.attention.key_length_mla", &number(16));
     contains(&heads, &["16 elements", "rope.dimension_count 16"]);
     contains(&of_v3("deepseek2.expert_count", &number(0)), &["deepseek2.expert_count is 0"]);
-    // One of two tensors is in a layer that there is not.
+    // The name of one tensor is changed to that of a layer that does not exist.
     let elsewhere = |layer: &str, tensor: &str| {
         let mut bytes = fs::read(fixture("gguf_families").join("deepseek3.gguf")).expect("bytes");
         let name = format!("blk.{layer}.{tensor}");

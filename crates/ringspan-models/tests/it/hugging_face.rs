@@ -56,7 +56,7 @@ fn every_model_equals_hugging_face_on_every_mesh() {
     }
 }
 
-/// What the comparison can see: a window off by one, another stretching or another epsilon are far outside its bounds.
+/// The comparison is sharp: a window off by one, another scaling or another epsilon are far outside its bounds.
 #[test]
 fn a_model_that_is_slightly_another_differs() {
     let changes: [(&str, &str, serde_json::Value); 34] = [
@@ -115,7 +115,7 @@ fn gradients_come_from_the_head_to_the_embedding() {
     }
 }
 
-/// More ranks than tokens: some hold none, and must still take part.
+/// With more ranks than tokens, some ranks hold none, and must still take part.
 #[test]
 fn ranks_without_tokens_take_part() {
     for name in ["llama", "llama_tied", "qwen3", "qwen3_moe_balanced", "gemma3", "deepseek_v2", "gpt_oss"] {
@@ -129,7 +129,7 @@ fn ranks_without_tokens_take_part() {
     }
 }
 
-/// Experts as published files have them, in MXFP4, are read as what they stand for; they are saved as what they became.
+/// Experts in MXFP4, as in the published files, are decoded when they are read, and saved decoded.
 #[test]
 fn experts_in_mxfp4_equal_hugging_face() {
     let (decoder, weights, batch, wanted) = load("gpt_oss_mxfp4");

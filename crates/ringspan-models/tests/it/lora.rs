@@ -1,4 +1,4 @@
-//! Low-rank adapters against PEFT, against the merged model, and on many ranks.
+//! LoRA adapters against PEFT, against the merged model, and on many ranks.
 
 use crate::support::{
     Answer, Batch, Spread, adapted, assert_equal, fixture, load, on_mesh, on_one_device, on_ranks, relative_l2,
@@ -9,7 +9,7 @@ use ringspan_candle::Weights;
 use ringspan_models::{Base, Decoder, Error, Lora, Origin, ROUTER, TARGETS, adapter, folder};
 use serde_json::{Value, json};
 
-/// A model with PEFT's adapter beside it, the weights of both, and what PEFT computes.
+/// A model with PEFT's adapter attached, the weights of both, and the values that PEFT computes.
 fn peft(model: &str) -> (Decoder, Weights, Batch, Answer) {
     peft_in(model, &format!("{model}_lora"))
 }
@@ -38,7 +38,7 @@ fn logits_loss_and_gradients_are_those_of_peft() {
     }
 }
 
-/// PEFT's `all-linear`: beside each expert, and beside their router.
+/// PEFT's `all-linear` attaches an adapter to each expert, and to the router.
 #[test]
 fn adapters_of_experts_are_those_of_peft() {
     let (decoder, weights, batch, wanted) = peft("qwen3_moe");
@@ -50,14 +50,15 @@ fn adapters_of_experts_are_those_of_peft() {
         let got = on_ranks(&decoder, &weights, &batch, LayoutKind::Zigzag, spread);
         assert_equal(&format!("{spread:?}"), &got, &wanted);
     }
-    // `score` and `generate` see the merged model.
+    // `score` and `generate` use the merged model.
     let (config, merged) = Origin::at(&fixture("qwen3_moe_lora")).and_then(Origin::load).expect("fits");
     let (of_merged, _) = on_one_device(&Decoder::new(config).expect("supported"), &merged, &batch);
     assert!(relative_l2(&of_merged.logits, &wanted.logits) < 1e-5);
 }
 
-/// Regular expressions with a lookahead, names of several parts, some layers only, ranks and alphas by patterns, scales by the
-/// root of the rank; and PiSSA's adapter as PEFT converts it. On ranks that share layers, too, and merged.
+/// Regular expressions with a lookahead, names of several parts, selected layers only, ranks and alphas by patterns, scales by
+/// the root of the rank; and PiSSA's adapter as PEFT converts it. Each is computed on one rank, with tensor parallelism, and
+/// merged.
 #[test]
 fn adapters_that_patterns_describe_are_those_of_peft() {
     for (model, name) in
@@ -152,7 +153,7 @@ fn new_adapters_change_nothing_and_are_saved_as_they_are() {
     assert!(folder::load(out.path()).is_err(), "it is no model by itself");
 }
 
-/// Each expert has its own, by the names that PEFT gives them.
+/// Each expert has an adapter of its own, saved by PEFT's names.
 #[test]
 fn adapters_of_experts_are_saved_by_peft_s_names_and_read_again() {
     let (decoder, weights, batch) = adapted("qwen3_moe", &["gate_proj", "down_proj", ROUTER], 0.0);
@@ -172,7 +173,7 @@ fn adapters_of_experts_are_saved_by_peft_s_names_and_read_again() {
     ] {
         assert_eq!(tensors[&format!("base_model.model.{name}")].dims(), shape, "{name}");
     }
-    // Of two sparse layers and a dense one.
+    // The model has two sparse layers and a dense one.
     assert_eq!(tensors.len(), 2 * (2 * (2 * experts + 1) + 2));
     let (config, merged) = Origin::at(out.path()).and_then(Origin::load).expect("fits");
     let (of_adapters, _) = on_one_device(&decoder, &weights, &batch);
@@ -263,7 +264,7 @@ fn adapters_that_cannot_be_are_refused() {
         let message = Origin::at(out.path()).and_then(Origin::load).expect_err("not plain").to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{key}: {message}");
     }
-    // What changes nothing, or is the default in other words, is read.
+    // Keys that change nothing, or give the default in other words, are accepted.
     for (key, value) in [
         ("init_lora_weights", json!("gaussian")),
         ("init_lora_weights", json!("eva")),

@@ -1,4 +1,4 @@
-//! Dropout of adapters' inputs: the same on every mesh, and gradients are those of what was computed.
+//! Dropout of adapters' inputs drops the same elements on every mesh, and gradients match the loss with these elements dropped.
 
 use crate::support::{Answer, Batch, Spread, adapted, assert_equal, on_ranks, relative_l2};
 use candle_core::Tensor;
@@ -29,7 +29,7 @@ fn every_mesh_drops_the_same() {
     }
 }
 
-/// One rank computes the gated layers of so many tokens in three tiles, each of four in one.
+/// For this many tokens, one rank computes the gated layers in three tiles, and several ranks in fewer tiles each.
 #[test]
 fn tiles_of_a_long_sequence_drop_the_same_as_ranks_that_need_one() {
     for (name, targets) in [("llama", TARGETS.as_slice()), ("phi3", &["qkv_proj", "gate_up_proj", "down_proj"])] {
@@ -44,7 +44,7 @@ fn tiles_of_a_long_sequence_drop_the_same_as_ranks_that_need_one() {
     }
 }
 
-/// Experts and their router, dealt to ranks whole and by their width: tokens travel, and what is dropped of them stays.
+/// Experts and their router, sharded whole or by their width: tokens travel to other ranks, and the same elements are dropped.
 #[test]
 fn experts_drop_the_same_wherever_they_are() {
     let targets = ["o_proj", "gate_proj", "up_proj", "down_proj", ROUTER];
@@ -64,7 +64,7 @@ fn experts_drop_the_same_wherever_they_are() {
     }
 }
 
-/// Some ranks have no token, and compute what others drop.
+/// Some ranks have no tokens, and compute what others drop.
 #[test]
 fn ranks_without_tokens_drop_what_others_would() {
     let targets = ["gate_proj", "up_proj", "down_proj", ROUTER];
@@ -78,7 +78,7 @@ fn ranks_without_tokens_drop_what_others_would() {
     }
 }
 
-/// Along each matrix's gradient the loss rises by its length squared.
+/// Along the gradient of each matrix, the slope of the loss must be the gradient's squared length.
 #[test]
 fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
     let (decoder, weights, batch) = adapted("llama", &TARGETS, 0.3);
@@ -101,7 +101,7 @@ fn gradients_are_the_slopes_of_the_loss_with_what_is_dropped() {
     }
 }
 
-/// What is dropped and what grows for it are even: the mean over seeds comes near the loss without.
+/// Dropout rescales the remaining elements: the mean loss over seeds comes near the loss without dropout.
 #[test]
 fn the_mean_over_seeds_is_near_what_nothing_dropped_gives() {
     let (decoder, weights, batch) = adapted("llama", &["o_proj", "down_proj"], 0.3);

@@ -1,4 +1,4 @@
-//! New weights: what Hugging Face gives a new model, the same for who asks for all and for who asks for a part.
+//! New weights follow Hugging Face's initialisation, and do not depend on which rows are read together.
 
 use candle_core::Tensor;
 use ringspan_candle::Weights;
@@ -49,7 +49,8 @@ fn a_part_is_that_of_the_whole() {
     assert!(new.read("nothing", 0..1).expect_err("none").to_string().contains("nothing"));
 }
 
-/// Llama and Qwen have norms of 1, Gemma adds 1 to its own; embeddings, heads, routers and experts are matrices like any.
+/// Norms of Llama and Qwen are 1, Gemma's are 0, to which it adds 1; embeddings, heads, routers and experts are initialised
+/// like other matrices.
 #[test]
 fn matrices_have_the_deviation_of_the_configuration_and_norms_change_nothing() {
     let sparse = json!({
@@ -72,7 +73,7 @@ fn matrices_have_the_deviation_of_the_configuration_and_norms_change_nothing() {
             let count = values.len() as f64;
             let square = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / count;
             let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / count;
-            // Four deviations of what so many draws give.
+            // The bounds are four standard deviations of the estimates from this many draws.
             assert!((square.sqrt() / deviation - 1.0).abs() < 4.0 / (2.0 * count).sqrt(), "{name} of {more}");
             assert!(mean.abs() < 4.0 * deviation / count.sqrt(), "{name} of {more}");
         }

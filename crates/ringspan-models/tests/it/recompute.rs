@@ -1,4 +1,4 @@
-//! Attention that is kept runs forward once, on ranks with tokens and without.
+//! Stored attention outputs are computed forward only once, on ranks with tokens and without.
 
 use crate::support::{load, relative_l2};
 use candle_core::{Result, Tensor};
@@ -17,7 +17,7 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// Counts the calls that compute attention forward.
+/// Counts the forward computations of attention.
 struct Counting {
     context: Context,
     computed: Cell<usize>,
@@ -66,7 +66,7 @@ impl Attend for Counting {
 fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
     let (decoder, weights, batch, _) = load("llama");
     let layers = decoder.config().num_hidden_layers;
-    // Of three ranks in a contiguous layout of two tokens, the last has none.
+    // With two tokens in a contiguous layout over three ranks, the last rank has none.
     let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, 2), 3).expect("ranks"));
     for (recompute, wanted) in
         [(Recompute::Full, 2 * layers), (Recompute::KeepAttention, layers), (Recompute::Nothing, layers)]
@@ -96,8 +96,8 @@ fn attention_runs_forward_once_a_layer_unless_everything_is_recomputed() {
     }
 }
 
-/// What waits for the backward has errors of at most 2^-9, and the forward pass does not see them: losses are the same to
-/// the last bit, and gradients, sums over tokens of products of a few such numbers, are wrong by a few of these errors.
+/// Stored activations have errors of at most 2^-9, and the forward pass does not read them: losses are the same to the last
+/// bit, and gradients, sums over tokens of products of a few such numbers, are wrong by a few of these errors.
 #[test]
 fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
     for name in ["llama", "qwen3", "gemma3", "qwen3_moe"] {
@@ -138,7 +138,7 @@ fn rounding_what_is_kept_leaves_losses_alone_and_gradients_close() {
     }
 }
 
-/// Experts that note what their routers do.
+/// Experts that record what their routers report.
 #[derive(Default)]
 struct Noting {
     loads: Mutex<Vec<(usize, Load)>>,
@@ -180,7 +180,7 @@ impl Experts for Noting {
     }
 }
 
-/// A layer that is computed again from a rounded input must not send its tokens elsewhere.
+/// A layer that is recomputed from a rounded input must not route its tokens differently.
 #[test]
 fn a_router_gives_the_same_probabilities_when_its_layer_is_computed_again() {
     let (decoder, weights, batch, _) = load("qwen3_moe");

@@ -1,4 +1,4 @@
-//! Calls that cannot be computed say what is wrong.
+//! Calls that cannot be computed return errors that say what is wrong.
 
 use crate::support::load;
 use candle_core::Tensor;
@@ -8,7 +8,7 @@ use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Attend, AttentionInputs, Drops, Experts, Recompute, TensorParallel, Unit, Weights};
 use ringspan_models::{Decoder, Error, gradients};
 
-/// Attention that looks at nothing.
+/// Attention that ignores queries and keys.
 struct Values(Vec<usize>);
 
 impl Attend for Values {
@@ -109,7 +109,7 @@ fn what_the_callback_returns_ends_the_pass() {
     assert_eq!(calls, 2, "the head, and the last layer");
 }
 
-/// A loss that config.json asks for is not left out in silence.
+/// A load-balancing loss in config.json is not left out silently.
 #[test]
 fn experts_that_are_to_be_balanced_need_somebody_who_does_it() {
     let (decoder, weights, ..) = load("qwen3_moe_balanced");

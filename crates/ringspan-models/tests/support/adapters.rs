@@ -1,11 +1,11 @@
-//! Fixtures with adapters that say something.
+//! Fixtures with adapters whose outputs are not zero.
 
 use super::{Batch, load};
 use candle_core::Tensor;
 use ringspan_candle::Weights;
 use ringspan_models::{Decoder, Lora};
 
-/// The model of a fixture with adapters beside these layers, both of whose matrices are there; with dropout where asked.
+/// The model of a fixture with random adapters for the layers that match `targets`, with dropout if given.
 pub(crate) fn adapted(name: &str, targets: &[&str], dropout: f64) -> (Decoder, Weights, Batch) {
     let (decoder, weights, batch, _) = load(name);
     let lora = Lora::new(3, 5.0, targets.iter().map(|t| (*t).to_owned()).collect()).expect("possible");

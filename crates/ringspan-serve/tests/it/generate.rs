@@ -1,4 +1,4 @@
-//! Generation is the same on every mesh, and the same as computing everything anew.
+//! Generation gives the same tokens on every mesh, and the same as computing the whole text anew for each token.
 
 use crate::support::*;
 use ringspan_serve::{BLOCK, Error, Options, Sampling, Stop, generate, owner};
@@ -23,7 +23,7 @@ fn greedy_tokens_are_the_same_on_every_mesh_and_equal_recomputation() {
 #[test]
 fn decoding_crosses_the_borders_of_blocks_and_ranks() {
     let model = qwen3();
-    // The new tokens begin just before a border and go on behind the next one.
+    // The new tokens begin just before a block's border, and go on behind the next border.
     let (prompt, new) = (tokens(BLOCK - 3, 9), BLOCK + 6);
     let owners = |ranks| (prompt.len()..prompt.len() + new).map(move |p| owner(p, ranks)).collect::<Vec<_>>();
     assert!([2, 3, 4].iter().all(|ranks| owners(*ranks).windows(2).filter(|w| w[0] != w[1]).count() == 2));
@@ -46,7 +46,7 @@ fn sliding_windows_are_kept_while_decoding() {
     assert_ne!(expected, wide, "the window must matter for this test to mean something");
 }
 
-/// Local and global layers turn by two bases; experts are chosen for one token as for many.
+/// Local and global layers have different rotary bases; experts are chosen for one token as for many.
 #[test]
 fn every_kind_of_layer_decodes_as_it_reads() {
     for (name, model) in [("gemma3", gemma3()), ("qwen3_moe", qwen3_moe())] {
@@ -59,7 +59,7 @@ fn every_kind_of_layer_decodes_as_it_reads() {
     }
 }
 
-/// Factors and caps on logits, layers without positions, heads that turn in part, and projections that are stored as one.
+/// Factors and caps on logits, layers without positions, partial rotary embeddings, and fused projections.
 #[test]
 fn every_family_decodes_as_it_reads() {
     let families = [
@@ -93,7 +93,7 @@ fn every_family_decodes_as_it_reads() {
     }
 }
 
-/// A cached key cannot be turned again, so the base of the final length is taken from the first token on.
+/// A cached key cannot be rotated again, so the base for the final length is used from the first token on.
 #[test]
 fn a_base_that_depends_on_the_length_is_that_of_the_whole_text() {
     let prompt = tokens(23, 4);
@@ -117,11 +117,11 @@ fn each_rank_keeps_its_share_of_the_cache() {
         let ranks = ring * ulysses;
         let parts = run(&model, (ring, ulysses), &prompt, &options(new));
         let held: Vec<usize> = parts.iter().map(|part| part.cached).collect();
-        // The last token is never read.
+        // The last generated token never passes through the model.
         let total = prompt.len() + new - 1;
         assert_eq!(held.iter().sum::<usize>(), total, "{held:?}");
         assert!(held.iter().all(|held| held.abs_diff(total / ranks) <= BLOCK + 2), "{held:?}");
-        // Keys and values of 2 layers, 2 heads of 8, in f32.
+        // Keys and values of 2 layers with 2 heads of width 8, in f32.
         assert!(parts.iter().all(|part| part.cached_bytes == part.cached * 2 * 2 * 2 * 8 * 4));
     }
 }
@@ -195,7 +195,7 @@ fn prompts_and_options_that_make_no_sense_are_refused() {
     assert!(message.contains("ulysses 5") && message.contains('4'), "{message}");
 }
 
-/// Memory is for what a text has, not for what it may have.
+/// Memory is allocated for the tokens that a text has, not for those that it may have.
 #[test]
 fn a_text_may_have_more_tokens_than_anybody_has_memory_for() {
     let model = qwen3();

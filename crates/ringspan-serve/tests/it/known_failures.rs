@@ -1,5 +1,5 @@
-//! Failures measured in another system's context parallelism, which tests of a few tokens hid there: all real tokens
-//! lay on one rank. Here every rank has some.
+//! Failures found in another system's context parallelism, where tests with a few tokens hid them: all real tokens were on one
+//! rank. In these tests every rank has some.
 
 use crate::support::*;
 use ringspan::{Documents, LayoutKind, Strategy};
@@ -33,7 +33,7 @@ fn b4_every_key_of_the_prompt_is_seen_while_decoding() {
     for place in MESHES {
         assert_eq!(run(&model, place, &prompt, &options(n))[0].tokens, expected, "{place:?}");
     }
-    // Tokens of every part of the prompt must matter, or the comparison shows nothing.
+    // Tokens of every part of the prompt must influence the logits, or the comparison shows nothing.
     let all: Vec<u32> = prompt.iter().chain(&expected).copied().collect();
     let last = logits(&model, &all).pop().expect("tokens");
     for quarter in 0..4 {
@@ -44,7 +44,7 @@ fn b4_every_key_of_the_prompt_is_seen_while_decoding() {
     }
 }
 
-/// B5: targets were shifted inside each rank, so the one behind a border was lost and the rows slipped.
+/// B5: targets were shifted inside each rank, so the target at the border was lost and the rows were misaligned.
 #[test]
 fn b5_log_probabilities_at_the_borders_of_ranks_are_those_of_the_next_token() {
     let model = qwen3();
@@ -83,7 +83,7 @@ fn b5_log_probabilities_at_the_borders_of_ranks_are_those_of_the_next_token() {
     }
 }
 
-/// B7: some sizes of mesh failed outright, and lengths had to divide.
+/// B7: some mesh sizes failed outright, and lengths had to be divisible.
 #[test]
 fn b7_any_length_runs_on_any_mesh() {
     let model = qwen3();
@@ -96,7 +96,7 @@ fn b7_any_length_runs_on_any_mesh() {
     }
 }
 
-/// B8: rows without a token gave NaN.
+/// B8: rows without tokens gave NaN.
 #[test]
 fn b8_empty_rows_give_no_nan() {
     let model = qwen3();

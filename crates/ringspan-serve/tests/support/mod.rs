@@ -1,4 +1,4 @@
-//! Small random models, and one rank's plain computation to compare with.
+//! Small random models, and a plain computation on one rank to compare with.
 #![allow(dead_code, unreachable_pub, missing_docs)] // Each test file uses a part of it.
 
 use ringspan::{Documents, Group, Layout, LayoutKind, Strategy};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 pub const VOCABULARY: usize = 97;
 
-/// Every (ring, ulysses) that the tests go through.
+/// The meshes (ring, ulysses) of the tests.
 pub const MESHES: [(usize, usize); 7] = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 4)];
 
 pub fn mesh(ring: usize, ulysses: usize) -> Mesh {
@@ -28,7 +28,7 @@ pub fn mistral(window: usize) -> Model {
     model(serde_json::json!({ "model_type": "mistral", "sliding_window": window }))
 }
 
-/// A Qwen3 with two of six experts a token in one of its layers.
+/// A Qwen3 with six experts in one of its layers, of which each token has two.
 pub fn qwen3_moe() -> Model {
     model(serde_json::json!({
         "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -50,7 +50,7 @@ pub fn dynamic(trained: usize) -> Model {
     model(serde_json::json!({ "model_type": "llama", "max_position_embeddings": trained, "rope_scaling": rope }))
 }
 
-/// The tiny model of a family that is compared with Hugging Face's.
+/// The tiny model of a family, from the fixtures that are compared with Hugging Face.
 pub fn of_fixture(name: &str) -> Model {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures");
     let (config, weights) = folder::load(&fixtures.join(name)).expect("the fixture");
@@ -69,7 +69,7 @@ fn model(more: serde_json::Value) -> Model {
     let config: Config = serde_json::from_value(config).expect("a known model");
     let decoder = Decoder::new(config).expect("sizes that fit");
     let mut weights = decoder.init(5).expect("weights");
-    // Freshly initialised models are almost indifferent to what they read; these are not.
+    // Newly initialised models hardly react to their input; with these larger weights they do.
     for (name, weight) in &mut weights {
         if ["proj", "lm_head", "mlp.gate."].iter().any(|part| name.contains(part)) {
             *weight = weight.affine(6.0, 0.0).expect("scaled");
@@ -78,7 +78,7 @@ fn model(more: serde_json::Value) -> Model {
     Model::new(decoder, weights).expect("a whole model")
 }
 
-/// Tokens without a period.
+/// Pseudo-random tokens.
 pub fn tokens(n: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -92,17 +92,17 @@ pub fn options(max_tokens: usize) -> Options {
     Options { sampling: Sampling::greedy(), max_tokens, stop_tokens: Vec::new() }
 }
 
-/// Generates on a mesh; one result a rank.
+/// Generates on a mesh; returns one result for each rank.
 pub fn run(model: &Model, (ring, ulysses): (usize, usize), prompt: &[u32], options: &Options) -> Vec<Generation> {
     generate(model, &mesh(ring, ulysses), prompt, options, |_| Ok(ControlFlow::Continue(()))).expect("generation")
 }
 
-/// Logits `[T, V]` of all tokens by one rank, without any cache.
+/// Logits `[T, V]` of all tokens, computed by one rank without a cache.
 pub fn logits(model: &Model, tokens: &[u32]) -> Vec<Vec<f32>> {
     logits_of_text(model, tokens, tokens.len())
 }
 
-/// As [`logits`], of the first tokens of a text that will have `length`.
+/// Like [`logits`], for the first tokens of a text that will have `length` tokens.
 fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>> {
     let work = |group: Arc<Group>| -> Result<Vec<Vec<f32>>> {
         let layout = Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens.len()), 1)?;
@@ -113,11 +113,11 @@ fn logits_of_text(model: &Model, tokens: &[u32], length: usize) -> Vec<Vec<f32>>
     Mesh::single().run(work).expect("one rank").remove(0)
 }
 
-/// Greedy generation by computing everything anew for each token, of a text that has its final length in mind.
+/// Greedy generation that computes the whole text anew for each token, with rotary angles for its final length.
 pub fn recomputed(model: &Model, prompt: &[u32], n: usize) -> Vec<u32> {
     let mut all = prompt.to_vec();
     for _ in 0..n {
-        // The last token is never read.
+        // The last generated token never passes through the model.
         let last = logits_of_text(model, &all, prompt.len() + n - 1).pop().expect("a prompt");
         let best = (0..last.len()).fold(0, |best, token| if last[token] > last[best] { token } else { best });
         all.push(best as u32);

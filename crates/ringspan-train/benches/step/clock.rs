@@ -1,14 +1,14 @@
-//! The processor's time, which other processes of a machine do not lengthen much.
+//! Measures the processor's time, which other processes of the machine lengthen little.
 
 use super::Result;
 
-/// Seconds that all threads of this process have computed so far, in steps of a hundredth.
+/// Seconds of processor time that all threads of this process have taken so far, with a resolution of a hundredth.
 ///
 /// # Errors
-/// A system that does not tell.
+/// The operating system does not tell.
 pub(crate) fn processor_seconds() -> Result<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
-    // The name, in brackets, may hold blanks; user and system time are the 12th and 13th field behind it.
+    // The process's name, in brackets, may hold blanks; user and system time are the 12th and 13th field after it.
     let behind = stat.rsplit_once(')').map_or("", |(_, behind)| behind);
     let ticks = behind.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
     Ok(ticks.sum::<std::result::Result<f64, _>>()? / 100.0)

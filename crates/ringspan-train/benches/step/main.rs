@@ -1,11 +1,11 @@
-//! A training step as `ringspan train` takes it: tokens a second, where the time goes, and the memory it needs.
+//! Times a training step as `ringspan train` takes it: tokens per second, where the time goes, and the memory it needs.
 //!
-//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32]`. The model is a
-//! small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or `model=DIR`.
-//! `json` prints one line for a program, seconds of every step but the first. Seconds are the wall's and, because machines
-//! are shared, the processor's. Shares are of the processor's time: each part is timed by itself afterwards, on one rank's
-//! shapes, both its passes; what the parts leave is "other". The last column is the speed relative to that of a product of
-//! 2048 x 2048 x 2048, timed before and after each part; "all" has that of the whole step.
+//! `cargo bench -p ringspan-train --bench step [-- S=4096 ranks=1 threads=2 steps=4 recompute=nothing activations=f32]`. The
+//! model is a small Llama (hidden 512, 8 layers, 8 query and 4 key-value heads of 64, MLP 1536, vocabulary 32,000), or
+//! `model=DIR`. `json` prints one line for a program: the seconds of every step but the first. Seconds are those of the wall
+//! clock and, because machines are shared, those of the processor. Shares are of the processor's time: each part is timed by
+//! itself afterwards, forward and backward, on the shapes of one rank; the rest of the step is "other". The last column is the
+//! speed relative to a product of 2048 x 2048 x 2048, timed before and after each part; that of "all" is the whole step's.
 
 mod clock;
 mod memory;
@@ -25,7 +25,7 @@ static ALLOCATOR: memory::Counting = memory::Counting;
 
 const ARGUMENTS: &str = "S=, ranks=, threads=, steps=, recompute=, activations=, model=, json";
 
-/// What the arguments say.
+/// The case to time, as the arguments give it.
 pub(crate) struct Case {
     pub(crate) length: usize,
     pub(crate) ranks: usize,
@@ -39,7 +39,7 @@ pub(crate) struct Case {
 
 impl Case {
     fn from_arguments() -> Result<Self> {
-        // As a test (`cargo test --benches`, which does not say `--bench`) a few tokens show that it runs.
+        // Run as a test (`cargo test --benches`, which does not pass `--bench`), a few tokens show that it works.
         let quick = !std::env::args().any(|argument| argument == "--bench");
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let mut case = Self {
@@ -75,7 +75,7 @@ impl Case {
     }
 }
 
-/// Seconds, losses and memory of the steps; the first warms up.
+/// Records seconds, losses and memory of the steps, of which the first warms up.
 struct Watch {
     began: Instant,
     processor: f64,
@@ -99,7 +99,7 @@ impl Observer for Watch {
     }
 }
 
-/// The Llama that is timed where none is given.
+/// The configuration of the Llama that is timed where no model is given.
 fn config(length: usize) -> serde_json::Value {
     serde_json::json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512,
@@ -109,7 +109,7 @@ fn config(length: usize) -> serde_json::Value {
     })
 }
 
-/// Tokens that any program can make again: token i is `(7919 i + 13) mod V`.
+/// Writes tokens that any program can generate: token i is `(7919 i + 13) mod V`.
 fn write_tokens(path: &Path, length: usize, vocabulary: usize) -> Result<()> {
     let bytes: Vec<u8> = (0..length).flat_map(|i| (((i * 7919 + 13) % vocabulary) as i64).to_le_bytes()).collect();
     let view = TensorView::new(Dtype::I64, vec![1, length], &bytes)?;
@@ -188,7 +188,7 @@ fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usiz
         *length as f64 / processor,
     );
     let mib = |bytes: usize| bytes as f64 / (1 << 20) as f64;
-    // Once for all ranks, which share them.
+    // Ranks share parameters, gradients and optimizer state, so they count once.
     let state = parameters(config)? * 16;
     println!(
         "peak {:.0} MiB allocated{}; above weights, gradients and AdamW's state ({:.0} MiB): {:.2} KiB a token and layer",
@@ -211,7 +211,7 @@ fn report(case: &Case, config: &Config, watch: &mut Watch, resident: Option<usiz
     Ok(())
 }
 
-/// A line of the table; parts without products have no speed.
+/// Prints a line of the table; parts without products have no speed.
 fn line(name: &str, seconds: f64, of: f64, flops: f64, peak_seconds: f64) {
     print!("{name:>12} {seconds:>8.3} s {:>4.1} %", 100.0 * seconds / of);
     if flops > 0.0 {

@@ -1,10 +1,10 @@
-//! The command's allocator, and what it has given out.
+//! Counts what the command's allocator gives out.
 
 use mimalloc::MiMalloc;
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Counts the bytes at hand and the most there were since [`restart`].
+/// Counts the bytes that are allocated, and the most of them since [`restart`].
 pub(crate) struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -14,53 +14,53 @@ fn took(bytes: usize) {
     PEAK.fetch_max(NOW.fetch_add(bytes, Relaxed) + bytes, Relaxed);
 }
 
-// SAFETY: every call goes to mimalloc as it came.
+// SAFETY: every call is passed to mimalloc unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         took(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { MiMalloc.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         took(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { MiMalloc.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { MiMalloc.dealloc(memory, layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         took(size);
         NOW.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { MiMalloc.realloc(memory, layout, size) }
     }
 }
 
-/// What is freed stays with the process, as in the command.
+/// Lets the process keep freed memory, as the command does.
 pub(crate) fn keep() {
-    /// `mi_option_purge_delay`
+    /// mimalloc's number of the option `mi_option_purge_delay`.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: sets a number, and any number is one.
+    // SAFETY: this sets a number, and every number is valid; -1 means that memory is never given back.
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// Counts the peak anew from what is at hand.
+/// Starts a new peak from the bytes that are allocated.
 pub(crate) fn restart() {
     PEAK.store(NOW.load(Relaxed), Relaxed);
 }
 
-/// The most bytes since [`restart`].
+/// The most bytes that were allocated at once since [`restart`].
 pub(crate) fn peak() -> usize {
     PEAK.load(Relaxed)
 }
 
-/// The most memory the system ever gave this process, where it tells.
+/// The most memory that the operating system ever gave this process, where it tells.
 pub(crate) fn resident_peak() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -1,4 +1,4 @@
-//! The parts of a step, each timed by itself on the shapes of one rank, with what it multiplies.
+//! Times the parts of a step, each by itself on the shapes of one rank, and counts the operations of its products.
 //!
 //! Shape letters: T tokens of a rank, C hidden size, H query heads, G key-value heads, D head width, V vocabulary.
 
@@ -20,32 +20,32 @@ use ringspan_models::Config;
 use ringspan_train::{Method, Optimizer, Update};
 use std::sync::Arc;
 
-/// Least time to measure, against the steps of the clock.
+/// Least seconds of a measurement, large against the clock's resolution.
 const LEAST: f64 = 0.5;
-/// Rows of the products that the others are compared with.
+/// Rows and columns of the large products that parts are compared with.
 const LARGE: usize = 2048;
 
-/// A part of a step, all ranks together.
+/// A part of a step, summed over all ranks.
 pub(crate) struct Part {
     pub(crate) name: &'static str,
-    /// The processor's time.
+    /// Seconds of processor time.
     pub(crate) seconds: f64,
-    /// Floating-point operations of its products, as they are computed, twice where that is so.
+    /// Floating-point operations of its products; those of recomputed products count twice.
     pub(crate) flops: f64,
-    /// The processor's time that a large product of as many operations took, just before and after.
+    /// Seconds of processor time that a large product of as many operations took, just before and after.
     pub(crate) peak_seconds: f64,
 }
 
 /// Times parts between large products.
 struct Clock {
     parts: Vec<Part>,
-    /// A square matrix.
+    /// The square matrix of the large product.
     large: Tensor,
     ranks: f64,
 }
 
 impl Clock {
-    /// The processor's time in one call of `work`.
+    /// Seconds of processor time in one call of `work`.
     fn seconds_of(mut work: impl FnMut() -> Result<()>) -> Result<f64> {
         work()?;
         let start = processor_seconds()?;
@@ -59,13 +59,13 @@ impl Clock {
         Ok(0.0)
     }
 
-    /// Seconds of an operation in a large product.
+    /// Seconds of processor time per operation of the large product.
     fn peak(&self) -> Result<f64> {
         let seconds = Self::seconds_of(|| Ok(linear(&self.large, &self.large, None).map(drop)?))?;
         Ok(seconds / (2.0 * (LARGE as f64).powi(3)))
     }
 
-    /// `times` calls of `work`, each of so many operations.
+    /// Times `times` calls of `work`, of `flops` operations each, and adds them to the part called `name`.
     fn part(&mut self, name: &'static str, times: f64, flops: f64, work: impl FnMut() -> Result<()>) -> Result<()> {
         let before = self.peak()?;
         let seconds = Self::seconds_of(work)?;
@@ -97,7 +97,7 @@ fn random(shape: &[usize]) -> Result<Var> {
     Ok(Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu)?)?)
 }
 
-/// The processor's time in each part of a step.
+/// Times all parts of a step.
 pub(crate) fn all(case: &Case, config: &Config) -> Result<Vec<Part>> {
     Ok(pool::run(case.threads, || of_rank(case, config).map_err(|error| error.to_string()))??)
 }
@@ -146,10 +146,10 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         Ok(cotangent::backward(&again, &dy).map(drop)?)
     })?;
 
-    // A rank's queries meet as many keys as all ranks hold: its own, once for each rank.
+    // A rank's queries meet as many keys as all ranks hold, so its own keys are attended to once for each rank.
     let (q, k) = (random(&[tokens, heads, dim])?, random(&[tokens, groups, dim])?);
     let layout = Arc::new(Layout::new(LayoutKind::Contiguous, &Documents::batch(1, tokens), 1)?);
-    // Half of the pairs are visible; two products forward, five backward.
+    // Half of the pairs are visible; attention has two products forward and five backward.
     let products = if recompute == Recompute::Full { 9.0 } else { 7.0 };
     let flops = products * (tokens * tokens * heads * dim) as f64;
     let attention = std::sync::Mutex::new(&mut clock);

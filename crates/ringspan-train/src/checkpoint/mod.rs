@@ -21,46 +21,46 @@ pub(crate) use storage::sync_folder;
 
 /// The version of the folder's format that this code writes.
 const FORMAT: u32 = 3;
-/// The versions that it reads: 2 knows no slices of columns.
+/// The versions that it reads: version 2 has no slices of columns.
 const READABLE: std::ops::RangeInclusive<u64> = 2..=3;
 const STATE: &str = "state.json";
 
-/// What a checkpoint belongs to: in words for people, as a number for the comparison.
+/// What a checkpoint belongs to, a model or data: in words for people, as a number for the comparison.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// For messages, e.g. "llama, 4 layers, hidden 192, 1.8 M parameters".
     pub summary: String,
-    /// Equal if and only if a run can go on.
+    /// Equal for two models, or two data, if and only if a run can go on from one to the other.
     pub fingerprint: u64,
 }
 
-/// Everything but the tensors.
+/// The state of a run but for its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Version of the format.
     pub format: u32,
     /// Steps done.
     pub step: u64,
-    /// Where the next batch begins in the text, or in the first of several sources.
+    /// Position at which the next batch begins in the text, or in the first of several sources.
     pub position: Position,
-    /// Where it begins in each of several sources.
+    /// Positions at which it begins in each of several sources.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<Dealt>,
     /// The seed of all random draws.
     pub seed: u64,
     /// Tokens seen so far.
     pub tokens: u64,
-    /// The model's names and shapes.
+    /// Identity of the model's names and shapes.
     pub model: Identity,
-    /// The data as tokens.
+    /// Identity of the tokenized data.
     pub data: Identity,
-    /// What is remembered of the losses; older checkpoints remember none.
+    /// The watchdog's statistics of the losses; empty in older checkpoints.
     #[serde(default)]
     pub losses: Losses,
-    /// The model's `config.json`: names and shapes do not say everything. Null in older checkpoints.
+    /// The model's `config.json`, which says more than names and shapes. Null in older checkpoints.
     #[serde(default)]
     pub config: serde_json::Value,
-    /// The token that ends what is learned; older checkpoints do not say.
+    /// The token that ends a document or an answer; none in older checkpoints.
     #[serde(default)]
     pub end: Option<u32>,
 }
@@ -74,16 +74,16 @@ impl Progress {
         Self { format: FORMAT, step, position, sources, seed, tokens, model, data, losses, config, end: None }
     }
 
-    /// With the place in each source of the data.
+    /// Sets the position in each source of the data.
     #[must_use]
     pub fn with_sources(self, sources: Vec<Dealt>) -> Self {
         let position = sources.first().map_or(self.position, |source| source.position);
-        // One says no more than its position, which older versions read, too.
+        // A single source is saved as its position alone, which older versions read, too.
         let sources = if sources.len() == 1 { Vec::new() } else { sources };
         Self { position, sources, ..self }
     }
 
-    /// The place in each source of the data.
+    /// The position in each source of the data.
     #[must_use]
     pub fn places(&self) -> Vec<Dealt> {
         match &self.sources[..] {
@@ -92,32 +92,32 @@ impl Progress {
         }
     }
 
-    /// With what is remembered of the losses.
+    /// Sets the watchdog's statistics of the losses.
     #[must_use]
     pub fn with_losses(self, losses: Losses) -> Self {
         Self { losses, ..self }
     }
 
-    /// With the model's `config.json`, and the token at which it learns to end.
+    /// Sets the model's `config.json`, and the token that ends a document or an answer.
     #[must_use]
     pub fn with_config(self, config: serde_json::Value, end: Option<u32>) -> Self {
         Self { config, end, ..self }
     }
 }
 
-/// What `state.json` holds.
+/// The content of `state.json`.
 #[derive(Debug, Serialize, Deserialize)]
 struct State {
     #[serde(flatten)]
     progress: Progress,
-    /// Names and bytes of the other files.
+    /// Names and sizes in bytes of the other files.
     files: Vec<(String, u64)>,
 }
 
-/// A checkpoint to go on from.
+/// A checkpoint that a run can go on from.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Its folder.
+    /// The folder of the checkpoint.
     pub path: PathBuf,
     /// Step, data position, identities.
     pub progress: Progress,
@@ -144,7 +144,7 @@ pub struct Part {
 impl Drop for Part {
     fn drop(&mut self) {
         if !self.committed {
-            // What a failed run could not remove, the next save does.
+            // A failure is ignored: the next save removes the folder.
             let _ = fs::remove_dir_all(&self.folder);
         }
     }
@@ -157,7 +157,7 @@ impl Checkpoints {
         Self::on(out, keep, Arc::new(Disk))
     }
 
-    /// As [`Self::new`], written through `storage`.
+    /// Like [`Self::new`], written through `storage`.
     #[must_use]
     pub fn on(out: &Path, keep: usize, storage: Arc<dyn Storage>) -> Self {
         Self { folder: out.join("checkpoints"), keep: keep.max(1), storage }
@@ -167,12 +167,12 @@ impl Checkpoints {
         self.folder.join(format!(".step-{step:06}.part"))
     }
 
-    /// Where a checkpoint waits while another of its step takes its place.
+    /// The folder of a checkpoint while another one of its step is renamed to its place.
     fn replaced(&self, step: u64) -> PathBuf {
         self.folder.join(format!(".step-{step:06}.replaced"))
     }
 
-    /// Makes the folder that ranks write the checkpoint of a step into. One rank does this, before any writes.
+    /// Creates the folder into which ranks write the checkpoint of a step. One rank does this, before any rank writes.
     ///
     /// # Errors
     /// [`Error::Io`] naming the folder and the system's message.
@@ -184,7 +184,7 @@ impl Checkpoints {
         Ok(part)
     }
 
-    /// Writes what one of `ranks` ranks holds, after [`begin`](Self::begin).
+    /// Writes the slices of one of `ranks` ranks, after [`begin`](Self::begin).
     ///
     /// # Errors
     /// [`Error::Io`] naming the file and the system's message.
@@ -209,14 +209,14 @@ impl Checkpoints {
         write_through(&*self.storage, &part.folder.join(STATE), &json)?;
         sync_folder(&part.folder);
         let path = self.folder.join(format!("step-{:06}", part.step));
-        // The same step again (a run resumed from an older checkpoint): a folder cannot be renamed over a full one.
+        // A run resumed from an older checkpoint may save a step again, and a folder cannot be renamed over a full one.
         let before = self.replaced(part.step);
         if path.exists() {
             remove_if_there(&before)?;
             fs::rename(&path, &before).map_err(Error::io("rename", &path))?;
         }
         if let Err(error) = fs::rename(&part.folder, &path) {
-            // The name is free: what had it gets it back, if it can.
+            // The name is free: the older checkpoint is renamed back, if that is possible.
             let _ = fs::rename(&before, &path);
             return Err(Error::io("rename", &part.folder)(error));
         }
@@ -227,12 +227,12 @@ impl Checkpoints {
         Ok(path)
     }
 
-    /// Steps of the checkpoints there are, rising.
+    /// Steps of the existing checkpoints, rising.
     ///
     /// # Errors
     /// When the folder cannot be read.
     pub fn steps(&self) -> Result<Vec<u64>> {
-        // One that was to be replaced when the run was killed is still good.
+        // A checkpoint that was about to be replaced when the run was killed is still good.
         let step = |name: &String| match name.strip_prefix("step-") {
             Some(step) => step.parse().ok(),
             None => name.strip_prefix(".step-")?.strip_suffix(".replaced")?.parse().ok(),
@@ -243,7 +243,7 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Where the checkpoint of a step is.
+    /// The folder of the checkpoint of a step.
     fn path(&self, step: u64) -> PathBuf {
         let path = self.folder.join(format!("step-{step:06}"));
         if path.exists() { path } else { self.replaced(step) }
@@ -276,7 +276,7 @@ impl Checkpoints {
     /// Reads the newest checkpoint, which must be of this model and this data.
     ///
     /// # Errors
-    /// As [`of_model`](Self::of_model), and for another data.
+    /// As [`of_model`](Self::of_model), and for a checkpoint of other data.
     pub fn newest(&self, model: &Identity, data: &Identity) -> Result<Checkpoint> {
         let checkpoint = self.of_model(None, model)?;
         if checkpoint.progress.data.fingerprint != data.fingerprint {
@@ -330,7 +330,7 @@ fn other(path: &Path, what: &str, saved: &Identity, here: &Identity, advice: &st
     Error::Checkpoint { path: path.to_owned(), problem }
 }
 
-/// The file of one of `ranks` ranks.
+/// The name of the file of one of `ranks` ranks.
 fn file_name(rank: usize, ranks: usize) -> String {
     format!("shard-{:05}-of-{ranks:05}.safetensors", rank + 1)
 }
@@ -340,7 +340,7 @@ fn read_state(folder: &Path) -> Result<State> {
     let bytes = fs::read(&path).map_err(Error::io("read", &path))?;
     let damaged = |problem| Error::Checkpoint { path: path.clone(), problem };
     let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|e| damaged(format!("damaged: {e}")))?;
-    // Before the fields: another format may have others.
+    // This is checked before the fields are read: another format may have other fields.
     match value.get("format").and_then(serde_json::Value::as_u64) {
         Some(format) if READABLE.contains(&format) => {}
         Some(format) => {
@@ -364,7 +364,7 @@ fn write_through(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<()>
     file.write_all(bytes).and_then(|()| file.sync()).map_err(Error::io("write", path))
 }
 
-/// Writes a file beside its place and renames it there: readers see the old one or the new one, never a part.
+/// Writes a file under a temporary name and renames it: readers see the old file or the new one, never a part.
 ///
 /// # Errors
 /// [`Error::Io`]; then the old file is as it was.

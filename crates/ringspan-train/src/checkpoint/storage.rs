@@ -1,22 +1,22 @@
-//! Where files are written: the disk, or in tests one that fills up.
+//! The storage to which checkpoints are written: the disk, or in tests one that fills up.
 
 use std::{fs::File, io, path::Path};
 
-/// Makes files. Behind a trait so that a full disk can be tested.
+/// Creates files. It is a trait so that a full disk can be tested.
 pub trait Storage: Send + Sync {
-    /// A new, empty file.
+    /// Creates an empty file.
     ///
     /// # Errors
-    /// What the system says.
+    /// Errors of the operating system.
     fn create(&self, path: &Path) -> io::Result<Box<dyn Sink>>;
 }
 
-/// A file under way.
+/// A file that is being written.
 pub trait Sink: io::Write {
     /// Returns once everything written is on the disk.
     ///
     /// # Errors
-    /// What the system says; some systems report a full disk only here.
+    /// Errors of the operating system; some systems report a full disk only here.
     fn sync(&mut self) -> io::Result<()>;
 }
 

@@ -1,7 +1,7 @@
 //! Slices of f32 tensors in safetensors files: written by many ranks, read by any number of others.
 //!
-//! A file is a safetensors file of one-dimensional tensors. Each is a slice of a tensor, or of some of its columns, seen as
-//! a row of numbers, and the file's metadata says for each name where in that row it begins, and of which columns.
+//! A file is a safetensors file of one-dimensional tensors. Each is a slice of a tensor, or of some of its columns, flattened row
+//! by row; the file's metadata says for each name at which of these elements the slice begins, and which columns it is of.
 
 use super::storage::Storage;
 use crate::error::{Error, Result};
@@ -16,48 +16,47 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Numbers that somebody else may hold, too.
+/// Numbers that may be shared with other owners.
 pub type Numbers = Arc<dyn AsRef<[f32]> + Send + Sync>;
 
 /// A slice of a tensor.
 #[derive(Clone)]
 pub struct Slice {
-    /// The tensor.
+    /// Name of the tensor.
     pub name: String,
-    /// Its columns that the slice is of; none for all.
+    /// The columns of the tensor from which the slice is cut; none for all.
     pub columns: Option<Columns>,
-    /// Where the slice begins in these columns, row by row.
+    /// Index of the slice's first element among the elements of these columns, row by row.
     pub start: usize,
-    /// Its numbers.
+    /// The elements of the slice.
     pub values: Numbers,
 }
 
-/// Columns of a matrix.
+/// Some columns of a matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Columns {
-    /// Which.
+    /// Indices of the columns.
     pub range: Range<usize>,
-    /// Of how many.
+    /// Number of columns of the matrix.
     pub of: usize,
 }
 
-/// Elements of a tensor: a stretch of it, or of some of its columns, row by row.
+/// A range of a tensor's elements, or of the elements of some of its columns, row by row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
-    /// None for all.
+    /// The columns; none for all.
     pub columns: Option<Columns>,
-    /// Elements of these columns.
+    /// Range among the elements of these columns.
     pub elements: Range<usize>,
 }
 
 impl Region {
-    /// A stretch of a tensor.
+    /// A range of a tensor's elements.
     pub fn stretch(elements: Range<usize>) -> Self {
         Self { columns: None, elements }
     }
 
-    /// What is common with another region of the same tensor, stretch by stretch: where it begins in this region, where in
-    /// the other, and how long it is.
+    /// The intersection with another region of the same tensor, as ranges: start in this region, start in the other, length.
     fn common(&self, other: &Self) -> Vec<(usize, usize, usize)> {
         let (a, b) = (&self.elements, &other.elements);
         let of = self.columns.as_ref().or(other.columns.as_ref()).map(|columns| columns.of);
@@ -79,7 +78,7 @@ impl Region {
         (rows_a.start.max(rows_b.start)..rows_a.end.min(rows_b.end)).filter_map(row).collect()
     }
 
-    /// One past the last element, counted in the whole tensor.
+    /// One past the last element, as an index into the whole tensor.
     fn end(&self) -> usize {
         match &self.columns {
             Some(columns) if !self.elements.is_empty() => {
@@ -90,7 +89,7 @@ impl Region {
         }
     }
 
-    /// As a file's metadata says it.
+    /// The columns and the first element of a slice, as a file's metadata spells them.
     fn words(columns: Option<&Columns>, start: usize) -> String {
         match columns {
             Some(Columns { range, of }) => format!("{start} in columns {}..{} of {of}", range.start, range.end),
@@ -98,7 +97,7 @@ impl Region {
         }
     }
 
-    /// A region of so many elements, from what a file's metadata says.
+    /// A region of `len` elements, from the words of a file's metadata.
     fn parse(words: &str, len: usize) -> Option<Self> {
         let (start, columns) = match words.split_once(" in columns ") {
             Some((start, columns)) => {
@@ -116,13 +115,13 @@ impl Region {
 }
 
 impl Columns {
-    /// The rows that elements of these columns lie in.
+    /// The rows that a range of these columns' elements lies in.
     fn rows(&self, elements: &Range<usize>) -> Range<usize> {
         let wide = self.range.len().max(1);
         elements.start / wide..elements.end.div_ceil(wide)
     }
 
-    /// The columns of a row that lie among elements of these columns.
+    /// The columns of a row that lie in a range of these columns' elements.
     fn of_row(&self, row: usize, elements: &Range<usize>) -> Range<usize> {
         let wide = self.range.len();
         let column = |element: usize| self.range.start + element.saturating_sub(row * wide).min(wide);
@@ -130,10 +129,10 @@ impl Columns {
     }
 }
 
-/// Stands before the number of a slice, where a file has several of one tensor.
+/// Separates the name of a tensor from the number of the slice, where a file has several slices of the tensor.
 const NUMBER: char = '#';
 
-/// The names of slices in a file: those of their tensors, with a number from the second slice of a tensor on.
+/// The names of slices in a file: the names of their tensors, with a number from the second slice of a tensor on.
 fn keys(slices: &[Slice]) -> Vec<String> {
     let mut seen: BTreeMap<&str, usize> = BTreeMap::new();
     let key = |slice: &'_ Slice, before: usize| match before {
@@ -164,9 +163,9 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
         header.insert(key.clone(), serde_json::json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]}));
     }
     let mut header = serde_json::Value::Object(header).to_string().into_bytes();
-    // The format wants the data aligned to 8 bytes and allows spaces behind the header.
+    // The format requires the data to be aligned to 8 bytes and allows spaces after the header.
     header.resize(header.len().next_multiple_of(8), b' ');
-    // Before a byte is written: a checkpoint that cannot be read back would be trusted until it is needed.
+    // This is checked before a byte is written: a checkpoint that cannot be read back would be trusted until it is needed.
     if let Some(problem) = TensorFile::refused(header.len()) {
         return Err(Error::Checkpoint { path: path.to_path_buf(), problem });
     }
@@ -177,29 +176,29 @@ pub(crate) fn write(storage: &dyn Storage, path: &Path, slices: &[Slice]) -> Res
     for slice in slices {
         out.write_all(bytemuck::cast_slice((*slice.values).as_ref())).map_err(failed())?;
     }
-    // By hand rather than by drop: an error here is the last chance to hear of a full disk.
+    // Flushed by hand rather than by drop: an error here is the last chance to hear of a full disk.
     out.flush().map_err(failed())?;
     out.get_mut().sync().map_err(failed())
 }
 
-/// Tensors whose slices lie in files. Nothing but the headers is read before it is asked for.
+/// Tensors whose slices lie in files. Opening reads only the headers; elements are read when they are asked for.
 #[derive(Debug)]
 pub struct Tensors {
     files: Vec<(PathBuf, Mutex<File>)>,
     slices: BTreeMap<String, Vec<Stored>>,
 }
 
-/// A slice that is in a file.
+/// A slice in a file.
 #[derive(Debug)]
 struct Stored {
     region: Region,
     file: usize,
-    /// Byte in the file.
+    /// Offset of the slice in the file, in bytes.
     at: u64,
 }
 
 impl Tensors {
-    /// Opens files.
+    /// Opens the files and reads their headers.
     pub(crate) fn open(paths: Vec<PathBuf>) -> Result<Self> {
         let mut tensors = Self { files: Vec::new(), slices: BTreeMap::new() };
         for path in paths {
@@ -238,12 +237,12 @@ impl Tensors {
         self.slices.keys().map(String::as_str)
     }
 
-    /// Elements of a tensor, if there is a slice of it.
+    /// Number of elements of a tensor, if the files hold a slice of it.
     pub fn len(&self, name: &str) -> Option<usize> {
         self.slices.get(name)?.iter().map(|stored| stored.region.end()).max()
     }
 
-    /// Some elements of a tensor.
+    /// The elements of a region of a tensor.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] if the slices do not hold them all.
@@ -255,7 +254,7 @@ impl Tensors {
             let (Some((_, first, _)), Some((_, last, len))) = (common.first(), common.last()) else { continue };
             let (path, file) = &self.files[stored.file];
             let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
-            // In one go, with what lies between.
+            // All are read in one go, with the elements that lie between.
             let mut bytes = vec![0; 4 * (last + len - first)];
             file.seek(SeekFrom::Start(stored.at + 4 * *first as u64))
                 .and_then(|_| file.read_exact(&mut bytes))
@@ -280,7 +279,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The elements of a region in the whole tensor, in its order.
+    /// Indices of a region's elements in the whole tensor, in the region's order.
     fn elements(region: &Region, width: usize) -> Vec<usize> {
         let columns = region.columns.clone().unwrap_or(Columns { range: 0..width, of: width });
         let wide = columns.range.len();
@@ -337,7 +336,7 @@ mod tests {
     fn a_file_that_could_not_be_read_back_is_not_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("shard");
-        // The header has each name twice.
+        // The header holds each name twice.
         let slice = |name: String| Slice { name, columns: None, start: 0, values: Arc::new(vec![1.0]) };
         let error = write(&super::super::Disk, &path, &[slice("x".repeat(50_000_000))]).expect_err("refused");
         assert!(error.to_string().contains("shard: its header would have 1000"), "{error}");

@@ -7,7 +7,7 @@ use std::{
     },
 };
 
-/// A disk with this many bytes left. The last of them are taken before it says it is full, as a real one does.
+/// A disk with this many bytes left. Like a real one, it takes the last of them before it says that it is full.
 struct Filling(Arc<AtomicUsize>);
 struct FillingFile(fs::File, Arc<AtomicUsize>);
 
@@ -49,7 +49,7 @@ fn progress(step: u64) -> Progress {
 
 const RANKS: usize = 2;
 
-/// What a rank holds: half of two tensors.
+/// The slices of a rank: its half of two tensors.
 fn slices(step: u64, rank: usize) -> Vec<Slice> {
     let slice = |name: &str, len: usize| Slice {
         name: name.into(),
@@ -102,12 +102,12 @@ fn a_run_killed_while_it_replaces_a_checkpoint_has_one_of_the_two() {
     let checkpoints = Checkpoints::new(folder.path(), 2);
     let path = save(&checkpoints, 5).unwrap();
     let before = contents(&newest(&checkpoints).unwrap());
-    // Between the two renames.
+    // The run is killed between the two renames.
     fs::rename(&path, checkpoints.replaced(5)).unwrap();
     assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
     save(&checkpoints, 5).unwrap();
     assert!(path.exists() && !checkpoints.replaced(5).exists());
-    // Behind the second.
+    // The run is killed after the second rename.
     fs::create_dir(checkpoints.replaced(5)).unwrap();
     assert_eq!(contents(&newest(&checkpoints).unwrap()), before);
     save(&checkpoints, 5).unwrap();
@@ -194,7 +194,7 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
         assert!(message.contains(file) && message.contains(expected), "{message}");
         fs::write(&path, whole).unwrap();
     }
-    // Of the right size, but not what was written.
+    // The file has the right size, but not the content that was written.
     let shard = path.join(file_name(0, 2));
     let whole = fs::read(&shard).unwrap();
     for (from, to) in [("F32", "F64"), ("\"data_offsets\":[0,", "\"data_offsets\":[9,"), ("{", "[")] {
@@ -203,7 +203,7 @@ fn a_damaged_checkpoint_is_named_and_no_older_one_taken_silently() {
         let message = newest(&checkpoints).unwrap_err().to_string();
         assert!(message.contains("shard-00001") && message.contains("damaged"), "{from}: {message}");
     }
-    // An end beyond what any file can have, in a header that is whole; the file keeps its size.
+    // The header is whole, but names an end beyond what any file can have; the file keeps its size.
     let (length, rest) = whole.split_at(8);
     let header = &rest[..u64::from_le_bytes(length.try_into().unwrap()) as usize];
     let header = String::from_utf8_lossy(header).replacen(",12]", &format!(",{}]", u64::MAX - 3), 1);

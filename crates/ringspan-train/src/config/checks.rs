@@ -1,4 +1,4 @@
-//! What settings have to be, one by one.
+//! Checks of single settings and of settings that depend on each other.
 
 use super::RUN_FILE;
 use crate::{
@@ -10,7 +10,7 @@ use ringspan_models::{Lora, Names, adapter};
 use std::fmt::Display;
 use std::path::Path;
 
-/// The adapters that are trained: those in the model's folder, or new ones.
+/// The adapters that are trained: the one in the model's folder, or new ones; none where the model itself is trained.
 pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
     let merged = s.merge_adapter == Some(true);
     let refuse = |problem: String| Err(Error::Settings(problem));
@@ -39,7 +39,7 @@ pub(super) fn lora(s: &Settings) -> Result<Option<Lora>> {
     }
 }
 
-/// The adapter in a folder, which keeps its size and its layers.
+/// The adapter in a folder, whose training goes on with its rank and its target layers.
 fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
     let refuse = |problem: String| Err(Error::Settings(problem));
     let path = folder.display();
@@ -82,7 +82,7 @@ fn going_on(s: &Settings, folder: &Path) -> Result<Lora> {
     }
 }
 
-/// Names with commas between.
+/// Splits a list of names at its commas.
 fn targets(names: &str) -> Vec<String> {
     names.split(',').map(|name| name.trim().to_owned()).collect()
 }
@@ -112,7 +112,7 @@ fn new_lora(s: &Settings) -> Result<Option<Lora>> {
     lora.map(Some).map_err(|error| Error::Settings(error.to_string()))
 }
 
-/// A model is given or new, and a given one has its tokenizer.
+/// Checks that the model is either given or new, and that a tokenizer is named only for a new one.
 pub(super) fn shape(s: &Settings) -> Result<()> {
     let refuse = |problem: &str| Err(Error::Settings(problem.into()));
     match (&s.model, &s.model_config, &s.tokenizer) {
@@ -131,7 +131,7 @@ pub(super) fn shape(s: &Settings) -> Result<()> {
     }
 }
 
-/// The share of the documents that is held out.
+/// The share of the documents that is held out for evaluation.
 pub(super) fn held_out(s: &Settings) -> Result<f64> {
     let share = s.held_out.unwrap_or(if s.eval_data.is_some() { 0.0 } else { 0.05 });
     below_one("held-out", share)?;
@@ -165,7 +165,7 @@ pub(super) fn method(kind: OptimizerKind, s: &Settings, adapters: bool) -> Resul
                 return wrong("momentum", "sgd");
             }
             let (beta1, beta2) = (s.beta1.unwrap_or(0.9), s.beta2.unwrap_or(0.95));
-            // Adapters begin at nothing, and are few: peft's users do not pull them back there.
+            // Adapters start at zero and are small; PEFT's users do not decay them either.
             let decay = if adapters { 0.0 } else { 0.1 };
             let (eps, weight_decay) = (s.eps.unwrap_or(1e-8), s.weight_decay.unwrap_or(decay));
             below_one("beta1", beta1)?;
@@ -203,7 +203,7 @@ pub(super) fn below_one(flag: &str, value: f64) -> Result<()> {
     Err(Error::Settings(format!("--{flag} is {value}, but must be at least 0 and below 1")))
 }
 
-/// A new run never writes over another one's work.
+/// Refuses an output folder that holds a run or a model: a new run never overwrites another one's work.
 pub(super) fn refuse_used_folder(out: &Path) -> Result<()> {
     for name in
         [RUN_FILE, "checkpoints", "model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG]

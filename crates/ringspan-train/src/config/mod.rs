@@ -1,4 +1,4 @@
-//! The configuration of a run, made of its settings before any work is done.
+//! The configuration of a run, resolved from its settings before any work is done.
 
 mod checks;
 mod resolve;
@@ -20,10 +20,10 @@ use ringspan_models::{Lora, RopeScaling, folder::SavedType};
 pub use source::{Source, TextSource};
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
-/// The settings of a run, kept in its folder so that it can be resumed.
+/// The file with a run's settings, kept in its folder so that the run can be resumed.
 pub(crate) const RUN_FILE: &str = "train.toml";
 
-/// What a resumed run may change: nothing that its checkpoint or its place in the data depends on.
+/// The settings that a resumed run may change: its checkpoint and its position in the data do not depend on them.
 const CHANGEABLE: [&str; 37] = [
     "steps",
     "epochs",
@@ -64,13 +64,13 @@ const CHANGEABLE: [&str; 37] = [
     "spike-steps",
 ];
 
-/// What of parameters, gradients and optimiser state is cut across the ranks that share a copy of the model.
+/// Whether parameters, gradients and optimiser state are sharded over the ranks that share a copy of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharding {
-    /// All of it.
+    /// All of them are sharded.
     #[default]
     Full,
-    /// Nothing: each rank holds a copy.
+    /// Nothing is sharded: each rank keeps all that it computes with.
     None,
 }
 
@@ -86,13 +86,13 @@ impl FromStr for Sharding {
     }
 }
 
-/// Over which tokens the load of experts is counted for the loss that keeps it even.
+/// The tokens over which the router's auxiliary loss counts the load of experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RouterLossOver {
-    /// Those of a whole step.
+    /// All tokens of a step.
     #[default]
     Step,
-    /// Those of each micro-batch, whose losses are averaged.
+    /// The tokens of each micro-batch, whose auxiliary losses are averaged.
     MicroBatch,
 }
 
@@ -112,136 +112,136 @@ impl FromStr for RouterLossOver {
     }
 }
 
-/// A training run, complete and free of contradictions.
+/// The configuration of a training run, complete and free of contradictions.
 #[derive(Debug, Clone)]
 pub struct TrainConfig {
-    /// The settings this was made of, as they are kept beside the checkpoints.
+    /// The settings that this configuration was resolved from, as the run's folder keeps them.
     pub settings: Settings,
     /// Model to start from; none for a new model.
     pub model: Option<PathBuf>,
-    /// What a new model is; none for the small one that is built in.
+    /// Configuration file of a new model; none for the small built-in one.
     pub model_config: Option<PathBuf>,
-    /// A new model's tokenizer, if not the one beside its configuration.
+    /// A new model's tokenizer; none for the one next to its configuration.
     pub tokenizer: Option<PathBuf>,
-    /// Data.
+    /// The training data.
     pub source: Source,
-    /// Template of conversations, instead of the model's.
+    /// Chat template that replaces the model's own.
     pub chat_template: Option<PathBuf>,
-    /// Texts that the model is judged by; none where documents of the data are held out.
+    /// Texts for evaluation; none where documents of the training data are held out.
     pub eval_data: Option<PathBuf>,
-    /// Share of the documents that is held out where there are no such texts.
+    /// Share of the documents that is held out where `eval_data` is none.
     pub held_out: f64,
-    /// Where the tokens of a text are kept.
+    /// Folder of the token cache.
     pub token_cache: PathBuf,
-    /// Whether every byte of the text is compared with those that kept tokens were made of.
+    /// Whether every byte of the text is compared with the text that cached tokens were made of.
     pub check_data: bool,
-    /// How documents fill sequences.
+    /// How documents are packed into sequences.
     pub packing: Packing,
-    /// What becomes of documents longer than a sequence; none for what is usual for their kind.
+    /// How documents longer than a sequence are treated; none for the default of their kind.
     pub overlong: Option<Overlong>,
     /// Output folder.
     pub out: PathBuf,
     /// Whether to go on from the newest checkpoint in `out`.
     pub resume: bool,
-    /// How the model's rotary embedding is stretched, if not as its folder says.
+    /// Scaling of the model's rotary embedding; none for what its configuration says.
     pub rope_scaling: Option<RopeScaling>,
-    /// Adapters that are trained instead of the model: new ones, or those whose folder is `model`. If there are none, an adapter
-    /// in `model` is merged into its model.
+    /// Adapters that are trained instead of the model: new ones, or the one whose folder is `model`. If this is none, an adapter
+    /// in `model` is merged into its base model.
     pub lora: Option<Lora>,
-    /// Whether the model is saved, too, with the adapters merged in.
+    /// Whether the model with the adapters merged in is saved, too.
     pub lora_merge: bool,
-    /// Type in which the trained model is saved; none for that of the model it began with.
+    /// Type in which the trained model is saved; none for the type of the model it began with.
     pub export_dtype: Option<SavedType>,
-    /// Tokens S of a sequence (of text; a token file brings its own).
+    /// Tokens S per sequence of text; a token file has its own.
     pub sequence_length: usize,
-    /// Sequences B of a micro-batch, over all ranks (of text).
+    /// Sequences B of text per micro-batch, over all ranks.
     pub batch_size: usize,
     /// Ring size R.
     pub ring: usize,
     /// Ulysses size U.
     pub ulysses: usize,
-    /// Copies of the model.
+    /// Number of copies of the model, each with other sequences.
     pub dp_replicate: usize,
-    /// Parts of a copy's sequences.
+    /// Number of ranks (each a ring x Ulysses x tp group) that share one copy of the model and have different sequences.
     pub dp_shard: usize,
-    /// Ranks that share the width of layers.
+    /// Number of tensor parallel ranks, which share the width of layers.
     pub tp: usize,
-    /// Ranks that share the experts, each with whole ones of its own; none where nothing is said.
+    /// Number of expert parallel ranks, each with whole experts of its own; none where the settings do not say.
     pub ep: Option<usize>,
-    /// Copies of the experts; none where nothing is said.
+    /// Number of copies of the experts; none where the settings do not say.
     pub moe_dp: Option<usize>,
-    /// Whether the ranks of a copy share its parameters.
+    /// Whether the ranks of a copy shard its parameters.
     pub sharding: Sharding,
-    /// How keys and values travel.
+    /// How queries meet keys.
     pub strategy: Strategy,
-    /// Who holds which tokens.
+    /// How tokens are dealt to ranks.
     pub layout: LayoutKind,
-    /// Threads of a rank.
+    /// Number of threads of a rank.
     pub threads: usize,
-    /// What computes the model.
+    /// The device that computes the model.
     pub device: DeviceName,
-    /// In which type it is computed.
+    /// The type in which the model computes.
     pub dtype: Precision,
-    /// Ranks on this machine where each is a process of its own; none where all are threads of this one.
+    /// Number of ranks on this machine where each is a process of its own; none where all are threads of this one.
     pub local_ranks: Option<usize>,
-    /// Where the program's allocator counts: most bytes that it gave out at once since this was called last.
+    /// Returns the most bytes that the program's allocator gave out at once since its last call; none where it does not count.
     pub allocated: Option<fn() -> u64>,
-    /// The activations that are recomputed for the backward pass; none for as few as the memory that is free allows.
+    /// The activations that are recomputed for the backward pass; none for as few as the free memory allows.
     pub recompute: Option<Recompute>,
-    /// How what is not computed again is stored.
+    /// The type in which the other activations are stored.
     pub activations: Storage,
-    /// Whether it waits in the memory of the CPU, not on the GPU.
+    /// Whether stored activations wait in the memory of the CPU, not on the GPU.
     pub offload_activations: bool,
     /// How long a rank waits for another.
     pub deadline: Duration,
-    /// Optimiser.
+    /// The optimiser, with its constants.
     pub method: Method,
-    /// How long the run is.
+    /// Number of steps or epochs.
     pub length: Length,
     /// The highest learning rate.
     pub peak_lr: f64,
-    /// Steps over which it rises, if not a tenth of all, at most 100.
+    /// Steps over which the learning rate rises; none for a tenth of all, at most 100.
     pub warmup: Option<u64>,
-    /// What follows the rise.
+    /// How the learning rate develops after its rise.
     pub decay: Decay,
-    /// Those of the run that is resumed, as far as is known.
+    /// The learning rates of the run that is resumed, as far as they are known.
     pub lr_before: Option<LrSchedule>,
-    /// Longest gradient.
+    /// Limit of the gradient's L2 norm, to which larger ones are scaled down.
     pub grad_clip: Option<f64>,
-    /// Micro-batches of a step.
+    /// Number of micro-batches per step.
     pub grad_accumulation: usize,
-    /// Factor of the loss that keeps experts even, if not as the model's configuration says.
+    /// Factor of the router's auxiliary loss, which balances the load of experts; none for what the model's configuration says.
     pub router_aux_loss: Option<f64>,
-    /// Over which tokens their load is counted.
+    /// The tokens over which that loss counts the load of experts.
     pub router_loss_over: RouterLossOver,
-    /// Share of attention's weights that is dropped, if not as the model's configuration says.
+    /// Dropout of attention's weights; none for what the model's configuration says.
     pub attention_dropout: Option<f64>,
     /// Seed of all random draws.
     pub seed: u64,
     /// Steps between checkpoints; none for one at the end.
     pub save_every: Option<u64>,
-    /// Checkpoints to keep.
+    /// Number of checkpoints to keep.
     pub keep: usize,
-    /// Steps between looks at the held-out text; none for one at the end.
+    /// Steps between evaluations on the held-out text; none for one at the end.
     pub eval_every: Option<u64>,
-    /// Most held-out tokens of a look.
+    /// Most held-out tokens that an evaluation reads.
     pub eval_tokens: usize,
     /// Most tokens of the sample at the end.
     pub sample_tokens: usize,
-    /// Folder for event files.
+    /// Folder for TensorBoard's event files.
     pub tensorboard: Option<PathBuf>,
-    /// Above this many times its running mean a loss is a spike.
+    /// A loss above this many times its running mean is a spike; none for no limit.
     pub spike_factor: Option<f64>,
-    /// Spikes in a row that stop a run.
+    /// Number of consecutive spikes that stop a run.
     pub spike_steps: u64,
 }
 
 /// How long a run is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Length {
-    /// So many steps.
+    /// A number of steps.
     Steps(u64),
-    /// So many passes over the text: the steps are known when it is.
+    /// A number of passes over the text; the number of steps follows once the text is read.
     Epochs(f64),
 }
 
@@ -279,11 +279,11 @@ impl TrainConfig {
         }
         let before = Settings { out: Some(out.clone()), ..Settings::read(&kept)? };
         let mut settings = Settings { out: Some(out), ..given.over(&before)? };
-        // The warm-up of a longer run than is asked for now.
+        // The saved warm-up may belong to a longer run than is asked for.
         if let (None, Some(warmup), Some(steps)) = (given.warmup, settings.warmup, settings.steps) {
             settings.warmup = Some(warmup.min(steps.saturating_sub(1)));
         }
-        // What cannot be resolved now was written by another version: nothing is said of it then.
+        // Settings that cannot be resolved were written by another version; their learning rates stay unknown.
         let lr_before = Self::resolve(before).ok().and_then(|before| match before.length {
             Length::Steps(steps) => before.lr(steps).ok(),
             Length::Epochs(_) => None,
@@ -291,13 +291,13 @@ impl TrainConfig {
         Ok(Self { resume: true, lr_before, ..Self::resolve(settings)? })
     }
 
-    /// The learning rates of a run of so many steps.
+    /// The learning rates of a run of `steps` steps.
     ///
     /// # Errors
-    /// A warm-up that does not end within them.
+    /// A warm-up that does not end within `steps`.
     pub fn lr(&self, steps: u64) -> Result<LrSchedule> {
         let warmup = match (self.warmup, self.length) {
-            // That of a longer run than is asked for now.
+            // The saved warm-up may belong to a longer run than is asked for.
             (Some(warmup), Length::Epochs(_)) if self.resume => warmup.min(steps.saturating_sub(1)),
             (warmup, _) => warmup.unwrap_or((steps / 10).min(100)),
         };
@@ -314,7 +314,7 @@ impl TrainConfig {
         Ok(LrSchedule { peak: self.peak_lr, warmup, steps, decay: self.decay })
     }
 
-    /// Takes note of where the ranks run: those of a machine share its memory and, where nothing is set, its cores.
+    /// Records where the ranks run: those of a machine share its memory and, where `threads` is not set, its cores.
     pub fn place(&mut self, ranks: &Ranks) {
         self.local_ranks = ranks.local();
         if let (Some(local), None) = (self.local_ranks, self.settings.threads) {
@@ -327,13 +327,13 @@ impl TrainConfig {
         matches!(&self.source, Source::Text(all) if all.iter().any(|source| source.weight.is_some()))
     }
 
-    /// Ranks in all.
+    /// Number of ranks in all.
     #[must_use]
     pub fn ranks(&self) -> usize {
         self.data_ranks() * self.ring * self.ulysses * self.tp
     }
 
-    /// Parts of a batch: groups of ranks that share its sequences.
+    /// Number of parts into which a batch's rows are split: groups of ranks that work on the same sequences.
     #[must_use]
     pub fn data_ranks(&self) -> usize {
         self.dp_replicate * self.dp_shard

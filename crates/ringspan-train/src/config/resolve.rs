@@ -1,4 +1,4 @@
-//! Settings to a configuration: defaults filled in, contradictions refused.
+//! Resolves settings to a configuration: fills in defaults and refuses contradictions.
 
 use super::checks::{below_one, held_out, lora, method, shape, within};
 use super::{Length, RouterLossOver, Sharding, Source, TrainConfig, cores};
@@ -14,7 +14,7 @@ use ringspan_candle::{DeviceName, Precision, Recompute};
 use std::time::Duration;
 
 impl TrainConfig {
-    /// Fills in the defaults and refuses what does not fit.
+    /// Fills in the defaults and refuses contradictions.
     ///
     /// # Errors
     /// As [`Self::from_args`].
@@ -157,7 +157,7 @@ impl TrainConfig {
         let method = method(kind, s, lora.is_some())?;
         let new = s.model.is_none();
         let peak = s.lr.unwrap_or(match (kind, new) {
-            // What is fast for a model of a hundred wide is too fast for most others.
+            // A rate that is fast for the built-in model of width 128 is too fast for most others.
             (OptimizerKind::AdamW, true) if s.model_config.is_some() => 3e-4,
             (OptimizerKind::AdamW, true) => 5e-3,
             (OptimizerKind::AdamW, false) if lora.is_some() => 2e-4,
@@ -182,7 +182,7 @@ impl TrainConfig {
                     "--spike-factor is {factor}, but must be above 1 and finite, or 0 for no limit"
                 )));
             }
-            // A run that is resumed without a limit keeps the steps that belonged to it.
+            // A run resumed without `spike-factor` keeps its `spike-steps`, which are then without effect.
             (None, Some(_)) => return no_effect("spike-steps", "without --spike-factor, which says what a spike is"),
             (_, Some(0)) => return Err(Error::Settings("--spike-steps is 0, but must be at least 1".into())),
             _ => {}
@@ -263,7 +263,7 @@ impl TrainConfig {
     }
 }
 
-/// None for `auto`.
+/// Which activations are recomputed; none for `auto`.
 fn recompute(given: Option<&str>) -> Result<Option<Recompute>> {
     match given {
         None => Ok(Some(Recompute::default())),

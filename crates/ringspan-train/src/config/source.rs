@@ -1,4 +1,4 @@
-//! Where tokens come from.
+//! The sources of training data, as the settings name them.
 
 use crate::{
     error::{Error, Result},
@@ -6,21 +6,21 @@ use crate::{
 };
 use std::path::{Path, PathBuf};
 
-/// Where tokens come from.
+/// The source of training tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Source {
     /// Text of one or several sources, packed into sequences.
     Text(Vec<TextSource>),
-    /// A file of tokens, taken whole each step.
+    /// A file of tokens, of which each step takes all rows.
     Tokens(PathBuf),
 }
 
 /// A folder or file of text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TextSource {
-    /// Where it is.
+    /// Path of the folder or file.
     pub path: PathBuf,
-    /// How much counts it beside others; none where each counts by its size.
+    /// Weight of the source among others; none where each counts by its number of tokens.
     pub weight: Option<f64>,
 }
 
@@ -57,7 +57,7 @@ impl Source {
 }
 
 impl TextSource {
-    /// `PATH`, or `PATH=WEIGHT` unless there is a file of that name.
+    /// Parses `PATH`, or `PATH=WEIGHT` unless there is a file of that name.
     fn new(given: &Path) -> Result<Self> {
         let plain = Self { path: given.into(), weight: None };
         let Some((path, weight)) = given.to_str().and_then(|text| text.rsplit_once('=')) else { return Ok(plain) };
@@ -74,7 +74,7 @@ impl TextSource {
         Ok(Self { path: path.into(), weight: Some(weight) })
     }
 
-    /// As it is given.
+    /// The source as the settings spell it.
     pub(crate) fn written(&self) -> PathBuf {
         let Some(weight) = self.weight else { return self.path.clone() };
         let mut written = self.path.clone().into_os_string();
@@ -82,7 +82,7 @@ impl TextSource {
         written.into()
     }
 
-    /// The same text by another path, as it is given.
+    /// The source with another path, as the settings spell it.
     pub(crate) fn with_path(&self, path: PathBuf) -> PathBuf {
         Self { path, weight: self.weight }.written()
     }

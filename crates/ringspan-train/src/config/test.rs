@@ -135,7 +135,7 @@ fn data_is_one_path_or_several_with_weights_for_all_or_for_none() {
     refused("data = ['a=inf', 'b=1']", &["--data a=inf", "finite"]);
     refused("data = []", &["--data names nothing"]);
     refused("data = 3", &["a path, or a list of paths"]);
-    // A file may be named so.
+    // A file may have a name that looks like a path with a weight.
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a=0.3");
     std::fs::write(&path, "").unwrap();
@@ -164,7 +164,7 @@ fn flags_override_the_file_and_the_rest_of_it_stays() {
     assert!(message.contains("c.toml") && message.contains("stepz"), "{message}");
 }
 
-/// A resumed run has the steps of its limit, and must be able to go on without it.
+/// A resumed run has the `spike-steps` of its old limit, and must be able to go on without a limit.
 #[test]
 fn a_spike_factor_of_0_is_no_limit() {
     let config = TrainConfig::resolve(settings("spike-factor = 0.0\nspike-steps = 3")).unwrap();
@@ -221,7 +221,8 @@ fn every_setting_is_a_flag_of_the_same_name() {
     flags.sort();
     let message = toml::from_str::<Settings>("x = 1").unwrap_err().to_string();
     let mut keys: Vec<String> = message.split('`').skip(3).step_by(2).map(String::from).collect();
-    // A file that resumes would override its own run, and one that is never run is of no use.
+    // `resume` and `dry-run` are flags only: a file that resumes would override its own run, and one that never trains is of no
+    // use.
     keys.extend(["resume", "dry-run"].map(String::from));
     keys.sort();
     assert_eq!(flags, keys);

@@ -1,19 +1,19 @@
-//! The tokens of a step dealt to its sequences, so that attention costs each about the same.
+//! Deals the tokens of a step to its sequences so that attention costs each about the same.
 //!
-//! A document of n tokens has n (n + 1) / 2 pairs of a query and a key that it sees, so of two sequences of S tokens one with
-//! a long document costs many times one with short ones, and who has it makes the others wait. Documents are dealt
-//! whole, the longest first, each to the sequence with fewest pairs so far among those with room. Where none has room, the
-//! one with most takes a part. Every sequence is full in the end, and the tokens are those of packing in order.
+//! A document of n tokens has n (n + 1) / 2 visible query-key pairs, so of two sequences of S tokens the one with a long document
+//! costs many times the one with short ones, and its ranks make the others wait. Documents are dealt whole, the longest first,
+//! each to the sequence with fewest pairs so far among those with room. Where none has room, the one with most room takes a part.
+//! In the end every sequence is full, and the tokens are those of packing in order.
 //!
-//! Nothing here knows the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
-//! micro-batches take, are near each other as well: halves first, then quarters.
+//! Nothing here depends on the mesh. Sequences are then ordered so that contiguous parts of them, which copies of the model and
+//! micro-batches take, cost about the same as well: first halves, then quarters.
 
 use super::{Sequence, packing::Span};
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 #[derive(Debug, Clone, Default)]
 struct Bin {
-    /// With the place each had in the order of the documents.
+    /// Spans, each with its index among the spans of the step.
     spans: Vec<(usize, Span)>,
     tokens: usize,
     pairs: u64,
@@ -30,7 +30,7 @@ impl Bin {
 /// Deals `spans`, none longer than `length` and together `length * count` tokens, to `count` sequences.
 pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Span>> {
     let mut bins = vec![Bin::default(); count];
-    // Longest first; of equal ones the earlier.
+    // The longest is taken first; of equally long ones, the earlier.
     let mut heap: BinaryHeap<(usize, Reverse<(usize, usize)>)> =
         spans.iter().enumerate().map(|(place, span)| (span.len, Reverse((place, span.start)))).collect();
     while let Some((len, Reverse((place, start)))) = heap.pop() {
@@ -47,8 +47,8 @@ pub(super) fn deal(spans: Vec<Span>, length: usize, count: usize) -> Vec<Vec<Spa
     in_halves(bins)
 }
 
-/// Deals the whole spans of `sequences` of at most `length` tokens anew, none of them cut. Where one finds no room, the
-/// sequences stay as they are, in another order.
+/// Deals the whole spans of `sequences`, of at most `length` tokens each, anew, and cuts none. Where a span finds no room, the
+/// sequences keep their spans and only change their order.
 pub(super) fn deal_whole(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Span>> {
     let mut spans: Vec<(usize, Span)> = sequences.iter().flatten().copied().enumerate().collect();
     spans.sort_by_key(|(place, span)| (Reverse(span.len), *place));
@@ -68,7 +68,7 @@ pub(super) fn deal_whole(sequences: Vec<Vec<Span>>, length: usize) -> Vec<Vec<Sp
     in_halves(bins)
 }
 
-/// The spans of each bin, in the order of the documents; the bins in the order of [`halve`].
+/// Returns the spans of each bin in the order of the documents, and the bins in the order of [`halve`].
 fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
     let mut order: Vec<usize> = (0..bins.len()).collect();
     halve(&mut order, &bins);
@@ -80,7 +80,7 @@ fn in_halves(mut bins: Vec<Bin>) -> Vec<Vec<Span>> {
     order.into_iter().map(spans).collect()
 }
 
-/// Sequences in the order of [`halve`].
+/// Puts sequences into the order of [`halve`].
 pub(super) fn in_halves_of(sequences: Vec<Sequence>) -> Vec<Sequence> {
     let bin =
         |sequence: &Sequence| Bin { pairs: sequence.pieces.iter().map(|&len| pairs(len)).sum(), ..Bin::default() };
@@ -113,7 +113,7 @@ fn halve(order: &mut [usize], bins: &[Bin]) {
     halve(second, bins);
 }
 
-/// Pairs of a query and a key that a document of `len` tokens sees.
+/// Number of visible query-key pairs in a document of `len` tokens under a causal mask.
 fn pairs(len: usize) -> u64 {
     len as u64 * (len as u64 + 1) / 2
 }
@@ -127,7 +127,7 @@ mod tests {
         spans.iter().map(|span| pairs(span.len)).sum()
     }
 
-    /// Documents of these lengths, repeated, as the spans of a step.
+    /// The spans of a step of documents with these lengths, repeated.
     fn spans(lengths: &[usize], length: usize, count: usize) -> Vec<Span> {
         let (mut spans, mut left) = (Vec::new(), length * count);
         for (document, &whole) in lengths.iter().cycle().enumerate() {
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// What the costliest of `parts` equal parts costs, as a multiple of the mean.
+    /// The cost of the costliest of `parts` equal parts, as a multiple of the mean.
     fn most(sequences: &[Vec<Span>], parts: usize) -> f64 {
         let part = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
         let costs: Vec<u64> = sequences.chunks(sequences.len() / parts).map(part).collect();
@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn documents_as_long_as_files_of_source_are_dealt_more_evenly_than_they_come() {
-        // Many short ones, some of twice the length of a sequence.
+        // Many documents are short; some are twice as long as a sequence.
         let lengths: Vec<usize> = (0..400u64).map(|i| 200 + ((i * i * 7919 % 1009).pow(2) / 60) as usize).collect();
         for (length, count, parts) in [(8192, 64, 8), (8192, 64, 64), (65536, 8, 2), (65536, 8, 8)] {
             let given = spans(&lengths, length, count);
@@ -223,7 +223,7 @@ mod tests {
             all
         };
         assert_eq!(lens(&dealt), lens(&given));
-        // Best fit found places that dealing by cost does not find.
+        // Best fit found room that dealing by cost does not find.
         let tight: Vec<Vec<Span>> = vec![sequence(&[60, 40]), sequence(&[35, 35, 30])];
         let kept = deal_whole(tight.clone(), 100);
         assert!(kept.iter().all(|spans| spans.iter().map(|span| span.len).sum::<usize>() <= 100));
@@ -235,7 +235,7 @@ mod tests {
         let dealt = deal(spans(&[100, 1, 1, 90, 4, 4, 80, 20, 50, 50], 100, 4), 100, 4);
         assert_eq!(dealt[0], [Span { document: 0, start: 0, len: 100 }]);
         let sums = |part: &[Vec<Span>]| part.iter().map(|spans| cost(spans)).sum::<u64>();
-        // 5050 and about 2600 on one side, about 4100 and 3500 on the other.
+        // The halves cost 5050 + about 2600 and about 4100 + 3500.
         assert!(sums(&dealt[..2]).abs_diff(sums(&dealt[2..])) < 300, "{dealt:?}");
     }
 }

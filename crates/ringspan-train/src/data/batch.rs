@@ -1,37 +1,38 @@
-//! What one pass of the model computes: rows of tokens, the pieces of documents in them, and the targets.
+//! The input of one forward pass: rows of tokens, the pieces of documents in them, and the targets.
 
 use super::{IGNORE, packing::Sequence};
 use crate::error::Result;
 use ringspan::Documents;
 
-/// A stretch of one document in a row; pieces of a row follow each other from its start. Tokens outside every piece are padding: no rank holds them.
+/// A stretch of one document in a row; the pieces of a row follow each other from its start. Tokens outside every piece are
+/// padding: no rank holds them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// The row.
+    /// Index of the row.
     pub row: usize,
-    /// First token in the row.
+    /// Index of the piece's first token in the row.
     pub start: usize,
-    /// Tokens, at least one.
+    /// Number of tokens, at least one.
     pub len: usize,
 }
 
-/// B rows of S tokens. The targets are made before anything is cut across ranks, so that no border loses one.
+/// B rows of S tokens. Targets are shifted before rows are cut across ranks, so that no border loses one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// B.
+    /// Number of rows, B.
     pub rows: usize,
-    /// S.
+    /// Number of tokens per row, S.
     pub length: usize,
-    /// [B, S]; 0 where padded.
+    /// Token ids [B, S]; 0 in padding.
     pub tokens: Vec<u32>,
-    /// [B, S]; [`IGNORE`] where there is none.
+    /// Target ids [B, S]; [`IGNORE`] where a token has no target.
     pub targets: Vec<u32>,
-    /// Pieces, by row and start.
+    /// The pieces, sorted by row and start.
     pub pieces: Vec<Piece>,
 }
 
 impl Batch {
-    /// The sequences as rows of `length` tokens; a shorter one is padded at its end.
+    /// A batch whose rows are `sequences`, each padded at its end to `length` tokens.
     #[must_use]
     pub fn new(sequences: &[Sequence], length: usize) -> Self {
         let rows = sequences.len();
@@ -62,19 +63,19 @@ impl Batch {
         Ok(Documents::from_rows(&rows, self.length)?)
     }
 
-    /// Tokens that have a target.
+    /// Number of tokens that have a target.
     #[must_use]
     pub fn valid_targets(&self) -> u64 {
         self.targets.iter().filter(|&&t| t != IGNORE).count() as u64
     }
 
-    /// Tokens in pieces.
+    /// Number of tokens that are not padding.
     #[must_use]
     pub fn real_tokens(&self) -> u64 {
         self.pieces.iter().map(|p| p.len as u64).sum()
     }
 
-    /// Part `index` of `parts`: rows as even as they go, the first ones larger; possibly none.
+    /// Part `index` of `parts` equal parts of the rows; where rows do not divide, the first parts have one more. It may be empty.
     #[must_use]
     pub fn part(&self, index: usize, parts: usize) -> Self {
         let cut = |i: usize| (self.rows / parts) * i + i.min(self.rows % parts);

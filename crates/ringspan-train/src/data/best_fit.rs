@@ -1,9 +1,9 @@
-//! Whole documents to sequences with as little padding as best fit leaves.
+//! Packs whole documents into sequences, with the padding that best-fit packing leaves.
 
 use std::collections::BTreeSet;
 
-/// Deals items, none longer than `length`, to sequences of at most `length` tokens: the longest first, of equal ones the
-/// earlier in `order`, each to the sequence with least room among those with enough.
+/// Packs items, none longer than `length`, into sequences of at most `length` tokens: the longest first, of equally long ones the
+/// earlier in `order`, each into the sequence with least room among those with enough. `len` gives an item's tokens.
 pub(super) fn pack(order: &[u32], len: impl Fn(u32) -> usize, length: usize) -> Vec<Vec<u32>> {
     let mut longest_first = order.to_vec();
     longest_first.sort_by_key(|&item| std::cmp::Reverse(len(item)));

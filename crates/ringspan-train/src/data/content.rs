@@ -1,4 +1,4 @@
-//! What a document is before it becomes tokens.
+//! The content of a document before it is tokenized.
 
 use super::forms;
 use serde_json::Value;
@@ -6,20 +6,20 @@ use serde_json::Value;
 /// A document: text, or a conversation in some form.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Content {
-    /// Learned whole.
+    /// Text, of which every token is learned.
     Text(String),
-    /// Only the completion is learned.
+    /// A prompt with its completion, of which only the completion is learned.
     Completion {
-        /// What is given.
+        /// The text that is given.
         prompt: String,
-        /// What should follow.
+        /// The text that should follow.
         completion: String,
     },
-    /// Only the assistant's words are learned.
+    /// A conversation, of which only the assistant's words are learned.
     Chat {
-        /// Objects with `role` and `content`. An assistant's with `"train": false` is given, not learned.
+        /// Objects with `role` and `content`. An assistant's message with `"train": false` is given, not learned.
         messages: Vec<Value>,
-        /// Tools the template may name; null where there are none.
+        /// Tools that the template may show; null where there are none.
         tools: Value,
     },
 }
@@ -28,11 +28,11 @@ pub enum Content {
 const FORMS: &str = "`text`, `messages`, `conversations`, `prompt` with `completion`, and `instruction` with `output`";
 
 impl Content {
-    /// The one form that an object of a data file has: `text`, `messages`, `conversations` (ShareGPT's), `prompt` and
-    /// `completion`, or `instruction` and `output` (Alpaca's). What else it holds is left aside; `None` for empty text.
+    /// Reads an object of a data file in one of the forms `text`, `messages`, `conversations` (ShareGPT's), `prompt` and
+    /// `completion`, or `instruction` and `output` (Alpaca's). Its other keys are ignored; `None` for empty text.
     ///
     /// # Errors
-    /// What is wrong with it, in words.
+    /// A description of what is wrong with the object.
     pub(crate) fn from_object(mut object: Value) -> Result<Option<Self>, String> {
         let mut take = |key: &str| object.get_mut(key).map(Value::take).filter(|value| !value.is_null());
         let [text, messages, conversations] = ["text", "messages", "conversations"].map(&mut take);
@@ -40,7 +40,7 @@ impl Content {
             ["prompt", "completion", "instruction", "output"].map(&mut take);
         let (tools, system) = (take("tools").unwrap_or_default(), take("system"));
         let of_pair = prompt.is_some() || completion.is_some();
-        // `output` alone says little: other forms may carry what some program printed.
+        // `output` alone does not make a form: objects in other forms may carry some program's output.
         let given = [text.is_some(), messages.is_some(), conversations.is_some(), of_pair, instruction.is_some()];
         match given.into_iter().filter(|&given| given).count() {
             0 => return Err(format!("has none of {FORMS}")),
@@ -64,7 +64,7 @@ impl Content {
         Ok(Some(content).filter(|content| !matches!(content, Self::Text(text) if text.is_empty())))
     }
 
-    /// Whether an object with these keys is in some form.
+    /// Whether an object with these keys is in one of the forms.
     pub(super) fn has_form(keys: &[String]) -> bool {
         let has = |key: &str| keys.iter().any(|there| there == key);
         ["text", "messages", "conversations"].into_iter().any(has)
@@ -72,7 +72,7 @@ impl Content {
             || has("instruction") && has("output")
     }
 
-    /// Whether there is nothing to learn from it.
+    /// Whether nothing in the document is to be learned.
     #[must_use]
     pub fn is_blank(&self) -> bool {
         match self {
@@ -82,12 +82,12 @@ impl Content {
         }
     }
 
-    /// Whether it is a conversation, or a completion, of which nothing is learned.
+    /// Whether it is a conversation or a completion of which nothing is learned.
     pub(super) fn is_unlearned(&self) -> bool {
         !matches!(self, Self::Text(_)) && self.is_blank()
     }
 
-    /// Bytes of its words, about.
+    /// About how many bytes of text the document has.
     pub(super) fn size(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),

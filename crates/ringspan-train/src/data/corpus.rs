@@ -1,4 +1,4 @@
-//! The tokens of a source: what is learned of it, and what is held out.
+//! The tokens of a source: its training split and its held-out split.
 
 use super::{
     Encoder, Skipped, Store,
@@ -15,85 +15,86 @@ use std::{
     time::Duration,
 };
 
-/// What a source held.
+/// A description of a source's content.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct About {
-    /// Texts that are learned whole.
+    /// Number of texts, which are learned whole.
     pub texts: u64,
-    /// Completions of prompts.
+    /// Number of completions of prompts.
     pub completions: u64,
-    /// Conversations.
+    /// Number of conversations.
     pub chats: u64,
-    /// What was left out.
+    /// Files and documents that were left out.
     pub skipped: Skipped,
-    /// Files whose names say that they are to judge by, not to learn from.
+    /// Files whose names say that they are for evaluation, not for training.
     pub suspects: Vec<String>,
 }
 
 impl About {
-    /// Documents in all.
+    /// Number of documents in all.
     #[must_use]
     pub fn documents(&self) -> u64 {
         self.texts + self.completions + self.chats
     }
 
-    /// Whether documents must stay whole: text may be cut anywhere, an answer without its question teaches nothing.
+    /// Whether documents must stay whole: text may be cut anywhere, but an answer without its question teaches nothing.
     #[must_use]
     pub fn stays_whole(&self) -> bool {
         self.completions + self.chats > 0
     }
 }
 
-/// Token documents, split. They lie in a mapped file.
+/// Tokenized documents, split into training and held-out ones. They lie in a memory-mapped file.
 #[derive(Debug, Clone)]
 pub struct Corpus {
-    /// What the model learns from; no document is empty.
+    /// The training split; no document is empty.
     pub train: Store,
-    /// What it is judged by; never seen in training.
+    /// The held-out (evaluation) split, never seen in training.
     pub held_out: Store,
-    /// Tokens of each of them that are learned: those that are not given, and that another one stands before.
+    /// Number of learned tokens in each split: tokens that are not given, and that follow another one in their document.
     pub learned: [u64; 2],
-    /// The largest token.
+    /// The largest token id.
     pub largest: Option<u32>,
-    /// A hash of all words of both parts, in order: two corpora with one fingerprint train alike.
+    /// A hash of all words of both splits, in order: two corpora with one fingerprint train alike.
     pub fingerprint: u64,
-    /// A hash of every byte of the files they were made of.
+    /// A hash of every byte of the files that the tokens were made of.
     pub contents: u64,
-    /// What the source held.
+    /// A description of the source's content.
     pub about: About,
 }
 
-/// A source of text, and how it becomes tokens.
+/// How a source of text is read and tokenized.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
     /// A folder or a file, as [`read`](super::read) takes it.
     pub source: &'a Path,
-    /// What is left out of a folder.
+    /// Files and folders that are left out of `source`.
     pub exclude: &'a [PathBuf],
-    /// So much of the documents is held out, at least one; 0 for none.
+    /// Share of the documents that is held out, at least one document; 0 for none.
     pub held_out: f64,
-    /// Makes words of documents.
+    /// Turns documents into words (tokens with their learned bit).
     pub encoder: Encoder<'a>,
-    /// The folder in which tokens are kept.
+    /// The folder of the token cache.
     pub folder: &'a Path,
-    /// Whether every byte of the source is compared with those the tokens were made of, and not sizes, times and a sample.
+    /// Whether every byte of the source is compared with the text that cached tokens were made of, instead of sizes, times and a
+    /// sample.
     pub check: bool,
-    /// How long another process that makes the same tokens may write nothing.
+    /// How long another process that makes the same tokens may write nothing before that is an error.
     pub deadline: Duration,
-    /// Who is told how far the text has become tokens.
+    /// Receives the progress of tokenization.
     pub watch: Watch<'a>,
 }
 
 impl Reading<'_> {
-    /// The tokens of the source: those that are kept, or new ones, made on the threads of the pool that this is called in and
-    /// kept; with what was wrong with kept ones, in words. Neither text nor tokens are in memory as a whole.
+    /// The tokens of the source: the cached ones, or new ones, which are made on the threads of the calling pool and cached. Also
+    /// returns what was wrong with cached tokens, in words. Neither text nor tokens are in memory as a whole.
     ///
-    /// Which documents are held out follows from a hash of their names, so a new document moves no other. At least one is
-    /// held out and one is kept; of a lone text the end is held out.
+    /// Whether a document is held out follows from a hash of its name, so a new document moves no other. At least one document is
+    /// held out and at least one is for training; of a lone text, the end is held out.
     ///
     /// # Errors
-    /// What [`read`](super::read) and [`Encoder::encode`] refuse, a document with nothing to learn, a source with nothing to
-    /// train on; a folder that cannot be written to; another process that makes the same tokens and goes on no more;
+    /// Errors of [`read`](super::read) and [`Encoder::encode`]; a document with nothing to learn, or a source with nothing to
+    /// train on; a folder that cannot be written to; another process that was making the same tokens and stopped;
     /// [`Error::Interrupted`] where [`watch`](Self::watch) ends it.
     pub fn corpus(&self) -> Result<(Corpus, Vec<String>)> {
         let listing = Listing::new(self.source, self.exclude)?;
@@ -105,7 +106,7 @@ impl Reading<'_> {
             return Ok((*corpus, Vec::new()));
         }
         let _turn = cache::in_turn(self.folder, key, self.deadline, &progress)?;
-        // Somebody else may have made them meanwhile.
+        // Another process may have made them while this one waited for its turn.
         let said = match self.cached(key, contents)? {
             Cached::Good(corpus) => return Ok((*corpus, Vec::new())),
             Cached::Nothing => Vec::new(),
@@ -139,7 +140,7 @@ impl Reading<'_> {
     }
 }
 
-/// What the folder of tokens has of a source.
+/// The state of a source's tokens in the cache.
 enum Cached {
     Good(Box<Corpus>),
     Nothing,

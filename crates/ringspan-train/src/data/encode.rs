@@ -1,4 +1,4 @@
-//! Documents to words: tokens, each with a bit that says whether it is to be learned.
+//! Turns documents into words: tokens, each with a bit that says whether it is learned.
 
 use super::{Content, Template, fingerprint, forms};
 use crate::{
@@ -11,20 +11,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Set in a word whose token is given, not learned: nothing has to predict it.
+/// Bit that is set in a word whose token is given, not learned: it is no target.
 pub const GIVEN: u32 = 1 << 31;
 
-/// Makes words of documents.
+/// Turns documents into words.
 #[derive(Debug, Clone, Copy)]
 pub struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<&'a Template>,
-    /// Why there is none, in words.
+    /// Why `template` is none, in words.
     no_template: &'a str,
 }
 
 impl<'a> Encoder<'a> {
-    /// `template` is needed for conversations only.
+    /// An encoder; `template` is needed for conversations only.
     #[must_use]
     pub fn new(tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Self {
         let no_template =
@@ -32,7 +32,7 @@ impl<'a> Encoder<'a> {
         Self { tokenizer, template, no_template }
     }
 
-    /// The same, whose model has a template that cannot be used; `why` is said where one is needed.
+    /// This encoder for a model whose template cannot be used; `why` enters the error where one is needed.
     #[must_use]
     pub fn without_template(self, why: &'a str) -> Self {
         Self { template: None, no_template: why, ..self }
@@ -43,12 +43,12 @@ impl<'a> Encoder<'a> {
         self.tokenizer
     }
 
-    /// The words of a document: token ids, with [`GIVEN`] set where the token is not to be learned. `source` and `name`
-    /// say in messages where it comes from.
+    /// The words of a document: token ids, with [`GIVEN`] set where the token is not learned. `source` and `name` locate the
+    /// document in error messages.
     ///
     /// Text, and a prompt with its completion, begin with the special tokens that the tokenizer puts before a text, which are
-    /// given, and end with those behind it and the end of text; a conversation begins and ends as its template says. A
-    /// prompt and its completion become tokens each for itself, as they do when the model is asked. A token of a
+    /// given, and end with those that it puts after a text, and the end of text; a conversation begins and ends as its template
+    /// says. A prompt and its completion are tokenized separately, as in generation, where only the prompt is known. A token of a
     /// conversation is learned if any byte of it is the assistant's.
     ///
     /// # Errors
@@ -81,7 +81,7 @@ impl<'a> Encoder<'a> {
                 for (index, message) in messages.iter().enumerate() {
                     let said = forms::strings(message);
                     let spelled = |token: &&str| said.iter().any(|text| text.contains(*token));
-                    // The template's own special tokens mean something; those of the data would end turns it did not open.
+                    // Special tokens of the template have a meaning; those in the data would end turns that they did not open.
                     if let Some(token) = self.tokenizer.special_tokens().find(spelled) {
                         return Err(wrong(format!("message {} spells the special token {token}; mask it", index + 1)));
                     }
@@ -94,23 +94,23 @@ impl<'a> Encoder<'a> {
         }
     }
 
-    /// The words that a text begins with.
+    /// The words that a text begins with: the tokenizer's special tokens, given.
     pub(super) fn before(&self) -> Vec<u32> {
         self.tokenizer.before().iter().map(|token| token | GIVEN).collect()
     }
 
-    /// Of everything that words are made by but the documents.
+    /// A fingerprint of everything that decides how documents become words.
     pub(crate) fn fingerprint(&self) -> Result<u64> {
         let template = self.template.map_or_else(|| self.no_template.to_owned(), Template::identity);
         let json = self.tokenizer.to_json()?;
-        // Which token ends a document is said by other files.
+        // The token that ends a document may be named by another file.
         let end = self.tokenizer.end_of_text().map_or(0, |end| u64::from(end) + 1);
         Ok(fingerprint(json.bytes().chain([0]).chain(template.bytes()).map(u64::from).chain([end])))
     }
 }
 
-/// Where a document of `source` stands, for people: the name of one in a folder begins behind the folder, that of one in a file
-/// with the file's.
+/// The path of a document of `source` in messages: in a folder, a document's name begins below the folder; in a file, it begins
+/// with the file's name.
 pub(super) fn named_place(source: &Path, name: &str) -> PathBuf {
     let file = source.file_name().and_then(OsStr::to_str);
     match file.and_then(|file| name.strip_prefix(file)) {

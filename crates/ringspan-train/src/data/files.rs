@@ -1,4 +1,4 @@
-//! Where documents come from: a folder, a file of text, records of JSON, or Parquet; each also as .gz or .zst.
+//! Reads documents: from a folder, a text file, JSON records, or Parquet; all but Parquet also as .gz or .zst.
 
 use super::{
     Content, Skipped,
@@ -12,15 +12,15 @@ use super::{
 use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 
-/// What a folder may hold beside the parts of a data set, to describe it.
+/// Extensions of files that describe a data set and may lie in its folder.
 const DESCRIBES: [&str; 4] = ["md", "json", "yaml", "yml"];
 
-/// One document.
+/// One document of a source.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Text {
     /// Path below the folder, or `file:line`: stable from run to run.
     pub name: String,
-    /// What it says, not empty.
+    /// The document's content, not empty.
     pub content: Content,
 }
 
@@ -29,15 +29,15 @@ pub struct Text {
 pub struct Texts {
     /// The documents, sorted by path or in the order of the lines.
     pub documents: Vec<Text>,
-    /// What was left out.
+    /// Files and documents that were left out.
     pub skipped: Skipped,
-    /// Files whose names say that they are to judge by, not to learn from.
+    /// Files whose names say that they are for evaluation, not for training.
     pub suspects: Vec<String>,
 }
 
-/// Reads the documents at `path` into memory: a folder of text files, a text file, records of JSON (`.jsonl`: one a line;
-/// `.json`: the same, or an array of them, or one) in a form that [`Content`] knows, or a `.parquet` file with such columns
-/// (feature `parquet`); all but Parquet also as `.gz` or `.zst`. Training itself reads them one at a time.
+/// Reads the documents at `path` into memory: a folder of text files, a text file, JSON records (`.jsonl`: one per line; `.json`:
+/// one per line, an array of them, or a single one) in a form that [`Content`] knows, or a `.parquet` file with such columns
+/// (feature `parquet`); all but Parquet also as `.gz` or `.zst`. Training itself reads documents one at a time.
 ///
 /// In a folder, hidden files, what `.gitignore` or `.ignore` name, model folders and `exclude`, with everything below, are
 /// left out. A folder of records, with no text beside them but what describes them, is one data set in parts, read in the
@@ -74,7 +74,7 @@ pub fn read(path: &Path, exclude: &[PathBuf]) -> Result<Texts> {
     }
 }
 
-/// That a source holds nothing to learn.
+/// The error that a source holds nothing to learn.
 pub(super) fn nothing(path: &Path, skipped: &Skipped) -> Error {
     let problem = match (path.is_dir(), skipped.words()) {
         (_, Some(skipped)) => format!("no text to train on; {skipped}"),
@@ -84,30 +84,30 @@ pub(super) fn nothing(path: &Path, skipped: &Skipped) -> Error {
     Error::Data { path: path.into(), problem }
 }
 
-/// What a file holds of documents.
+/// The form in which a file holds documents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
-    /// One text, of so many bytes.
+    /// One text of this many bytes.
     Text(u64),
-    /// A record of JSON in each line.
+    /// A JSON record in each line.
     Lines,
-    /// Records of JSON in an array, or one behind the other.
+    /// JSON records in an array, or one after the other.
     Values,
     Parquet,
 }
 
-/// A file that is read.
+/// A data file of a source.
 #[derive(Debug, Clone)]
 pub(super) struct DataFile {
     pub(super) name: String,
     path: PathBuf,
-    /// How many bytes the file has, as it is stored.
+    /// Size of the file in bytes, as it is stored.
     bytes: u64,
     compression: Compression,
     form: Form,
 }
 
-/// What a file is made of.
+/// What reading a file yields: a document, or a part of one.
 pub(super) enum Item {
     Document(Text),
     /// A part of a text file.
@@ -119,7 +119,7 @@ pub(super) enum Item {
 }
 
 impl DataFile {
-    /// Hands on what the file holds, in order; `progress` counts the bytes.
+    /// Passes the file's items to `take`, in order; `progress` counts the bytes that were read.
     pub(super) fn read(&self, progress: &Progress<'_>, take: &mut dyn FnMut(Item) -> Result<()>) -> Result<()> {
         let (path, name) = (&self.path, &self.name);
         let mut document = |text: Text| take(Item::Document(text));
@@ -146,7 +146,7 @@ impl DataFile {
         part.map_err(|at| not_utf8(&self.path, at))
     }
 
-    /// Bytes of its text, if it is one.
+    /// Number of bytes of the file's text, if it is a text file.
     fn text(&self) -> Option<u64> {
         match self.form {
             Form::Text(bytes) => Some(bytes),
@@ -170,28 +170,28 @@ fn parquet(path: &Path, _: &str, _: records::Take<'_>) -> Result<()> {
     Err(Error::Data { path: path.into(), problem: problem.into() })
 }
 
-/// What each file of a source is.
+/// The data files of a source, and the files that were left out.
 pub(super) struct Survey {
     pub(super) files: Vec<DataFile>,
     pub(super) skipped: Skipped,
     pub(super) suspects: Vec<String>,
 }
 
-/// What the name of a file, and of JSON its first record, say.
+/// The kind of a file, as its name and, for JSON, its first record tell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Named {
-    /// Records, wherever they lie.
+    /// Records, which are data whatever else lies in the folder.
     Part(Form),
-    /// A .json file of records: data where nothing else is, and somebody's file where other text is.
+    /// A .json file of records: it is data where nothing else is, and left out where it lies among other text.
     Records(Form),
     /// A .json file of records in no known form.
     Unknown,
-    /// Text, if it is any.
+    /// Any other file: text, if it can be read as such.
     Other,
 }
 
 impl Survey {
-    /// Looks at each file: text is read to its end, of records the first.
+    /// Looks at each file: a text file is read to its end, and of JSON the first record.
     pub(super) fn new(listing: &Listing, progress: &Progress<'_>) -> Result<Self> {
         let mut survey = Self { files: Vec::new(), skipped: listing.skipped.clone(), suspects: Vec::new() };
         let named = listing.entries.iter().map(|entry| Ok((entry, Named::of(entry)?))).collect::<Result<Vec<_>>>()?;
@@ -222,7 +222,7 @@ impl Survey {
         Ok(survey)
     }
 
-    /// A file that is named by itself is read, or it is said why not.
+    /// Takes a file that is named by itself, or returns why it cannot be read.
     fn lone(&mut self, entry: &Entry, named: Named) -> Result<()> {
         match named {
             Named::Part(form) | Named::Records(form) => self.take(entry, form),
@@ -274,7 +274,7 @@ impl Survey {
         self.files.push(DataFile { compression, bytes: entry.bytes(), name, path, form });
     }
 
-    /// Bytes of the text, where it is the only one and alone.
+    /// Number of bytes of the text, where the source is a single text file.
     pub(super) fn lone_text(&self) -> Option<u64> {
         match &self.files[..] {
             [file] => file.text(),
@@ -302,13 +302,13 @@ impl Named {
     }
 }
 
-/// The end of a file's name, in small letters, of what is in it where it is compressed.
+/// The extension of a file's name, in small letters and without that of its compression.
 fn extension(name: &str) -> String {
     let (_, inner) = Compression::of(name);
     Path::new(inner).extension().map(|end| end.to_string_lossy().to_lowercase()).unwrap_or_default()
 }
 
-/// Text that does not only describe a data set.
+/// Names of text files that do more than describe a data set.
 fn other_texts<'a>(named: &[(&'a Entry, Named)]) -> Result<Vec<&'a str>> {
     let mut others = Vec::new();
     for (entry, _) in named.iter().filter(|(_, named)| *named == Named::Other) {
@@ -324,14 +324,14 @@ fn other_texts<'a>(named: &[(&'a Entry, Named)]) -> Result<Vec<&'a str>> {
     Ok(others)
 }
 
-/// Whether the name of data says that it is there to judge by. Code is full of tests, so only data is looked at.
+/// Whether the name of a data file says that it is for evaluation. Code is full of tests, so only data files are checked.
 fn is_suspect(name: &str, form: Form) -> bool {
     let data = !matches!(form, Form::Text(_)) || extension(name) == "txt";
     let judges = ["test", "eval", "evaluation", "val", "valid", "validation", "dev", "heldout"];
     data && name.split(|c: char| !c.is_alphanumeric()).any(|word| judges.contains(&word.to_lowercase().as_str()))
 }
 
-/// That text lies beside the parts of a data set, other than what describes them: either could be meant.
+/// The error that parts of a data set lie beside text that does not only describe them: either could be meant.
 fn mixture(root: &Path, parts: &[&str], others: &[&str]) -> Error {
     let names = |names: &[&str]| few(&names.iter().map(ToString::to_string).collect::<Vec<_>>(), names.len());
     let problem = format!(

@@ -1,6 +1,6 @@
-//! Numbers that differ where what they are made of does.
+//! Fingerprints: hashes that are the same on every system.
 
-/// FNV-1a over 64-bit words, then mixed so that the low bits are as good as the high: equal on every system and version.
+/// FNV-1a over 64-bit words, then mixed so that the low bits are as good as the high ones: equal on every system and version.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fingerprint(u64);
 
@@ -14,7 +14,7 @@ impl Fingerprint {
         self.0 ^= self.0 >> 29;
     }
 
-    /// Bytes, and how many there are.
+    /// Adds bytes, and their number.
     pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
         let (whole, rest) = bytes.as_chunks::<8>();
         whole.iter().for_each(|word| self.push(u64::from_le_bytes(*word)));
@@ -28,7 +28,7 @@ impl Fingerprint {
     }
 }
 
-/// That of `words`.
+/// The fingerprint of `words`.
 #[must_use]
 pub fn fingerprint(words: impl IntoIterator<Item = u64>) -> u64 {
     let mut hash = Fingerprint::new();

@@ -1,9 +1,9 @@
-//! The forms in which data sets keep conversations, to messages of `role` and `content`.
+//! Converts the forms in which data sets hold conversations into messages of `role` and `content`.
 
 use super::Content;
 use serde_json::{Value, json};
 
-/// Who speaks in ShareGPT's turns, and who that is in a message.
+/// Names of speakers in ShareGPT's turns, and the role of each in a message.
 const SPEAKERS: [(&str, &str); 12] = [
     ("human", "user"),
     ("user", "user"),
@@ -19,7 +19,7 @@ const SPEAKERS: [(&str, &str); 12] = [
     ("function_response", "tool"),
 ];
 
-/// The keys by which a message says whether it is learned: OpenAI's, and that of others.
+/// The keys by which a message says whether it is learned: OpenAI's, and the one of other formats.
 const LEARNED: [&str; 2] = ["weight", "train"];
 
 pub(super) fn string(key: &str, value: Value) -> Result<String, String> {
@@ -38,7 +38,7 @@ pub(super) fn conversation(key: &str, value: Value) -> Result<Vec<Value>, String
     messages.into_iter().enumerate().map(each).collect()
 }
 
-/// A message whose content is one string, with `"train": false` where an assistant's is not to be learned.
+/// Normalises a message: its content becomes one string, and an assistant's that is not learned has `"train": false`.
 fn message(mut message: Value) -> Result<Value, String> {
     let Some(role) = message["role"].as_str().map(str::to_owned) else { return Err("has no string `role`".into()) };
     let Some(keys) = message.as_object_mut() else { return Err("is no object".into()) };
@@ -48,7 +48,7 @@ fn message(mut message: Value) -> Result<Value, String> {
     } else if role != "assistant" && train == Some(true) {
         return Err(format!("of role {role} is to be learned, but only the assistant's words can be"));
     }
-    // A call of a tool may come without words.
+    // A message that calls a tool may have no content.
     let calls = keys.get("content").is_none_or(Value::is_null) && keys.contains_key("tool_calls");
     if let (Some(content), false) = (keys.get_mut("content"), calls) {
         *content = words(content.take())?.into();
@@ -58,7 +58,7 @@ fn message(mut message: Value) -> Result<Value, String> {
     Ok(message)
 }
 
-/// Takes out what a message says of whether it is learned.
+/// Removes the keys that say whether a message is learned, and returns their value.
 fn train(keys: &mut serde_json::Map<String, Value>) -> Result<Option<bool>, String> {
     let [weight, train] = LEARNED.map(|key| keys.shift_remove(key).filter(|value| !value.is_null()));
     let weight = match weight.as_ref().map(|weight| weight.as_f64().ok_or(weight)) {
@@ -81,7 +81,7 @@ fn train(keys: &mut serde_json::Map<String, Value>) -> Result<Option<bool>, Stri
     }
 }
 
-/// A content: a string, or parts of text.
+/// The text of a content, which is a string or a list of text parts.
 fn words(content: Value) -> Result<String, String> {
     let Value::Array(parts) = content else {
         return match content {
@@ -98,7 +98,7 @@ fn words(content: Value) -> Result<String, String> {
     parts.iter().map(part).collect()
 }
 
-/// ShareGPT's turns `from` somebody with a `value`; some of its users write messages under the same key.
+/// Converts ShareGPT's turns, which are `from` a speaker and have a `value`; some data sets write messages under the same key.
 pub(super) fn share_gpt(turns: Value, system: Option<Value>) -> Result<Vec<Value>, String> {
     let Value::Array(mut turns) = turns else {
         return Err(format!("has `conversations` that are no list but {}", kind(&turns)));
@@ -118,8 +118,8 @@ pub(super) fn share_gpt(turns: Value, system: Option<Value>) -> Result<Vec<Value
     conversation("conversations", Value::Array(turns))
 }
 
-/// Alpaca's instruction, which some data follow up with an `input`, and the output that is learned; before it may stand
-/// earlier pairs of the same conversation.
+/// Converts Alpaca's `instruction`, which some data sets extend by an `input`, and the `output`, which is learned; `history`
+/// holds earlier pairs of the same conversation.
 pub(super) fn alpaca(
     instruction: Value,
     input: Option<Value>,
@@ -158,7 +158,7 @@ pub(super) fn pair(prompt: Value, completion: Value, tools: Value) -> Result<Con
         });
     }
     let mut messages = conversation("prompt", prompt)?;
-    // What the assistant said before belongs to what is given.
+    // The assistant's messages in the prompt are given, not learned.
     for message in messages.iter_mut().filter(|message| message["role"] == "assistant") {
         message["train"] = false.into();
     }
@@ -180,7 +180,7 @@ pub(super) fn is_learned(message: &Value) -> bool {
     message["role"] == "assistant" && message["train"] != false
 }
 
-/// The message as a template sees it: what is learned is no matter of templates.
+/// The message as a template sees it, without the key that says whether it is learned.
 pub(super) fn shown(message: &Value) -> Value {
     let mut message = message.clone();
     if let Some(keys) = message.as_object_mut() {
@@ -189,7 +189,7 @@ pub(super) fn shown(message: &Value) -> Value {
     message
 }
 
-/// Every text in a message: its content, its thoughts, the tools it calls and with what.
+/// All strings in a message: its content, its reasoning, the tools that it calls and their arguments.
 pub(super) fn strings(value: &Value) -> Vec<&str> {
     match value {
         Value::String(text) => vec![text],

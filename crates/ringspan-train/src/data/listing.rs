@@ -1,4 +1,4 @@
-//! The files of a source, and what tells two states of them apart without reading them whole.
+//! Lists the files of a source, and tells two states of them apart without reading them whole.
 
 use super::{Skipped, fingerprint::Fingerprint, progress::Progress};
 use crate::{
@@ -14,13 +14,14 @@ use std::{
     time::UNIX_EPOCH,
 };
 
-/// Bytes of the beginning, the middle and the end of a file that belong to its sample.
+/// Bytes at the beginning, the middle and the end of a file that are its sample.
 const SAMPLE: u64 = 4 << 10;
 
 /// A file of a source.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
-    /// Path below the folder, with `/` on every system, since the split hashes the name; or the file's name.
+    /// Path below the folder, with `/` on every system, since the split into training and held-out documents hashes the name; or
+    /// the file's name.
     pub(super) name: String,
     pub(super) path: PathBuf,
     about: Metadata,
@@ -32,13 +33,13 @@ pub(super) struct Listing {
     pub(super) root: PathBuf,
     pub(super) is_folder: bool,
     pub(super) entries: Vec<Entry>,
-    /// Folders that were not looked into.
+    /// Folders and links that were left out.
     pub(super) skipped: Skipped,
 }
 
 impl Listing {
-    /// The file at `path`, or the files of that folder. Hidden files, what `.gitignore` or `.ignore` name, folders of models
-    /// and runs, and `exclude`, with everything below, are left out.
+    /// Lists the file at `path`, or the files of that folder. Hidden files, files that `.gitignore` or `.ignore` name, folders of
+    /// models and runs, and `exclude`, with everything below, are left out.
     pub(super) fn new(path: &Path, exclude: &[PathBuf]) -> Result<Self> {
         let about = std::fs::metadata(path).map_err(Error::io("read", path))?;
         let (root, skipped) = (path.to_owned(), Skipped::default());
@@ -57,7 +58,7 @@ impl Listing {
         let found = models.clone();
         let walk = ignore::WalkBuilder::new(&self.root)
             .require_git(false)
-            // A person's global ignore file must not change what a run learns from.
+            // A user's global ignore file must not change the data of a run.
             .git_global(false)
             .filter_entry(move |entry| {
                 let path = entry.path();
@@ -78,7 +79,7 @@ impl Listing {
                 continue;
             }
             let (name, path) = (self.name(entry.path()), entry.path().to_owned());
-            // A link to a file is that file, as in caches of data sets.
+            // A link to a file counts as the file, as in caches of data sets.
             match std::fs::metadata(&path) {
                 Ok(about) if about.is_file() => self.entries.push(Entry { name, path, about }),
                 Ok(about) if about.is_dir() => self.skipped.add("links to folders", &name),
@@ -98,7 +99,7 @@ impl Listing {
         below.iter().map(|p| p.to_string_lossy()).collect::<Vec<_>>().join("/")
     }
 
-    /// A hash of the files' paths, sizes and times, and of a sample of what they hold.
+    /// A hash of the files' paths, sizes and times, and of a sample of their content.
     pub(super) fn identity(&self) -> Result<u64> {
         let mut hash = Fingerprint::new();
         let root = self.root.canonicalize().map_err(Error::io("read", &self.root))?;
@@ -175,7 +176,7 @@ fn fill(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     Ok(count)
 }
 
-/// A folder that holds weights or a run is a model or a former output: its JSON is no prose, and its metrics no data.
+/// Whether a folder holds a model or a run: its JSON is no prose, and its metrics are no data.
 fn is_model_folder(path: &Path) -> bool {
     ["model.safetensors", "model.safetensors.index.json", adapter::CONFIG, RUN_FILE]
         .iter()
@@ -205,7 +206,7 @@ mod tests {
         write(&bytes, time);
         let first = both();
         assert_eq!(both(), first);
-        // Where no sample is taken.
+        // A byte is changed where no sample is taken.
         bytes[20_000] ^= 1;
         write(&bytes, time);
         let unseen = both();

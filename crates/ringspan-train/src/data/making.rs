@@ -1,4 +1,4 @@
-//! Documents to a file of tokens, a batch at a time.
+//! Tokenizes documents into a file of tokens, a batch at a time.
 
 use super::{
     About, Content, Encoder, GIVEN, Text,
@@ -18,11 +18,11 @@ use crate::{
 use ringspan_candle::pool;
 use std::{collections::VecDeque, path::Path};
 
-/// Bytes of text, and documents, that become tokens together: enough for all threads, and little memory.
+/// Bytes of text, and number of documents, that are tokenized together: enough for all threads, with little memory.
 const BATCH: usize = 512 << 10;
 const DOCUMENTS: usize = 4096;
 
-/// Makes the tokens of a source and puts them into their file.
+/// Tokenizes a source and writes its token file.
 pub(super) fn make(
     reading: &Reading<'_>,
     listing: &Listing,
@@ -41,13 +41,13 @@ pub(super) fn make(
     maker.finish(contents)
 }
 
-/// What becomes tokens by itself.
+/// A unit of tokenization, independent of all others.
 enum Job {
     Document { text: Text, held_out: bool },
     Window { window: Window, held_out: bool },
 }
 
-/// What became of a job.
+/// The result of a job.
 enum Made {
     Document { words: Vec<u32>, held_out: bool },
     Window { window: Window, tokens: Vec<Token>, held_out: bool },
@@ -60,28 +60,28 @@ struct Maker<'a> {
     share: f64,
     writer: Writer,
     about: About,
-    /// What waits to become tokens, and the bytes of its text.
+    /// Jobs that wait to be tokenized, and the bytes of their text.
     jobs: Vec<Job>,
     bytes: usize,
-    /// The first record, until there is a second: of a lone text the end is held out.
+    /// The first record, until a second one shows that it is not alone: of a lone text, the end is held out.
     first: Option<Text>,
-    /// Bytes of the lone text file before what is held out of it.
+    /// Number of bytes for training, where the source is a single text file; the rest of it is held out.
     cut: Option<u64>,
-    /// The text that is being cut into windows, and the bytes of its file that were.
+    /// Cuts the current text into windows; `done` counts the bytes of its file that were read.
     cutter: Cutter,
     done: u64,
-    /// The text whose windows are being written, if it has begun.
+    /// Joins the windows of the text that is being written; none between texts.
     joiner: Option<Joiner>,
-    /// Whether some document has words.
+    /// Whether some document has something to learn.
     says: bool,
-    /// Documents that are written, and those of them that are held out.
+    /// Number of documents that are written, and of those that are held out.
     written: u64,
     held_out: u64,
-    /// The smallest hash of a document's name, and the document's place.
+    /// The smallest hash of a document's name, and the document's index.
     least: Option<(u64, u64)>,
-    /// The hash of the name of each document whose words are not written yet.
+    /// Hashes of the names of documents whose words are not written yet.
     hashes: VecDeque<u64>,
-    /// Whether a lone text was cut in two.
+    /// Whether a lone text was cut into a training part and a held-out part.
     halved: bool,
 }
 
@@ -112,7 +112,7 @@ impl<'a> Maker<'a> {
         })
     }
 
-    /// A record.
+    /// Takes a record.
     fn document(&mut self, document: Text) -> Result<()> {
         if document.content.is_unlearned() {
             self.about.skipped.silent += 1;
@@ -140,7 +140,7 @@ impl<'a> Maker<'a> {
         } += 1;
     }
 
-    /// A record that is not alone.
+    /// Queues a record of a source that has several.
     fn add(&mut self, document: Text) -> Result<()> {
         let hash = hash(&document.name);
         let held_out = place(hash) < self.share;
@@ -151,13 +151,13 @@ impl<'a> Maker<'a> {
         }
     }
 
-    /// A text that is here.
+    /// Queues a text that is in memory as a whole.
     fn whole(&mut self, text: &str, held_out: bool) -> Result<()> {
         self.text(text, held_out)?;
         self.end(held_out)
     }
 
-    /// A part of a file of text.
+    /// Takes a part of a text file.
     fn part(&mut self, name: &str, text: &str, last: bool) -> Result<()> {
         if let Some(first) = self.first.take() {
             self.add(first)?;
@@ -174,7 +174,7 @@ impl<'a> Maker<'a> {
             self.text(text, held_out)?;
             return if last { self.end(held_out) } else { Ok(()) };
         };
-        // Only the last character of what is learned may end behind the cut.
+        // The cut may fall inside a character, which then is held out as a whole.
         let head = text.floor_char_boundary(cut.saturating_sub(from) as usize);
         let tail = &text[head..];
         self.text(&text[..head], false)?;
@@ -208,7 +208,7 @@ impl<'a> Maker<'a> {
         if self.bytes >= BATCH || self.jobs.len() >= DOCUMENTS { self.flush() } else { Ok(()) }
     }
 
-    /// Makes and writes the tokens of what is waiting.
+    /// Tokenizes all waiting jobs and writes their tokens.
     fn flush(&mut self) -> Result<()> {
         self.bytes = 0;
         self.progress.tell()?;
@@ -247,7 +247,7 @@ impl<'a> Maker<'a> {
         if window.last { self.count_written(held_out) } else { Ok(()) }
     }
 
-    /// A document is written.
+    /// Notes that a document is written.
     fn count_written(&mut self, held_out: bool) -> Result<()> {
         let hash = self.hashes.pop_front().unwrap_or_default();
         if let Some(index) = self.writer.end(held_out)? {
@@ -278,7 +278,8 @@ impl<'a> Maker<'a> {
         if !self.says {
             return Err(nothing(self.source, &self.about.skipped));
         }
-        // Few documents can all fall on one side: then the one of the smallest hash goes to the other.
+        // Where all documents fell on one side of the split, which happens when they are few, the one with the smallest hash
+        // changes sides.
         let one_side = self.held_out == 0 || self.held_out == self.written;
         let splits = self.share > 0.0 && self.written > 1 && !self.halved;
         let other = self.least.filter(|_| splits && one_side).map(|(_, index)| index);
@@ -286,10 +287,10 @@ impl<'a> Maker<'a> {
     }
 }
 
-/// The words of a conversation or completion, of which something must be learned.
+/// The words of a conversation or completion; an error if nothing in it is learned.
 fn words(encoder: &Encoder<'_>, source: &Path, Text { name, content }: &Text) -> Result<Vec<u32>> {
     let words = encoder.encode(content, source, name)?;
-    // Nothing predicts the first token.
+    // The first token is never a target.
     match words.iter().skip(1).all(|word| word & GIVEN != 0) {
         true => Err(Error::Data {
             path: named_place(source, name),
@@ -303,7 +304,7 @@ fn hash(name: &str) -> u64 {
     fingerprint(name.bytes().map(u64::from))
 }
 
-/// A hash as a number from 0 to below 1: the twentieths by the remainder, and finer by what is left.
+/// A hash as a number from 0 to below 1: its remainder by 20 chooses the twentieth, and the quotient the place inside it.
 fn place(hash: u64) -> f64 {
     let fine = (hash / 20 % (1 << 32)) as f64 / (1u64 << 32) as f64;
     ((hash % 20) as f64 + fine) / 20.0

@@ -3,18 +3,18 @@
 use super::{Packer, Packing, Position, Sequence, balance};
 use serde::{Deserialize, Serialize};
 
-/// Where one of several sources stands.
+/// The position in one of several sources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dealt {
-    /// Where its packer stands.
+    /// Position of the source's packer.
     pub position: Position,
-    /// Sequences of it that were dealt.
+    /// Number of sequences of the source that were dealt.
     pub sequences: u64,
 }
 
-/// Deals sequences of one or several sources. A sequence is of one source; each is of the one that is furthest behind its
-/// share of all sequences so far. So the order follows from the shares alone, the same on every mesh and from any place on.
+/// Deals sequences of one or several sources. A sequence is of one source: the one that is furthest behind its share of all
+/// sequences so far. So the order follows from the shares alone, and is the same on every mesh and when a run is resumed.
 #[derive(Debug, Clone)]
 pub struct Mixture {
     sources: Vec<Source>,
@@ -24,7 +24,7 @@ pub struct Mixture {
 #[derive(Debug, Clone)]
 struct Source {
     packer: Packer,
-    /// Of all sequences.
+    /// Share of all sequences that come from this source.
     share: f64,
     dealt: u64,
 }
@@ -39,7 +39,7 @@ impl Mixture {
         Self { sources: sources.into_iter().map(source).collect(), packing }
     }
 
-    /// The next `count` sequences: those of a step.
+    /// The next `count` sequences, which make up a step.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
         let order: Vec<usize> = (0..count).map(|_| self.next_source()).collect();
         let mut dealt: Vec<_> = (0..self.sources.len())
@@ -61,7 +61,7 @@ impl Mixture {
         let behind = |source: &Source| source.share * number as f64 - source.dealt as f64;
         let mut next = 0;
         for index in 1..self.sources.len() {
-            // Of equal ones the first.
+            // If sources are equally late, the first one is taken.
             if behind(&self.sources[index]) > behind(&self.sources[next]) {
                 next = index;
             }
@@ -70,14 +70,14 @@ impl Mixture {
         next
     }
 
-    /// The `count` fullest sequences of a pass, where documents of some source stay whole; none where every sequence is
+    /// The `count` fullest sequences of a pass, where some source has documents that stay whole; none where every sequence is
     /// full.
     pub(crate) fn fullest(&self, count: usize) -> Option<Vec<Sequence>> {
         let of_whole: Vec<_> = self.sources.iter().map(|source| source.packer.fullest(count)).collect();
         if of_whole.iter().all(Option::is_none) {
             return None;
         }
-        // Those of the others are as full as any.
+        // Sequences of the other sources are full anyway.
         let of_source = |(source, fullest): (&Source, Option<Vec<Sequence>>)| {
             fullest.unwrap_or_else(|| source.packer.clone().next_sequences(count))
         };
@@ -87,7 +87,7 @@ impl Mixture {
         Some(all)
     }
 
-    /// Sequences that a pass over all sources fills, and for each source those of a pass with its share.
+    /// Number of sequences that a pass over all sources fills, and for each source the number of a pass over it and its share.
     #[must_use]
     pub fn sequences_of_pass(&self) -> (f64, Vec<(f64, f64)>) {
         let each: Vec<_> =
@@ -95,14 +95,14 @@ impl Mixture {
         (each.iter().map(|(sequences, _)| sequences).sum(), each)
     }
 
-    /// Where each source stands.
+    /// The position in each source.
     #[must_use]
     pub fn dealt(&self) -> Vec<Dealt> {
         let of = |source: &Source| Dealt { position: source.packer.position(), sequences: source.dealt };
         self.sources.iter().map(of).collect()
     }
 
-    /// The same sources from other places on: one for each.
+    /// The same sources, continued from other positions, one for each source.
     #[must_use]
     pub fn at(self, places: &[Dealt]) -> Self {
         let at = |(source, at): (Source, &Dealt)| Source {
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
     use crate::data::{Fit, Overlong, Store};
 
-    /// Documents of a hundred tokens that say of which source they are.
+    /// A packer of documents of a hundred tokens, whose ids name their source.
     fn packer(source: u32, documents: usize) -> Packer {
         let store = Store::new(&vec![vec![source; 100]; documents]);
         Packer::new(store, 64, 3, Position::default())
@@ -145,7 +145,7 @@ mod tests {
                 assert!((count - due).abs() < 1.5, "{count} of source {source} among {upto}");
             }
         }
-        // However many a step has.
+        // The order does not depend on the number of sequences in a step.
         for steps in [1, 7, 100] {
             let mut mixture = mix();
             let dealt: Vec<u32> = (0..1000 / steps).flat_map(|_| sources(&mixture.next_sequences(steps))).collect();

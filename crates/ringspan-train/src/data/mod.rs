@@ -1,4 +1,4 @@
-//! Text and conversations to token documents, token documents to sequences, sequences to batches.
+//! Tokenizes text and conversations, packs tokenized documents into sequences, and sequences into batches.
 
 mod balance;
 mod batch;
@@ -42,5 +42,5 @@ pub(crate) use template::special_tokens;
 pub use template::{Rendered, Template};
 pub use tokens::read_tokens;
 
-/// The target of a token that takes no part in the loss: the last of a piece, and padding.
+/// The target of a token that takes no part in the loss: the last one of a piece, one before a given token, and padding.
 pub const IGNORE: u32 = u32::MAX;

@@ -1,4 +1,4 @@
-//! The bytes of a data file, in order, whatever it is packed with.
+//! Opens data files and unpacks them as they are read, whatever they are compressed with.
 
 use super::progress::Counted;
 use crate::error::{Error, Result};
@@ -15,13 +15,13 @@ use std::{
     rc::Rc,
 };
 
-/// What editors of some systems put before a text.
+/// The byte-order mark that editors of some systems put before a text.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The largest window of a .zst file, `zstd --long=27`'s: that much of the file is in memory.
+/// The largest window of a .zst file, as of `zstd --long=27`: that much of the file may be in memory.
 const ZSTD_WINDOW: u64 = 1 << 27;
 
-/// How a file is compressed, by the end of its name.
+/// How a file is compressed, as the end of its name says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Compression {
     None,
@@ -30,7 +30,7 @@ pub(super) enum Compression {
 }
 
 impl Compression {
-    /// What the name of a file says, and the name of what is in it.
+    /// The compression that a file's name says, and the name without its ending.
     pub(super) fn of(name: &str) -> (Self, &str) {
         let lower = name.to_ascii_lowercase();
         let stem = |end: &str| &name[..name.len() - end.len()];
@@ -42,7 +42,7 @@ impl Compression {
     }
 }
 
-/// What a file says, unpacked as it is read, without a byte-order mark.
+/// Opens a file, unpacked as it is read, without a byte-order mark.
 ///
 /// # Errors
 /// [`Error::Io`] when the system refuses, or the file is not compressed as its name says.
@@ -50,7 +50,7 @@ pub(super) fn open(path: &Path, compression: Compression) -> Result<Box<dyn BufR
     open_counted(path, compression, Rc::default())
 }
 
-/// The same; `count` grows by the bytes of the file that are read.
+/// Like [`open`]; `count` grows by the bytes of the file that are read.
 pub(super) fn open_counted(path: &Path, compression: Compression, count: Rc<Cell<u64>>) -> Result<Box<dyn BufRead>> {
     let from = File::open(path).map_err(Error::io("read", path))?;
     let file = BufReader::with_capacity(1 << 16, Counted { from, count });
@@ -67,7 +67,7 @@ pub(super) fn open_counted(path: &Path, compression: Compression, count: Rc<Cell
     Ok(Box::new(Cursor::new(head).chain(unpacked)))
 }
 
-/// The frames of a .zst file, one behind the other, without those that hold no data.
+/// The frames of a .zst file, one after the other, without those that hold no data.
 struct Frames<R: BufRead> {
     source: R,
     decoder: FrameDecoder,
@@ -96,7 +96,7 @@ impl<R: BufRead> Frames<R> {
         Ok(false)
     }
 
-    /// Compares a frame that has been read with the checksum it may carry.
+    /// Compares the data of a frame with the checksum that it may carry.
     fn end(&mut self) -> io::Result<()> {
         match self.decoder.get_checksum_from_data() {
             Some(sum) if self.decoder.get_calculated_checksum() != Some(sum) => {
@@ -168,7 +168,7 @@ pub(super) mod tests {
             assert!(text(name, &packed[..packed.len() / 2]).is_err(), "half of {name}");
             assert!(text(name, b"no archive").is_err());
         }
-        // A frame for people, as pzstd writes it, between two of data.
+        // A frame without data, as pzstd writes it, lies between two with data.
         let skipped = [&0x184d_2a50_u32.to_le_bytes()[..], &3_u32.to_le_bytes(), b"abc"].concat();
         assert_eq!(text("a.zst", &[zstd(b"one "), skipped, zstd(b"two")].concat()).unwrap(), "one two");
     }

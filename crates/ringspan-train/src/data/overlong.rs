@@ -1,17 +1,17 @@
-//! What is packed of each document: all of it, or less where it is longer than a sequence.
+//! Decides what is packed of each document: all of it, or less where it is longer than a sequence.
 
 use super::{Store, encode::GIVEN, packing::Span};
 use crate::observer::grouped;
 use std::{fmt, str::FromStr, sync::Arc};
 
-/// What becomes of a document that is longer than a sequence.
+/// How a document that is longer than a sequence is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Overlong {
-    /// It goes on in another sequence, which does not see its beginning.
+    /// The document goes on in another sequence, which does not see its beginning.
     Split,
-    /// Its end is left out.
+    /// The document's end is left out.
     Truncate,
-    /// It is left out.
+    /// The document is left out.
     Drop,
 }
 
@@ -32,10 +32,10 @@ impl FromStr for Overlong {
     }
 }
 
-/// Stretches of documents, in order.
+/// The stretches of documents that are packed, in order.
 #[derive(Debug, Clone)]
 pub(super) enum Spans {
-    /// Every document as it is: there may be many, and nothing has to be remembered of them.
+    /// Every document as a whole. There may be many, so no list of them is kept.
     Documents(Store),
     Listed(Arc<Vec<Span>>),
 }
@@ -48,7 +48,7 @@ impl Spans {
         }
     }
 
-    /// `index` is below [`len`](Self::len).
+    /// The span at `index`, which is below [`len`](Self::len).
     pub(super) fn get(&self, index: usize) -> Span {
         match self {
             Self::Documents(store) => Span { document: index, start: 0, len: store.document_len(index) },
@@ -68,7 +68,7 @@ impl Spans {
     }
 }
 
-/// What is packed of documents.
+/// The stretches of documents that are packed, and what is lost of documents that are too long.
 #[derive(Debug, Clone)]
 pub struct Fit {
     pub(super) spans: Spans,
@@ -77,18 +77,18 @@ pub struct Fit {
     pub(super) whole: bool,
     overlong: Overlong,
     length: usize,
-    /// Documents longer than a sequence.
+    /// Number of documents longer than a sequence.
     long: usize,
-    /// Tokens that are never seen.
+    /// Number of tokens that are never seen.
     lost: usize,
-    /// Tokens that would be learned if documents were not too long.
+    /// Number of tokens that would be learned if no document were too long.
     unlearned: u64,
-    /// Parts left out because nothing in them is learned.
+    /// Number of parts that are left out because nothing in them is learned.
     silent: usize,
 }
 
 impl Fit {
-    /// Documents for sequences of `length` tokens; `whole` ones are never cut but for being too long.
+    /// Fits documents to sequences of `length` tokens; `whole` ones are cut only where they are longer than that.
     #[must_use]
     pub fn new(documents: &Store, length: usize, whole: bool, overlong: Overlong) -> Self {
         let spans = Spans::Documents(documents.clone());
@@ -109,7 +109,7 @@ impl Fit {
         fit
     }
 
-    /// What is packed of a document that is too long.
+    /// Adds the parts of a document that is too long to `spans`.
     fn cut(&mut self, document: usize, words: &[u32], spans: &mut Vec<Span>) {
         let (len, length) = (words.len(), self.length);
         let parts = match self.overlong {
@@ -129,7 +129,7 @@ impl Fit {
         }
     }
 
-    /// Every document as it is, cut where a sequence ends.
+    /// Fits text: every document is packed as a whole, and cut where a sequence ends.
     #[must_use]
     pub fn text(documents: &Store) -> Self {
         Self::new(documents, usize::MAX, false, Overlong::Split)
@@ -141,20 +141,20 @@ impl Fit {
         self.spans.len() == 0
     }
 
-    /// Tokens of all documents that are never seen, and that are not learned, because documents are too long.
+    /// Numbers of tokens that are never seen, and that are not learned, because documents are too long.
     #[must_use]
     pub fn lost(&self) -> (u64, u64) {
         (self.lost as u64, self.unlearned)
     }
 
-    /// What of a run's data depends on this, for a fingerprint.
+    /// The numbers by which this changes a run's data, for its fingerprint; none for text that is cut anywhere.
     pub(crate) fn identity(&self) -> Option<[u64; 3]> {
         let plain = !self.whole && self.overlong == Overlong::Split;
         (!plain).then_some([u64::from(self.whole), self.overlong as u64, self.length as u64])
     }
 }
 
-/// Words that are learned of a stretch: nothing predicts the first.
+/// Number of learned words in a stretch: its first word is never a target.
 fn learned(words: &[u32]) -> u64 {
     words.iter().skip(1).filter(|&&word| word & GIVEN == 0).count() as u64
 }
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn what_is_too_long_is_split_truncated_or_left_out_and_counted() {
-        // The second is a question of six tokens and its answer of four.
+        // The second document is a question of six tokens with its answer of four.
         let question = (0..10).map(|i| if i < 6 { i | GIVEN } else { i }).collect();
         let documents = Store::new(&[vec![1; 4], question, vec![2; 3]]);
         let fit = |whole, overlong| Fit::new(&documents, 4, whole, overlong);
@@ -206,11 +206,11 @@ mod tests {
         assert_eq!(spans(&split), [(0, 0, 4), (1, 4, 4), (1, 8, 2), (2, 0, 3)]);
         let words = split.to_string();
         assert!(words.contains("1 longer than 4 tokens are split, 1 parts of them left out"), "{words}");
-        // Of the answer nothing is left.
+        // Truncation leaves nothing of the answer.
         let silent = fit(true, Overlong::Truncate);
         assert_eq!(spans(&silent), [(0, 0, 4), (2, 0, 3)]);
         assert!(silent.to_string().contains("(10 tokens are never seen)"), "{silent}");
-        // Learned are 3, 4 and 2 tokens; a part that begins with an answer loses its first one.
+        // 3, 4 and 2 tokens are learned; a part that begins with an answer loses the first one.
         assert_eq!(truncated.lost(), (6, 4));
         assert_eq!(split.lost(), (4, 1));
         assert_eq!(silent.lost(), (10, 4));

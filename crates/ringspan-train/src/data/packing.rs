@@ -1,5 +1,5 @@
-//! Documents to sequences of S tokens, without a document seeing another. Text fills them to the last token; what must
-//! stay whole leaves padding at their ends.
+//! Packs documents into sequences of S tokens, in which no document sees another. Text fills sequences to the last token;
+//! documents that must stay whole leave padding at their ends.
 
 use super::{Fit, IGNORE, Store, balance, best_fit, encode::GIVEN, fingerprint};
 use rand_chacha::{
@@ -9,25 +9,25 @@ use rand_chacha::{
 use serde::{Deserialize, Serialize};
 use std::{str::FromStr, sync::Arc};
 
-/// Where the packer stands. With the documents, the sequence length and the seed it fixes everything that follows.
+/// The packer's position. With the documents, the sequence length and the seed it fixes all sequences that follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Position {
-    /// Full passes over the documents so far.
+    /// Number of full passes over the documents so far.
     pub epoch: u64,
-    /// Documents of this pass that are done; sequences, where no document is cut.
+    /// Number of documents of this pass that are done; number of sequences, where no document is cut.
     pub document: usize,
-    /// Tokens of the next document that are done.
+    /// Number of tokens of the next document that are done.
     pub offset: usize,
 }
 
-/// How the documents of a step become its sequences.
+/// How the documents of a step are dealt to its sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Packing {
     /// One sequence after the other, in the order of the documents.
     #[default]
     InOrder,
-    /// The same documents dealt so that each sequence has about as many pairs of a query and a key that it sees.
+    /// The same documents dealt so that each sequence has about as many visible query-key pairs.
     Balanced,
 }
 
@@ -56,15 +56,15 @@ pub(super) struct Span {
 pub struct Sequence {
     /// S tokens (fewer only at the end of an evaluation).
     pub tokens: Vec<u32>,
-    /// For each token the one that follows it in its piece; [`IGNORE`] for the last of a piece, and where what follows is
+    /// For each token the one that follows it in its piece; [`IGNORE`] for the last token of a piece, and where the next one is
     /// given, not learned.
     pub targets: Vec<u32>,
     /// Lengths of the pieces, in order; their sum is the number of tokens.
     pub pieces: Vec<usize>,
 }
 
-/// Deals out documents as sequences, shuffled anew each pass. Text longer than what is left of a sequence goes on in the
-/// next one as a new piece; what is to stay whole goes where it fits best.
+/// Packs documents into sequences, shuffled anew in each pass. Text longer than the room in a sequence goes on in the next one as
+/// a new piece; documents that must stay whole go where they fit best.
 #[derive(Debug, Clone)]
 pub struct Packer {
     documents: Store,
@@ -76,12 +76,12 @@ pub struct Packer {
     pass: Arc<Pass>,
 }
 
-/// A pass over the documents, by the indices of their spans.
+/// The order of a pass over the documents, as indices of their spans.
 #[derive(Debug)]
 enum Pass {
-    /// One after the other.
+    /// One span after the other, cut where a sequence ends.
     Stream(Vec<u32>),
-    /// Sequence by sequence.
+    /// The whole spans of each sequence.
     Whole(Vec<Vec<u32>>),
 }
 
@@ -91,7 +91,7 @@ impl Pass {
         if !fit.whole {
             return Arc::new(Self::Stream(order));
         }
-        // The whole pass at once: so its place is one number, and no sequence waits for the next documents.
+        // The whole pass is packed at once: so a position in it is one number, and no sequence waits for the next documents.
         let mut sequences = best_fit::pack(&order, |span| fit.spans.get(span as usize).len, length);
         let places = shuffled(sequences.len(), fingerprint([seed, 1]), epoch);
         Arc::new(Self::Whole(places.into_iter().map(|place| std::mem::take(&mut sequences[place as usize])).collect()))
@@ -106,7 +106,7 @@ impl Pass {
 }
 
 impl Packer {
-    /// A packer at `position` of `documents`, for sequences of `length` tokens, in order, of text that may be cut anywhere.
+    /// A packer of `documents` from `position` on, for sequences of `length` tokens, in order, of text that may be cut anywhere.
     #[must_use]
     pub fn new(documents: Store, length: usize, seed: u64, position: Position) -> Self {
         let fit = Fit::text(&documents);
@@ -114,34 +114,34 @@ impl Packer {
         Self { documents, fit, length, seed, packing: Packing::InOrder, position, pass }
     }
 
-    /// The same documents packed in another way.
+    /// This packer with another way of packing.
     #[must_use]
     pub fn with(self, packing: Packing) -> Self {
         Self { packing, ..self }
     }
 
-    /// The same documents, of which is packed what `fit`, made for their length, says.
+    /// This packer with the spans of `fit`, which was made for its documents and sequence length.
     #[must_use]
     pub fn fitted(self, fit: Fit) -> Self {
         let pass = Pass::new(&fit, self.length, self.seed, self.position.epoch);
         Self { fit, pass, ..self }
     }
 
-    /// The same documents from another position on.
+    /// This packer, continued from another position.
     #[must_use]
     pub fn at(self, position: Position) -> Self {
         let pass = Pass::new(&self.fit, self.length, self.seed, position.epoch);
         Self { position, pass, ..self }
     }
 
-    /// Where the next sequence begins.
+    /// The position at which the next sequence begins.
     #[must_use]
     pub fn position(&self) -> Position {
         self.position
     }
 
-    /// The next `count` sequences of S tokens, or of fewer where documents stay whole: those of a step, which
-    /// [`Packing::Balanced`] deals among themselves. Passes follow each other without a gap, so this never ends.
+    /// The next `count` sequences, of S tokens each, or of fewer where documents stay whole. They make up a step, in which
+    /// [`Packing::Balanced`] deals documents anew. Passes follow each other without a gap, so this never ends.
     pub fn next_sequences(&mut self, count: usize) -> Vec<Sequence> {
         let dealt = match (self.packing, self.fit.whole) {
             (Packing::InOrder, false) => (0..count).map(|_| self.next_spans(self.length)).collect(),
@@ -163,7 +163,7 @@ impl Packer {
         Some(all.into_iter().cycle().take(count).map(|sequence| self.sequence(&spans(sequence))).collect())
     }
 
-    /// Sequences that a pass fills: of text the last one not to the end.
+    /// Number of sequences that a pass fills; a fraction for text, whose last sequence the next pass fills up.
     #[must_use]
     pub fn sequences_of_pass(&self) -> f64 {
         match &*self.pass {
@@ -222,8 +222,8 @@ impl Packer {
         }
     }
 
-    /// What `fit` says of each document once, in the given order, as sequences of at most `length` tokens; stops after
-    /// `most` tokens, or with the first document if that is whole and longer.
+    /// The spans of `fit` once, in the order of the documents, as sequences of at most `length` tokens, for evaluation. Stops
+    /// after `most` tokens, or with the first document if that must stay whole and is longer.
     #[must_use]
     pub fn once(documents: &Store, fit: &Fit, length: usize, most: usize) -> Vec<Sequence> {
         let mut sequences = vec![Sequence::with_capacity(length)];
@@ -236,7 +236,7 @@ impl Packer {
             left = left.saturating_sub(len);
             let mut rest = &documents.document(span.document)[span.start..span.start + len];
             while !rest.is_empty() {
-                // The least that has to go into one sequence.
+                // Number of tokens that must go into one sequence together.
                 let least = if fit.whole { rest.len() } else { 1 };
                 if sequences.last().is_none_or(|s| s.tokens.len() + least > length) {
                     sequences.push(Sequence::with_capacity(length));
@@ -266,14 +266,15 @@ impl Sequence {
     }
 }
 
-/// Fisher and Yates, with a generator of its own per pass. Written out because its result is part of the file format: a
-/// resumed run must shuffle alike under any version of any crate. The generator's stream is fixed by its specification.
+/// Shuffles 0..count as Fisher and Yates, with a generator of its own per pass. It is written out because checkpoints depend on
+/// the result: a resumed run must shuffle alike under any version of any crate. The generator's stream is fixed by its
+/// specification.
 fn shuffled(count: usize, seed: u64, epoch: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(fingerprint([seed, epoch]));
-    // A source has no more documents than that.
+    // A token file has no more documents than fit into a u32.
     let mut order: Vec<u32> = (0..count as u32).collect();
     for i in (1..count).rev() {
-        // The bias of a 64-bit product over so few documents is below 2^-40.
+        // The bias of a 64-bit product over a u32 range is below 2^-32.
         let j = ((u128::from(random.next_u64()) * (i as u128 + 1)) >> 64) as usize;
         order.swap(i, j);
     }

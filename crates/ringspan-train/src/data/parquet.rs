@@ -1,4 +1,4 @@
-//! Documents from a Parquet file.
+//! Reads documents from a Parquet file.
 
 use super::{Content, Text, records::Take};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use ::parquet::{
 };
 use std::{fs::File, path::Path};
 
-/// The columns that make documents; others are not read.
+/// The columns that form documents; others are not read.
 const COLUMNS: [&str; 11] = [
     "text",
     "messages",
@@ -24,10 +24,10 @@ const COLUMNS: [&str; 11] = [
     "tools",
 ];
 
-/// Hands on one document a row, from columns as the keys of a record of JSON. Rows are numbered from 1.
+/// Passes one document per row to `take`; columns are read like the keys of a JSON record. Rows are numbered from 1.
 ///
 /// # Errors
-/// [`Error::Data`] for a damaged file, missing columns, binary in the place of text, or a row in no form; [`Error::Io`].
+/// [`Error::Data`] for a damaged file, missing columns, binary data instead of text, or a row in no known form; [`Error::Io`].
 pub(super) fn documents(path: &Path, file: &str, take: Take<'_>) -> Result<()> {
     let wrong = |problem: String| Error::Data { path: path.into(), problem };
     let damaged = |e: ::parquet::errors::ParquetError| wrong(format!("not a Parquet file that can be read: {e}"));
@@ -67,7 +67,7 @@ mod tests {
     use serde_json::json;
     use std::{path::PathBuf, sync::Arc};
 
-    /// A column: its values, and for each how much of its path is there and at which level it repeats.
+    /// A column: its values, and for each its definition level and its repetition level.
     enum Column<'a> {
         Text(&'a [&'a str], Option<(&'a [i16], &'a [i16])>),
         Numbers(&'a [i64]),

@@ -1,4 +1,4 @@
-//! How far the text of a source has become tokens, and whether it shall become more.
+//! Progress of tokenization, and whether to go on with it.
 
 use crate::error::{Error, Result};
 use std::{
@@ -9,7 +9,7 @@ use std::{
     rc::Rc,
 };
 
-/// A function that is told how many bytes of a source's files were read, and how many they have, and that may end the reading.
+/// A function that receives how many bytes of a source's files are read, and how many they have, and that may end the reading.
 pub type Watch<'a> = &'a (dyn Fn(u64, u64) -> ControlFlow<()> + Sync);
 
 /// A [`Watch`] that lets every source be read to its end.
@@ -17,15 +17,15 @@ pub fn unwatched(_: u64, _: u64) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Counts what is read of a source, and tells its [`Watch`].
+/// Counts the bytes that are read of a source, and reports them to its [`Watch`].
 pub(super) struct Progress<'a> {
     watch: Watch<'a>,
     source: PathBuf,
-    /// How many bytes all files have, as they are stored.
+    /// Bytes of all files, as they are stored.
     bytes: u64,
-    /// How many bytes the files have that were read to the end.
+    /// Bytes of the files that were read to the end.
     before: Cell<u64>,
-    /// How many bytes were read of the file that is open.
+    /// Bytes that were read of the open file.
     here: Rc<Cell<u64>>,
 }
 
@@ -34,10 +34,10 @@ impl<'a> Progress<'a> {
         Self { watch, source: source.into(), bytes, before: Cell::new(0), here: Rc::default() }
     }
 
-    /// Says how far the reading has come.
+    /// Reports how many bytes are read.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] where it shall end.
+    /// [`Error::Interrupted`] where the watch ends the reading.
     pub(super) fn tell(&self) -> Result<()> {
         match (self.watch)(self.before.get() + self.here.get(), self.bytes) {
             ControlFlow::Continue(()) => Ok(()),
@@ -45,20 +45,20 @@ impl<'a> Progress<'a> {
         }
     }
 
-    /// Where the bytes of the file that is read next are counted.
+    /// The counter for the bytes of the file that is read next.
     pub(super) fn count(&self) -> Rc<Cell<u64>> {
         self.here.set(0);
         self.here.clone()
     }
 
-    /// Counts a file of so many bytes as read to its end: readers may leave out bytes, and Parquet's counts none.
+    /// Counts a file of `bytes` bytes as read to its end: readers may skip bytes, and the Parquet reader counts none.
     pub(super) fn end_of_file(&self, bytes: u64) {
         self.here.set(0);
         self.before.set(self.before.get() + bytes);
     }
 }
 
-/// Counts what is read.
+/// A reader that counts the bytes that are read.
 pub(super) struct Counted<R> {
     pub(super) from: R,
     pub(super) count: Rc<Cell<u64>>,

@@ -1,4 +1,4 @@
-//! Records of JSON: one a line, in an array, or one behind the other, read one at a time.
+//! Reads JSON records one at a time: one per line, in an array, or one after the other.
 
 use super::{Content, Text};
 use crate::error::{Error, Result};
@@ -10,10 +10,10 @@ use std::{
     path::Path,
 };
 
-/// What takes the documents of a source, one after the other.
+/// A function that takes the documents of a source, one after the other.
 pub(super) type Take<'a> = &'a mut dyn FnMut(Text) -> Result<()>;
 
-/// Hands on the record in each line that is not blank, named by the number of its line.
+/// Passes the record in each line that is not blank to `take`, named by its line's number.
 pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
     let mut line = Vec::new();
     for number in 1.. {
@@ -33,8 +33,8 @@ pub(super) fn lines(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: T
     Ok(())
 }
 
-/// Hands on the records of a file that is an array of them, one of them, or several one behind the other, named by their
-/// number.
+/// Passes the records of a file to `take`, named by their number. The file is an array of records, a single one, or several one
+/// after the other.
 pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: Take<'_>) -> Result<()> {
     let wrong = |problem: String| Error::Data { path: path.into(), problem };
     let mut number = 0;
@@ -59,7 +59,7 @@ pub(super) fn values(path: &Path, name: &str, mut from: Box<dyn BufRead>, take: 
     }
 }
 
-/// The first byte that is no white space, which stays to be read.
+/// The first byte that is no white space; it is not consumed.
 fn first_byte(from: &mut dyn BufRead) -> std::io::Result<Option<u8>> {
     loop {
         let bytes = from.fill_buf()?;
@@ -80,11 +80,11 @@ fn first_byte(from: &mut dyn BufRead) -> std::io::Result<Option<u8>> {
     }
 }
 
-/// Why a record was not taken.
+/// The reason why a record was not taken.
 enum Refused {
-    /// It is in no form that is known.
+    /// The record is in no known form.
     Record(String),
-    /// Whoever takes it fails, and says why.
+    /// `take` failed.
     Taken(Error),
 }
 
@@ -104,7 +104,7 @@ fn document(object: Value, name: String, take: Take<'_>) -> std::result::Result<
     }
 }
 
-/// The elements of an array, handed on until one is refused.
+/// Visits an array and passes its elements to a function until that refuses one.
 struct Elements<'a>(&'a mut dyn FnMut(Value) -> bool);
 
 impl<'de> Visitor<'de> for Elements<'_> {
@@ -124,20 +124,20 @@ impl<'de> Visitor<'de> for Elements<'_> {
     }
 }
 
-/// What a file of JSON is, by its beginning.
+/// The kind of a JSON file, as its beginning tells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shape {
-    /// One record a line.
+    /// One record per line.
     Lines,
-    /// Records in an array, or one over several lines.
+    /// Records in an array, or a single record over several lines.
     Values,
-    /// Several objects, and the first is in no form that can be learned.
+    /// Several objects, of which the first is in no known form.
     Unknown,
-    /// One object in no such form, or something else that is no data: a text like others.
+    /// A single object in no known form, or something else that is no data: it counts as text.
     Text,
 }
 
-/// Looks at the first record of a file of JSON. What is damaged behind it is found when it is read.
+/// Looks at the first record of a JSON file. Damage after it is found when the file is read.
 pub(super) fn shape(from: Box<dyn BufRead>) -> std::io::Result<Shape> {
     let mut from = Counted { from, lines: 0 };
     let first = first_byte(&mut *from.from)?;
@@ -158,13 +158,13 @@ pub(super) fn shape(from: Box<dyn BufRead>) -> std::io::Result<Shape> {
     })
 }
 
-/// Whether the object that begins here has a form that can be learned; none where it is damaged.
+/// Whether the object that begins here is in a known form; none where it is damaged.
 fn has_form(from: &mut Counted) -> Option<bool> {
     let keys = Keys.deserialize(&mut Deserializer::from_reader(from)).ok()?;
     Some(Content::has_form(&keys))
 }
 
-/// Counts the ends of lines that are read.
+/// A reader that counts line ends.
 struct Counted {
     from: Box<dyn BufRead>,
     lines: usize,
@@ -178,7 +178,7 @@ impl Read for Counted {
     }
 }
 
-/// The keys of an object, without its values, which may be large.
+/// Reads the keys of an object and skips its values, which may be large.
 struct Keys;
 
 impl<'de> DeserializeSeed<'de> for Keys {

@@ -1,32 +1,32 @@
-//! What of a source is not read, and why.
+//! Records which parts of a source are not read, and why.
 
 use serde::{Deserialize, Serialize};
 
-/// Names that are shown of those that share a reason.
+/// How many names are shown per reason.
 const SHOWN: usize = 3;
 
-/// What of a source is not learned from.
+/// The parts of a source that are not learned from.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skipped {
-    /// Files and folders that are not read, by the reason.
+    /// Files and folders that are not read, by reason.
     pub files: Vec<NotRead>,
-    /// Conversations in which nothing of the assistant is learned, and empty completions.
+    /// Number of conversations in which nothing of the assistant is learned, and of empty completions.
     pub silent: usize,
 }
 
-/// Files and folders that are not read for one reason.
+/// Files and folders that are not read for the same reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotRead {
-    /// What they are, in words.
+    /// The reason, in words such as "binary".
     pub what: String,
-    /// How many.
+    /// Number of such files and folders.
     pub count: usize,
-    /// The first of them.
+    /// Names of the first ones.
     pub first: Vec<String>,
 }
 
 impl Skipped {
-    /// Counts one more.
+    /// Counts one more file or folder.
     pub(super) fn add(&mut self, what: &str, name: &str) {
         let index = self.files.iter().position(|of| of.what == what).unwrap_or_else(|| {
             self.files.push(NotRead { what: what.into(), count: 0, first: Vec::new() });
@@ -39,7 +39,7 @@ impl Skipped {
         }
     }
 
-    /// What is not read or learned, where there is any.
+    /// The counts in words, unless nothing is skipped.
     pub(crate) fn words(&self) -> Option<String> {
         let each = |of: &NotRead| format!("{} {} ({})", of.count, of.what, few(&of.first, of.count));
         let mut words: Vec<String> = Vec::new();
@@ -53,7 +53,7 @@ impl Skipped {
     }
 }
 
-/// The first of `count` names.
+/// The first of `count` names, and how many more there are.
 pub(super) fn few(names: &[String], count: usize) -> String {
     let shown = names[..names.len().min(SHOWN)].join(", ");
     if count > SHOWN { format!("{shown} and {} more", count - SHOWN) } else { shown }

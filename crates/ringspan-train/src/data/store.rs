@@ -1,9 +1,9 @@
-//! Documents as words, in memory or in a mapped file.
+//! Stores tokenized documents, in memory or in a mapped file.
 
 use memmap2::Mmap;
 use std::{ops::Range, sync::Arc};
 
-/// Documents, none of them empty. Copies share the words.
+/// Documents as words, none of them empty. Clones share the words.
 #[derive(Debug, Clone)]
 pub struct Store {
     words: Arc<Words>,
@@ -14,10 +14,10 @@ pub struct Store {
 enum Words {
     Owned {
         words: Vec<u32>,
-        /// First word of each document, and behind its last.
+        /// Indices of each document's first word, and of the one after its last.
         ranges: Vec<[u64; 2]>,
     },
-    /// A file, and the bytes of it in which words, and the ranges of documents, lie.
+    /// A mapped file, and its bytes in which the words and the documents' ranges lie.
     Mapped { file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize> },
 }
 
@@ -25,7 +25,7 @@ impl Words {
     fn all(&self) -> &[u32] {
         match self {
             Self::Owned { words, .. } => words,
-            // The file was checked when it was opened: the words begin at a multiple of 4.
+            // The cast does not fail: when the file was opened it was checked, and words begin at a multiple of 4 bytes.
             Self::Mapped { file, words, .. } => bytemuck::try_cast_slice(&file[words.clone()]).unwrap_or_default(),
         }
     }
@@ -33,14 +33,14 @@ impl Words {
     fn ranges(&self) -> &[[u64; 2]] {
         match self {
             Self::Owned { ranges, .. } => ranges,
-            // And the ranges at a multiple of 8.
+            // The cast does not fail: ranges begin at a multiple of 8 bytes.
             Self::Mapped { file, ranges, .. } => bytemuck::try_cast_slice(&file[ranges.clone()]).unwrap_or_default(),
         }
     }
 }
 
 impl Store {
-    /// `documents`, of which the empty ones are left out.
+    /// A store of `documents` in memory, without the empty ones.
     #[must_use]
     pub fn new(documents: &[Vec<u32>]) -> Self {
         let range = |end: &mut u64, document: &Vec<u32>| {
@@ -53,13 +53,13 @@ impl Store {
         Self { tokens: words.len(), words: Arc::new(Words::Owned { words, ranges }) }
     }
 
-    /// The documents of a file that was checked: the bytes of its words, and those of the ranges of the documents among them,
-    /// which have `tokens` words.
+    /// The documents of a file that was checked: the bytes of its words, and the bytes of these documents' ranges. The documents
+    /// have `tokens` words together.
     pub(super) fn mapped(file: Arc<Mmap>, words: Range<usize>, ranges: Range<usize>, tokens: usize) -> Self {
         Self { words: Arc::new(Words::Mapped { file, words, ranges }), tokens }
     }
 
-    /// Documents.
+    /// Number of documents.
     #[must_use]
     pub fn len(&self) -> usize {
         self.words.ranges().len()
@@ -71,7 +71,7 @@ impl Store {
         self.words.ranges().is_empty()
     }
 
-    /// Words of a document. `index` is below [`len`](Self::len).
+    /// Number of words in a document. `index` is below [`len`](Self::len).
     #[must_use]
     pub fn document_len(&self, index: usize) -> usize {
         let [start, end] = self.words.ranges()[index];
@@ -91,7 +91,7 @@ impl Store {
         (0..self.len()).map(|index| self.document(index))
     }
 
-    /// Tokens of all documents.
+    /// Number of tokens in all documents.
     #[must_use]
     pub fn tokens(&self) -> usize {
         self.tokens

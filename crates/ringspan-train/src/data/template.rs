@@ -1,4 +1,4 @@
-//! Chat templates: conversations to text, and which of it the assistant said.
+//! Chat templates: turn conversations into text, and find in it what the assistant said.
 
 use super::forms;
 use crate::{
@@ -14,20 +14,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Stand around what a `{% generation %}` block yields while a template is rendered; data may not hold them.
+/// Markers around the text of a `{% generation %}` block while a template is rendered; data may not hold them.
 const MARKS: [char; 2] = ['\u{10fffe}', '\u{10ffff}'];
 
-/// Stands for the words of a message when a conversation is written with others in their place; no text may hold it.
+/// Placeholder for the words of a message when a conversation is rendered with other words; no text may hold it.
 const OTHER: char = '\u{fdd0}';
 
 /// A model's chat template, as Hugging Face keeps it beside the tokenizer.
 #[derive(Debug, Clone)]
 pub struct Template {
     environment: Environment<'static>,
-    /// Tokens that the template may name.
+    /// Special tokens that the template may use, by name.
     tokens: serde_json::Map<String, Value>,
     source: String,
-    /// Whether the template itself says what the assistant's words are.
+    /// Whether the template itself marks the assistant's words, by `{% generation %}` blocks.
     marked: bool,
     path: PathBuf,
 }
@@ -35,15 +35,15 @@ pub struct Template {
 /// A conversation as text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendered {
-    /// What the model reads.
+    /// The text that the model reads.
     pub text: String,
-    /// Bytes of it that the assistant said, in order.
+    /// Ranges of bytes that the assistant said, in order.
     pub learned: Vec<Range<usize>>,
 }
 
 impl Template {
-    /// The template of the folder of a model, or of a tokenizer: `chat_template.jinja`, or else `chat_template` in `tokenizer_config.json`, which
-    /// also names the special tokens. `None` where there is none.
+    /// The template in the folder of a model or of a tokenizer: `chat_template.jinja`, or else `chat_template` in
+    /// `tokenizer_config.json`, which also names the special tokens. `None` where there is none.
     ///
     /// # Errors
     /// [`Error::Template`] for a damaged file, [`Error::Io`] when the system refuses.
@@ -56,7 +56,7 @@ impl Template {
         }
         let source = match config.get("chat_template") {
             Some(Value::String(source)) => source.clone(),
-            // Some models have several by name.
+            // Some models have several templates, each with a name.
             Some(Value::Array(all)) => match all.iter().find(|one| one["name"] == "default") {
                 Some(one) => one["template"].as_str().unwrap_or_default().to_owned(),
                 None => return Ok(None),
@@ -66,15 +66,15 @@ impl Template {
         Self::parse(source, config, &config_path).map(Some)
     }
 
-    /// The template that a model's own file holds.
+    /// The template that a model's own file (GGUF) holds.
     ///
     /// # Errors
-    /// [`Error::Template`] for a damaged one.
+    /// [`Error::Template`] for a damaged template.
     pub fn of_file(template: ChatTemplate, path: &Path) -> Result<Self> {
         Self::parse(template.source, template.tokens, path)
     }
 
-    /// The template in a file of its own; the tokenizer's folder, where there is one, names the special tokens.
+    /// The template in a Jinja file; the tokenizer's folder, where there is one, names the special tokens.
     ///
     /// # Errors
     /// As [`Self::of_model`].
@@ -98,24 +98,24 @@ impl Template {
         Ok(Self { environment, tokens, source, marked, path: path.into() })
     }
 
-    /// The template as written.
+    /// The template's source.
     #[must_use]
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// What the template and its tokens are, for a fingerprint.
+    /// The template's source and special tokens, for a fingerprint.
     pub(crate) fn identity(&self) -> String {
         format!("{}{}", self.source, Value::from(self.tokens.clone()))
     }
 
-    /// A conversation as text. What the assistant said is what the template puts into `{% generation %}` blocks. Without
-    /// such blocks it is, for each message of the assistant that is learned, what is there with it and is not there when the template is
-    /// asked for the prompt before it; where a message is written differently when others follow, it is looked for in the
-    /// whole conversation, between that prompt and what closes the message.
+    /// Renders a conversation and finds the assistant's words. These are the text of `{% generation %}` blocks. Without such
+    /// blocks, for each message of the assistant that is learned, they are what the message adds to the prompt that the template
+    /// writes before it. Where a message is written differently when others follow, it is searched for in the whole conversation,
+    /// between that prompt and the text that closes the message.
     ///
     /// # Errors
-    /// In words: the template's own complaint, or that the assistant's words cannot be found without doubt.
+    /// A message in words: the template's own error, or that the assistant's words cannot be found without doubt.
     pub fn render(&self, messages: &[Value], tools: &Value) -> std::result::Result<Rendered, String> {
         let learns: Vec<bool> = messages.iter().map(forms::is_learned).collect();
         let messages = &messages.iter().map(forms::shown).collect::<Vec<_>>()[..];
@@ -146,7 +146,7 @@ impl Template {
         Ok(Rendered { text, learned })
     }
 
-    /// Of what a template marks as the assistant's, what is of messages that are learned.
+    /// Keeps of the text that a template marks as the assistant's only the messages that are learned.
     fn only(&self, rendered: Rendered, messages: &[Value], learns: &[bool]) -> std::result::Result<Rendered, String> {
         let of_assistant = messages.iter().zip(learns).filter(|(message, _)| message["role"] == "assistant");
         let learns: Vec<bool> = of_assistant.map(|(_, learned)| *learned).collect();
@@ -166,9 +166,9 @@ impl Template {
         }
     }
 
-    /// What `messages[index]` is in `text`, which is all of `messages`, by writing them once more with other words in its
-    /// place: what both have behind those words is behind the message, and the prompt before them is before it. `None`
-    /// where anything else changes with the words.
+    /// The range of `messages[index]` in `text`, which is the rendering of all `messages`. The conversation is rendered once more
+    /// with other words in that message: the text after those words in both is after the message, and the prompt before them is
+    /// before it. `None` where anything else changes with the words.
     fn found(&self, text: &str, messages: &[Value], index: usize, tools: &Value) -> Option<Range<usize>> {
         let mut others = messages.to_vec();
         let words = replace_words(&mut others[index]);
@@ -187,7 +187,7 @@ impl Template {
             prompt => whole[..whole.find(OTHER)?].rfind(prompt)? + prompt.len(),
         };
         let rest = behind(&whole)?;
-        // As the template closes the message when nothing follows.
+        // The text with which the template closes the message when nothing follows.
         let closing = behind(&self.text(&others[..=index], tools, false).ok()?)?;
         let words_end = text.strip_suffix(&rest)?.len();
         let end = words_end + closing.len();
@@ -206,7 +206,7 @@ impl Template {
     }
 }
 
-/// Puts [`OTHER`] in the place of what a message says, and counts the places.
+/// Replaces each text of a message by [`OTHER`], and counts the replacements.
 fn replace_words(message: &mut Value) -> usize {
     let mut places: Vec<&mut Value> = Vec::new();
     let Some(keys) = message.as_object_mut() else { return 0 };
@@ -215,7 +215,7 @@ fn replace_words(message: &mut Value) -> usize {
             ("content" | "reasoning_content", value) if value.as_str().is_some_and(|text| !text.is_empty()) => {
                 places.push(value);
             }
-            // Calls of tools stand behind the content, and their arguments behind their names.
+            // Tool calls stand after the content, and their arguments after their names.
             ("tool_calls", Value::Array(calls)) => {
                 places.extend(calls.iter_mut().filter_map(|call| call.pointer_mut("/function/name")));
             }
@@ -234,7 +234,7 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(Error::io("read", path))
 }
 
-/// `tokenizer_config.json` with its special tokens as strings; empty where there is no such file.
+/// The special tokens in `tokenizer_config.json`, as strings, and its chat template; empty where there is no such file.
 pub(crate) fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Value>> {
     if !path.exists() {
         return Ok(serde_json::Map::new());
@@ -251,7 +251,7 @@ pub(crate) fn special_tokens(path: &Path) -> Result<serde_json::Map<String, Valu
     Ok(config.into_iter().filter(wanted).filter_map(token).collect())
 }
 
-/// The message of an error of the template engine with what caused it.
+/// The message of a template engine's error, with its causes.
 fn said(error: &minijinja::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
@@ -262,8 +262,8 @@ fn said(error: &minijinja::Error) -> String {
     text.replace('\n', " ")
 }
 
-/// Hugging Face's `generation` blocks as what this engine has: a mark inside an empty condition, whose two tags keep the
-/// trimming of white space on both sides as it was.
+/// Replaces Hugging Face's `generation` tags by what this engine knows: a marker inside an empty condition, whose two tags keep
+/// the trimming of white space on both sides as it was. Also returns whether there was any.
 fn mark_generation(source: &str) -> (String, bool) {
     let mut out = String::with_capacity(source.len());
     let (mut rest, mut marked) = (source, false);
@@ -288,7 +288,7 @@ fn mark_generation(source: &str) -> (String, bool) {
     (out, marked)
 }
 
-/// Takes the marks out of a text and notes where they stood.
+/// Removes the markers from a text and records the ranges between them.
 fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
     let mut rendered = Rendered { text: String::with_capacity(marked.len()), learned: Vec::new() };
     let mut open = None;
@@ -308,10 +308,10 @@ fn unmark(marked: &str) -> std::result::Result<Rendered, String> {
     Ok(rendered)
 }
 
-/// JSON as Python writes it, which is what templates were written for: a space behind colons and commas.
+/// Writes JSON as Python does, for which templates were written: with a space after colons and commas.
 fn python_json(value: &Term, options: Kwargs) -> std::result::Result<Term, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
-    // What else Python's function takes changes nothing in what is written here.
+    // The other arguments of Python's function do not change this output.
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());

@@ -1,22 +1,22 @@
-//! A text file in parts, and whether a file is one.
+//! Reads a text file in parts, and checks whether a file is text.
 
 use std::io::{self, BufRead, Read};
 
 /// Bytes that are read at once.
 const PART: usize = 256 << 10;
-/// Git's own test: a NUL this early means the file is not text.
+/// Git's own test for binary files: a NUL within this many bytes.
 const BINARY_PROBE: usize = 8 << 10;
 
-/// What a file is once it was read to its end.
+/// The kind of a file, found by reading it to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Look {
-    /// It has a NUL early on.
+    /// Binary: it has a NUL early on.
     Binary,
-    /// With the place of the first byte that is none of UTF-8's.
+    /// Not UTF-8: the first invalid byte is at this offset.
     NotUtf8(u64),
     /// Nothing but white space.
     Empty,
-    /// Text of so many bytes.
+    /// Text of this many bytes.
     Text(u64),
 }
 
@@ -34,14 +34,14 @@ pub(super) fn look(from: Box<dyn BufRead>) -> io::Result<Look> {
                 blank = blank && part.trim().is_empty();
             }
             Ok(None) => return Ok(if blank { Look::Empty } else { Look::Text(bytes) }),
-            // A NUL says more than a bad byte behind it.
+            // An early NUL says more about a file than an invalid byte after it.
             Err(_) if parts.binary => return Ok(Look::Binary),
             Err(at) => return Ok(Look::NotUtf8(at)),
         }
     }
 }
 
-/// Whether a file begins as text does.
+/// Whether a file begins like text, without a NUL.
 pub(super) fn probe(from: Box<dyn BufRead>) -> io::Result<bool> {
     let mut head = Vec::new();
     from.take(BINARY_PROBE as u64).read_to_end(&mut head)?;
@@ -51,9 +51,9 @@ pub(super) fn probe(from: Box<dyn BufRead>) -> io::Result<bool> {
 /// The parts of a text, none of which ends inside a character.
 pub(super) struct Parts {
     from: Box<dyn BufRead>,
-    /// The first bytes of a character that is not whole.
+    /// The first bytes of a character whose other bytes were not read yet.
     rest: Vec<u8>,
-    /// Bytes before `rest`.
+    /// Number of bytes before `rest`.
     done: u64,
     binary: bool,
 }
@@ -63,14 +63,14 @@ impl Parts {
         Self { from, rest: Vec::new(), done: 0, binary: false }
     }
 
-    /// The next part, none at the end, or the place of a byte that is none of UTF-8's.
+    /// The next part, none at the end, or the offset of a byte that is no UTF-8.
     pub(super) fn next(&mut self) -> io::Result<Result<Option<String>, u64>> {
         let mut bytes = std::mem::take(&mut self.rest);
         let more = PART - bytes.len();
         let read = self.from.by_ref().take(more as u64).read_to_end(&mut bytes)?;
         let valid = match std::str::from_utf8(&bytes) {
             Ok(_) => bytes.len(),
-            // What may go on in the next part.
+            // The last character may be completed by the next part.
             Err(error) if error.error_len().is_none() && read > 0 => error.valid_up_to(),
             Err(error) => {
                 self.binary = self.done == 0 && bytes[..bytes.len().min(BINARY_PROBE)].contains(&0);
@@ -82,7 +82,7 @@ impl Parts {
         }
         self.rest = bytes.split_off(valid);
         self.done += valid as u64;
-        // Valid up to there, as was just found.
+        // This does not fail: the bytes up to `valid` were just found to be UTF-8.
         Ok(Ok(Some(String::from_utf8(bytes).unwrap_or_default())))
     }
 }

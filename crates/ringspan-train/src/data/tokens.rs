@@ -1,12 +1,12 @@
-//! Ready tokens from a safetensors file.
+//! Reads a batch of ready tokens from a safetensors file.
 
 use super::{Batch, IGNORE, Piece};
 use crate::error::{Error, Result};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::path::Path;
 
-/// Reads `tokens` (i64 or u32, [B, S]) and, where given, `lengths` (i32, `[B]`) as one batch: row b is a document of
-/// `lengths[b]` tokens, what lies behind is padding.
+/// Reads `tokens` (i64 or u32, [B, S]) and, where given, `lengths` (i32, `[B]`) as one batch: row b is a document of `lengths[b]`
+/// tokens; the rest of the row is padding.
 ///
 /// # Errors
 /// [`Error::Data`] for a damaged file, a wrong type or shape, a length above S, a token outside `vocabulary`.

@@ -1,4 +1,4 @@
-//! What a mixture of experts adds to a layer's memory and traffic, where experts are chosen evenly.
+//! Predicts the memory and traffic that a mixture of experts adds to a layer, where experts are chosen evenly.
 //!
 //! Shape letters: R rows of a rank, C hidden size, E experts, K experts that a token goes to, I a rank's part of an expert's
 //! width.
@@ -6,22 +6,22 @@
 use crate::setup::Setup;
 use ringspan_candle::ParallelRank;
 
-/// The experts of a model, as a rank sees them.
+/// The experts of a model, and what a rank holds of them.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Experts {
-    /// Layers that have them.
+    /// Number of layers with experts.
     pub(super) layers: u64,
-    /// E.
+    /// Number of experts, E.
     all: u64,
-    /// K.
+    /// Number of experts per token, K.
     top: u64,
-    /// I.
+    /// Width of an expert on this rank, I.
     wide: u64,
-    /// Ranks that share them, each with whole ones.
+    /// Number of expert parallel ranks, each with whole experts of its own.
     pub(super) ep: u64,
-    /// Ranks that share the width of each.
+    /// Number of ranks that share the width of each expert.
     width_ranks: u64,
-    /// Whether adapters are trained, whether experts and routers have some, and whether these drop some of their inputs.
+    /// Whether adapters are trained, whether experts and routers have some, and whether adapters have dropout.
     has_adapters: bool,
     adapted: bool,
     router_adapted: bool,
@@ -29,7 +29,7 @@ pub(super) struct Experts {
 }
 
 impl Experts {
-    /// None where no layer has any.
+    /// None for a model without experts.
     pub(super) fn new(setup: &Setup) -> Option<Self> {
         let (decoder, ParallelRank { ep: (_, ep), moe_tp: (_, width_ranks), .. }) =
             (&setup.decoder, setup.mesh.parallel_rank(0));
@@ -51,29 +51,30 @@ impl Experts {
         })
     }
 
-    /// Numbers of the products with gate and up that a rank computes of all its experts.
+    /// Number of elements in the results of the gate and up projections, for all experts of a rank.
     pub(super) fn products(&self, rows: u64) -> u64 {
         2 * self.choices(rows) * self.wide
     }
 
-    /// Numbers of a router's results that are kept, and of its adapter's.
+    /// Number of elements in the results of a router, and of its adapter, that are stored for the backward pass.
     pub(super) fn router(&self, rows: u64) -> u64 {
         rows * self.all * if self.router_adapted { 2 } else { 1 }
     }
 
-    /// Choices that a rank computes: as many come from other ranks as go to them.
+    /// Number of pairs of a token and a chosen expert that a rank computes: as many come from other ranks as go to them.
     fn choices(&self, rows: u64) -> u64 {
         rows * self.width_ranks * self.top
     }
 
-    /// Numbers of the feed-forward part of a layer that is computed again and differentiated, its input and output and
-    /// [`Self::products`] left out; `kept` says that those wait for the backward pass. The factors are counts of what is there
-    /// at once, found by the allocator; what is of one expert is left out, too. `stored` says that experts stay as they are
-    /// stored.
+    /// Number of elements in the feed-forward part of a layer that is recomputed and differentiated, without its input and
+    /// output, [`Self::products`], and what a single expert adds. `kept` says that the products are stored for the backward pass,
+    /// `stored` that experts stay as their file stores them. The factors are counts of what is there at once, found by the
+    /// allocator.
     pub(super) fn activations(&self, rows: u64, hidden: u64, kept: bool, stored: bool) -> u64 {
         let gathered = rows * self.width_ranks;
-        // Tokens on each way that they take, and their gradients; adapters are beside outputs, too. To kept products tokens go once
-        // more, while the gradients of outputs do. Beside experts that stay as they are stored, less is there.
+        // Tokens count on each way that they travel, with their gradients; with adapters, so do outputs. Where products are
+        // stored, tokens travel once more, at the same time as the gradients of outputs. Less is there where experts stay as they
+        // are stored.
         let ways = match (kept, self.adapted && !stored) {
             (true, _) => 6,
             (false, true) => 4,
@@ -86,25 +87,26 @@ impl Experts {
         to_widths + to_experts + 10 * rows * self.all + dropped
     }
 
-    /// Numbers, always in f32, that differentiating one expert holds beside its products: experts are differentiated one by one.
+    /// Number of elements, always f32, that differentiating one expert takes besides its products: experts are differentiated one
+    /// by one.
     pub(super) fn activations_of_one(&self, rows: u64, hidden: u64, stored: bool) -> u64 {
         let gathered = rows * self.width_ranks;
-        // To one expert all tokens may have gone, which its adapters read.
+        // All tokens may have chosen the same expert, whose adapters read them.
         let adapted = match (self.adapted, stored) {
             (false, _) => 0,
             (true, false) => 3 * gathered * (hidden + self.wide),
             (true, true) => 3 * gathered * (hidden + self.wide) / 2,
         };
         let even = self.choices(rows) * self.ep / self.all.max(1);
-        // Where only adapters are trained, a rank is at its fullest at the last layer, whose router chooses experts less evenly than
-        // the first layer's.
+        // Where only adapters are trained, a rank is at its fullest at the last layer, whose router chooses experts less evenly
+        // than the first layer's.
         let tokens = if self.has_adapters && !self.adapted { gathered.min(2 * even) } else { even };
         adapted + tokens * (4 * hidden + 5 * self.wide)
     }
 
-    /// Bytes of the same on a GPU, where all choices are computed at once, in numbers of `width` bytes: at their fullest, and
-    /// what of it the graph has. Tokens and outputs are weighted and added up in f32; adapters add `adapted` bytes to the graph of
-    /// a number that comes out of a product.
+    /// Bytes of the feed-forward part's activations on a GPU, where all experts are computed at once, with `width` bytes per
+    /// element: at their fullest, and of candle's graph alone. Tokens and outputs are weighted and added up in f32; adapters add
+    /// `adapted` bytes to the graph per element of a product's result.
     pub(super) fn on_gpu(&self, rows: u64, hidden: u64, width: u64, adapted: u64) -> [u64; 2] {
         const WIDE: u64 = 4;
         let choices = self.choices(rows);
@@ -112,7 +114,7 @@ impl Experts {
         let adapted = adapted * choices * (2 * self.wide + hidden);
         let fullest = 11 * WIDE * choices * hidden + 11 * width * choices * self.wide / 2 + 30 * router;
         let graph = 5 * WIDE * choices * hidden + 3 * width * choices * self.wide + 10 * router;
-        // Tokens and outputs on their way, and the gradients of both.
+        // Tokens and outputs while they travel, and the gradients of both.
         let under_way = if self.ep > 1 {
             (10.0 * self.ranks_of_a_token() * (WIDE * rows * self.width_ranks * hidden) as f64) as u64
         } else {
@@ -121,21 +123,21 @@ impl Experts {
         [fullest + under_way + adapted, graph + under_way / 2 + adapted]
     }
 
-    /// Ranks that have experts of a token, on average.
+    /// Mean number of ranks that have experts of a token.
     fn ranks_of_a_token(&self) -> f64 {
         let ranks = self.ep as f64;
         ranks * (1.0 - (1.0 - 1.0 / ranks).powi(self.top as i32))
     }
 
-    /// Tokens that leave a rank with so many rows: each goes once to each rank that has experts of it.
+    /// Number of tokens that leave a rank with `rows` rows: each travels once to each rank that has experts of it.
     pub(super) fn tokens_there(&self, rows: u64) -> u64 {
         tokens_there(rows, self.top, self.ep)
     }
 }
 
-/// Of so many rows, each for `top` experts of `ep` ranks.
+/// Number of tokens that leave a rank with `rows` rows, where each token has `top` experts on `ep` ranks.
 fn tokens_there(rows: u64, top: u64, ep: u64) -> u64 {
-    // The product first: a token leaves for less than one other rank where it has one expert.
+    // The division comes last: with one expert per token, less than one other rank has it on average.
     rows * top.min(ep) * (ep - 1) / ep.max(1)
 }
 

@@ -1,4 +1,4 @@
-//! Whether a run fits into memory, and the nearest setting that does.
+//! Proposes the nearest setting with which a run fits into memory.
 
 use super::{bytes, memory::Moment, shape::Shape};
 use crate::{
@@ -8,32 +8,33 @@ use crate::{
 };
 use ringspan_candle::{Precision, Recompute, offload};
 
-/// Sequence lengths that are proposed are multiples of this.
+/// Proposed sequence lengths are multiples of this.
 const STEP: u64 = 256;
 
-/// Tokens of the fullest rank and of the whole batch, and ranks that share a memory.
+/// Tokens of the fullest rank and of the whole batch, and the number of ranks that share a memory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Load {
     pub(super) tokens: u64,
     pub(super) batch: u64,
-    /// Rows of a micro-batch that a data-parallel rank has.
+    /// Number of rows of a micro-batch per data-parallel rank.
     pub(super) rows: u64,
     pub(super) ranks: u64,
-    /// Whether what layers keep waits on the CPU beside a GPU.
+    /// Whether activations are offloaded from the GPU to the CPU.
     pub(super) offloads: bool,
 }
 
-/// Whose memory it is.
+/// The memory that is predicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
-    /// The machine's, also where GPUs compute.
+    /// The memory of the CPU, which ranks that compute on GPUs need as well.
     Cpu,
-    /// A GPU's.
+    /// The memory of a GPU.
     Gpu,
 }
 
 impl Shape {
-    /// What a rank with `tokens` tokens, of `batch` on all ranks, has there at the fullest moment; and when that is.
+    /// Predicted memory on `side` of a rank with `tokens` tokens, where all ranks have `batch` tokens: the fullest moment, and
+    /// its parts.
     pub(super) fn memory_on(&self, side: Side, tokens: u64, batch: u64) -> Result<Moment> {
         match (side, self.computes_in) {
             (Side::Gpu, _) => self.gpu_memory(tokens),
@@ -59,7 +60,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
             return found(&format!("--offload-activations, with {} more of the CPU's memory", bytes(away)), needed);
         }
     }
-    // Beside a GPU that keeps it, the CPU's memory does not depend on it.
+    // Where a GPU computes and keeps the activations, the CPU's memory does not depend on `recompute`.
     if shape.recompute != Recompute::Full && (side == Side::Gpu || shape.offloads || shape.computes_in.is_none()) {
         given = "--recompute full ".into();
         let needed = needs(&least, load.tokens, load.batch)?;
@@ -67,7 +68,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
             return found(given.trim_end(), needed);
         }
     }
-    // With fewer tokens of each sequence, or with fewer sequences at a time.
+    // Otherwise, fewer tokens per sequence are tried, or, for a file of tokens, fewer sequences at a time.
     let whole = config.sequence_length as u64;
     let part = |of: u64, parts: u64, total: u64| (of as u128 * parts as u128 / total.max(1) as u128) as u64;
     let at = |length: u64| needs(&least, part(load.tokens, length, whole), part(load.batch, length, whole));
@@ -117,7 +118,7 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     if at(smallest)? > free {
         return Ok(by_parameters);
     }
-    // The longest in multiples of STEP: the memory grows with the length.
+    // Finds the longest length in multiples of STEP by bisection, as the memory grows with the length.
     let (mut fits, mut fails) = (smallest / STEP, whole.div_ceil(STEP));
     while fails - fits > 1 {
         let middle = fits + (fails - fits) / 2;

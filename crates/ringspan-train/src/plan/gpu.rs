@@ -1,8 +1,8 @@
-//! Predicted memory of a rank that computes on a GPU: what of it lies there, and what stays on the CPU.
+//! Predicts the memory of a rank that computes on a GPU: on the GPU, and on the CPU.
 //!
-//! Shape letters: as in `memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at once than
-//! on the CPU. The factors are counts of what candle's graph and its gradients hold, found by the driver's count of its pool
-//! (`ringspan-cli/tests/gpu/gpu_memory.rs` holds them to it).
+//! Shape letters are those of `memory.rs`. On a GPU a layer is made of single operations over all tokens, so more is there at
+//! once than on the CPU. The factors are counts of what candle's graph and its gradients hold, found by the driver's count of its
+//! pool (`ringspan-cli/tests/gpu/gpu_memory.rs` compares them with it).
 
 use super::{
     memory::{Moment, OF_BATCH, fullest},
@@ -11,14 +11,14 @@ use super::{
 use crate::error::Result;
 use ringspan_candle::{Recompute, kept::Storage, loss, offload};
 
-/// Bytes of a number in f32.
+/// Bytes of an f32 element.
 const WIDE: u64 = 4;
 
-/// Layers that have what they keep on the GPU at a time.
+/// Number of layers whose stored activations are on the GPU at a time, where activations are offloaded.
 const STAYING: u64 = offload::STAYING as u64;
 
 impl Shape {
-    /// What is on the GPU at the fullest moment of a rank with `tokens` tokens; and when that is.
+    /// Predicted memory on the GPU of a rank with `tokens` tokens: the fullest moment, and its parts.
     pub(super) fn gpu_memory(&self, tokens: u64) -> Result<Moment> {
         let held = &self.held;
         let rows = tokens.div_ceil(self.tp);
@@ -26,22 +26,23 @@ impl Shape {
         let (stream, whole_stream) = (width * rows * self.hidden, width * tokens * self.hidden);
         let angles = WIDE * tokens * self.dim;
         let head = if self.tied { held.embedding } else { held.head };
-        // Of a tied head it waits for the embedding's; of another, and of a layer, until the next unit's are known.
+        // The gradient of a tied head waits for the embedding's; that of another head, or of a layer, waits until the next unit's
+        // are known.
         let (d_head, tied) = match held.embedding_shard + held.head_shard {
             0 => (0, 0),
             _ => (WIDE * head, if self.tied { WIDE * head } else { 0 }),
         };
         let chunk = tokens.min(loss::CHUNK_ON_GPU as u64) * self.vocabulary;
-        // A unit is announced while the one before it is computed: not behind the first layer.
+        // Each layer is prefetched while the one before it is computed, so two are there, unless only one is left.
         let weights = |layers: u64| width * held.layer * layers.min(2);
         let layer = |layers: u64, gradients: u64| {
             ("a layer, whole, with gradients, and the next", weights(layers) + width * gradients + tied)
         };
         let leaving = |bytes: u64| ("gradients on their way to the CPU", bytes);
         let (of_head, of_layer) = (d_head - tied, width * held.layer_trained);
-        // Of the feed-forward part the first gradient is known when most of it is there.
+        // When the feed-forward part is at its fullest, only its first gradient is known, that of the down projection.
         let of_down = (self.feed_forward * self.hidden).min(held.layer_trained);
-        // The last gradient of a parameter is there twice for a moment.
+        // A parameter's last gradient is there twice for a moment.
         let largest = (self.hidden * self.feed_forward.max(self.head_counts().0 * self.dim)).min(held.layer_trained);
         let activations =
             |bytes: u64| ("a layer's activations and their gradients", bytes + self.of_layer(tokens, rows));
@@ -86,7 +87,7 @@ impl Shape {
         Ok(fullest(moments))
     }
 
-    /// What stays on the CPU for `tokens` tokens of this rank, of which `batch` are on all ranks.
+    /// Predicted memory on the CPU of a rank with `tokens` tokens that computes on a GPU, where all ranks have `batch` tokens.
     pub(super) fn memory_beside_gpu(&self, tokens: u64, batch: u64) -> Moment {
         let held = &self.held;
         let moving = |unit: u64| if held.shares() { WIDE * unit } else { 0 };
@@ -94,7 +95,7 @@ impl Shape {
             true => self.away(tokens) * self.layers.saturating_sub(STAYING),
             false => 0,
         };
-        // Two pieces of each size: one is filled or read, one is copied.
+        // There are two pinned buffers of each size: one is filled or read while the other one is copied.
         let trained = |shard: u64, unit: u64| if shard > 0 { unit } else { 0 };
         let (d_embedding, d_head) =
             (trained(held.embedding_shard, held.embedding), trained(held.head_shard, held.head));
@@ -124,7 +125,7 @@ impl Shape {
         ])
     }
 
-    /// Bytes of a layer's maxima and sums of softmaxes, which wait on the GPU whatever leaves it.
+    /// Bytes of a layer's softmax statistics (maxima and sums), which stay on the GPU even if other activations are offloaded.
     fn statistics(&self, tokens: u64) -> u64 {
         match self.recompute {
             Recompute::Full => 0,
@@ -132,18 +133,18 @@ impl Shape {
         }
     }
 
-    /// Bytes that a layer lets wait on the CPU.
+    /// Bytes of a layer's activations that are offloaded to the CPU.
     pub(super) fn away(&self, tokens: u64) -> u64 {
         self.kept(tokens, tokens.div_ceil(self.tp)) - self.statistics(tokens)
     }
 
-    /// Bytes of a layer that is computed again, until it is differentiated: of the graph without what the feed-forward part has
-    /// of its own, of hidden states on the way, and of what was kept and is held by the graph.
+    /// Bytes of a recomputed layer until it is differentiated: candle's graph without the feed-forward part's own tensors, hidden
+    /// states in passing, and stored activations that the graph holds.
     fn of_layer(&self, tokens: u64, rows: u64) -> u64 {
         let ((heads, _), (attended, keys)) = (self.head_counts(), self.attended());
-        // Before attention rows are gathered, and behind it there are partial sums of all of them.
+        // With tensor parallelism, rows are gathered before attention, and after it there are partial sums of all of them.
         let stream = if self.tp > 1 { 8 * rows + 11 * tokens } else { 10 * tokens } * self.hidden;
-        // Products, what is turned, what is normed.
+        // These are the results of projections, of rotations and of the norms of heads.
         let projected = tokens * ((if self.norms_heads { 4 } else { 3 }) * (attended + keys) + self.linked);
         let held = match self.recompute {
             Recompute::Nothing => tokens * (attended + 2 * keys + self.hidden + 2 * self.feed_forward),
@@ -152,8 +153,8 @@ impl Shape {
         self.width() * (stream + projected + held) + WIDE * tokens * (2 * heads + self.dim) + self.of_adapters(tokens)
     }
 
-    /// Bytes of the graph that adapters add: of each output its part, in f32, and the sum; and of what is dropped of an input
-    /// the mask, the result and its copy.
+    /// Bytes that adapters add to the graph: per output, the adapter's part in f32 and the sum; per input with dropout, the mask,
+    /// the result and its copy.
     fn of_adapters(&self, tokens: u64) -> u64 {
         let rounds = self.width() < WIDE;
         let (wide, outputs) = match self.feed_forward_adapted && self.feed_forward > 0 {
@@ -165,29 +166,30 @@ impl Shape {
         tokens * (self.of_adapted_output() * outputs + gradients + dropped)
     }
 
-    /// Bytes that an adapter adds to the graph of a number of its layer's output: its part, and the sum.
+    /// Bytes that an adapter adds to the graph per element of its layer's output: its part, and the sum.
     fn of_adapted_output(&self) -> u64 {
         WIDE + self.width()
     }
 
-    /// Bytes of the feed-forward part at its fullest: gate, up, their product, and gradients of all, on their way twice.
+    /// Bytes of the feed-forward part at its fullest: gate, up, their product, and the gradients of all, some of them twice.
     fn of_feed_forward(&self, tokens: u64, rows: u64) -> u64 {
         let [fullest, _] = self.of_experts(rows);
         fullest.max(8 * self.width() * tokens * self.feed_forward)
     }
 
-    /// Bytes of experts at their fullest, and of their graph; 0 where there are none.
+    /// Bytes of experts at their fullest, and of their graph alone; 0 for a model without experts.
     fn of_experts(&self, rows: u64) -> [u64; 2] {
-        // Of experts a part and the sum are f32, beside what is rounded.
+        // An adapter's part and the sum are f32; in bf16 there are rounded tensors besides.
         let rounded = if self.width() < WIDE { WIDE + self.width() } else { 0 };
         let adapted = if self.feed_forward_adapted { 2 * WIDE + rounded } else { 0 };
         self.experts.map_or([0; 2], |experts| experts.on_gpu(rows, self.hidden, self.width(), adapted))
     }
 
-    /// Bytes of attention's gradients, which come in f32, beside the graph of the feed-forward part.
+    /// Bytes while attention is differentiated: its gradients, which come in f32, and the graph of the feed-forward part.
     fn of_attention(&self, tokens: u64, rows: u64) -> u64 {
         let (width, (attended, keys)) = (self.width(), self.attended());
-        // From the kernel's to candle's, one after the other; then in the type of the model, on their way twice.
+        // Gradients are copied from the kernel's memory to candle's, one after the other; then they are in the model's type, some
+        // twice.
         let copied = width * attended + 2 * WIDE * (attended + keys);
         let added = width * (4 * attended + 2 * keys);
         let [_, of_experts] = self.of_experts(rows);
@@ -195,12 +197,12 @@ impl Shape {
         tokens * copied.max(added) + width * rows * self.hidden + fed
     }
 
-    /// Bytes of a number that a layer reads and returns.
+    /// Bytes per element of a layer's input and output.
     pub(super) fn width(&self) -> u64 {
         self.precision.dtype().size_in_bytes() as u64
     }
 
-    /// Bytes of a number that waits for the backward pass.
+    /// Bytes per element of an activation that is stored for the backward pass.
     pub(super) fn kept_width(&self) -> u64 {
         match self.storage {
             Storage::F32 => self.width(),
@@ -208,7 +210,7 @@ impl Shape {
         }
     }
 
-    /// Whether experts' products wait, too.
+    /// Whether the results of experts' products are stored for the backward pass, too.
     pub(super) fn keeps_experts(&self) -> bool {
         self.recompute == Recompute::Nothing && self.computes_in.is_none()
     }

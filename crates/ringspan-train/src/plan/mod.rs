@@ -1,4 +1,4 @@
-//! What a run is about to do, in numbers, before it does it.
+//! The plan of a run: what it is about to do, in numbers, before it does it.
 
 mod experts;
 mod fit;
@@ -31,63 +31,63 @@ const DRAWN_RING: usize = 4;
 /// The plan of a run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
-    /// What is trained, in words: the model, or adapters beside it, and of how many parameters.
+    /// The parameters that are trained, in words: the model's, or those of adapters, with their number.
     pub training: String,
     /// The model, in words.
     pub model: String,
-    /// Why the model may make little of its sequences, in words; empty if nothing speaks against it.
+    /// Why the model may fail on sequences of this length, in words; empty if nothing speaks against it.
     pub warning: String,
     /// The data, in words.
     pub data: String,
-    /// How documents end and are packed, in words; empty where nothing is made of text.
+    /// Lines that say which token ends documents, and how documents are packed; empty where the data is no text.
     pub documents: Vec<String>,
-    /// What of the data a person should look at, in words.
+    /// Lines about things in the data that deserve a look.
     pub data_warnings: Vec<String>,
     /// The mesh, in words.
     pub mesh: String,
-    /// Who holds what and how it travels, in words.
+    /// Layout of the tokens and strategy of attention, in words.
     pub attention: String,
-    /// Who holds which parameters, in words; empty where every rank holds all.
+    /// How parameters are sharded, in words; empty where they are not.
     pub sharding: String,
-    /// The schedule of the first batch, drawn; empty for one rank and for large rings.
+    /// The schedule of the batch that the plan is made for, drawn; empty for one rank and for large rings.
     pub schedule: String,
     /// Optimiser and learning rate, in words.
     pub optimizer: String,
-    /// Output, in words.
+    /// Output folder and checkpoints, in words.
     pub saving: String,
-    /// Tokens of a step, over all ranks.
+    /// Tokens of the first step, over all ranks.
     pub tokens_per_step: u64,
-    /// Tokens of the first micro-batch on each rank.
+    /// Tokens on each rank in the batch that the plan is made for, the fullest micro-batch.
     pub tokens_per_rank: Vec<usize>,
-    /// Predicted bytes of the fullest rank, by part, at its fullest moment: of the CPU's memory.
+    /// Predicted bytes of the CPU's memory that the fullest rank takes at its fullest moment, by part.
     pub memory: Vec<(&'static str, u64)>,
-    /// When that is, in words.
+    /// The fullest moment, in words.
     pub fullest: &'static str,
-    /// The same of the memory of its GPU; empty where the CPU computes.
+    /// Like [`memory`](Self::memory), for the GPU's memory; empty where the CPU computes.
     pub gpu_memory: Vec<(&'static str, u64)>,
-    /// When that is, in words.
+    /// The fullest moment of the GPU's memory, in words.
     pub gpu_fullest: &'static str,
-    /// The GPUs of this process's ranks, where they were asked.
+    /// The GPUs of this process's ranks, where their memory is known.
     pub gpus: Vec<Room>,
-    /// Why they were not, in words; empty where they were, or the CPU computes.
+    /// Why it is not known, in words; empty where it is, or where the CPU computes.
     pub gpus_unknown: String,
     /// The activations that are recomputed for the backward pass.
     pub recompute: Recompute,
-    /// Whether that follows from the memory that is free.
+    /// Whether `recompute` was chosen by the free memory (`--recompute auto`).
     pub recompute_is_auto: bool,
-    /// Bytes that each layer keeps of a token for its backward.
+    /// Bytes of activations that a layer stores per token for its backward pass.
     pub kept_per_token: u64,
-    /// Why it does not fit into memory, with the nearest setting that does; none if it fits.
+    /// Why the run does not fit into memory, with the nearest setting that does; none if it fits.
     pub refusal: Option<String>,
     /// Predicted bytes that the busiest rank sends in a step, by purpose.
     pub traffic: Vec<(&'static str, u64)>,
-    /// Steps in all.
+    /// Number of steps in all.
     pub steps: u64,
-    /// Steps that are done.
+    /// Number of steps that are done.
     pub first_step: u64,
-    /// Passes of all steps over the text; none for a file of tokens.
+    /// Number of passes over the text that all steps make; none for a file of tokens.
     pub passes: Option<f64>,
-    /// The same over each source of the text.
+    /// Number of passes over each source of the text.
     pub passes_of_sources: Vec<f64>,
     load: Load,
 }
@@ -192,7 +192,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Holds the plan to what the GPUs of this process's ranks have room for.
+    /// Checks the plan against the free memory of the GPUs of this process's ranks.
     pub(crate) fn meet(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<Room>) -> Result<()> {
         (self.gpus, self.gpus_unknown) = (gpus, String::new());
         let each = self.gpu_bytes();
@@ -214,26 +214,26 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether a tenth of the memory that is free would be left, where the system tells: no prediction is exact.
+    /// Whether at least a tenth of the free memory would be left, where the system tells it: no prediction is exact.
     pub(crate) fn leaves_room(&self) -> bool {
         let leaves = |needed: u64, free: u64| needed as u128 * 10 <= free as u128 * 9;
         let here = ringspan::memory::available().is_none_or(|free| leaves(self.rank_bytes() * self.load.ranks, free));
         here && self.gpus.iter().all(|gpu| leaves(self.gpu_bytes() * gpu.ranks as u64, gpu.free))
     }
 
-    /// Bytes of the fullest rank, of the CPU's memory.
+    /// Predicted bytes of the CPU's memory that the fullest rank takes.
     #[must_use]
     pub fn rank_bytes(&self) -> u64 {
         self.memory.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes of the fullest rank, of its GPU's memory; 0 where the CPU computes.
+    /// Predicted bytes of its GPU's memory that the fullest rank takes; 0 where the CPU computes.
     #[must_use]
     pub fn gpu_bytes(&self) -> u64 {
         self.gpu_memory.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Why the ranks of this machine cannot fit into the memory that is free, where the system tells.
+    /// Why the ranks of this machine do not fit into the free memory, where the system tells it; none if they fit.
     fn refusal(&self, config: &TrainConfig, shape: &Shape, load: &Load) -> Result<Option<String>> {
         let needed = self.rank_bytes() * load.ranks;
         let Some(free) = ringspan::memory::available().filter(|free| needed > *free) else { return Ok(None) };
@@ -280,7 +280,7 @@ fn training_words(config: &TrainConfig, setup: &Setup) -> String {
     }
 }
 
-/// How the matrices beside which adapters are trained are held, in words; empty where all are f32.
+/// The formats in which frozen matrices are held beside adapters, in words; empty where all are f32.
 fn held_words(setup: &Setup) -> String {
     let sharing = &setup.mesh.sharing;
     let mut formats: Vec<String> = sharing.stored().values().map(ToString::to_string).collect();
@@ -296,7 +296,7 @@ fn held_words(setup: &Setup) -> String {
     }
 }
 
-/// Forward passes of a step for nothing but the load of experts.
+/// Number of additional forward passes in a step, which only count the load of experts.
 fn counting_passes(config: &TrainConfig, setup: &Setup) -> usize {
     match (router_loss(setup), config.router_loss_over) {
         (Some(_), RouterLossOver::Step) => config.grad_accumulation - 1,
@@ -304,12 +304,12 @@ fn counting_passes(config: &TrainConfig, setup: &Setup) -> usize {
     }
 }
 
-/// Factor of the loss that keeps experts even, where they are.
+/// Factor of the router's auxiliary loss; none where the model has no such loss.
 fn router_loss(setup: &Setup) -> Option<f64> {
     setup.decoder.config().router_aux_loss().filter(|factor| *factor > 0.0 && setup.decoder.experts() > 0)
 }
 
-/// How experts are kept even, where they are.
+/// How the load of experts is balanced, in words; none where it is not.
 fn router_loss_words(config: &TrainConfig, setup: &Setup) -> Option<String> {
     let factor = router_loss(setup)?;
     Some(match (config.router_loss_over, config.grad_accumulation) {
@@ -343,9 +343,9 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
 fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
     let told = Beyond { by: None, ..beyond };
     match &config.model_config {
-        // Its checkpoint belongs to the model as it is.
+        // A checkpoint belongs to its model's configuration, so no other one is proposed.
         _ if config.resume => told.to_string(),
-        // Nothing is learnt yet that would have to be stretched.
+        // A new model has learned nothing that would have to be stretched.
         Some(path) => {
             format!("{told}; a new model can be made for more: raise max_position_embeddings in {}", path.display())
         }
@@ -368,7 +368,7 @@ fn optimizer_words(config: &TrainConfig, lr: &LrSchedule) -> String {
     format!("{method}, lr {} {} after {} steps of warm-up, {clip}", lr.peak, lr.decay, lr.warmup)
 }
 
-/// What a resumed run does otherwise than it would have done, if its learning rates change.
+/// How the learning rates of a resumed run differ from those that it began with, in words; none if they do not.
 fn schedule_change(before: Option<&LrSchedule>, now: &LrSchedule, step: u64) -> Option<String> {
     let before = before?;
     let [was, is] = [before.at(step), now.at(step)];
@@ -381,7 +381,7 @@ fn schedule_change(before: Option<&LrSchedule>, now: &LrSchedule, step: u64) -> 
     })
 }
 
-/// The schedule of the layers that share a mask.
+/// The schedule of the layers that share a mask, and their number.
 struct LayerSchedule {
     schedule: Schedule,
     layers: u64,
@@ -400,7 +400,7 @@ fn layer_schedules(config: &TrainConfig, decoder: &Decoder, layout: &Layout) -> 
     Ok(all)
 }
 
-/// 1536 as "1.5 KiB".
+/// A number of bytes in words: 1536 as "1.5 KiB".
 pub(crate) fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = n as f64;
@@ -414,7 +414,7 @@ pub(crate) fn bytes(n: u64) -> String {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // What is less than half a percent explains nothing.
+        // Parts below half a percent explain nothing, and are left out.
         let parts = |list: &[(&str, u64)]| {
             let least = list.iter().map(|(_, n)| n).sum::<u64>() / 200;
             let shown: Vec<String> =

@@ -1,4 +1,4 @@
-//! The trained model as a folder that others read.
+//! Exports the trained model as a folder that other programs read.
 
 use super::Rank;
 use crate::{error::Result, model_folder};

@@ -1,19 +1,19 @@
-//! The ranks that a rank works with, by purpose.
+//! The groups of ranks that a rank works with, by purpose.
 
 use crate::{config::TrainConfig, error::Result, mesh::RunMesh};
 use ringspan::{Group, comm::Communicator};
 use ringspan_candle::{ExpertParallel, Experts, RankDevice, TensorParallel, experts::Local};
 use std::sync::Arc;
 
-/// A rank's groups. All of them are split from the world, each used for one thing only.
+/// A rank's groups. All of them are split from the world, and each is used for one purpose only.
 pub(super) struct Groups {
-    /// The ranks that share this rank's sequences.
+    /// The context-parallel ranks, which share this rank's sequences.
     pub(super) cp: Arc<Group>,
-    /// The ranks that share the width of layers.
+    /// The tensor-parallel ranks, which share the width of layers.
     pub(super) tensor: TensorParallel,
-    /// Who computes the experts.
+    /// Computes experts: on this rank alone, or expert-parallel.
     pub(super) experts: Arc<dyn Experts + Send + Sync>,
-    /// The ranks whose losses are of other tokens.
+    /// The data- and context-parallel ranks, whose losses are of other tokens.
     pub(super) losses: Arc<dyn Communicator>,
 }
 

@@ -33,7 +33,7 @@ use std::{
 };
 pub(crate) use step::Stepped;
 
-/// What only rank 0 does: files and people.
+/// The objects that only rank 0 uses: the observer, the metrics file, and the counts of memory.
 pub(crate) struct Host<'a> {
     pub(crate) observer: &'a mut dyn Observer,
     /// None in a process without rank 0.
@@ -42,7 +42,7 @@ pub(crate) struct Host<'a> {
     pub(crate) in_use: InUse,
 }
 
-/// How a rank's loop ended.
+/// The state in which a rank's training loop ended.
 pub(crate) struct End {
     pub(crate) step: u64,
     pub(crate) interrupted: bool,
@@ -56,10 +56,10 @@ pub(crate) struct Rank<'a> {
     world: Arc<dyn Communicator>,
     groups: Groups,
     shards: Shards,
-    /// The ranks that write checkpoints.
+    /// The ranks that write checkpoint files, rising.
     writers: Vec<usize>,
     optimizer: Optimizer,
-    /// Where what layers keep waits, if not where they compute.
+    /// Moves stored activations to the CPU and back; none where they stay.
     offload: Option<Offload>,
     checkpoints: Checkpoints,
     /// The checkpoint that is being written.
@@ -69,7 +69,7 @@ pub(crate) struct Rank<'a> {
 }
 
 impl<'a> Rank<'a> {
-    /// The rank of `world` that computes on its one of `devices`.
+    /// The rank of `world`, which computes on its device of `devices`.
     pub(crate) fn new(
         config: &'a TrainConfig,
         setup: &'a Setup,
@@ -115,7 +115,7 @@ impl<'a> Rank<'a> {
     pub(crate) fn train(mut self, stop: &AtomicBool, host: &Mutex<Host<'_>>) -> Result<End> {
         let began = Instant::now();
         let (config, setup) = (self.config, self.setup);
-        // Behind the look at what a GPU reaches, in which all have taken part.
+        // Peak memory counts from here on: the measurement of the peak rate, in which all ranks took part, is over.
         self.on_host(host, |host| host.in_use.begin())?;
         let mut feed = setup.feed.clone();
         let (mut step, mut tokens) = (setup.first_step, setup.tokens);
@@ -133,7 +133,7 @@ impl<'a> Rank<'a> {
             let places = feed.dealt();
             let batches = feed.next_step(config.grad_accumulation);
             let (loss, grad_norm) = match self.step(step, &batches) {
-                // The same on every rank, and before anything was changed.
+                // Every rank returns the same error here, before anything was changed.
                 Err(diverged @ Error::Diverged { .. }) => {
                     if saved != Some(step) && step > setup.first_step {
                         self.start_saving(host, step, tokens, places)?;
@@ -193,7 +193,8 @@ impl<'a> Rank<'a> {
         Ok(End { step, interrupted, evaluation })
     }
 
-    /// Rank 0's flag decides, so that no rank is left alone in a step; all ranks have to have written.
+    /// Agrees with all ranks: rank 0's flag decides whether to stop, so that no rank is left alone in a step, and a checkpoint is
+    /// saved once all ranks have written.
     fn agree(&self, stop: &AtomicBool) -> Result<Agreement> {
         let written = self.saving.as_ref().is_some_and(Saving::is_written);
         let views = [stop.load(Ordering::SeqCst), written].map(u64::from);
@@ -214,14 +215,14 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// What all ranks know before a step.
+/// The decisions that all ranks agree on before a step.
 struct Agreement {
     stop: bool,
-    /// Whether the checkpoint that is being written is on the disk.
+    /// Whether all files of the checkpoint that is being written are on the disk.
     saved: bool,
 }
 
-/// The ranks that are the first to hold something.
+/// The ranks whose `own` is true, rising: those that write checkpoint files.
 fn writers(world: &dyn Communicator, own: bool) -> Result<Vec<usize>> {
     let all = world.all_gather(Buffer::U64(vec![own.into()]))?;
     let holds = |(rank, flag): (usize, &Arc<Buffer>)| (**flag == Buffer::U64(vec![1])).then_some(rank);

@@ -1,4 +1,4 @@
-//! Saving beside training: each rank's shards are written by a thread of its own while the next steps are computed.
+//! Saves checkpoints while training goes on: each rank's shards are written by a thread while the next steps are computed.
 
 use super::{Host, Rank};
 use crate::{
@@ -12,15 +12,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks at whether a checkpoint is written, where nothing else is left to do.
+/// Pause between checks whether a checkpoint is written, where nothing else is left to do.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// A checkpoint that is being written.
 pub(super) struct Saving {
     progress: Progress,
-    /// On ranks that write.
+    /// The thread that writes this rank's file; none on ranks that write none.
     writer: Option<JoinHandle<Result<()>>>,
-    /// On rank 0: the folder, which is removed unless it is committed.
+    /// The checkpoint's folder, on rank 0; it is removed unless it is committed.
     part: Option<Part>,
 }
 
@@ -32,7 +32,8 @@ impl Saving {
 }
 
 impl Rank<'_> {
-    /// Begins to write a checkpoint of the present state, with the places of the next step's batch in each source.
+    /// Begins to write a checkpoint of the current state; `places` are the positions in each source at which the next step
+    /// begins.
     pub(super) fn start_saving(
         &mut self,
         host: &Mutex<Host<'_>>,
@@ -40,7 +41,7 @@ impl Rank<'_> {
         tokens: u64,
         places: Vec<Dealt>,
     ) -> Result<()> {
-        // The one before may still be under way; two at once would want the memory of two.
+        // The previous checkpoint may still be under way; writing two at once would take the memory of both.
         self.finish_saving(host)?;
         let part = if self.world.rank() == 0 { Some(self.checkpoints.begin(step)?) } else { None };
         self.world.barrier()?;
@@ -55,12 +56,13 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// A thread that writes this rank's parameters and optimiser state as they are now. They are shared with it, so nothing
+    /// Starts a thread that writes this rank's parameters and optimiser state as they are. They are shared with it, so nothing
     /// may change them before it has [written](Self::written).
     fn writer(&self, step: u64, own: usize) -> Result<JoinHandle<Result<()>>> {
         let mut slices = self.shards.slices();
         for piece in self.shards.kept() {
-            // Several portions of a parameter have a state each, and are pieces of one tensor in the checkpoint.
+            // A parameter may have several portions, each with a state of its own; in the checkpoint they are slices of one
+            // tensor.
             let key = piece.portion.key();
             slices.extend(self.optimizer.state_of(&key).map(|(name, values)| {
                 let kind = name.strip_suffix(&*key).unwrap_or(name);
@@ -76,8 +78,8 @@ impl Rank<'_> {
             .map_err(|e| Error::Settings(format!("the thread that writes checkpoints did not start: {e}")))
     }
 
-    /// Waits until this rank has nothing left to write. A step computes its gradients beside that, and waits with its
-    /// update: working on copies would take the memory of all that is saved a second time.
+    /// Waits until this rank has nothing left to write. The next step computes its gradients meanwhile, and waits here before its
+    /// update: writing from copies would take the memory of all that is saved a second time.
     pub(super) fn written(&self) -> Result<()> {
         let Some(saving) = &self.saving else { return Ok(()) };
         let began = Instant::now();
@@ -96,8 +98,8 @@ impl Rank<'_> {
         Ok(())
     }
 
-    /// Waits until all ranks have written, and commits. No rank goes on before: one that then ends with an error would
-    /// end rank 0 in the middle of it.
+    /// Waits until all ranks have written, and commits. No rank continues before the commit: one that then failed would end rank
+    /// 0 in the middle of it.
     pub(super) fn finish_saving(&mut self, host: &Mutex<Host<'_>>) -> Result<()> {
         self.written()?;
         let Some(Saving { progress, writer, part }) = self.saving.take() else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! One step of the optimiser, and looks at the held-out text.
+//! One step of the optimiser, and evaluation on the held-out text.
 
 use super::{Groups, Host, Rank};
 use crate::{
@@ -30,25 +30,26 @@ struct Part {
     context: Context,
 }
 
-/// What a step computes before it updates.
+/// The results of a step's forward and backward passes, before the update.
 pub(crate) struct Stepped {
     pub(crate) loss: f64,
     pub(crate) gradients: Sums,
 }
 
 impl Rank<'_> {
-    /// One step of the optimiser over the micro-batches; the loss and the gradient norm, the same on every rank.
+    /// Runs one step of the optimiser over the micro-batches and returns the loss and the gradient norm, the same on every rank.
     pub(super) fn step(&mut self, step: u64, batches: &[Batch]) -> Result<(f64, f64)> {
         let Stepped { loss, gradients } = self.gradients_of(step, batches)?;
         let norm = self.update(step, loss, &gradients)?;
         Ok((loss, norm))
     }
 
-    /// The loss of a step's micro-batches, the same on every rank, and this rank's shards of its gradients.
+    /// Computes the loss of a step's micro-batches, the same on every rank, and this rank's shards of the gradients.
     ///
-    /// The loss is the mean per target, and where routers are kept even, that part of it, too.
+    /// The loss is the mean per target, plus the router's auxiliary loss where the model has one.
     pub(crate) fn gradients_of(&mut self, step: u64, batches: &[Batch]) -> Result<Stepped> {
-        // Known before any rank computes, so gradients are scaled once and simply add up over ranks and micro-batches.
+        // The number of targets is known before any rank computes, so gradients are scaled once and simply add up over ranks and
+        // micro-batches.
         let valid: u64 = batches.iter().map(Batch::valid_targets).sum();
         let scale = 1.0 / valid.max(1) as f32;
         let mut summed = GradientShards::new(&self.shards);
@@ -56,7 +57,7 @@ impl Rank<'_> {
         let mut of_routers = Vec::new();
         let kept_even = self.setup.decoder.config().router_aux_loss().is_some_and(|factor| factor > 0.0);
         let over_step = kept_even && batches.len() > 1 && self.config.router_loss_over == RouterLossOver::Step;
-        // Of the micro-batches, the first with what is known before it is computed.
+        // Router loads of the micro-batches; the first one's becomes known in its own pass, before the others' passes.
         let mut loads = if over_step { self.loads(step, batches)? } else { Vec::new() };
         for index in 0..batches.len() {
             let mut local = self.dropping(step, batches, index)?;
@@ -89,14 +90,14 @@ impl Rank<'_> {
             }
         }
         let gradients = summed.finish()?;
-        // Over a step, each micro-batch knows the loss of all.
+        // Over a step, each micro-batch's auxiliary loss is that of the whole step, so one of them counts.
         let counted = if over_step { 1 } else { of_routers.len() };
         let of_routers: f64 = of_routers.iter().take(counted).sum();
         let loss = sum(&*self.groups.losses, nll)? / valid.max(1) as f64 + of_routers;
         Ok(Stepped { loss, gradients })
     }
 
-    /// Updates this rank's shards; the norm of the gradients, the same on every rank.
+    /// Updates this rank's shards and returns the norm of the gradients, the same on every rank.
     pub(crate) fn update(&mut self, step: u64, loss: f64, gradients: &Sums) -> Result<f64> {
         let squares = self.shards.sum_of_squares(gradients, |shard| sum_of_squares([shard]));
         let norm = sum(&**self.shards.copy(), squares)?.sqrt();
@@ -108,18 +109,18 @@ impl Rank<'_> {
         let clip = clip_scale(norm, self.config.grad_clip);
         let optimizer = &mut self.optimizer;
         self.shards.update(gradients, |piece, values, gradient| {
-            // Biases and norms are vectors: pulling them to 0 regularises nothing.
+            // Biases and norms are vectors, and do not decay: pulling them to 0 regularises nothing.
             let decays = piece.portion.whole.len() > 1;
             optimizer.update(&piece.portion.key(), Update { step, lr, scale: clip, decays }, values, gradient)
         })?;
         Ok(norm)
     }
 
-    /// What routers do in each micro-batch of a step, over all ranks; nothing is said of the first, whose own pass comes before
-    /// those of the others, and tells. Empty where nothing keeps experts even.
+    /// Router loads of each micro-batch of a step, over all ranks. That of the first micro-batch is left empty: its own pass
+    /// comes before the others' and tells it. Returns nothing where the model has no auxiliary loss.
     ///
-    /// The gradient of a probability grows with how often the step chooses its expert, which must be known before the first
-    /// pass back; so the others pass forward once more.
+    /// The gradient of a router probability grows with how often the step chooses its expert, which must be known before the
+    /// first backward pass; so the other micro-batches pass forward once more.
     fn loads(&self, step: u64, batches: &[Batch]) -> Result<Vec<Load>> {
         let decoder = &self.setup.decoder;
         let mut loads = Vec::new();
@@ -136,7 +137,8 @@ impl Rank<'_> {
         Ok(loads)
     }
 
-    /// Experts whose load is kept even over all ranks, where the model asks for it, with a share of its coefficient.
+    /// The experts with an auxiliary loss that balances their load over all ranks, where the model asks for it; `share` scales
+    /// its factor.
     fn balanced(&self, share: f64) -> Option<Balanced> {
         let coefficient = self.setup.decoder.config().router_aux_loss()? * share;
         let world = self.world.clone();
@@ -147,7 +149,7 @@ impl Rank<'_> {
         Some(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks))
     }
 
-    /// This rank's tokens of a micro-batch, of which a training drops something.
+    /// This rank's tokens of a micro-batch, with the dropout of a training step.
     fn dropping(&self, step: u64, batches: &[Batch], index: usize) -> Result<Part> {
         let before = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
         let local = self.local(&batches[index])?;
@@ -157,8 +159,9 @@ impl Rank<'_> {
         })
     }
 
-    /// What of this rank's tokens of a batch is dropped in a step, where adapters or attention have dropout. The batch's first
-    /// token has the number `before`: numbers are of places in the step's batches, which every mesh fills with the same tokens.
+    /// The dropout of this rank's tokens of a batch in a step, where adapters or attention have any. It follows from the tokens'
+    /// indices among the places of the step's batches, which every mesh fills with the same tokens; `before` is the index of the
+    /// batch's first place.
     fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<Drops>> {
         let decoder = &self.setup.decoder;
         if decoder.lora().is_none_or(|lora| lora.dropout == 0.0) && decoder.config().attention_dropout() == 0.0 {
@@ -168,7 +171,7 @@ impl Rank<'_> {
         let first = before + self.first_token(batch, index);
         let numbers: Vec<usize> = (first..first + part.tokens.len()).collect();
         let numbers = self.layout(&part)?.shard(self.groups.cp.rank(), &numbers, 1)?;
-        // Steps and seeds do not meet before one of them fills half of the word.
+        // Seed and step share a word, and do not meet before one of them fills half of it.
         Ok(Some(Drops::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
     }
 
@@ -178,8 +181,8 @@ impl Rank<'_> {
         let (layout, rank) = (self.layout(&part)?, cp.rank());
         let tokens = layout.shard(rank, &part.tokens, 1)?;
         let targets = layout.shard(rank, &part.targets, 1)?;
-        // What a rotary base may depend on must not depend on how rows are dealt: the length of the rows, not of a part's
-        // longest document.
+        // A rotary base may depend on the sequence length, which must not depend on how rows are dealt: it is the length of the
+        // rows, not that of the longest document in a part.
         let context = Context::new(cp.clone(), Arc::new(layout), self.config.strategy)?
             .growing_to(batch.length)
             .with_tensor_parallel(tensor.clone())
@@ -187,7 +190,7 @@ impl Rank<'_> {
         Ok(Part { tokens, targets, context })
     }
 
-    /// Hidden states of this rank's tokens `[T, C]` behind the last norm, and the parameters of the output head.
+    /// Hidden states of this rank's tokens `[T, C]` after the last norm, and the parameters of the output head.
     fn last(&self, local: &Part) -> Result<(Tensor, StoredWeights)> {
         let decoder = &self.setup.decoder;
         let last = hidden(decoder, &self.shards, &local.tokens, &local.context).map_err(model_error)?;
@@ -197,7 +200,7 @@ impl Rank<'_> {
         Ok((last, head))
     }
 
-    /// The logits of a batch `[B * S, V]`, 0 in padding: of all ranks, on each.
+    /// The logits of a batch `[B * S, V]`, 0 in padding, gathered from all ranks on every rank.
     pub(crate) fn logits(&self, batch: &Batch) -> Result<Vec<f32>> {
         let local = self.local(batch)?;
         let (last, head) = self.last(&local)?;
@@ -224,13 +227,13 @@ impl Rank<'_> {
         Ok(logits)
     }
 
-    /// The part of a batch's rows that a rank takes, and which it is.
+    /// The index of the part of a batch's rows that a rank takes, and that part.
     fn part(&self, batch: &Batch, rank: usize) -> Result<(usize, Batch)> {
         let (_, index) = self.setup.mesh.topology.place(rank, "dp")?;
         Ok((index, batch.part(index, self.config.data_ranks())))
     }
 
-    /// The place of a part's first token in the batch.
+    /// Index in the batch of a part's first token.
     fn first_token(&self, batch: &Batch, index: usize) -> usize {
         (0..index).map(|i| batch.part(i, self.config.data_ranks()).tokens.len()).sum()
     }

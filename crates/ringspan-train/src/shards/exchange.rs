@@ -1,27 +1,27 @@
-//! An all-to-all that is started, computed past, and then waited for.
+//! An all-to-all that is started, runs while the rank computes, and is then waited for.
 
 use crate::error::Result;
 use ringspan::comm::{Buffer, Communicator, Pending};
 use std::{cell::Cell, sync::Arc};
 
-/// Exchanges among the ranks of a group. All of them start the same ones, in the same order.
+/// Exchanges among the ranks of a group. All ranks start the same exchanges, in the same order.
 pub(crate) struct Exchange {
     group: Arc<dyn Communicator>,
-    /// Of the next exchange.
+    /// Tag of the next exchange's messages.
     tag: Cell<u64>,
 }
 
-/// An exchange that has been started.
+/// An exchange that was started.
 pub(crate) struct UnderWay {
     rank: usize,
     own: Arc<Buffer>,
     sends: Vec<Box<dyn Pending>>,
-    /// From the other ranks, in their order.
+    /// Messages from the other ranks, in rank order.
     receives: Vec<Box<dyn Pending>>,
 }
 
 impl Exchange {
-    /// The group is used for nothing else: exchanges number their messages.
+    /// The group must be used for nothing else: exchanges number their messages.
     pub(crate) fn new(group: Arc<dyn Communicator>) -> Self {
         Self { group, tag: Cell::new(0) }
     }
@@ -44,7 +44,7 @@ impl Exchange {
 }
 
 impl UnderWay {
-    /// What each rank sent here, in rank order.
+    /// Waits for the exchange and returns what each rank sent here, in rank order.
     pub(crate) fn finish(self) -> Result<Vec<Arc<Buffer>>> {
         let mut parts = Vec::with_capacity(self.receives.len() + 1);
         for receive in self.receives {

@@ -1,4 +1,4 @@
-//! Portions of a unit's parameters laid end to end, and cut into one shard a rank.
+//! Portions of a unit's parameters laid end to end, and cut into one shard per rank.
 
 use crate::{
     checkpoint::{Columns, Numbers, Region, Slice},
@@ -8,11 +8,11 @@ use ringspan_candle::Portion;
 use ringspan_candle::transfers::{Download, Parameter};
 use std::ops::Range;
 
-/// Portions of a unit's parameters as one row of numbers. Shards are the same size to within one number: nothing has to
+/// Portions of a unit's parameters as one row of elements. Shards have the same size to within one element: nothing has to
 /// divide.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Flat {
-    /// Each with its place in the row.
+    /// The portions, each with its range in the row.
     portions: Vec<(Portion, Range<usize>)>,
     len: usize,
     ranks: usize,
@@ -22,19 +22,19 @@ pub(crate) struct Flat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece<'a> {
     pub(crate) portion: &'a Portion,
-    /// Elements of the portion.
+    /// Range of the piece in the portion.
     pub(crate) of_portion: Range<usize>,
-    /// The same elements of the shard.
+    /// Range of the same elements in the shard.
     pub(crate) of_shard: Range<usize>,
 }
 
-/// A portion as one piece.
+/// The piece that is a whole portion.
 pub(crate) fn whole_piece(portion: &Portion) -> Piece<'_> {
     Piece { portion, of_portion: 0..portion.len(), of_shard: 0..portion.len() }
 }
 
 impl Piece<'_> {
-    /// The same elements of the whole parameter.
+    /// The piece's elements as a region of the whole parameter.
     pub(crate) fn region(&self) -> Region {
         let Portion { rows, columns, .. } = self.portion;
         let before = rows.start * columns.len();
@@ -45,7 +45,8 @@ impl Piece<'_> {
         }
     }
 
-    /// Row by row, which of its elements lie together, and where the first of them is in the whole parameter.
+    /// The contiguous stretches of the piece, one per row: its range in the piece, and the index of its first element in the
+    /// whole parameter.
     fn rows(&self) -> impl Iterator<Item = (Range<usize>, usize)> {
         let Portion { rows, columns, .. } = self.portion;
         let (wide, width) = (columns.len().max(1), self.portion.width());
@@ -56,14 +57,15 @@ impl Piece<'_> {
         })
     }
 
-    /// Copies its values to their places in the whole parameter.
+    /// Copies the piece's values to their places in the whole parameter.
     pub(crate) fn put(&self, values: &[f32], whole: &mut [f32]) {
         for (own, at) in self.rows() {
             whole[at..at + own.len()].copy_from_slice(&values[own]);
         }
     }
 
-    /// Its values, from what [`Self::of_rows`] says of the whole parameter, from `first` on.
+    /// Picks the piece's values from `rows`, which are rows of the whole parameter from row `first` on, at least
+    /// [`Self::of_rows`].
     pub(crate) fn pick(&self, first: usize, rows: &[f32]) -> Vec<f32> {
         let mut values = Vec::with_capacity(self.of_portion.len());
         let before = first * self.portion.whole[1..].iter().product::<usize>();
@@ -74,7 +76,7 @@ impl Piece<'_> {
         values
     }
 
-    /// Where it has elements in the first dimension of the whole parameter.
+    /// The range of the whole parameter's first dimension in which the piece has elements.
     pub(crate) fn of_rows(&self) -> Range<usize> {
         let Portion { whole, dim, rows, columns, .. } = self.portion;
         let (wide, in_first) = (columns.len().max(1), whole[1..*dim].iter().product::<usize>().max(1));
@@ -82,7 +84,7 @@ impl Piece<'_> {
         (rows.start + from) / in_first..(rows.start + to).div_ceil(in_first)
     }
 
-    /// Its values under a name, for a checkpoint.
+    /// The piece's values as a slice of a checkpoint, under a name.
     pub(crate) fn slice(&self, name: String, values: Numbers) -> Slice {
         let Region { columns, elements } = self.region();
         Slice { name, columns, start: elements.start, values }
@@ -101,23 +103,23 @@ impl Flat {
         Self { portions, len, ranks }
     }
 
-    /// Whether there is nothing to share.
+    /// Whether the row has no elements.
     pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Numbers in the row.
+    /// Number of elements in the row.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Where the shard of a rank lies in the row.
+    /// The range of a rank's shard in the row.
     pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
         let at = |rank: usize| (self.len as u128 * rank as u128 / self.ranks as u128) as usize;
         at(rank)..at(rank + 1)
     }
 
-    /// What the shard of a rank holds, in its order.
+    /// The pieces of portions that the shard of a rank consists of, in its order.
     pub(crate) fn pieces(&self, rank: usize) -> impl Iterator<Item = Piece<'_>> {
         self.portions.iter().filter_map(move |(portion, place)| {
             let (of_portion, of_shard) = self.common(place, rank)?;
@@ -125,14 +127,14 @@ impl Flat {
         })
     }
 
-    /// What a portion has in the shard of a rank: counted in the portion, and in the shard.
+    /// The elements that a portion at `place` and the shard of a rank share: their range in the portion, and in the shard.
     fn common(&self, place: &Range<usize>, rank: usize) -> Option<(Range<usize>, Range<usize>)> {
         let shard = self.shard(rank);
         let (start, end) = (place.start.max(shard.start), place.end.min(shard.end));
         (start < end).then(|| (start - place.start..end - place.start, start - shard.start..end - shard.start))
     }
 
-    /// The portions from the shards of all ranks.
+    /// Puts the portions together from the shards of all ranks.
     pub(crate) fn whole<'a, 's>(&'a self, shards: &[&'s [f32]]) -> Result<Vec<(&'a Portion, Parameter<'s>)>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
@@ -148,23 +150,23 @@ impl Flat {
         Ok(self.portions.iter().map(parameter).collect())
     }
 
-    /// The portions.
+    /// The portions, in the order of the row.
     pub(crate) fn portions(&self) -> impl Iterator<Item = &Portion> {
         self.portions.iter().map(|(portion, _)| portion)
     }
 
-    /// Numbers of each portion.
+    /// Number of elements in each portion.
     pub(crate) fn sizes(&self) -> impl Iterator<Item = usize> {
         self.portions.iter().map(|(portion, _)| portion.len())
     }
 
-    /// Takes the gradients of its portions: their shards, one for each rank.
+    /// Takes the gradients of the portions and cuts them into shards, one for each rank.
     pub(crate) fn cut(&self, gradients: &mut Download) -> Result<Vec<Vec<f32>>> {
         let mut shards: Vec<Vec<f32>> =
             (0..self.ranks).map(|rank| Vec::with_capacity(self.shard(rank).len())).collect();
         for (portion, place) in &self.portions {
             let (name, shape) = (portion.key(), portion.shape());
-            // Sums over passes and ranks are f32, whatever a gradient comes in.
+            // Sums over passes and ranks are f32, whatever type a gradient comes in.
             let fits = gradients.take(&name, |dims, values| {
                 let fits = dims == shape;
                 for (rank, shard) in shards.iter_mut().enumerate().filter(|_| fits) {

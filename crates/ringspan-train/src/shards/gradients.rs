@@ -1,4 +1,4 @@
-//! Gradients, summed over the ranks while the next unit is computed, of which each rank keeps its shard.
+//! Reduce-scatters gradients: they are summed over the ranks while the next unit is computed, and each rank keeps its shard.
 
 use super::{Shards, Sums, exchange::UnderWay, numbers};
 use crate::error::{Error, Result};
@@ -9,12 +9,12 @@ use ringspan_models::gradients::Gradients;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// The sums so far of a step's gradients, this rank's shards of them.
+/// The sums so far of a step's gradients: this rank's shards of them.
 pub(crate) struct GradientShards<'a> {
     shards: &'a Shards,
     sums: Sums,
     under_way: Option<(Unit, Vec<UnderWay>)>,
-    /// The unit whose gradients a GPU copies while it computes the next one's.
+    /// The unit whose gradients are copied from a GPU while it computes the next one's.
     coming: Option<(Unit, Download)>,
 }
 
@@ -23,7 +23,8 @@ impl<'a> GradientShards<'a> {
         Self { shards, sums: Sums::new(), under_way: None, coming: None }
     }
 
-    /// Takes this rank's gradients of a unit. They are on their way when this returns: to the CPU first, if a GPU has them.
+    /// Adds this rank's gradients of a unit. They are on their way when this returns: to the other ranks, or first from the GPU
+    /// to the CPU.
     pub(crate) fn add(&mut self, unit: Unit, gradients: Gradients) -> Result<()> {
         let gradients = self.shards.transfers.download(self.by_portion(unit, gradients)?)?;
         if gradients.is_here() {
@@ -35,7 +36,7 @@ impl<'a> GradientShards<'a> {
         }
     }
 
-    /// The same with a gradient for each portion, where a parameter has several.
+    /// Splits the gradient of each parameter of which this rank has several portions into one gradient per portion.
     fn by_portion(&self, unit: Unit, mut gradients: Gradients) -> Result<Gradients> {
         let (mut parts, mut whole) = (Gradients::new(), BTreeSet::new());
         for portion in self.shards.held(unit)?.iter().flat_map(|shard| shard.flat.portions()) {
@@ -49,9 +50,9 @@ impl<'a> GradientShards<'a> {
         Ok(gradients)
     }
 
-    /// Sends each holder its part of a unit's gradients.
+    /// Sends each holder its shard of a unit's gradients.
     fn send(&mut self, unit: Unit, mut gradients: Download) -> Result<()> {
-        // One unit at a time: what is under way takes as much memory as the unit itself.
+        // Only one unit is under way at a time: its messages take as much memory as the unit itself.
         self.settle()?;
         let mut under_way = Vec::new();
         for shard in self.shards.held(unit)?.iter().filter(|shard| shard.trained) {
@@ -66,7 +67,7 @@ impl<'a> GradientShards<'a> {
         Ok(())
     }
 
-    /// Adds what is under way to the sums, in rank order: the same bits whoever comes first.
+    /// Adds the gradients that are under way to the sums, in rank order: the bits do not depend on which message comes first.
     fn settle(&mut self) -> Result<()> {
         let Some((unit, under_way)) = self.under_way.take() else { return Ok(()) };
         let sums = under_way.into_iter().map(sum).collect::<Result<Vec<_>>>()?;
@@ -77,7 +78,7 @@ impl<'a> GradientShards<'a> {
         Ok(())
     }
 
-    /// The sums over all micro-batches and over the ranks that keep the same shards.
+    /// Completes the sums over all micro-batches, and over the ranks that keep the same shards.
     pub(crate) fn finish(mut self) -> Result<Sums> {
         if let Some((unit, gradients)) = self.coming.take() {
             self.send(unit, gradients)?;
@@ -87,7 +88,7 @@ impl<'a> GradientShards<'a> {
             let trained = self.shards.held(*unit)?.iter().filter(|shard| shard.trained);
             for (shard, sum) in trained.zip(sums) {
                 let copies = &self.shards.families[shard.family].copies;
-                // Alone there is nothing to add, and no reason to hold the unit once more.
+                // A rank alone has nothing to add, and need not hold the unit once more.
                 if copies.size() > 1 {
                     copies.all_reduce(sum)?;
                 }
@@ -97,7 +98,7 @@ impl<'a> GradientShards<'a> {
     }
 }
 
-/// The sum of what all ranks sent.
+/// Waits for an exchange and sums what all ranks sent.
 fn sum(under_way: UnderWay) -> Result<Vec<f32>> {
     let mut sum: Option<Vec<f32>> = None;
     for (rank, part) in under_way.finish()?.into_iter().enumerate() {

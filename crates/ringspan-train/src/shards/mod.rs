@@ -1,10 +1,8 @@
-//! Parameters, gradients and optimiser state cut across ranks (FSDP; Zhao et al., 2023, and ZeRO; Rajbhandari et al.,
-//! 2020).
+//! Parameters, gradients and optimiser state sharded over ranks (FSDP; Zhao et al., 2023, and ZeRO; Rajbhandari et al., 2020).
 //!
-//! A unit's parameters are gathered while the unit before is computed, and let go after it; its gradients are summed
-//! over the ranks, each rank keeping its shard, while the next unit is computed. With a single rank everything is here
-//! and nothing moves. Where ranks share layers or experts, each has its portions of a unit, and shares them with the other
-//! holders only.
+//! A unit's parameters are all-gathered while the unit before is computed, and freed after their use; its gradients are
+//! reduce-scattered while the next unit is computed. With a single rank nothing moves. With tensor or expert parallelism, each
+//! rank has its portions of a unit, and shares them only with the other holders, which have the same portions.
 
 mod exchange;
 mod flat;
@@ -33,30 +31,30 @@ use ringspan_models::{Decoder, Parameters};
 use std::{cell::RefCell, collections::BTreeMap, ops::Range, sync::Arc};
 use stored::{StoredFlat, StoredShard, stack, weight};
 
-/// This rank's shard of every unit.
+/// This rank's shards of all units.
 pub(crate) struct Shards {
     sharing: Sharing,
     /// The ranks of this rank's copy of the model.
     copy: Arc<dyn Communicator>,
     families: Vec<Family>,
     units: BTreeMap<Unit, Vec<Shard>>,
-    /// What this rank keeps of matrices that stay as they are stored, by family.
+    /// This rank's shards of matrices that stay as they are stored, each with its family.
     stored: BTreeMap<Unit, Vec<(usize, StoredFlat, StoredShard)>>,
-    /// To where whole parameters are computed with, and back. Shards stay on the CPU, in f32.
+    /// Copies gathered parameters to the device that computes, and gradients back. Shards stay on the CPU, in f32.
     transfers: Transfers,
-    /// The unit that is on its way here.
+    /// The unit that was prefetched.
     ahead: RefCell<Option<(Unit, Ahead)>>,
 }
 
-/// The ranks that hold what this one holds as one of a family.
+/// The groups of ranks that hold the same portions as this one, for one family.
 struct Family {
-    /// Those that keep a shard each.
+    /// Exchanges among the ranks that keep a shard each.
     exchange: Exchange,
-    /// Those that keep the same shard.
+    /// The ranks that keep the same shard.
     copies: Arc<dyn Communicator>,
 }
 
-/// A shard of a family's portions of a unit: of those that are trained, or of those that stay as they are.
+/// A shard of a family's portions in a unit: either of the trained ones, or of the frozen ones.
 struct Shard {
     family: usize,
     trained: bool,
@@ -64,26 +62,26 @@ struct Shard {
     values: Arc<Buffer>,
 }
 
-/// The shards of all holders of a unit's portions, under way.
+/// An all-gather of a unit's portions that is under way.
 struct Gathering {
-    /// In the order of the unit's shards.
+    /// Exchanges of f32 shards, in the order of the unit's shards.
     numbers: Vec<UnderWay>,
-    /// The bytes of matrices that stay as they are stored, where a rank does not keep them whole.
+    /// Exchanges of the bytes of matrices that stay as they are stored, of those that the rank does not keep whole.
     stored: Vec<UnderWay>,
 }
 
-/// A unit that was announced, or nothing of it.
+/// A unit that was prefetched; the default is one of which nothing has begun.
 #[derive(Default)]
 struct Ahead {
-    /// None where it has not begun, or where a rank is alone.
+    /// None where it has not begun, or where the copy of the model is on a single rank.
     gathering: Option<Gathering>,
-    /// Where it is computed with, in the order of its shards.
+    /// Memory on the device that computes, in the order of the unit's shards.
     reserved: Vec<Reserved>,
 }
 
 impl Shards {
-    /// The shards of this rank of `world`, which is copies of `sharing`, one behind the other; `read` gives the values of a
-    /// piece, `read_stored` those of matrices that stay as they are stored, and `device` computes with them.
+    /// The shards of this rank of `world`, which consists of copies of `sharing`'s ranks, one after the other. `read` returns the
+    /// values of a piece, `read_stored` the rows and columns of a matrix that stays as it is stored; `device` computes with them.
     pub(crate) fn new(
         decoder: &Decoder,
         world: &dyn Communicator,
@@ -136,17 +134,17 @@ impl Shards {
         &self.copy
     }
 
-    /// Whether this rank's shards of what is trained are in no other rank's checkpoint file.
+    /// Whether this rank writes its shards of a family to checkpoints: it is the first of the ranks that keep the same ones.
     fn keeps(&self, family: usize) -> bool {
         self.families[family].copies.rank() == 0
     }
 
-    /// Of each piece of what is trained that this rank is the first to hold.
+    /// This rank's trained pieces that it writes to checkpoints, as the first of the ranks that keep them.
     pub(crate) fn kept(&self) -> impl Iterator<Item = Piece<'_>> {
         self.trained().filter(|shard| self.keeps(shard.family)).flat_map(|shard| self.pieces_of(shard))
     }
 
-    /// This rank's pieces of what is trained.
+    /// This rank's pieces of trained parameters.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         self.trained().flat_map(|shard| self.pieces_of(shard))
     }
@@ -159,7 +157,7 @@ impl Shards {
         shard.flat.pieces(self.families[shard.family].exchange.group().rank())
     }
 
-    /// The pieces that this rank is the first to hold, to be written while training goes on.
+    /// The values of the pieces that this rank writes to checkpoints; they share the shards' memory while training goes on.
     pub(crate) fn slices(&self) -> Vec<Slice> {
         let mut slices = Vec::new();
         for shard in self.trained().filter(|shard| self.keeps(shard.family)) {
@@ -185,7 +183,7 @@ impl Shards {
         self.units.iter().map(of_unit).sum()
     }
 
-    /// Calls `update` with each of this rank's pieces of what is trained, its values, and its gradient.
+    /// Calls `update` with each of this rank's trained pieces, its values, and its gradient.
     pub(crate) fn update(
         &mut self,
         gradients: &Sums,
@@ -196,7 +194,7 @@ impl Shards {
             let mut of_unit = gradients.get(unit).into_iter().flatten();
             for shard in shards.iter_mut().filter(|shard| shard.trained) {
                 let gradient = of_unit.next().ok_or_else(missing)?;
-                // Another rank may hold this buffer still, or a checkpoint be written from it: they keep the old values.
+                // Another rank, or the thread that writes a checkpoint, may still hold this buffer: it keeps the old values.
                 let Buffer::F32(values) = Arc::make_mut(&mut shard.values) else { continue };
                 for piece in shard.flat.pieces(self.families[shard.family].exchange.group().rank()) {
                     update(&piece, &mut values[piece.of_shard.clone()], &gradient[piece.of_shard.clone()])?;
@@ -228,7 +226,7 @@ impl Shards {
         self.stored.get(&unit).map_or(&[], Vec::as_slice)
     }
 
-    /// The portions of the unit's matrices that stay as they are stored.
+    /// Puts together the unit's portions of matrices that stay as they are stored.
     fn stored_portions(&self, unit: Unit, under_way: Vec<UnderWay>) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
         let (mut all, mut under_way) = (Vec::new(), under_way.into_iter());
         for (_, flat, kept) in self.held_stored(unit) {
@@ -241,13 +239,13 @@ impl Shards {
         Ok(all)
     }
 
-    /// Memory for the unit, where it is computed with.
+    /// Reserves memory for the unit on the device that computes.
     fn reserved(&self, unit: Unit) -> Result<Vec<Reserved>> {
         let reserved = |shard: &Shard| Ok(self.transfers.reserve(&shard.flat.sizes().collect::<Vec<_>>())?);
         self.held(unit)?.iter().map(reserved).collect()
     }
 
-    /// The portions of the unit, when all shards are here.
+    /// Waits for all shards of a unit and puts its portions together on the device that computes.
     fn finish(&self, unit: Unit, Ahead { gathering, reserved }: Ahead) -> Result<StoredWeights> {
         let gathering = gathering.map_or_else(|| self.gather(unit), Ok)?;
         let reserved = reserved.into_iter().chain(std::iter::repeat_with(Reserved::default));
@@ -304,7 +302,8 @@ impl Parameters for Shards {
         let whole = || {
             let ahead = match self.ahead.take() {
                 Some((announced, ahead)) if announced == unit => ahead,
-                // Announced but not asked for: it has to arrive all the same, or it would be taken for the next.
+                // A unit that was prefetched but is not asked for has to be received all the same, or it would be taken for the
+                // next one.
                 Some((_, Ahead { gathering: Some(gathering), .. })) => {
                     let all = gathering.numbers.into_iter().chain(gathering.stored);
                     all.into_iter().try_for_each(|under_way| under_way.finish().map(drop))?;
@@ -318,7 +317,7 @@ impl Parameters for Shards {
     }
 }
 
-/// Part of a shard, kept as it is even if the rank goes on.
+/// A part of a shard; it keeps its values even if the rank updates the shard.
 struct Stretch {
     shard: Arc<Buffer>,
     range: Range<usize>,
@@ -330,7 +329,7 @@ impl AsRef<[f32]> for Stretch {
     }
 }
 
-/// The numbers of a shard; none if it is something else, which its length then tells.
+/// The elements of an f32 shard; none for a buffer of another type, which its length then reveals.
 fn numbers(buffer: &Buffer) -> &[f32] {
     match buffer {
         Buffer::F32(values) => values,

@@ -1,4 +1,4 @@
-//! Matrices that nobody trains and that stay as their file stores them: shards of their bytes.
+//! Frozen matrices that stay as their file stores them: shards of their bytes.
 
 use super::Stretch;
 use crate::error::{Error, Result};
@@ -8,14 +8,15 @@ use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
 use ringspan_candle::{Portion, Weight};
 use std::{collections::BTreeMap, ops::Range, sync::Arc};
 
-/// The formats of such matrices, by the names of the parameters.
+/// The formats of the matrices that stay as they are stored, by parameter name.
 pub(crate) type Formats = BTreeMap<String, Format>;
 
-/// Gives some rows and columns of a matrix by its name. The matrices `[out, in]` of experts that are one parameter lie one behind
-/// the other.
+/// Reads some rows and columns of a matrix by its name. The matrices `[out, in]` of experts in one parameter count as one matrix,
+/// one below the other.
 pub(crate) type ReadMatrix<'a> = dyn FnMut(&str, Range<usize>, Range<usize>) -> Result<QuantizedMatrix> + 'a;
 
-/// Portions of such matrices of a unit, with the same holders, as one row of bytes. Shards are the same size to within a byte.
+/// A unit's portions of such matrices that have the same holders, as one row of bytes. Shards have the same size to within a
+/// byte.
 #[derive(Debug, Clone)]
 pub(crate) struct StoredFlat {
     portions: Vec<StoredPortion>,
@@ -28,30 +29,31 @@ struct StoredPortion {
     portion: Portion,
     region: Region,
     format: Format,
-    /// Bytes of a row of it.
+    /// Bytes of one row of the portion.
     row: usize,
-    /// Its place in the row of bytes.
+    /// The portion's range in the row of bytes.
     place: Range<usize>,
 }
 
-/// Where a portion is in what is stored: rows and columns of one matrix, or the same rows and columns of several experts'.
+/// The place of a portion in a stored matrix: rows and columns of one matrix, or the same rows and columns of several experts'
+/// matrices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Region {
     experts: Range<usize>,
-    /// Rows of the matrix of one expert.
+    /// Number of rows in the matrix of one expert.
     outputs: usize,
-    /// Rows and columns, of each expert.
+    /// Rows and columns in the matrix of each expert.
     rows: Range<usize>,
     pub(super) columns: Range<usize>,
 }
 
 impl Region {
-    /// The rows and columns of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
+    /// The region of a portion of a matrix `[out, in]`, or of a parameter `[e, in, out]` of experts, whose matrices are stored as
     /// `[out, in]`.
     pub(super) fn new(portion: &Portion) -> Self {
         let Portion { whole, dim, rows, columns, .. } = portion;
         match (&whole[..], dim) {
-            // Ranks share the outputs of each expert, or nothing of it.
+            // Ranks cut the outputs of each expert, or do not cut it.
             (&[_, inputs, outputs], 2) => {
                 Self { experts: shrunk(rows, inputs), outputs, rows: columns.clone(), columns: 0..inputs }
             }
@@ -62,12 +64,12 @@ impl Region {
         }
     }
 
-    /// Rows of all of it.
+    /// Number of rows of all experts together.
     fn len(&self) -> usize {
         self.experts.len() * self.rows.len()
     }
 
-    /// Some of its rows, one behind the other.
+    /// Reads some of the region's rows as one matrix.
     fn read(&self, name: &str, rows: Range<usize>, read: &mut ReadMatrix) -> Result<QuantizedMatrix> {
         let Self { experts, outputs, rows: of_expert, columns } = self;
         if rows.is_empty() {
@@ -93,7 +95,7 @@ impl Region {
     }
 }
 
-/// A range counted in groups of `each`, which it is made of.
+/// A range of elements as a range of groups of `each` elements.
 fn shrunk(range: &Range<usize>, each: usize) -> Range<usize> {
     range.start / each.max(1)..range.end / each.max(1)
 }
@@ -115,18 +117,18 @@ impl StoredFlat {
         self.len == 0
     }
 
-    /// Bytes in the row.
+    /// Number of bytes in the row.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Where the shard of a rank lies in the row.
+    /// The range of a rank's shard in the row.
     fn shard(&self, rank: usize) -> Range<usize> {
         let at = |rank: usize| (self.len as u128 * rank as u128 / self.ranks as u128) as usize;
         at(rank)..at(rank + 1)
     }
 
-    /// What a rank keeps of it.
+    /// Reads what a rank keeps of these portions.
     pub(super) fn keep(&self, rank: usize, read: &mut ReadMatrix) -> Result<StoredShard> {
         if self.ranks == 1 {
             let whole = |StoredPortion { portion, region, .. }: &StoredPortion| {
@@ -149,7 +151,7 @@ impl StoredFlat {
         Ok(StoredShard::Part(Arc::new(Buffer::U8(bytes))))
     }
 
-    /// The portions from the shards of all ranks. Those that lie in one shard share its bytes.
+    /// Puts the portions together from the shards of all ranks. A portion that lies in one shard shares its bytes.
     pub(super) fn whole(&self, shards: &[Arc<Buffer>]) -> Result<Vec<(&Portion, QuantizedMatrix)>> {
         for (rank, shard) in shards.iter().enumerate() {
             let expected = self.shard(rank).len();
@@ -174,15 +176,15 @@ impl StoredFlat {
         self.portions.iter().map(|portion| Ok((&portion.portion, matrix(portion)?))).collect()
     }
 
-    /// The portions, where a rank keeps all of them.
+    /// The portions of a rank that keeps all of them.
     pub(super) fn alone<'a>(&'a self, matrices: &[QuantizedMatrix]) -> Vec<(&'a Portion, QuantizedMatrix)> {
         self.portions.iter().map(|portion| &portion.portion).zip(matrices.iter().cloned()).collect()
     }
 }
 
-/// What a rank keeps of such matrices.
+/// The part of a family's stored matrices that a rank keeps.
 pub(super) enum StoredShard {
-    /// All of them: ranks of one process share their bytes.
+    /// The whole matrices: ranks of one process share their bytes.
     Whole(Vec<QuantizedMatrix>),
     /// A shard of their bytes.
     Part(Arc<Buffer>),
@@ -195,7 +197,7 @@ impl StoredShard {
     }
 }
 
-/// What layers compute with: the matrix of a portion, or those of its experts.
+/// The weight that layers compute with: the matrix of a portion, or the matrices of its experts.
 pub(super) fn weight(portion: &Portion, matrix: QuantizedMatrix) -> Result<Weight> {
     match portion.whole.len() {
         3 => Ok(QuantizedStack::new(matrix, Region::new(portion).rows.len())?.into()),
@@ -203,7 +205,7 @@ pub(super) fn weight(portion: &Portion, matrix: QuantizedMatrix) -> Result<Weigh
     }
 }
 
-/// One matrix of parts that a rank has of several, one behind the other.
+/// Joins matrices of the same width, one below the other.
 pub(super) fn stack(parts: &[QuantizedMatrix]) -> Result<QuantizedMatrix> {
     let rows = parts.iter().map(|part| part.dims().0).sum();
     let Some(first) = parts.first() else { return Err(Error::Model("a matrix of no parts".into())) };
@@ -211,7 +213,7 @@ pub(super) fn stack(parts: &[QuantizedMatrix]) -> Result<QuantizedMatrix> {
     Ok(QuantizedMatrix::new(first.format(), rows, first.dims().1, bytes.into())?)
 }
 
-/// The bytes of a shard; none if it is something else, which its length then tells.
+/// The bytes of a shard; none for a buffer of another type, which its length then reveals.
 fn bytes_of(buffer: &Buffer) -> &[u8] {
     match buffer {
         Buffer::U8(bytes) => bytes,

@@ -1,4 +1,4 @@
-//! Whole parameters, put together from the pieces of all ranks of a copy: for what is saved, and for comparisons.
+//! Puts whole parameters together from the shards of all ranks of a copy, for export and for comparisons.
 
 use super::{Shard, Shards, Sums, numbers};
 use crate::error::{Error, Result};
@@ -9,19 +9,20 @@ use ringspan_models::Decoder;
 use std::collections::BTreeMap;
 
 impl Shards {
-    /// The parameters of a unit, whole, on the first rank of the copy. All its ranks call this.
+    /// The whole parameters of a unit, on the first rank of the copy; empty on the others. All its ranks must call this.
     pub(crate) fn whole(&self, decoder: &Decoder, unit: Unit) -> Result<Weights> {
         let own: Vec<&[f32]> = self.held(unit)?.iter().map(|shard| numbers(&shard.values)).collect();
         self.together(decoder, unit, &own, |_| true)
     }
 
-    /// The gradients of a unit's trained parameters, whole, on the first rank of the copy. All its ranks call this.
+    /// The whole gradients of a unit's trained parameters, on the first rank of the copy; empty on the others. All its ranks must
+    /// call this.
     pub(crate) fn whole_gradients(&self, decoder: &Decoder, unit: Unit, sums: &Sums) -> Result<Weights> {
         let own: Vec<&[f32]> = sums.get(&unit).into_iter().flatten().map(Vec::as_slice).collect();
         self.together(decoder, unit, &own, |trained| trained)
     }
 
-    /// Whole parameters from shards of those that are asked for, by whether they are trained.
+    /// Gathers whole parameters from shards; `own` are this rank's, and `asked` chooses between trained and frozen ones.
     fn together(&self, decoder: &Decoder, unit: Unit, own: &[&[f32]], asked: impl Fn(bool) -> bool) -> Result<Weights> {
         let sharing = &self.sharing;
         let gives = |rank: usize, family: usize| sharing.is_cut() || sharing.holders(rank, family)[0] == rank;

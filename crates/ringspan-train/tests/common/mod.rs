@@ -1,4 +1,4 @@
-//! A tiny model, a small text, and an observer that remembers.
+//! A tiny model, a small text, and an observer that records what happens, for all tests.
 #![allow(dead_code)] // Each test file uses its part.
 
 use ringspan_models::{Config, Decoder, folder};
@@ -29,7 +29,7 @@ pub(crate) fn tiny_model(folder_path: &Path) -> PathBuf {
     path
 }
 
-/// What makes the tiny model one of experts, whose load is kept even.
+/// The keys that turn the tiny model into a mixture of experts with an auxiliary loss.
 pub(crate) fn experts() -> serde_json::Value {
     serde_json::json!({
         "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -38,7 +38,7 @@ pub(crate) fn experts() -> serde_json::Value {
     })
 }
 
-/// Makes the tiny model in a folder such a one.
+/// Replaces the tiny model in a folder by a mixture of experts.
 pub(crate) fn sparse(path: &Path) {
     let mut json = tiny_config();
     json.as_object_mut().unwrap().extend(experts().as_object().unwrap().clone());
@@ -46,7 +46,8 @@ pub(crate) fn sparse(path: &Path) {
     folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
 }
 
-/// Makes the tiny model in a folder one of latent attention, whose experts are chosen with a correction that is not trained.
+/// Replaces the tiny model in a folder by one with latent attention, whose experts are chosen with a correction that is not
+/// trained.
 pub(crate) fn latent(path: &Path) {
     let json = serde_json::json!({
         "model_type": "deepseek_v3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64,
@@ -62,11 +63,11 @@ pub(crate) fn latent(path: &Path) {
     folder::save(path, &json, &weights).unwrap();
 }
 
-/// The parameter that no gradient trains, and what it is.
+/// The parameter that is never trained, and its values.
 pub(crate) const CORRECTED: &str = "model.layers.1.mlp.gate.e_score_correction_bias";
 pub(crate) const CORRECTION: [f32; 6] = [0.2, -0.1, 0.05, 0.3, -0.2, 0.1];
 
-/// Makes the tiny model in a folder one whose experts are in one tensor for each parameter, and whose heads have sinks.
+/// Replaces the tiny model in a folder by one whose experts are one tensor per parameter, and whose heads have sinks.
 pub(crate) fn stacked(path: &Path) {
     let json = serde_json::json!({
         "model_type": "gpt_oss", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 24,
@@ -77,7 +78,7 @@ pub(crate) fn stacked(path: &Path) {
     folder::save(path, &json, &decoder.init(5).unwrap()).unwrap();
 }
 
-/// Settings of a run on the tiny model and the text of `root`, in a folder called `name` there.
+/// Settings of a run on the tiny model and the text in `root`, whose output folder is `name` there.
 pub(crate) fn of_tiny_model(root: &Path, name: &str) -> Settings {
     Settings {
         model: Some(root.join("tiny")),
@@ -102,7 +103,7 @@ pub(crate) fn text(folder_path: &Path) -> PathBuf {
     path
 }
 
-/// Conversations of long questions and short answers, and the template that writes them.
+/// Conversations of long questions and short answers, and their chat template.
 pub(crate) fn conversations(folder_path: &Path) -> (PathBuf, PathBuf) {
     let (data, template) = (folder_path.join("chat.jsonl"), folder_path.join("template.jinja"));
     let say = |role: &str, words: String| serde_json::json!({ "role": role, "content": words });
@@ -120,7 +121,7 @@ pub(crate) fn conversations(folder_path: &Path) -> (PathBuf, PathBuf) {
     (data, template)
 }
 
-/// Keeps what happened; stops the run after a step where asked.
+/// Records the events of a run; stops it after the step in `stop_after`.
 #[derive(Debug, Default)]
 pub(crate) struct Memory<'a> {
     pub(crate) plan: Plan,

@@ -1,5 +1,4 @@
-//! Dropout of attention's weights is the same on every mesh, for every accumulation and recomputation, and off where nothing is
-//! learnt.
+//! Dropout of attention's weights is the same on every mesh, for every accumulation and recomputation, and off in evaluation.
 
 use crate::common::{of_tiny_model, run, text, tiny_config, tiny_model};
 use ringspan_train::{Settings, TrainConfig, plan};
@@ -19,7 +18,7 @@ fn settings(root: &Path, name: &str) -> Settings {
     }
 }
 
-/// The tiny model with this share in its configuration.
+/// Writes the tiny model with `share` as dropout in its configuration.
 fn model(root: &Path, share: f64) {
     let path = tiny_model(root);
     let mut json = tiny_config();

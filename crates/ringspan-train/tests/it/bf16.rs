@@ -1,4 +1,4 @@
-//! Training in bf16 on CPUs goes as in f32, on every mesh, and a run may change over and go on elsewhere.
+//! Training in bf16 on CPUs learns nearly the same as in f32, on every mesh; a resumed run may change the type and the mesh.
 
 use crate::common::{Memory, run, sparse, stacked, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
@@ -21,7 +21,7 @@ fn settings(root: &Path, name: &str, dtype: &str) -> Settings {
     }
 }
 
-/// Trains in f32 on one rank, and in bf16 on each mesh: no loss is further from that of f32 than `bound` of it.
+/// Trains in f32 on one rank, and in bf16 on each mesh; asserts that no loss is off from that of f32 by more than `bound` of it.
 #[track_caller]
 fn stay_close(root: &Path, what: &str, bound: f64, change: &Settings, meshes: &[(&str, Settings)]) {
     let settings = |name: &str, dtype: &str| {
@@ -52,7 +52,8 @@ fn mesh(ring: usize, ulysses: usize, tp: usize, recompute: &str) -> Settings {
     }
 }
 
-/// Losses differ by the rounding of the forward pass, and by what ten steps make of gradients that are wrong by a hundredth.
+/// Losses differ by the rounding of the forward pass, and by what ten steps of gradients that are off by a hundredth do to
+/// weights.
 #[test]
 fn losses_stay_close_on_every_mesh_and_a_run_goes_on_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
@@ -69,7 +70,7 @@ fn losses_stay_close_on_every_mesh_and_a_run_goes_on_elsewhere() {
     stay_close(root, "", 5e-3, &Settings::default(), &meshes);
     let adapters = Settings { lora_rank: Some(4), lora_dropout: Some(0.1), ..Settings::default() };
     stay_close(root, "adapters, ", 5e-3, &adapters, &meshes[..4]);
-    // Checkpoints are f32, so that another mesh goes on with them in either type.
+    // Checkpoints are f32, so another mesh can go on with them in either type.
     for (dtype, ring, tp) in [("bf16", 2, 2), ("f32", 1, 1)] {
         let args = TrainArgs {
             dry_run: false,
@@ -90,7 +91,7 @@ fn losses_stay_close_on_every_mesh_and_a_run_goes_on_elsewhere() {
     }
 }
 
-/// What was computed again gives the gradients of what was kept, to the bit: both are rounded alike.
+/// Recomputed activations give the gradients of stored ones, to the bit: both are rounded alike.
 #[test]
 fn what_is_recomputed_changes_no_loss() {
     let folder = tempfile::tempdir().unwrap();
@@ -111,7 +112,7 @@ fn what_is_recomputed_changes_no_loss() {
     assert_eq!(losses("keep-attention"), kept);
 }
 
-/// Routers compute in f32, but of activations in bf16: near a tie a token may go to another expert than in f32.
+/// Routers compute in f32, but from activations in bf16: near a tie, a token may go to another expert than in f32.
 #[test]
 fn losses_of_sparse_models_stay_close_on_every_mesh() {
     let folder = tempfile::tempdir().unwrap();

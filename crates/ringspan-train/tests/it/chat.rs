@@ -1,4 +1,4 @@
-//! Conversations become the text, the tokens and the mask that transformers makes of them.
+//! Conversations become the text, the tokens and the loss mask that transformers makes of them.
 
 use ringspan_train::{
     Tokenizer,

@@ -1,4 +1,4 @@
-//! Which documents are learned, which judge, and what becomes of those that are longer than a sequence.
+//! Which documents are trained on, which are for evaluation, and how those longer than a sequence are treated.
 
 use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, plan, train};
@@ -19,7 +19,7 @@ fn a_model_is_judged_by_texts_of_their_own_by_a_share_or_not_at_all() {
     let root = folder.path();
     tiny_model(root);
     let data = text(root);
-    // Nine bytes and an end: nine targets.
+    // Nine bytes and an end of text have nine targets.
     let judges = root.join("judges.txt");
     fs::write(&judges, "nine byte").unwrap();
     let (outcome, memory) = run(Settings { eval_data: Some(judges.clone()), ..settings(root, "own") });
@@ -28,7 +28,7 @@ fn a_model_is_judged_by_texts_of_their_own_by_a_share_or_not_at_all() {
     let all: usize =
         fs::read_to_string(&data).unwrap().lines().map(|line| line.len() - "{\"text\":\"\"}".len() + 1).sum();
     let words = memory.plan.data.replace(',', "");
-    // Nothing predicts the first token of each of the forty texts.
+    // The first token of each of the forty texts is never a target.
     let counts = format!("{all} tokens read {} tokens learned", all - 40);
     assert!(words.contains(&counts), "{words}: {counts}");
 
@@ -40,7 +40,7 @@ fn a_model_is_judged_by_texts_of_their_own_by_a_share_or_not_at_all() {
     };
     assert!(targets(Some(0.4), "more") > 2 * targets(None, "usual"));
 
-    // Inside the data it is not learned.
+    // An evaluation file inside the training data is not learned.
     let inside = root.join("corpus");
     fs::create_dir(&inside).unwrap();
     fs::copy(&data, inside.join("train.jsonl")).unwrap();
@@ -86,7 +86,7 @@ fn conversations_are_never_cut_in_two_and_the_plan_counts_those_that_are_too_lon
     let message = planned(short).unwrap_err();
     assert!(message.contains("every document is longer than 16 tokens") && message.contains("--overlong"), "{message}");
 
-    // On every mesh, and resumed at any step, the same.
+    // The losses are the same on every mesh, and when the run is resumed at any step.
     let (whole, expected) = run(chat("whole", None));
     for (name, ring, packing) in [("ring", 3, None), ("dealt", 1, Some("balanced"))] {
         let settings = Settings { ring: Some(ring), packing: packing.map(String::from), ..chat(name, None) };

@@ -1,4 +1,4 @@
-//! Runs that are as long as their text, and not so many steps.
+//! Runs whose length is given as passes over their text, not in steps.
 
 use crate::common::{Memory, of_tiny_model, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
@@ -15,7 +15,7 @@ fn settings(root: &Path, name: &str) -> Settings {
     }
 }
 
-/// As many steps as the tokens of the text take; the same on every mesh, and when the run goes on for longer.
+/// A run has as many steps as the tokens of the text take, on every mesh, and when it is resumed for longer.
 #[test]
 fn epochs_are_passes_over_the_text_on_every_mesh() {
     let folder = tempfile::tempdir().unwrap();
@@ -26,7 +26,7 @@ fn epochs_are_passes_over_the_text_on_every_mesh() {
     let plan = ringspan_train::plan(&TrainConfig::resolve(epochs.clone()).unwrap()).unwrap();
     assert_eq!(plan.tokens_per_step, 4 * 64);
     let passes = plan.passes.unwrap();
-    // The last step is rounded up.
+    // The number of steps is rounded up.
     assert!(
         passes >= 1.5 && passes * (plan.steps - 1) as f64 / (plan.steps as f64) < 1.5,
         "{passes} in {}",
@@ -43,7 +43,7 @@ fn epochs_are_passes_over_the_text_on_every_mesh() {
     assert_eq!(outcome.step, plan.steps);
     let tokens: u64 = plan.steps * plan.tokens_per_step;
     assert_eq!(memory.steps.last().unwrap().tokens, tokens);
-    // What a resumed run begins with is counted in steps, and more of either may be asked for.
+    // The run's folder keeps the length in steps, and a resumed run may ask for more steps or more epochs.
     let kept = fs::read_to_string(outcome.out.join("train.toml")).unwrap();
     assert!(kept.contains(&format!("steps = {}", plan.steps)) && !kept.contains("epochs"), "{kept}");
     let more = TrainArgs {

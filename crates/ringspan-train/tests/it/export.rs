@@ -1,4 +1,4 @@
-//! A model folder can be made of any checkpoint of a run.
+//! A model folder can be exported from any checkpoint of a run.
 
 use crate::common::{Memory, of_tiny_model, run, text, tiny_model};
 use ringspan_models::folder::{self, SavedType};
@@ -55,7 +55,7 @@ fn a_stopped_run_has_a_model_of_each_of_its_checkpoints() {
     let mut memory = Memory { stop_after: Some((4, &stop)), ..Memory::default() };
     let config = TrainConfig::resolve(settings(root, "cut")).unwrap();
     assert!(train(&config, &stop, &mut memory).unwrap().interrupted);
-    // Into its own folder, as at its end; and that of another step, rounded, elsewhere.
+    // The newest checkpoint is exported to the run's own folder, as at its end, and another step's, rounded, elsewhere.
     assert_eq!(export(&config.out, None, None, None).unwrap().step, 4);
     let other = root.join("three");
     assert_eq!(export(&config.out, Some(3), Some(&other), Some(SavedType::Bf16)).unwrap().step, 3);

@@ -1,4 +1,4 @@
-//! Failures measured in another system's context parallelism, where they concern training (B3 to B5, B7 and B8 are in
+//! Failures measured in another system's context parallelism that concern training (B3 to B5, B7 and B8 are tested in
 //! `ringspan-serve`). Every rank holds real tokens, rows are ragged, and differences are relative L2.
 
 use crate::common::{run, text, tiny_model};
@@ -7,7 +7,7 @@ use ringspan_models::folder;
 use ringspan_train::Settings;
 use std::path::Path;
 
-/// One plain gradient step: what the weights move by is the gradient.
+/// Takes one plain gradient step: the weights move by the gradient times the learning rate.
 fn step(root: &Path, ring: usize, dp_replicate: usize) -> (f64, Weights) {
     let (outcome, memory) = run(Settings {
         model: Some(root.join("tiny")),
@@ -34,7 +34,7 @@ fn values(weights: &Weights, name: &str) -> Vec<f32> {
     weights[name].flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Relative L2 of the movement of each parameter on two meshes, and the share of parameters that moved.
+/// Largest relative L2 difference between the movements of a parameter on two meshes; asserts that every parameter moved on one.
 fn worst(before: &Weights, one: &Weights, many: &Weights) -> f64 {
     let mut worst = 0.0f64;
     for name in before.keys() {
@@ -47,7 +47,7 @@ fn worst(before: &Weights, one: &Weights, many: &Weights) -> f64 {
     worst
 }
 
-/// B1: gradients stayed sums over a rank's own tokens.
+/// B1: gradients were only summed over a rank's own tokens.
 #[test]
 fn b1_gradients_are_summed_over_all_ranks_of_the_ring() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -58,13 +58,13 @@ fn b1_gradients_are_summed_over_all_ranks_of_the_ring() {
     let (_, one) = step(root, 1, 1);
     for ring in [2, 3, 5] {
         let (_, many) = step(root, ring, 1);
-        // The stored weights are rounded, so the step read off them is good to about 1e-5.
+        // The stored weights are rounded, so the step computed from them is accurate to about 1e-5.
         let worst = worst(&before, &one, &many);
         assert!(worst <= 5e-5, "ring {ring}: gradients differ by {worst:e}");
     }
 }
 
-/// B2: the loss was divided by a rank's own number of targets.
+/// B2: the loss was divided by the number of a rank's own targets.
 #[test]
 fn b2_the_loss_divides_by_the_targets_of_all_ranks() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -78,7 +78,7 @@ fn b2_the_loss_divides_by_the_targets_of_all_ranks() {
     }
 }
 
-/// B6: with context parallelism built in, the other axes broke where it was off.
+/// B6: the other axes failed where context parallelism was built in but not used.
 #[test]
 fn b6_other_axes_work_where_the_ring_is_one() {
     let folder_ = tempfile::tempdir().unwrap();

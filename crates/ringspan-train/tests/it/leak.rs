@@ -23,7 +23,7 @@ fn batch(change: Option<usize>) -> Batch {
     Batch::new(&Packer::once(&store, &Fit::text(&store), 64, usize::MAX), 64)
 }
 
-/// Log-probability of every target of the batch, in the batch's order.
+/// Log-probabilities of all targets of the batch, in the batch's order.
 fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f32> {
     let decoder = Decoder::new(serde_json::from_value::<Config>(tiny_config()).unwrap()).unwrap();
     let weights = ringspan_candle::model::stored(decoder.init(5).unwrap());
@@ -58,7 +58,7 @@ fn a_changed_token_moves_only_its_own_documents_later_predictions() {
             let b = log_probs(&after, layout, ring, ulysses);
             for i in 0..before.tokens.len() {
                 let in_document = (start..start + LENGTHS[1]).contains(&i);
-                // The token before the changed one has another target; from the changed one on, another past.
+                // The token before the changed one has another target; the tokens from it on have another past.
                 let moves = in_document && i + 1 >= start + changed && before.targets[i] != IGNORE;
                 assert_eq!(
                     a[i].to_bits() != b[i].to_bits(),

@@ -1,4 +1,4 @@
-//! The loss really falls, on real text, over two ranks. The text is one that nobody edits, so that the bounds hold for good.
+//! The loss falls on real text, over two ranks. The text is one that nobody edits, so the bounds stay valid.
 
 use crate::common::run;
 use ringspan_train::Settings;

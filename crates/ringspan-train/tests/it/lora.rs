@@ -1,4 +1,4 @@
-//! Adapters are trained, resumed and saved on any mesh, and the model they stand beside stays as it is.
+//! Adapters are trained, resumed and saved on any mesh, and their base model stays unchanged.
 
 use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_candle::Weights;
@@ -71,7 +71,7 @@ fn every_mesh_trains_the_same_adapters_beside_an_unchanged_model() {
     assert_eq!(std::fs::read(root.join("tiny/model.safetensors")).unwrap(), before);
 }
 
-/// Experts with adapters, whole and by their width on several ranks, cut and not, and a run that goes on on another mesh.
+/// Ranks share experts with adapters whole or by their width, with sharding and without, and a run is resumed on another mesh.
 #[test]
 fn every_mesh_trains_the_same_adapters_of_experts() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -95,7 +95,7 @@ fn every_mesh_trains_the_same_adapters_of_experts() {
         }
         near(what, &adapter::load(got).unwrap().weights, &wanted.weights, 1e-4);
     };
-    // Two ranks share whole experts, or their width, or four both; some of them with rows of their own.
+    // Ranks share whole experts, or their width, or both; some of them have rows of their own.
     let uncut = Settings { sharding: Some("none".into()), ..mesh(1, 2, 2, 2, 1) };
     let meshes = [
         mesh(1, 2, 1, 2, 1),
@@ -165,7 +165,7 @@ fn a_resumed_run_trains_the_same_adapters_bit_for_bit_and_merges_them() {
     near("merged", &merged, &expected, 1e-7);
 }
 
-/// The same adapter beside the same model goes on in a new run, on any mesh, and is saved as one of that model.
+/// A new run continues the training of an adapter beside the same model, on any mesh, and saves it as an adapter of that model.
 #[test]
 fn an_adapter_is_trained_on_by_a_new_run() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -177,12 +177,12 @@ fn an_adapter_is_trained_on_by_a_new_run() {
     let began = adapter::load(&first.out).unwrap();
     let on = |name: &str| Settings { model: Some(first.out.clone()), lora_rank: None, ..settings(root, name) };
 
-    // Nothing changes where nothing is learned.
+    // A step with a learning rate of 0 changes nothing.
     let (same, memory) = run(Settings { lr: Some(0.0), steps: Some(1), ..on("same") });
     let kept = adapter::load(&same.out).unwrap();
     assert_eq!((&kept.lora, &kept.base, values(&kept.weights)), (&began.lora, &began.base, values(&began.weights)));
     assert_eq!(same.beside, Some(root.join("tiny").canonicalize().unwrap()));
-    // It begins as the merged model does, whatever trains that.
+    // The first loss is that of the merged model, whether the adapter or the merged model is trained.
     let whole = Settings { merge_adapter: Some(true), lr: Some(0.0), steps: Some(1), ..on("whole") };
     let (merged, of_merged) = run(whole);
     assert!((memory.steps[0].loss - of_merged.steps[0].loss).abs() < 1e-5);
@@ -199,7 +199,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
     }
     near("mesh", &adapter::load(&many.out).unwrap().weights, &trained.weights, 1e-4);
 
-    // A run that is resumed goes on from its own checkpoint.
+    // A resumed run goes on from its own checkpoint, not from the adapter that it began with.
     std::fs::remove_dir_all(second.out.join("checkpoints/step-000006")).unwrap();
     let resumed = Settings { resume: Some(second.out.clone()), ..Settings::default() };
     let args = TrainArgs { dry_run: false, config: None, settings: resumed };
@@ -207,7 +207,7 @@ fn an_adapter_is_trained_on_by_a_new_run() {
         train(&TrainConfig::from_args(&args).unwrap(), &AtomicBool::new(false), &mut Memory::default()).unwrap();
     assert_eq!(values(&adapter::load(&again.out).unwrap().weights), values(&trained.weights));
 
-    // What is said of the adapter must be what it is.
+    // Settings that contradict the adapter in the folder are refused.
     let refused = |change: Settings, words: &[&str]| {
         let message = TrainConfig::resolve(change.over(&on("refused")).unwrap()).unwrap_err().to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{message}");

@@ -1,4 +1,4 @@
-//! Adapters with dropout are trained to the same losses on every mesh, and looked at without it.
+//! Adapters with dropout are trained to the same losses on every mesh, and evaluated without dropout.
 
 use crate::common::{of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::adapter;
@@ -31,7 +31,7 @@ fn every_mesh_and_every_recomputation_has_the_same_losses() {
     assert!(expected.plan.training.contains("dropout 0.4"), "{}", expected.plan.training);
     assert_eq!(adapter::load(&one.out).unwrap().lora.dropout, 0.4);
     let (_, without) = run(Settings { lora_dropout: None, ..settings(root, "without") });
-    // New adapters say nothing, whatever of their input is dropped.
+    // New adapters add nothing, whatever of their input is dropped.
     assert_eq!(without.steps[0].loss, expected.steps[0].loss);
     assert!((without.steps[4].loss - expected.steps[4].loss).abs() > 1e-3, "nothing is dropped");
     let mesh = |dp_replicate, dp_shard, ring, ulysses, tp| Settings {
@@ -61,7 +61,7 @@ fn every_mesh_and_every_recomputation_has_the_same_losses() {
     }
 }
 
-/// Tokens travel to their experts, and what is dropped of them stays the same.
+/// Tokens travel to their experts, and their dropout stays the same.
 #[test]
 fn a_sparse_model_drops_the_same_on_every_mesh_however_it_is_computed_again() {
     let folder_ = tempfile::tempdir().unwrap();

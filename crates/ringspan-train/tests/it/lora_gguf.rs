@@ -1,4 +1,4 @@
-//! Adapters beside a GGUF file are those beside the same weights in a folder.
+//! Adapters beside a GGUF file equal those beside the same weights in a folder.
 
 use crate::common::{Memory, run, text};
 use candle_core::quantized::gguf_file::{self, Content, Value};
@@ -11,7 +11,7 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// A Qwen3 of 8 bits in `root/model.gguf` with the tokenizer of a fixture, and what is read of it in `root/folder`.
+/// Writes a Qwen3 of 8 bits to `root/model.gguf`, with the tokenizer of a fixture, and its decoded weights to `root/folder`.
 fn models(root: &Path) {
     let fixture =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures/gguf/tokenizer-qwen2.gguf");
@@ -56,7 +56,7 @@ fn models(root: &Path) {
     tokenizer.save(root.join("folder/tokenizer.json"), false).unwrap();
 }
 
-/// GGUF's name of a parameter.
+/// The name of a parameter in GGUF files.
 fn stored(name: &str) -> String {
     [
         ("model.layers.", "blk."),
@@ -106,7 +106,7 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     let (of_file, memory) = run(settings(root, "model.gguf", "of-file"));
     assert!(expected.steps[5].loss < expected.steps[0].loss - 0.1, "{:?}", expected.losses());
     assert_eq!(memory.losses(), expected.losses());
-    // Two layers of 32 wide: A and B of rank 4 beside matrices of 32, 16 and 64 rows.
+    // In two layers of width 32, A and B of rank 4 are beside matrices of 32, 16 and 64 rows.
     let training = &memory.plan.training;
     assert!(training.starts_with("a new LoRA adapter of rank 4, 4,096 of "), "{training}");
     assert_eq!(of_file.beside, Some(root.join("model.gguf")));
@@ -114,7 +114,7 @@ fn an_adapter_beside_a_gguf_file_is_that_beside_its_weights_in_a_folder() {
     assert_eq!(saved.base, Base::Gguf(root.join("model.gguf").canonicalize().unwrap()));
     assert_eq!(values(&saved.weights), values(&adapter::load(&root.join("of-folder")).unwrap().weights));
 
-    // Whoever reads the adapter gets its model with it, and its tokenizer.
+    // A reader of the adapter finds its model and its tokenizer.
     let origin = Origin::at(&of_file.out).unwrap();
     assert!(origin.tokenizer().unwrap().is_some());
     let (config, merged) = origin.load().unwrap();

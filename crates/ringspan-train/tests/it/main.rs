@@ -1,4 +1,4 @@
-//! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
+//! All tests that need no process of their own, linked once as one program. A new file of tests is a module here.
 
 #[path = "../common/mod.rs"]
 mod common;

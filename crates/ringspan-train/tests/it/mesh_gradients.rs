@@ -1,4 +1,4 @@
-//! Every parameter's gradient is that of one rank, on every mesh.
+//! Every parameter's gradient on every mesh equals that on one rank.
 
 use crate::meshes::{meshes, meshes_of_experts};
 use ringspan::comm::ranks::Ranks;
@@ -10,14 +10,14 @@ use ringspan_train::{
     trial,
 };
 
-/// A gradient may be so far from that of one rank, by its own length.
+/// Largest difference between a gradient and that of one rank, relative to its norm.
 const TOLERANCE: f64 = 1e-5;
 
-/// Rows that up to eight ranks have unequal parts of, and their tokens.
+/// Rows, of which up to eight ranks have unequal parts, and their tokens.
 const ROWS: usize = 9;
 const LENGTH: usize = 29;
 
-/// Some rows are of one document, some of several, and some are padded.
+/// A batch with rows of one document, rows of several, and padded ones.
 fn batch(vocabulary: u32) -> Batch {
     let kinds: [&[usize]; 3] = [&[LENGTH], &[11, 1, 17], &[5, 13]];
     let sequence = |row: usize| {
@@ -44,7 +44,7 @@ fn model(change: serde_json::Value) -> (Decoder, Weights) {
 }
 
 fn step((decoder, weights): &(Decoder, Weights), settings: Settings) -> Trial {
-    // The file is not read: the batch is here.
+    // The token file is not read: the batch is in memory.
     let settings = Settings { tokens: Some("none".into()), threads: Some(1), ..settings };
     let config = TrainConfig::resolve(settings).unwrap();
     let batch = batch(decoder.config().vocab_size as u32);
@@ -59,8 +59,8 @@ fn size(values: &[f32]) -> f64 {
     norm(values.iter().map(|x| f64::from(*x)))
 }
 
-/// The step of one rank. Each gradient must be one that can be compared: where large terms cancel to nearly nothing, the
-/// sum is as far off as they are rounded, whatever its own length.
+/// The step of one rank. Asserts that each gradient can be compared: where large terms cancel to nearly nothing, a sum is as
+/// inaccurate as the terms are rounded, whatever its own norm.
 fn one_rank(model: &(Decoder, Weights)) -> Trial {
     let one = step(model, Settings { ring: Some(1), ..Settings::default() });
     let each = |values: &[f32]| size(values) / (values.len() as f64).sqrt();
@@ -72,11 +72,11 @@ fn one_rank(model: &(Decoder, Weights)) -> Trial {
     one
 }
 
-/// What was found on all meshes.
+/// The differences found on all meshes.
 #[derive(Default)]
 struct Found {
     meshes: usize,
-    /// Of all gradients.
+    /// The largest relative difference of all gradients.
     worst: f64,
     wrong: Vec<String>,
 }
@@ -109,7 +109,7 @@ impl Found {
     }
 }
 
-/// Norms and biases, heads that share keys, and an embedding that is the head, too.
+/// The model has norms and biases, query heads that share keys, and an embedding that is also the head.
 #[test]
 fn each_gradient_is_that_of_one_rank_on_every_mesh() {
     let model = model(serde_json::json!({ "model_type": "qwen3", "attention_bias": true }));
@@ -126,7 +126,7 @@ fn each_gradient_is_that_of_one_rank_on_every_mesh() {
     found.check();
 }
 
-/// Experts dealt, cut by their width, copied, with loads kept even over all ranks.
+/// Experts are dealt to ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
 #[test]
 fn each_gradient_of_a_sparse_model_is_that_of_one_rank_on_every_mesh_of_its_experts() {
     let model = model(crate::common::experts());

@@ -1,4 +1,4 @@
-//! The mesh is a way to compute, not a part of the result.
+//! Losses and weights do not depend on the mesh that computes them.
 
 use crate::common::{Memory, conversations, of_tiny_model, run, text, tiny_model};
 use crate::meshes::{meshes, meshes_of_experts};
@@ -78,7 +78,7 @@ fn losses_norms_held_out_losses_and_trained_weights_are_those_of_one_rank_on_eve
     }
 }
 
-/// Experts dealt, cut by their width, copied, with loads kept even over all ranks.
+/// Experts are dealt to ranks, cut by their width and copied, and an auxiliary loss balances their load over all ranks.
 #[test]
 fn a_sparse_model_learns_the_same_on_every_mesh_of_its_experts() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -128,7 +128,7 @@ fn micro_batches_add_up_to_one_batch() {
     same("2 x 8 sequences", &two, &one);
 }
 
-/// A mixture of experts whose routers are pressed towards an even load, counted over all ranks.
+/// Only answers are learned, so some rows, and the parts of some ranks, have no target.
 #[test]
 fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -143,7 +143,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
         batch_size: Some(3),
         ..settings(root, name)
     };
-    // What the three steps of three rows are made of.
+    // These are the batches of the three steps, of three rows each.
     let tokenizer = Tokenizer::read(&root.join("tiny/tokenizer.json")).unwrap();
     let parsed = Template::read(&template, None).unwrap();
     let encoder = Encoder::new(&tokenizer, Some(&parsed));
@@ -174,7 +174,7 @@ fn conversations_train_alike_where_rows_and_ranks_have_nothing_to_learn() {
             Settings { ring: Some(ring), ulysses: Some(ulysses), dp_replicate: Some(dp_replicate), ..settings(&name) };
         same(&name, &run(mesh).1, &one);
     }
-    // Loss over the answers only is not loss over all words.
+    // The loss over answers alone is not the loss over all words.
     let all = root.join("all.jsonl");
     let line = |d: &ringspan_train::data::Text| match &d.content {
         ringspan_train::data::Content::Chat { messages, tools } => {
@@ -208,13 +208,13 @@ fn balanced_packing_learns_from_the_same_tokens_on_every_mesh() {
     assert_eq!(in_order.steps[2].tokens, one.steps[2].tokens);
 }
 
-/// A rotary base that depends on the length of the text: the length is the batch's, not that of a rank's part of it.
+/// A rotary base that depends on the sequence length takes the length of the batch's rows, not that of a rank's part of them.
 #[test]
 fn a_dynamic_rotary_base_is_the_same_on_every_mesh() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     let path = tiny_model(root);
-    // Rows whose longest documents differ.
+    // The longest documents of the rows differ.
     let line = |i: usize| serde_json::json!({ "text": "abcdefg ".repeat(1 + i * 5 % 11) }).to_string();
     std::fs::write(root.join("text.jsonl"), (0..120).map(line).collect::<Vec<_>>().join("\n")).unwrap();
     let mut json = crate::common::tiny_config();

@@ -1,4 +1,4 @@
-//! What a step says of how well it used the machine.
+//! How well a step used the machine, as its metrics say.
 
 use crate::common::{run, tiny_model};
 use ringspan_train::Settings;
@@ -8,7 +8,7 @@ fn imbalance_is_that_of_the_layout_and_shares_are_shares() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     tiny_model(root);
-    // One document a row.
+    // Each row is a part of one document.
     let line = serde_json::json!({ "text": "a".repeat(2000) }).to_string();
     std::fs::write(root.join("text.jsonl"), [line.clone(), line].join("\n")).unwrap();
     let settings = |layout: &str| Settings {

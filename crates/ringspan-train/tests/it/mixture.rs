@@ -1,4 +1,4 @@
-//! Several sources: who is learned how much, on every mesh, and from any step on.
+//! Several sources are learned in their shares, on every mesh, and from any step on.
 
 use crate::common::{Memory, conversations, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, plan, train};
@@ -88,7 +88,7 @@ fn the_plan_says_what_is_read_and_learned_of_each_source() {
         assert!(words.contains(part), "{part}: {words}");
     }
     assert!(plan(&["text.jsonl", "chat.jsonl"]).unwrap().contains("2 sources, mixed by size: "));
-    // By size, all of them end a pass together.
+    // Sources that are mixed by size end a pass together.
     let sized = Settings { epochs: Some(2.0), steps: None, ..settings(&root, "sized", &["text.jsonl", "book.txt"]) };
     let sized = Settings { chat_template: None, ..sized };
     let sized = ringspan_train::plan(&TrainConfig::resolve(sized).unwrap()).unwrap();

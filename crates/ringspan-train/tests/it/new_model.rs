@@ -1,4 +1,4 @@
-//! New models of a shape that the user says: any model that can be read can be begun, trained, resumed and exported.
+//! New models of the user's shape: every family that can be read can be begun, trained, resumed and exported.
 
 use crate::common::{Memory, run, text, tiny_config};
 use ringspan_models::{Config, Decoder, folder};
@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-/// The tiny model's `config.json` with some keys changed, in a folder of its own.
+/// Writes the tiny model's `config.json`, with some keys changed, to a folder of its own.
 fn shape(root: &Path, more: Value) -> PathBuf {
     let mut json = tiny_config();
     json.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -75,7 +75,7 @@ fn a_new_model_is_resumed_bit_for_bit_and_exported_as_its_configuration_says() {
     let folder_ = tempfile::tempdir().unwrap();
     let root = folder_.path();
     text(root);
-    // Of another tokenizer: 128001 is no byte.
+    // The ids belong to another tokenizer: 128001 is no byte.
     let more = json!({ "initializer_range": 0.05, "eos_token_id": 128_001, "bos_token_id": 1, "mine": [1, 2] });
     let file = shape(root, more);
     let (whole, memory) = run(settings(root, "whole"));
@@ -95,13 +95,13 @@ fn a_new_model_is_resumed_bit_for_bit_and_exported_as_its_configuration_says() {
     assert_eq!((&json["mine"], &json["initializer_range"]), (&json!([1, 2]), &json!(0.05)));
     assert_eq!(Tokenizer::read(&whole.out.join("tokenizer.json")).unwrap().vocabulary(), 257);
 
-    // A folder names its file, and another seed is another model.
+    // `--model-config` may name the file's folder, and another seed makes another model.
     let parent = Settings { model_config: file.parent().map(PathBuf::from), ..settings(root, "folder") };
     assert_eq!(bytes(&run(parent).0.out), bytes(&whole.out));
     assert_ne!(bytes(&run(Settings { seed: Some(1), ..settings(root, "other") }).0.out), bytes(&whole.out));
 }
 
-/// What is read by a model after no step is what the decoder's own initialisation gives.
+/// A model saved after a step with learning rate 0 has the weights of the decoder's own initialisation.
 #[test]
 fn the_first_weights_are_those_of_a_new_decoder() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -154,7 +154,8 @@ fn a_tokenizer_lies_beside_the_configuration_or_is_named() {
     assert!(message.contains("nowhere.json"), "{message}");
 }
 
-/// Ids are of the tokenizer that made the tokens: with those of another one, whoever generates stops anywhere or never.
+/// The ids in the saved configuration must be the named tokenizer's: with those of another one, generation would stop anywhere or
+/// never.
 #[test]
 fn a_named_tokenizer_says_which_tokens_end_a_text() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -171,17 +172,17 @@ fn a_named_tokenizer_says_which_tokens_end_a_text() {
         ["eos", "bos", "pad"].map(|kind| json[format!("{kind}_token_id")].clone())
     };
     assert_eq!(exported("by-name", Some(&named)), [json!(256), Value::Null, Value::Null]);
-    // Its folder says it, too, and is heard first.
+    // The files in the tokenizer's folder name the end of a text, too, and win over its usual names.
     fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": {"content": "a"}}"#).unwrap();
     assert_eq!(exported("by-folder", Some(&named)), [json!(97), Value::Null, Value::Null]);
     fs::write(named.join("tokenizer_config.json"), r#"{"eos_token": "<|endoftext|>"}"#).unwrap();
     assert_eq!(exported("by-both", Some(&named.join("tokenizer.json"))), [json!(256), Value::Null, Value::Null]);
-    // Beside the configuration lies the tokenizer that it speaks of.
+    // The tokenizer next to the configuration is the one that the configuration's ids belong to.
     fs::copy(named.join("tokenizer.json"), root.join("shape/tokenizer.json")).unwrap();
     assert_eq!(exported("beside", None), [json!(100), json!(1), json!(2)]);
 }
 
-/// What lies beside the configuration was written for the tokenizer beside it.
+/// A chat template next to the configuration was written for the tokenizer next to it.
 #[test]
 fn the_chat_template_is_that_of_the_tokenizer() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -202,7 +203,7 @@ fn the_chat_template_is_that_of_the_tokenizer() {
     };
     let message = started("none", Some(root.join("named"))).unwrap_err();
     assert!(message.contains("has no chat template") && message.contains("--chat-template"), "{message}");
-    // Bytes have none.
+    // The byte-level tokenizer has no chat template.
     let message = started("bytes", None).unwrap_err();
     assert!(message.contains("has no chat template"), "{message}");
     fs::write(root.join("named/chat_template.jinja"), &template).unwrap();
@@ -212,19 +213,19 @@ fn the_chat_template_is_that_of_the_tokenizer() {
         assert_eq!(fs::read_to_string(out.join("chat_template.jinja")).unwrap(), template);
         assert!(fs::read_to_string(out.join("tokenizer_config.json")).unwrap().contains("endoftext"));
     }
-    // Of bytes nothing is written that speaks of another tokenizer.
+    // With the byte-level tokenizer, no file that belongs to another tokenizer is written.
     text(root);
     let (bytes, _) = run(Settings { steps: Some(1), ..settings(root, "text") });
     assert!(bytes.out.join("tokenizer.json").exists());
     assert!(!bytes.out.join("tokenizer_config.json").exists() && !bytes.out.join("chat_template.jinja").exists());
 
-    // Beside the configuration, with its tokenizer, it is the model's.
+    // With its tokenizer next to the configuration, the template there is the model's.
     fs::write(root.join("shape/tokenizer.json"), &tokenizer).unwrap();
     let message = started("beside", None).unwrap_err();
     assert!(message.contains("of another tokenizer"), "{message}");
 }
 
-/// The plan of a model that would not fit into any machine here is made at once: nothing is drawn for it.
+/// The plan of a model too large for any machine is made at once: no weights are drawn for it.
 #[test]
 fn the_plan_of_a_large_new_model_takes_no_weights() {
     let folder_ = tempfile::tempdir().unwrap();
@@ -263,7 +264,7 @@ fn a_shape_that_cannot_be_begun_is_refused_with_its_file() {
     shape(root, json!({ "max_position_embeddings": 64 }));
     let warned = plan(&TrainConfig::resolve(settings(root, "none")).unwrap()).unwrap().warning;
     assert!(warned.contains("96 tokens pass the 64") && warned.contains("raise max_position_embeddings"), "{warned}");
-    // Which a run that is resumed could not follow.
+    // A resumed run could not follow that advice.
     let (begun, _) = run(Settings { steps: Some(1), warmup: Some(0), ..settings(root, "begun") });
     let resume = Settings { resume: Some(begun.out), steps: Some(2), ..Settings::default() };
     let args = TrainArgs { settings: resume, ..TrainArgs::default() };

@@ -1,4 +1,4 @@
-//! `--recompute auto` computes as little again as the free memory allows, and says what that is.
+//! `--recompute auto` recomputes as little as the free memory allows, and says what that is.
 
 use crate::common::{of_tiny_model, run, text, tiny_config, tiny_model};
 use ringspan_candle::Recompute;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 const TOKENS: usize = 1 << 16;
 
-/// The plan of a narrow model of so many layers over a long sequence: what its layers keep takes nearly all of its memory.
+/// The plan of a narrow model of `layers` layers over a long sequence, whose stored activations take nearly all of its memory.
 fn plan_of(root: &Path, layers: usize, recompute: &str) -> Plan {
     let mut json = tiny_config();
     json["num_hidden_layers"] = layers.into();
@@ -38,7 +38,7 @@ fn the_least_is_computed_again_that_leaves_room() {
     assert_eq!(few.recompute, Recompute::Nothing);
     assert!(few.to_string().contains("--recompute auto is nothing, the least for which there is room"), "{few}");
     for (kept, chosen) in [("nothing", Recompute::KeepAttention), ("keep-attention", Recompute::Full)] {
-        // So many that what `kept` stores of them is a third more than auto may take.
+        // With so many layers, the activations that `kept` stores take a third more than auto may use.
         let of_layer = (plan_of(root, 12, kept).rank_bytes() - plan_of(root, 2, kept).rank_bytes()) / 10;
         let layers = usize::try_from(free * 6 / 5 / of_layer).unwrap();
         let auto = plan_of(root, layers, "auto");

@@ -1,4 +1,4 @@
-//! What cannot be trained is refused before anything is computed or written, with the numbers.
+//! Settings that cannot be trained are refused before anything is computed or written, with the numbers.
 
 use crate::common::{Memory, sparse, text, tiny_model};
 use ringspan_train::{Settings, TrainConfig, train};
@@ -111,7 +111,7 @@ fn a_loss_that_stays_high_stops_every_rank_with_a_checkpoint() {
         sequence_length: Some(64),
         ring: Some(2),
         optimizer: Some("sgd".into()),
-        // Learns nothing, so that losses go up and down with the text.
+        // The model learns nothing, so losses go up and down with the text.
         lr: Some(1e-9),
         spike_factor: Some(1.0001),
         spike_steps: Some(1),

@@ -1,4 +1,4 @@
-//! A run that was cut short and resumed is the run that was not.
+//! A run that was interrupted and resumed equals one that was not.
 
 use crate::common::{Memory, of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainArgs, TrainConfig, train};
@@ -39,7 +39,7 @@ fn losses_and_the_final_model_are_the_same_bit_for_bit() {
     let (cut, _) = run(settings(root, "cut"));
     assert_eq!(losses_on_disk(&whole.out), losses_on_disk(&cut.out), "the same run twice gives the same bits");
 
-    // As if the power had failed after step 7: the newest checkpoint is that of step 6.
+    // This is as if the power had failed after step 7: the newest checkpoint is that of step 6.
     fs::remove_dir_all(cut.out.join("checkpoints/step-000008")).unwrap();
     fs::remove_file(cut.out.join("model.safetensors")).unwrap();
     let (again, memory) = resumed(&cut.out, Settings::default()).unwrap();
@@ -141,7 +141,7 @@ fn families_whose_layers_are_their_own_go_on_on_any_mesh() {
     }
 }
 
-/// Runs of the first meshes, gone on with on all of them.
+/// Runs on each of the first meshes, and resumes each run on every mesh.
 #[track_caller]
 fn each_goes_on_from_each(root: &Path, meshes: &[Settings], first: usize) {
     for (from, saved) in meshes[..first].iter().enumerate() {
@@ -184,7 +184,7 @@ fn a_run_does_not_go_on_with_another_model_or_over_other_text() {
     assert!(message.contains("another model") && message.matches("parameters").count() == 2, "{message}");
 }
 
-/// Names and shapes stay the same, and each step would be another one.
+/// Names and shapes stay the same, but each step would compute something else.
 #[test]
 fn a_run_does_not_go_on_under_a_changed_configuration() {
     let folder = tempfile::tempdir().unwrap();
@@ -215,12 +215,12 @@ fn a_run_does_not_go_on_under_a_changed_configuration() {
             }
             assert!(!message.contains("hidden_size"), "{message}");
         }
-        // Nothing is computed with this one.
+        // This key does not affect computation.
         fs::write(&file, &text).unwrap();
         with("mine", "a word".into());
         let (_, memory) = resumed(&whole.out, more(2)).unwrap();
         assert_eq!(memory.steps.len(), 1);
-        // A checkpoint from before configurations were remembered goes on, as it did.
+        // A checkpoint without a configuration, as older versions wrote it, is resumed without this check.
         let state = whole.out.join("checkpoints/step-000002/state.json");
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
         assert!(json.as_object_mut().unwrap().remove("config").is_some());
@@ -231,7 +231,7 @@ fn a_run_does_not_go_on_under_a_changed_configuration() {
     }
 }
 
-/// A watchdog that begins anew compares nothing for ten steps.
+/// A watchdog without saved statistics would compare nothing for ten steps.
 #[test]
 fn a_spike_right_after_a_resume_is_found() {
     let folder = tempfile::tempdir().unwrap();
@@ -258,7 +258,7 @@ fn a_spike_right_after_a_resume_is_found() {
     let steps = losses_on_disk(&calm.out).len();
     assert!((14..=16).contains(&steps), "noticed after step {steps}");
 
-    // A checkpoint from before losses were remembered is read, and remembers none: the same run is not stopped.
+    // A checkpoint without losses, as older versions wrote it, is read with empty statistics: the same run is not stopped.
     fs::remove_dir_all(calm.out.join(format!("checkpoints/step-{steps:06}"))).unwrap();
     let mut json = json;
     json.as_object_mut().unwrap().remove("losses");
@@ -291,14 +291,14 @@ fn balanced_packing_and_conversations_go_on_where_they_stood() {
     assert_eq!(losses_on_disk(&again.out), losses_on_disk(&whole.out));
     let message = resumed(&cut.out, Settings { packing: Some("in-order".into()), ..Settings::default() });
     assert!(message.unwrap_err().to_string().contains("--packing cannot change"));
-    // Another template makes other tokens.
+    // Another chat template makes other tokens.
     let source = fs::read_to_string(&template).unwrap();
     fs::write(&template, source.replace("endoftext|>{% endfor", "endoftext|>.{% endfor")).unwrap();
     let message = resumed(&cut.out, Settings { steps: Some(9), ..Settings::default() }).unwrap_err().to_string();
     assert!(message.contains("another data"), "{message}");
 }
 
-/// Steps are seen to be no numbers before anything is updated, so what was trained until then is worth keeping.
+/// A step whose loss or gradient is not finite is noticed before anything is updated, so the state before it is worth saving.
 #[test]
 fn a_run_that_diverges_keeps_the_steps_before() {
     let folder = tempfile::tempdir().unwrap();
@@ -320,13 +320,13 @@ fn a_run_that_diverges_keeps_the_steps_before() {
             assert!(error.to_string().contains(word), "{error}");
         }
         assert!(config.out.join("checkpoints/step-000001/state.json").exists(), "{name}");
-        // Read, and told the same: its parameters are too far off for another step.
+        // The checkpoint is read, and the next step diverges again: its parameters are too far off.
         let again = resumed(&config.out, Settings { lr: Some(1e-3), ..Settings::default() }).unwrap_err();
         assert!(matches!(again, ringspan_train::Error::Diverged { step: 2, .. }), "{again}");
     }
 }
 
-/// What other settings decide by default stays as it was when those change.
+/// Defaults that follow from other settings keep their values when those settings change.
 #[test]
 fn a_resumed_run_keeps_its_batches_and_tells_of_other_learning_rates() {
     let folder = tempfile::tempdir().unwrap();
@@ -350,7 +350,7 @@ fn a_resumed_run_keeps_its_batches_and_tells_of_other_learning_rates() {
         ..TrainArgs::default()
     };
     assert_eq!(TrainConfig::from_args(&same).unwrap().warmup, Some(0), "a tenth of 8 steps, not of 40");
-    // A run that is cut shorter than its warm-up still ends.
+    // A run that is made shorter than its warm-up still ends.
     let (longer, _) = run(Settings { warmup: Some(6), ..settings(root, "longer") });
     let shorter = TrainArgs {
         settings: Settings { resume: Some(longer.out), steps: Some(4), ..Settings::default() },

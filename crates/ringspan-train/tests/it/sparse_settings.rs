@@ -1,4 +1,4 @@
-//! What settings mean for models with experts.
+//! Settings of models with experts.
 
 use crate::common::{Memory, of_tiny_model, run, sparse, text, tiny_model};
 use ringspan_models::adapter;
@@ -26,15 +26,15 @@ fn the_loss_of_routers_can_be_set_and_is_no_part_of_the_saved_model() {
         assert_eq!(saved["router_aux_loss_coef"], 0.5, "as the model says");
         memory.steps[0].loss
     };
-    // The model says 0.5.
+    // The model's configuration has a factor of 0.5.
     let (said, same, none, more) =
         (loss("said", None), loss("same", Some(0.5)), loss("none", Some(0.0)), loss("more", Some(1.0)));
     assert_eq!(said.to_bits(), same.to_bits());
     assert!(none + 0.4 < said && (more - said - (said - none)).abs() < 1e-5, "{none}, {said}, {more}");
 }
 
-/// However a step's sequences are dealt to micro-batches and ranks, the load is counted over all of them, and gradients agree; as
-/// Hugging Face does it, each micro-batch has a loss of its own.
+/// However a step's sequences are dealt to micro-batches and ranks, the load is counted over all of them, and gradients agree;
+/// with `micro-batch`, as Hugging Face does it, each micro-batch has a loss of its own.
 #[test]
 fn the_loss_of_routers_is_over_the_step_or_over_each_micro_batch() {
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn adapters_stand_beside_every_expert_and_beside_the_router_if_it_is_named() {
     let adapters = Settings { lora_rank: Some(2), ..settings(root, "adapters") };
     let (outcome, _) = run(adapters.clone());
     let saved = adapter::load(&outcome.out).unwrap();
-    // Two layers, each with four matrices of attention, and three of each of six experts.
+    // Each of two layers has four matrices in attention, and three in each of six experts.
     assert_eq!(saved.weights.len(), 2 * (4 + 3 * 6) * 2);
     assert!(saved.weights.contains_key("model.layers.1.mlp.experts.5.down_proj.lora_A.weight"));
     let router = |name: &str| Settings {

@@ -12,7 +12,7 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../ringspan-models/tests/fixtures")
 }
 
-/// Rows of tokens below 96, which all models here know.
+/// Rows of tokens below 96, which all models of this test have.
 fn tokens(root: &Path) -> PathBuf {
     let path = root.join("tokens.safetensors");
     let bytes: Vec<u8> = (0..4 * 48u32).flat_map(|i| (i * i * 31 % 96).to_le_bytes()).collect();
@@ -21,7 +21,7 @@ fn tokens(root: &Path) -> PathBuf {
     path
 }
 
-/// A run of three steps with adapters beside all linear layers: its losses, what it says of itself, and the adapter.
+/// Runs three steps with adapters beside all linear layers; returns the losses, the plan's line on training, and the adapter.
 fn adapted(root: &Path, model: &Path, name: &str, mesh: Settings) -> (Vec<f64>, String, Vec<f32>) {
     let settings = Settings {
         model: Some(model.to_owned()),
@@ -81,13 +81,13 @@ fn every_mesh_learns_what_one_rank_learns_beside_the_decoded_base() {
             }
             assert!(off(&own, &adapter) < 1e-3, "{family} on {name}: adapters differ by {:e}", off(&own, &adapter));
             assert!(said.contains("as they are stored (BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0)"), "{said}");
-            // 96 inner columns over two ranks are 48 each, which are no blocks of 32.
+            // Two ranks cut 96 inner columns into 48 each, which is no multiple of a block of 32.
             assert_eq!(said.contains("inside their blocks"), cuts_blocks, "{family} on {name}: {said}");
         }
     }
 }
 
-/// Ranks share experts, their width, or both.
+/// Meshes whose ranks share experts, their width, or both.
 fn meshes_of_experts() -> [(&'static str, Settings); 5] {
     let s = Settings::default;
     [
@@ -106,7 +106,7 @@ fn experts_stay_as_they_are_stored_on_every_mesh() {
     let gguf = |name: &str| fixtures().join(format!("gguf_families/{name}.gguf"));
     let in_bf16 = root.join("gpt-oss-bf16");
     rounded(&fixtures().join("gpt_oss"), &in_bf16);
-    // Two ranks have 48 of 96 inner columns each, which are no blocks of 32.
+    // Two ranks cut 96 inner columns into 48 each, which is no multiple of a block of 32.
     for (name, stored, formats, cut_inside) in [
         ("mixtral", gguf("mixtral"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),
         ("qwen3moe", gguf("qwen3moe"), "BF16, F16, IQ4_NL, Q4_0, Q5_0, Q8_0", true),
@@ -134,7 +134,7 @@ fn experts_stay_as_they_are_stored_on_every_mesh() {
     }
 }
 
-/// Writes a folder of bf16.
+/// Writes a copy of a folder in bf16.
 fn rounded(from: &Path, to: &Path) {
     std::fs::create_dir(to).unwrap();
     let (_, weights) = folder::load(from).unwrap();

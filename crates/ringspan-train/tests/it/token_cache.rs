@@ -1,4 +1,4 @@
-//! Text becomes tokens once; a file of tokens that is not whole is made again.
+//! Text is tokenized once; a token file that is not whole is made again.
 
 use crate::common::{run, text, tiny_model};
 use ringspan_train::Settings;
@@ -40,7 +40,7 @@ fn tokens_are_kept_beside_the_run_or_where_it_is_said_and_used_again() {
     assert_eq!(fs::read(&beside).unwrap(), fs::read(&file).unwrap());
     assert!(!root.join("elsewhere/tokens").exists());
 
-    // That the tokens come from the file shows where its text has changed, and neither size, time nor sample tell.
+    // That tokens come from the cache shows where the text has changed so that neither size, time nor sample tell.
     let data = root.join("long.txt");
     let write = |word: &str| {
         fs::write(&data, [&"some words; ".repeat(400)[..], word, &"more words; ".repeat(2000)].concat()).unwrap();

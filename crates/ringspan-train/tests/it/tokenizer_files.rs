@@ -1,4 +1,4 @@
-//! What the files beside a model say of its texts is heard in training, and goes with the trained model.
+//! Files next to a model's tokenizer (end token, chat template) are respected in training, and are copied to the trained model.
 
 use crate::common::{of_tiny_model, run, text, tiny_model};
 use ringspan_train::{Settings, TrainConfig, plan};
@@ -13,7 +13,7 @@ fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The tokenizer of the tiny model with these tokens behind its bytes.
+/// Adds tokens after the bytes to the tiny model's tokenizer.
 fn with_tokens(root: &Path, tokens: &[(u32, &str, bool)]) {
     let path = root.join("tiny/tokenizer.json");
     let mut json = json_of(&path);
@@ -53,7 +53,7 @@ fn a_trained_model_stops_where_its_base_does_and_where_its_texts_ended() {
     assert!(outcome.out.join("special_tokens_map.json").exists() && outcome.out.join("tokenizer_config.json").exists());
     assert!(memory.plan.to_string().contains("eos_token of tokenizer_config.json"), "{}", memory.plan);
 
-    // An answer ends as its template says, whatever ends a text.
+    // An answer ends as its chat template says, whatever ends a text.
     let (data, template) = crate::common::conversations(root);
     fs::write(model.join("tokenizer_config.json"), "{}").unwrap();
     let chat = Settings { data: Some(vec![data]), chat_template: Some(template), ..settings(root, "chat") };

@@ -1,4 +1,4 @@
-//! What a training allocates. Counts for the whole process, so one test runs at a time.
+//! Counts what a training allocates. The count is of the whole process, so one test runs at a time.
 
 use candle_core::{DType, Device, Tensor};
 use ringspan_train::{Observer, Plan, Settings, StepMetrics, TrainConfig, train};
@@ -6,24 +6,24 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The system's allocator, counted.
+/// The system's allocator with a count of its bytes.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: everything is handed on to the system's allocator as it came.
+// SAFETY: every call is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         MOST.fetch_max(now, Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -31,19 +31,19 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Held by a test while it runs.
+/// A lock that a test holds while it runs.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The bytes of a training.
+/// The bytes that a training allocates.
 #[derive(Default)]
 pub(crate) struct Peak {
     pub(crate) plan: Plan,
-    /// In use before it.
+    /// Bytes in use before the training.
     pub(crate) before: usize,
-    /// Most in use during the steps after the first.
+    /// Most bytes in use at once during the steps after the first.
     pub(crate) most: usize,
 }
 
@@ -59,7 +59,7 @@ impl Observer for Peak {
     }
 }
 
-/// What work makes, and the most bytes that were in use meanwhile, above those before.
+/// The result of `work`, and the most bytes that it had in use at once.
 pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
     let before = NOW.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
@@ -67,7 +67,7 @@ pub(crate) fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
     (made, MOST.load(Ordering::Relaxed) - before)
 }
 
-/// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second cache.
+/// Bytes that a thread keeps once it has multiplied matrices: a buffer as large as the processor's second-level cache.
 pub(crate) fn kept_by_products() -> usize {
     let work = || {
         let before = NOW.load(Ordering::Relaxed);
@@ -79,7 +79,7 @@ pub(crate) fn kept_by_products() -> usize {
     std::thread::spawn(work).join().unwrap()
 }
 
-/// Trains, and removes what was written.
+/// Runs a training, measures it, and removes its output folder.
 pub(crate) fn peak(settings: Settings) -> Peak {
     let mut peak = Peak { before: NOW.load(Ordering::Relaxed), ..Peak::default() };
     let outcome = train(&TrainConfig::resolve(settings).unwrap(), &AtomicBool::new(false), &mut peak).unwrap();

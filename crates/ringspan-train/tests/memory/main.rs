@@ -1,4 +1,4 @@
-//! What a training allocates, by an allocator that counts. The long forms run with `--ignored`.
+//! Tests of what a training allocates, by an allocator that counts. The long forms run with `--ignored`.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -10,10 +10,12 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
-/// A model: layers, hidden size, heads over key-value heads of 32, inner width, vocabulary, tied or not.
+/// A model: layers, hidden size, query heads and key-value heads of width 32, inner width, vocabulary, whether embeddings are
+/// tied.
 type Model = (usize, usize, usize, usize, usize, usize, bool);
 
-/// Experts, how many of them a token goes to, their width, and which layers have them: every one, every second.
+/// Number of experts, experts per token, their width, and the step between layers that have them: 1 for every layer, 2 for every
+/// second.
 type Experts = (usize, usize, usize, usize);
 
 fn config(of: Model, experts: Option<Experts>) -> Value {
@@ -45,7 +47,7 @@ fn config(of: Model, experts: Option<Experts>) -> Value {
     json
 }
 
-/// Values narrower than keys, made of latent vectors, and an expert that every token sees.
+/// A model with latent attention, whose values are narrower than its keys, and with shared experts, which every token visits.
 fn deepseek() -> Value {
     json!({
         "model_type": "deepseek_v3", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768,
@@ -56,7 +58,7 @@ fn deepseek() -> Value {
     })
 }
 
-/// Heads with sinks, and experts in one tensor for each parameter.
+/// A model whose heads have sinks, and whose experts are one tensor per parameter.
 fn gpt_oss() -> Value {
     json!({
         "model_type": "gpt_oss", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
@@ -65,7 +67,7 @@ fn gpt_oss() -> Value {
     })
 }
 
-/// The folder of a model with random weights.
+/// Saves a model with random weights and returns its folder.
 fn saved(root: &Path, json: &Value) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     json.to_string().hash(&mut hasher);
@@ -85,7 +87,7 @@ fn tokens(root: &Path, rows: usize, len: usize) -> PathBuf {
     path
 }
 
-/// Bytes predicted and measured, of all ranks.
+/// Predicted and measured bytes of all ranks, and the plan.
 fn compare(root: &Path, model: PathBuf, (rows, len): (usize, usize), change: Settings) -> (f64, f64, Plan) {
     let settings = Settings {
         model: Some(model),
@@ -99,13 +101,13 @@ fn compare(root: &Path, model: PathBuf, (rows, len): (usize, usize), change: Set
     };
     let peak = counting::peak(settings);
     let ranks = peak.plan.tokens_per_rank.len();
-    // Each rank has a thread, and buffers of products are no part of a plan: their size is the processor's matter.
+    // Each rank has a thread. The buffers of products are no part of a plan: their size depends on the processor.
     let of_products = ranks * counting::kept_by_products();
     let measured = peak.most - peak.before - of_products;
     (peak.plan.rank_bytes() as f64 * ranks as f64, measured as f64, peak.plan)
 }
 
-/// A run's name, its model, rows of tokens, and settings.
+/// A run: its name, its model, rows of tokens and their length, and settings.
 type Run = (&'static str, Value, (usize, usize), Settings);
 
 fn runs() -> impl Iterator<Item = Run> {
@@ -113,7 +115,7 @@ fn runs() -> impl Iterator<Item = Run> {
     let deep: Model = (4, 256, 8, 4, 768, 512, true);
     let words: Model = (2, 256, 8, 4, 768, 16384, false);
     let tied: Model = (2, 256, 8, 4, 768, 16384, true);
-    // Heads wider than the hidden size together, and other ratios of widths.
+    // Query heads that together are wider than the hidden size, and other ratios of widths.
     let other: Model = (4, 128, 8, 2, 512, 512, true);
     let wide: Model = (4, 256, 8, 4, 2048, 512, true);
     let attention = "q_proj,k_proj,v_proj,o_proj";
@@ -205,7 +207,7 @@ fn runs() -> impl Iterator<Item = Run> {
     runs.chain(of_experts).chain(of_families())
 }
 
-/// Families whose layers are unlike the others'.
+/// Runs of families whose layers differ from the others'.
 fn of_families() -> Vec<Run> {
     let s = Settings::default;
     let nothing = || Settings { recompute: Some("nothing".into()), ..s() };
@@ -227,7 +229,7 @@ fn of_families() -> Vec<Run> {
     ]
 }
 
-/// Runs that differ in what takes the most memory.
+/// Runs that differ in what takes most memory.
 const QUICK: [&str; 8] = [
     "parameters",
     "recompute nothing",
@@ -252,14 +254,14 @@ fn every_run_takes_what_its_plan_predicts() {
     take_what_is_predicted(runs().filter(|run| !QUICK.contains(&run.0)));
 }
 
-/// A base that stays in bf16 beside adapters, where it is much of what is held.
+/// The base stays in bf16 beside adapters, and is a large part of the memory.
 #[test]
 fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     let s = || Settings { lora_rank: Some(8), ..Settings::default() };
     let (deep, words): (Model, Model) = ((4, 512, 8, 4, 1536, 512, true), (2, 512, 8, 4, 1536, 16384, true));
     let runs = [
         ("bf16", deep, (1, 256), s()),
-        // Ranks are not at their fullest together, so that little of it may be of the moment of a tile.
+        // Ranks are not at their fullest at the same time, so little of their peaks may be of the moments in which tiles are computed.
         ("bf16, ring", deep, (1, 1024), Settings { ring: Some(4), lora_targets: Some("q_proj,v_proj".into()), ..s() }),
         ("bf16, tensor parallel", deep, (1, 512), Settings { tp: Some(4), ..s() }),
         ("bf16, words", words, (1, 256), s()),
@@ -296,7 +298,7 @@ fn a_run_beside_a_base_in_bf16_takes_what_its_plan_predicts() {
     take_what_is_predicted_of(runs.into_iter().chain(of_experts).chain(stacked), in_bf16);
 }
 
-/// Models that compute in bf16: activations and whole layers take half, sums and what the optimiser has do not.
+/// Models that compute in bf16: activations and gathered layers take half, but sums and optimizer state do not.
 fn in_bf16() -> Vec<Run> {
     let s = || Settings { dtype: Some("bf16".into()), ..Settings::default() };
     let deep: Model = (4, 256, 8, 4, 768, 512, true);
@@ -327,7 +329,7 @@ fn in_bf16() -> Vec<Run> {
     ]
 }
 
-/// Runs in bf16 that differ in what takes the most memory.
+/// Runs in bf16 that differ in what takes most memory.
 const QUICK_IN_BF16: [&str; 3] = ["bf16, tokens", "bf16, recompute nothing", "bf16, ring"];
 
 #[test]
@@ -354,7 +356,7 @@ fn take_what_is_predicted_of(runs: impl IntoIterator<Item = Run>, saved: impl Fn
     let mut wrong = Vec::new();
     for (name, config, rows, settings) in runs {
         let model = saved(root, &config);
-        // What waits between ranks is a matter of time: a run that misses may be measured again.
+        // How many messages wait between ranks depends on timing: a run that misses may be measured again.
         let (mut predicted, mut measured, mut plan) = compare(root, model.clone(), rows, settings.clone());
         for _ in 0..2 {
             if (predicted / measured - 1.0).abs() > 0.1 {

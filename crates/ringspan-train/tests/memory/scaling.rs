@@ -1,4 +1,4 @@
-//! A rank's memory depends on its own tokens, not on how many ranks there are beside it.
+//! A rank's memory depends on its own tokens, not on the number of ranks.
 
 use crate::common::{self, tiny_model};
 use crate::counting;
@@ -6,7 +6,7 @@ use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::Settings;
 use std::path::Path;
 
-/// Tokens of a rank.
+/// Tokens per rank.
 const TOKENS: usize = 512;
 
 fn model(root: &Path, layers: usize) {
@@ -21,7 +21,7 @@ fn model(root: &Path, layers: usize) {
     folder::save(&path, &json, &decoder.init(3).unwrap()).unwrap();
 }
 
-/// Bytes of a rank with so many tokens.
+/// Peak bytes per rank, with `tokens` tokens on each.
 fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
     let ranks = ring * ulysses;
     let settings = Settings {
@@ -34,7 +34,7 @@ fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
         ring: Some(ring),
         ulysses: Some(ulysses),
         layout: Some("zigzag".into()),
-        // A rank's share of the parameters would shrink.
+        // With sharding, a rank's shard of the parameters would shrink as ranks are added.
         sharding: Some("none".into()),
         optimizer: Some("sgd".into()),
         threads: Some(1),
@@ -46,7 +46,7 @@ fn peak(root: &Path, (ring, ulysses): (usize, usize), tokens: usize) -> f64 {
     (peak.most - peak.before) as f64 / ranks as f64
 }
 
-/// Ring and Ulysses ranks before and after they are doubled.
+/// Ring and Ulysses ranks before and after doubling.
 type Doubled = ((usize, usize), (usize, usize));
 
 #[test]
@@ -70,7 +70,8 @@ fn doubled(meshes: &[Doubled]) {
     for layers in [4, 8] {
         model(root, layers);
         for &(few, more) in meshes {
-            // Whether the ranks' peaks meet is a matter of time: runs that differ are measured again, and the most counts.
+            // Whether the ranks' peaks coincide depends on timing: runs that differ are measured again, and the largest peak
+            // counts.
             let (mut before, mut after) = (0.0_f64, 0.0_f64);
             for _ in 0..4 {
                 before = before.max(peak(root, few, TOKENS));
@@ -82,10 +83,10 @@ fn doubled(meshes: &[Doubled]) {
             println!("{layers} layers: {before:.0} bytes a rank of ring x ulysses {few:?}, {after:.0} of {more:?}");
             assert!((after / before - 1.0).abs() < 0.05, "{before:.0} bytes a rank of {few:?}, {after:.0} of {more:?}");
         }
-        // Of one rank, since the peaks of several need not meet.
+        // This is measured on one rank, since the peaks of several need not coincide.
         each.push(peak(root, (1, 1), 4 * TOKENS) - peak(root, (1, 1), 2 * TOKENS));
     }
-    // The layer's input, attention's output and the softmax's maximum and sum: C + H (D + 2) numbers.
+    // A layer stores its input, attention's output and the softmax's maximum and sum: C + H (D + 2) numbers per token.
     let (of_token, expected) = ((each[1] - each[0]) / (4 * 2 * TOKENS) as f64, 4.0 * (64 + 4 * 18) as f64);
     println!("{of_token:.0} bytes a token and layer, by the formula {expected:.0}");
     assert!((of_token / expected - 1.0).abs() < 0.1, "{of_token:.0} bytes a token and layer, not {expected:.0}");

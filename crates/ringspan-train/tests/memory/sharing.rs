@@ -1,4 +1,4 @@
-//! What a training keeps in memory: parameters, gradients and optimiser state once for all ranks that share them.
+//! Ranks that share parameters, gradients and optimiser state keep them in memory once.
 
 use crate::common::{self, text};
 use crate::counting;
@@ -6,7 +6,8 @@ use ringspan_models::{Config, Decoder, folder};
 use ringspan_train::{Settings, Tokenizer};
 use std::path::Path;
 
-/// Layers of 0.4 million parameters, so that tokens weigh little.
+/// Saves a model whose layers have 0.4 million parameters each, so that tokens take little; returns the number of its parameters,
+/// and that of its largest unit.
 fn model(root: &Path, layers: usize) -> (usize, usize) {
     let path = root.join(format!("layers-{layers}"));
     let mut json = common::tiny_config();
@@ -25,7 +26,7 @@ fn model(root: &Path, layers: usize) -> (usize, usize) {
     (sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
 }
 
-/// Bytes of all ranks, and those of them that are there for the sake of tokens, by the plan.
+/// Peak bytes of all ranks, and the part of them that the plan counts for tokens.
 fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
     let settings = Settings {
         model: Some(root.join(format!("layers-{layers}"))),
@@ -46,7 +47,7 @@ fn peak(root: &Path, layers: usize, change: Settings) -> (usize, usize) {
     (peak.most - peak.before, tokens as usize * peak.plan.tokens_per_rank.len())
 }
 
-/// Ranks, `dp_shard`, `ring`.
+/// Number of ranks, `dp_shard`, `ring`.
 type Mesh = (usize, usize, usize);
 
 #[test]
@@ -69,19 +70,19 @@ fn ranks_share(meshes: &[Mesh]) {
     let mesh = |dp_shard, ring| Settings { dp_shard: Some(dp_shard), ring: Some(ring), ..Settings::default() };
     let mut wrong = Vec::new();
     for &(ranks, dp_shard, ring) in meshes {
-        // The peaks of ranks need not meet in each step.
+        // The peaks of ranks need not coincide in each step.
         let settings = Settings { steps: Some(6), sequence_length: Some(8), threads: Some(1), ..mesh(dp_shard, ring) };
         let [(few, tokens), (many, _)] = sizes.map(|(layers, _)| peak(root, layers, settings.clone()));
         let (few, many, tokens) = (few as f64, many as f64, tokens as f64);
         let [(fewer, layer), (more, _)] = sizes.map(|(_, sizes)| sizes);
-        // What a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
+        // Bytes that a further layer costs all ranks together: parameter, gradient and two moments, and the layer's inputs.
         let each = (many - few) / (more - fewer) as f64;
         assert!((15.8..16.5).contains(&each), "{ranks} ranks: {each:.2} bytes a parameter");
-        // What does not grow with the layers, nor with tokens: whole layers, and what the matrix products of a thread keep.
+        // What grows neither with layers nor with tokens: gathered layers, and buffers that a thread keeps after matrix products.
         let kept = (ranks * counting::kept_by_products()) as f64;
         let whole = (few - tokens - kept - 16.0 * fewer as f64) / (4 * layer * ranks) as f64;
-        // Two of weights and two of gradients on each rank, of one of which the sums are in the 16 bytes already. Nothing is
-        // under way on a rank alone; it has tokenizer and text instead, a third of a layer.
+        // Each rank has two layers of weights and two of gradients; the sums of one of these are in the 16 bytes already. On a
+        // single rank nothing is under way; tokenizer and text take a third of a layer instead.
         let most = if ranks == 1 { 1.7 } else { 3.2 };
         let line = format!("{ranks} ranks: {whole:.2} layers a rank, of at most {most}");
         println!("{line}; {each:.2} bytes a parameter");
@@ -114,7 +115,7 @@ fn of_activations_in_bf16(recompute: &str, (ring, ulysses): (usize, usize)) {
         model(root, layers);
     }
     let (length, rows) = (512, 4);
-    // Hidden size, heads and head width, inner width of the model.
+    // Hidden size, heads, head width and inner width of the model.
     let (hidden, heads, dim, wide) = (128, 8, 32, 512);
     let kept = match recompute {
         "keep-attention" => hidden + heads * dim,

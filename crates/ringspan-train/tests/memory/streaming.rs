@@ -1,4 +1,4 @@
-//! Text becomes tokens in little memory, however long it is.
+//! Text is tokenized in little memory, however long it is.
 
 use crate::counting;
 use ringspan_train::{Settings, TrainConfig, plan};
@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Writes about `bytes` of text: of records of many lengths, or one text.
+/// Writes about `bytes` of text: records of many lengths, or one long text.
 fn write(path: &Path, bytes: usize, records: bool) -> PathBuf {
     let mut file = BufWriter::new(File::create(path).unwrap());
     let (mut written, mut number) = (0, 0_usize);
@@ -24,7 +24,7 @@ fn write(path: &Path, bytes: usize, records: bool) -> PathBuf {
     path.to_owned()
 }
 
-/// The most bytes in use while tokens are made and planned with, and what the plan says of the data.
+/// The most bytes in use while text is tokenized and a plan is made, and the plan's line about the data.
 fn peak(root: &Path, data: PathBuf) -> (usize, String) {
     let settings = Settings {
         data: Some(vec![data]),
@@ -42,7 +42,7 @@ fn peak(root: &Path, data: PathBuf) -> (usize, String) {
 
 const MEGABYTE: usize = 1 << 20;
 
-/// Of a text of no length the plan takes what model and tokenizer take.
+/// A plan for a short text takes the memory of model and tokenizer alone, which is the measure.
 #[test]
 fn memory_does_not_grow_with_the_text() {
     let _alone = counting::alone();
@@ -53,14 +53,15 @@ fn memory_does_not_grow_with_the_text() {
         let data = write(&root.join(name), 12 * MEGABYTE, records);
         let (first, said) = peak(root, data.clone());
         assert!(said.contains("tokens read"), "{said}");
-        // The tokenizer itself remembers up to ten thousand words.
+        // The tokenizer itself caches up to ten thousand words.
         assert!(first < least + 40 * MEGABYTE, "{name}: {first} bytes, {least} for a short text");
         let (kept, _) = peak(root, data);
         assert!(kept < least + 5 * MEGABYTE, "{name}: {kept} bytes with kept tokens, {least} for a short text");
     }
 }
 
-/// By hand, since it takes minutes and the disk 10 GB: `cargo test --release -p ringspan-train --test memory two_gigabytes -- --ignored`.
+/// Run by hand, since it takes minutes and 10 GB of disk: `cargo test --release -p ringspan-train --test memory two_gigabytes --
+/// --ignored`.
 #[cfg(target_os = "linux")]
 #[test]
 #[ignore = "2 GB of text"]

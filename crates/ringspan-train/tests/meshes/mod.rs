@@ -1,12 +1,12 @@
-//! The meshes that no result may depend on.
+//! The meshes on which no result may depend.
 #![allow(dead_code)] // Each test file uses its part.
 
 use ringspan_train::Settings;
 
-/// Most ranks of a mesh that is tried.
+/// Most ranks of a mesh that is tested.
 const RANKS: usize = 8;
 
-/// The axes of a mesh; those of experts, where they are given.
+/// The sizes of a mesh's axes; those of experts only where they are set.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Axes {
     pub(crate) copies: usize,
@@ -37,7 +37,7 @@ impl Axes {
     }
 }
 
-/// All meshes of at most RANKS ranks.
+/// All meshes of at most `RANKS` ranks.
 pub(crate) fn meshes() -> Vec<Axes> {
     let mut meshes = Vec::new();
     let numbers = (1..=RANKS).flat_map(|copies| (1..=RANKS / copies).map(move |parts| (copies, parts)));
@@ -50,12 +50,12 @@ pub(crate) fn meshes() -> Vec<Axes> {
             }
         }
     }
-    // Ulysses takes at most as many ranks as there are heads, which tensor parallel ranks share.
+    // Ulysses takes at most as many ranks as there are query heads on a tensor-parallel rank.
     meshes.retain(|mesh| mesh.ulysses <= 4 / mesh.tp);
     meshes
 }
 
-/// The same without Ulysses, with the ways in which their ranks can be read a second time, for six experts.
+/// The meshes without Ulysses, each with the ways in which its ranks can share six experts.
 pub(crate) fn meshes_of_experts() -> Vec<Axes> {
     let mut all = Vec::new();
     for mesh in meshes().into_iter().filter(|mesh| mesh.ulysses == 1) {

@@ -12,27 +12,27 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-/// Gradients of the inputs of [`forward`](super::forward()), in their shapes.
+/// Gradients of the inputs of [`forward`](super::forward()), each in the shape of its input.
 #[derive(Debug, Clone, Default)]
 pub struct Gradients<F = Vec<f32>> {
-    /// `[T, H, D]`
+    /// Gradient of the queries, `[T, H, D]`.
     pub dq: F,
-    /// `[Tk, G, D]`
+    /// Gradient of the keys, `[Tk, G, D]`.
     pub dk: F,
-    /// `[Tk, G, Dv]`
+    /// Gradient of the values, `[Tk, G, Dv]`.
     pub dv: F,
-    /// Of the sinks `[H]`: what this rank's queries contribute. The gradient is the sum over the ranks.
+    /// Contribution of this rank's queries to the gradient of the sink logits, `[H]`; sum it over the ranks.
     pub d_sinks: Vec<f32>,
-    /// Of the table of relative buckets `[H, count]`: what this rank computed. The gradient is the sum over the ranks.
+    /// Contribution of this rank to the gradient of the table of relative buckets, `[H, count]`; sum it over the ranks.
     pub d_table: Vec<f32>,
-    /// Of the bias, `[T, H, Sk]` or `[T, 1, Sk]`.
+    /// Gradient of the bias, `[T, H, Sk]` or `[T, 1, Sk]`.
     pub d_bias: F,
-    /// Most bytes this rank held at once, as in the [forward pass](super::Forward::peak_bytes).
+    /// Peak number of bytes that this rank held, as in the [forward pass](super::Forward::peak_bytes).
     pub peak_bytes: u64,
 }
 
 impl Gradients<Floats> {
-    /// The same in the memory of the CPU.
+    /// Copies the gradients to the memory of the CPU.
     ///
     /// # Errors
     /// Failures of the kernel's device.
@@ -43,18 +43,19 @@ impl Gradients<Floats> {
         Ok(Gradients { dq, dk, dv, d_sinks, d_table, d_bias, peak_bytes })
     }
 
-    /// Bytes that the meter was told to hold for what a ring leaves: dv was cut off the message of both.
+    /// Bytes that the meter counts for the gradients of a ring: dv counts twice, because it was split off the message of dk
+    /// and dv.
     fn held(&self) -> u64 {
         f32_bytes(self.dq.len() + self.dk.len() + 2 * self.dv.len() + self.d_bias.len())
     }
 }
 
-/// Gradients for `d_out` `[T, H, Dv]`, given the same inputs as the forward pass and what it returned.
+/// Computes the gradients for `d_out` `[T, H, Dv]`, given the inputs and the result of the forward pass.
 ///
 /// All ranks of the group must call this with the same schedule and score.
 ///
 /// # Errors
-/// Shapes that do not fit, failures of other ranks.
+/// Shapes that do not fit, or failures of other ranks.
 pub fn backward(
     group: &Group,
     schedule: &Schedule,
@@ -65,11 +66,11 @@ pub fn backward(
     on_device(group, schedule, inputs, &forward.data(), d_out)?.to_host(group.kernel())
 }
 
-/// [`backward()`] whose results are left where the group's kernel computes, but for the gradients of sinks and tables. What the
-/// forward pass returned may lie anywhere ([`Forward::data`]).
+/// Like [`backward()`], but leaves the results on the device of the group's kernel, except for the gradients of sinks and
+/// tables. The result of the forward pass may be on any device ([`Forward::data`]).
 ///
 /// # Errors
-/// As of [`backward()`].
+/// Like those of [`backward()`].
 pub fn on_device(
     group: &Group,
     schedule: &Schedule,
@@ -102,7 +103,7 @@ pub fn on_device(
     let Inputs { q, k, v, score, bias } = *inputs;
     let delta = kernel.delta_there(out.view(), d_out)?;
     let d_sinks = match &score.sinks {
-        // A few numbers a query, which the CPU sums in f64.
+        // The CPU sums these few numbers per query in f64.
         Some(sinks) => {
             let read = |data| kernel.read_floats(data);
             of_sinks(sinks, [&read(statistics.max)?, &read(statistics.sum)?, &read(delta.data())?])
@@ -161,7 +162,8 @@ pub fn on_device(
     Ok(Gradients { peak_bytes: meter.peak(), ..sums })
 }
 
-/// What a rank's queries contribute to the gradient of the sinks: a sink is a key whose value is 0, so dS = -P delta.
+/// The contribution of this rank's queries to the gradient of the sinks: a sink is a key whose value is 0, so dS = -P
+/// delta.
 fn of_sinks(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
     let tokens = delta.len() / sinks.len().max(1);
     let of_head = |(head, &sink): (usize, &f32)| {
@@ -174,7 +176,7 @@ fn of_sinks(sinks: &[f32], [max, sum, delta]: [&[f32]; 3]) -> Vec<f32> {
     sinks.iter().enumerate().map(of_head).collect()
 }
 
-/// Runs the backward plan of this ring rank: gradients of its tokens and heads.
+/// Runs the backward plan of this ring rank and returns the gradients of its tokens and heads.
 fn over_ring(
     group: &Group,
     schedule: &Schedule,
@@ -188,7 +190,7 @@ fn over_ring(
     let mut d_table = kernel.zeros(inputs.score.table_len())?;
     let mut d_bias = bias_zeros(kernel, inputs.bias, meter)?;
     let (both, keys) = key_elements(inputs, inputs.k.tokens);
-    // Gradients of keys and values of one owner, as one message: dk, then dv.
+    // Gradients of keys and values of one ring rank are one message: dk, then dv.
     let mut own = zeros(kernel, both, meter)?;
     let mut foreign: HashMap<usize, Floats> = HashMap::new();
     let plan = schedule.outline(Pass::Backward, rank);
@@ -203,7 +205,7 @@ fn over_ring(
         }
         let received =
             step.receive.iter().map(|transfer| receive(group, transfer, wire)).collect::<Result<Vec<_>>>()?;
-        // Of queries, then of their bias.
+        // Gradients of another rank's queries, followed by those of its bias rows.
         let mut q_foreign = Floats::default();
         if let Some(compute) = &step.compute {
             let (inputs, saved) = (blocks.inputs(compute)?, blocks.saved(compute)?);
@@ -278,7 +280,7 @@ fn bias_zeros(kernel: &Kernel, bias: Option<View>, meter: &mut Meter) -> Result<
     bias.map_or(Ok(Floats::default()), |bias| zeros(kernel, bias.tokens * bias.heads * bias.dim, meter))
 }
 
-/// Adds gradients of some rows, dk then dv.
+/// Adds received gradients of the given key rows (dk, then dv) to `sum`.
 fn add_rows(kernel: &Kernel, sum: &mut Floats, values: Data, rows: &Rows, inputs: &kernel::Inputs) -> Result<()> {
     let (k, v) = (inputs.k, inputs.v);
     let (k_width, v_width) = (k.heads * k.dim, v.heads * v.dim);

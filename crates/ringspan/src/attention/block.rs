@@ -1,4 +1,4 @@
-//! The blocks a rank holds while a plan runs, and how they travel.
+//! The blocks that a rank holds while a plan runs, and the messages that carry them.
 
 use super::meter::Meter;
 use super::wire::{Wire, floats};
@@ -10,21 +10,21 @@ use crate::schedule::{Block, Compute, Plan, Rows, Step, Transfer};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What a rank has of its own and of others: keys, queries, and what the backward pass needs of queries.
+/// The blocks of this rank and of others: keys, queries, and the saved values of queries that the backward pass needs.
 pub(super) struct Blocks<'a> {
     kernel: &'a Kernel,
     own: Inputs<'a>,
     saved: Option<Saved<'a>>,
     rank: usize,
     wire: Wire,
-    /// Messages of others, and of this rank's own blocks while they are still to be sent.
+    /// Messages from other ranks, and this rank's own blocks until they have been sent.
     held: HashMap<Block, (Rows, Arc<Buffer>)>,
-    /// The last step that needs a block.
+    /// For each block, the last step that needs it.
     last_use: HashMap<Block, usize>,
 }
 
 impl<'a> Blocks<'a> {
-    /// Of this rank of a group's rings.
+    /// Starts with this rank's own blocks only. `own` are the inputs of its ring rank, and `saved` is needed backward only.
     pub(super) fn new(group: &'a Group, own: Inputs<'a>, saved: Option<Saved<'a>>, wire: Wire, plan: &Plan) -> Self {
         let mut last_use = HashMap::new();
         for (at, Step { send, compute, .. }) in plan.iter().enumerate() {
@@ -38,7 +38,7 @@ impl<'a> Blocks<'a> {
         Self { kernel: group.kernel(), own, saved, rank, wire, held: HashMap::new(), last_use }
     }
 
-    /// A block as a message; of this rank's own it is packed now, unless the same rows were sent before.
+    /// A block as a message. This rank's own block is packed here, unless the same rows were already packed.
     pub(super) fn message(&mut self, transfer: &Transfer, meter: &mut Meter) -> Result<Arc<Buffer>> {
         let Transfer { block, rows, .. } = transfer;
         if let Some((held, message)) = self.held.get(block)
@@ -77,7 +77,7 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// Drops what no step after `step` needs.
+    /// Drops the blocks that no step after `step` needs.
     pub(super) fn drop_after(&mut self, step: usize, meter: &mut Meter) {
         let last_use = &self.last_use;
         self.held.retain(|block, (_, message)| {
@@ -89,7 +89,7 @@ impl<'a> Blocks<'a> {
         });
     }
 
-    /// What the kernel reads in a computation.
+    /// The tensors that the kernel reads in a computation, forward and backward.
     pub(super) fn inputs(&self, compute: &Compute) -> Result<Inputs<'_>> {
         let mut inputs = self.own;
         let Inputs { q, k, v, .. } = self.own;
@@ -111,7 +111,7 @@ impl<'a> Blocks<'a> {
         Ok(inputs)
     }
 
-    /// What the backward kernel reads besides.
+    /// The saved values that the backward kernel reads in addition.
     pub(super) fn saved(&self, compute: &Compute) -> Result<Saved<'_>> {
         let Inputs { q, v, .. } = self.own;
         match (self.foreign(Block::Saved(compute.queries))?, self.saved) {
@@ -130,7 +130,7 @@ impl<'a> Blocks<'a> {
         }
     }
 
-    /// The message of a block, with its rows; `None` for this rank's own.
+    /// The message of another rank's block and its number of rows; `None` for this rank's own block.
     fn foreign(&self, block: Block) -> Result<Option<(usize, &Buffer)>> {
         if block.owner() == self.rank {
             return Ok(None);
@@ -140,16 +140,16 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// The one row of a list of numbers.
-#[allow(clippy::single_range_in_vec_init)] // Rows are ranges.
+/// The row range of a tensor of one row, for packing a plain list of numbers.
+#[allow(clippy::single_range_in_vec_init)] // Rows are given as ranges.
 const ONE: &[std::ops::Range<usize>] = &[0..1];
 
-/// A plan that uses a block it does not hold; the schedule's tests exclude it.
+/// The error for a plan that uses a block before it arrived; the schedule's tests show that no plan does.
 fn missing(block: Block) -> Error {
     Error::Layout(format!("the schedule uses {block:?} before it arrived"))
 }
 
-/// A contiguous tensor of a size that is known to fit.
+/// A contiguous tensor `[tokens, heads, dim]` over `data`, or an error if `data` has another length.
 pub(super) fn stored(data: Data<'_>, tokens: usize, heads: usize, dim: usize) -> Result<View<'_>> {
     View::stored(data, tokens, heads, dim).ok_or_else(|| Error::Shape {
         operation: "attention",
@@ -160,12 +160,12 @@ pub(super) fn stored(data: Data<'_>, tokens: usize, heads: usize, dim: usize) ->
     })
 }
 
-/// Starts the way of a block to another ring rank.
+/// Starts sending a block to another ring rank.
 pub(super) fn send(group: &Group, transfer: &Transfer, wire: Wire, message: Arc<Buffer>) -> Result<Box<dyn Pending>> {
     send_to(group, group.ring(), transfer.peer, tag(transfer.block, wire), message)
 }
 
-/// Starts sending what this rank's kernel has made.
+/// Starts sending a message that this rank's kernel has packed.
 pub(super) fn send_to(
     group: &Group,
     comm: &dyn Communicator,
@@ -180,13 +180,13 @@ pub(super) fn receive(group: &Group, transfer: &Transfer, wire: Wire) -> Result<
     group.ring().receive(transfer.peer, tag(transfer.block, wire))
 }
 
-/// The payload of a receive, where this rank's kernel computes.
+/// Waits for a receive and returns its message on the device of this rank's kernel.
 pub(super) fn payload(group: &Group, pending: Box<dyn Pending>, wire: Wire) -> Result<Arc<Buffer>> {
     let message = pending.wait()?.ok_or_else(|| Error::Layout("a receive ended without a payload".into()))?;
     group.kernel().incoming(message, wire.stored())
 }
 
-/// The type in which a block travels where keys, and queries without a bias, do as `wire`.
+/// The wire type of a block, where `wire` is the type for keys and for queries without a bias.
 pub(super) fn wire_of(wire: Wire, block: Block, inputs: &Inputs) -> Wire {
     match block {
         Block::Queries(_) if inputs.bias.is_some() => Wire::F32,
@@ -207,13 +207,13 @@ fn tag(block: Block, wire: Wire) -> u64 {
     wire.mark() | (6 * block.owner() as u64 + kind)
 }
 
-/// Elements of keys and values of `rows` tokens, of these those of the keys.
+/// Number of elements of keys and values together, and of keys alone, for `rows` tokens.
 pub(super) fn key_elements(inputs: &Inputs, rows: usize) -> (usize, usize) {
     let Inputs { k, v, .. } = inputs;
     (rows * k.heads * (k.dim + v.dim), rows * k.heads * k.dim)
 }
 
-/// Zeros that the meter knows of.
+/// A buffer of zeros, counted by the meter.
 pub(super) fn zeros(kernel: &Kernel, len: usize, meter: &mut Meter) -> Result<Floats> {
     meter.hold(f32_bytes(len));
     kernel.zeros(len)

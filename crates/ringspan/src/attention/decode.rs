@@ -1,7 +1,7 @@
-//! Decoding: a few queries that every rank has, over keys that are spread over the ranks.
+//! Decoding: every rank has the same few queries, and the keys are spread over the ranks.
 //!
-//! Each rank attends to the keys it holds; the softmax states, a few numbers a head, are merged by their maxima and
-//! sums (Dao et al., 2023, "flash decoding", across ranks). A rank that sees nothing contributes nothing.
+//! Each rank attends to the keys it holds. The softmax states, a few numbers a head, are merged by their maxima and sums
+//! (Dao et al., 2023, "flash decoding", across ranks). A rank whose keys are not visible contributes nothing.
 
 use super::block::{payload, send_to};
 use super::wire::{Wire, floats};
@@ -12,33 +12,33 @@ use crate::kernel::{self, Floats, HeadMap, Place, State, Statistics, Tile};
 use crate::mask::Mask;
 use std::sync::Arc;
 
-/// How the states of the ranks become one; every rank ends with the same bits.
+/// How the softmax states of the ranks are merged; every rank ends with the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Merge {
     /// Every rank sends its state to all others: one exchange, P - 1 messages a rank.
     #[default]
     AllGather,
-    /// States go up a binary tree and the result comes down: 2 log2(P) exchanges, at most as many messages a rank
-    /// (Shyam et al., 2024, arXiv:2408.04093).
+    /// States are reduced up a binary tree and the result is sent down: 2 log2(P) exchanges, at most as many messages a
+    /// rank (Shyam et al., 2024, arXiv:2408.04093).
     Tree,
 }
 
-/// Which tokens a decoding step is about.
+/// The tokens of a decoding step.
 #[derive(Debug, Clone, Copy)]
 pub struct Tokens<'a> {
-    /// The queries, on every rank the same.
+    /// The queries, which are the same on every rank.
     pub queries: &'a [Run],
     /// The keys this rank holds, in the order of their rows.
     pub keys: &'a [Run],
-    /// Length of the frame in which the positions of queries and of keys count; masks aligned to the end look at it.
+    /// Lengths that the positions of queries and of keys are counted in; masks that are aligned to the end use them.
     pub frames: (usize, usize),
 }
 
-/// Positions lie below this, so that differences and sums of some of them can be counted.
+/// Limit on positions, so that sums and differences of a few of them cannot overflow.
 const POSITIONS: usize = usize::MAX / 16;
 
 impl Tokens<'_> {
-    /// Whether all positions and their number can be counted with.
+    /// Checks that all positions and the number of tokens are below the limit.
     fn check(&self) -> Result<()> {
         let mut tokens = 0;
         for &Run { start, len, step, .. } in self.queries.iter().chain(self.keys) {
@@ -58,11 +58,11 @@ impl Tokens<'_> {
         }
     }
 
-    /// What the queries see of the keys, in places inside their documents. Queries beside keys of another step are taken
-    /// one by one: a few queries in a row meet a cache dealt in stripes.
+    /// The tiles of visible pairs; positions count inside documents. Queries whose step differs from that of the keys make
+    /// one tile per query: this happens when consecutive queries meet a cache with a striped layout.
     ///
     /// # Errors
-    /// Runs beyond what positions count.
+    /// Runs with positions above the limit.
     pub fn tiles(&self, mask: &Mask) -> Result<Vec<Tile>> {
         self.check()?;
         let (mut tiles, mut q_row) = (Vec::new(), 0);
@@ -95,14 +95,15 @@ impl Tokens<'_> {
     }
 }
 
-/// Output `[Tq, H, Dv]` and natural log-sum-exp `[H, Tq]` of `inputs.q` `[Tq, H, D]`, which every rank has, over the keys
-/// of all ranks, of which `inputs.k` and `inputs.v` are this rank's. All ranks of the group must call this.
+/// Attention of `inputs.q` `[Tq, H, D]`, the same on every rank, over the keys of all ranks; `inputs.k` and `inputs.v` hold
+/// this rank's. Returns the output `[Tq, H, Dv]` and the natural log-sum-exp `[H, Tq]`. All ranks of the group must call
+/// this.
 ///
-/// A cache that grows evenly gives position p to rank `(p / block) mod P`, the layout
-/// [`Striped(block)`](crate::LayoutKind::Striped).
+/// To grow a cache evenly, give position p to rank `(p / block) mod P`, as the layout
+/// [`Striped(block)`](crate::LayoutKind::Striped) does.
 ///
 /// # Errors
-/// Shapes that do not fit the tokens, failures of other ranks.
+/// Shapes that do not fit the tokens, or failures of other ranks.
 pub fn decode(
     group: &Group,
     mask: &Mask,
@@ -114,10 +115,11 @@ pub fn decode(
     Ok((group.kernel().to_host(out)?, statistics.to_host(group.kernel())?.lse()))
 }
 
-/// [`decode()`] whose results are left where the group's kernel computes; [`Statistics::lse`] makes a log-sum-exp of the second.
+/// Like [`decode()`], but leaves output and softmax statistics on the kernel's device; [`Statistics::lse`] gives the
+/// log-sum-exp.
 ///
 /// # Errors
-/// As of [`decode()`].
+/// Like those of [`decode()`].
 pub fn on_device(
     group: &Group,
     mask: &Mask,
@@ -160,7 +162,7 @@ pub fn on_device(
 
 const OPERATION: &str = "the merge of softmax states";
 
-/// Tokens, heads, width of values.
+/// Number of query tokens, number of heads, width of a value.
 type Sizes = (usize, usize, usize);
 
 fn all_gather(group: &Group, state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
@@ -175,7 +177,8 @@ fn all_gather(group: &Group, state: State, (tokens, heads, v_dim): Sizes) -> Res
     Ok(merged)
 }
 
-/// Rank r merges what comes from r + 1, r + 2, r + 4, .. as long as these bits of r are 0, and sends the rest up.
+/// Rank r merges the states of ranks r + 1, r + 2, r + 4, .. until it meets a set bit of r, then sends its own to r minus
+/// that bit.
 fn tree(group: &Group, mut state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
     let (kernel, comm) = (group.kernel(), &**group.cp());
     let (rank, size, len) = (comm.rank(), comm.size(), tokens * heads * (v_dim + 2));
@@ -196,7 +199,7 @@ fn tree(group: &Group, mut state: State, (tokens, heads, v_dim): Sizes) -> Resul
         send_to(group, comm, rank - step, UP, own)?.wait()?;
         payload(group, comm.receive(rank - step, DOWN)?, Wire::F32)?
     };
-    // The farthest first: it has most ranks of its own to tell.
+    // The farthest rank comes first, because it has the most ranks below it to pass the result on to.
     for peer in below.into_iter().rev() {
         send_to(group, comm, peer, DOWN, result.clone())?.wait()?;
     }

@@ -1,7 +1,7 @@
-//! Ulysses: an all-to-all that turns each member's tokens into each member's heads, and back (Jacobs et al., 2023).
+//! The Ulysses all-to-all, which turns the tokens of each member into heads, and back (Jacobs et al., 2023).
 //!
-//! It is made of sends and receives that are started at one time and waited for at another, so that one part of the
-//! heads can travel while another is computed.
+//! It consists of sends and receives that are started first and waited for later, so that one part of the heads can travel
+//! while another is computed.
 
 use super::Group;
 use super::block::{payload, send_to};
@@ -14,21 +14,21 @@ use crate::schedule::Rows;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The members of a Ulysses group: who holds how many tokens.
+/// A Ulysses group with the number of tokens that each member holds.
 pub(super) struct Exchange<'a> {
     pub(super) group: &'a Group,
     pub(super) tokens: Vec<usize>,
 }
 
-/// One tensor under way.
+/// A tensor whose exchange has been started.
 pub(super) struct Moving {
-    /// From each member; this member's own part is at hand.
+    /// The parts from each member; this member's own part is already here.
     parts: Vec<Part>,
     sent: Vec<Box<dyn Pending>>,
     heads: Vec<Range<usize>>,
     dim: usize,
     wire: Wire,
-    /// Of what was packed for it.
+    /// Bytes of the messages that were packed for sending.
     bytes: u64,
 }
 
@@ -38,13 +38,13 @@ enum Part {
 }
 
 impl<'a> Exchange<'a> {
-    /// Tokens of all members.
+    /// Number of tokens of all members.
     pub(super) fn all_tokens(&self) -> usize {
         self.tokens.iter().sum()
     }
 
-    /// Starts turning all heads of this member's tokens `[T, heads, dim]` into its heads of all tokens; member m gets
-    /// `heads[m]`.
+    /// Starts the exchange of this member's tokens `[T, heads, dim]`, all heads, for its heads of all members' tokens;
+    /// member m receives `heads[m]`.
     pub(super) fn to_heads(
         &self,
         local: &View,
@@ -60,7 +60,7 @@ impl<'a> Exchange<'a> {
         self.start(parts, heads.to_vec(), (local.dim, wire), tag, meter)
     }
 
-    /// Starts the way back: from this member's heads of all tokens to all heads of its own tokens.
+    /// Starts the reverse exchange: from this member's heads of all tokens to all heads of its own tokens.
     pub(super) fn to_tokens(
         &self,
         all: Floats,
@@ -101,7 +101,7 @@ impl<'a> Exchange<'a> {
         Ok(Moving { parts: coming, sent, heads, dim, wire, bytes })
     }
 
-    /// What [`to_heads`](Self::to_heads) started: `[Tg, own heads, dim]`.
+    /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
     pub(super) fn heads(&self, moving: Moving, meter: &mut Meter) -> Result<Buffer> {
         let (row, kernel) = (moving.heads[self.comm().rank()].len() * moving.dim, self.group.kernel());
         let (mut all, mut filled) = (kernel.room(moving.wire.stored(), self.all_tokens() * row)?, 0);
@@ -117,8 +117,8 @@ impl<'a> Exchange<'a> {
         Ok(all)
     }
 
-    /// What [`to_tokens`](Self::to_tokens) started, added to `local` `[T, heads, dim]`: heads that several members hold
-    /// (replicated key-value heads) are summed, in member order.
+    /// Finishes [`to_tokens`](Self::to_tokens) and adds the result to `local` `[T, heads, dim]`: heads that several members
+    /// hold (replicated key-value heads) are summed, in member order.
     pub(super) fn tokens(&self, moving: Moving, heads: usize, local: &mut Floats, meter: &mut Meter) -> Result<()> {
         let (tokens, dim) = (self.tokens[self.comm().rank()], moving.dim);
         for (part, range) in moving.parts.into_iter().zip(&moving.heads) {
@@ -136,7 +136,7 @@ impl<'a> Exchange<'a> {
 }
 
 impl Part {
-    /// Its message, which is let go before the next one is taken.
+    /// The message of this part. The caller drops it before it takes the next one, so only one is held at a time.
     fn take(self, group: &Group, wire: Wire, meter: &mut Meter) -> Result<Arc<Buffer>> {
         match self {
             Self::Here(message) => Ok(message),

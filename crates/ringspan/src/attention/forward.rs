@@ -10,16 +10,16 @@ use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Statistics};
 use crate::schedule::{self, Block, Pass, Schedule};
 use std::sync::Arc;
 
-/// What the forward pass leaves, for the caller and for the backward pass.
+/// The result of the forward pass, for the caller and for the backward pass.
 #[derive(Debug, Clone, Copy)]
 pub struct Forward<F = Vec<f32>> {
     /// Attention output `[T, H, Dv]`; 0 where a query sees nothing.
     pub out: F,
-    /// What the weights are formed from again, `[H, T]` each.
+    /// Softmax statistics (maximum and sum) from which the backward pass recomputes the weights, `[H, T]` each.
     pub statistics: Statistics<F>,
-    /// Most bytes this rank held at once: its tensors, blocks of others, messages until they have left, the kernel's
-    /// buffers, the lists of its plan and of the tiles at hand. Not in it: the schedule, which ranks of a process share, and
-    /// what the transport keeps for those who have not asked yet.
+    /// Peak number of bytes that this rank held: its tensors, blocks of others, messages until they are sent, the kernel's
+    /// buffers, the lists of its plan and of the current tiles. Not counted are the schedule, which ranks of a process
+    /// share, and messages that the transport keeps until they are received.
     pub peak_bytes: u64,
 }
 
@@ -29,19 +29,19 @@ impl Forward {
         self.statistics.lse()
     }
 
-    /// The same numbers where they lie, as the backward pass reads them.
+    /// Borrows the results without copying, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
         Forward { out: Data::F32(&self.out), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
     }
 }
 
 impl Forward<Floats> {
-    /// The same numbers where they lie, as the backward pass reads them.
+    /// Borrows the results without copying, as the backward pass reads them.
     pub fn data(&self) -> Forward<Data<'_>> {
         Forward { out: self.out.data(), statistics: self.statistics.data(), peak_bytes: self.peak_bytes }
     }
 
-    /// The same in the memory of the CPU.
+    /// Copies the results to the memory of the CPU.
     ///
     /// # Errors
     /// Failures of the kernel's device.
@@ -53,20 +53,20 @@ impl Forward<Floats> {
 
 /// Attention of this rank's queries over the keys of all ranks.
 ///
-/// The inputs are what this rank holds in the schedule's layouts. All ranks of the group must call this with the same
+/// The inputs are this rank's tensors in the schedule's layouts. All ranks of the group must call this with the same
 /// schedule and score.
 ///
 /// # Errors
-/// Shapes that do not fit the schedule, heads that do not fit the group, failures of other ranks.
+/// Shapes that do not fit the schedule, heads that do not fit the group, or failures of other ranks.
 pub fn forward(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward> {
     on_device(group, schedule, inputs)?.to_host(group.kernel())
 }
 
-/// [`forward()`] whose results are left where the group's kernel computes. Inputs that lie there are not copied; of a GPU
-/// nothing is waited for.
+/// Like [`forward()`], but leaves the results on the device of the group's kernel. Inputs that are there already are not
+/// copied, and on a GPU the call returns without waiting for the computation.
 ///
 /// # Errors
-/// As of [`forward()`].
+/// Like those of [`forward()`].
 pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<Forward<Floats>> {
     inputs.check("attention forward", group, schedule)?;
     let held = inputs.hold(group.kernel())?;
@@ -101,7 +101,7 @@ pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<
         meter.release(held);
     }
     for (part, results) in parts.iter().zip(results) {
-        // 0 + (-inf) is -inf, so the sum that places the heads leaves the maxima of empty rows as they are.
+        // Heads are placed by adding to zeros; 0 + (-inf) is -inf, so the maxima of rows that see nothing stay -inf.
         for (all, local) in results.into_iter().zip([&mut out, &mut max, &mut sum]) {
             part.queries.tokens(all, q.heads, local, &mut meter)?;
         }
@@ -112,7 +112,7 @@ pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<
     Ok(Forward { out, statistics, peak_bytes: meter.peak() })
 }
 
-/// Runs the forward plan of this ring rank: output `[Tg, heads, Dv]` and statistics `[heads, Tg]`.
+/// Runs the forward plan of this ring rank and returns output `[Tg, heads, Dv]` and statistics `[heads, Tg]`.
 fn over_ring(
     group: &Group,
     schedule: &Schedule,

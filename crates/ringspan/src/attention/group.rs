@@ -1,4 +1,4 @@
-//! The ranks that share a sequence, and this rank's means to compute.
+//! The ranks of a context-parallel group, with this rank's communicators and kernel.
 
 use super::Wire;
 use crate::comm::Communicator;
@@ -18,11 +18,11 @@ pub struct Group {
 }
 
 impl Group {
-    /// Splits the communicator into the axes of `grid`. All of its ranks must call this. From now on `kernel` drives the
+    /// Splits the communicator into the axes of `grid`. All of its ranks must call this. From then on `kernel` drives the
     /// communication of the group while it computes.
     ///
     /// # Errors
-    /// Sizes whose product is not the communicator's; failures of other ranks.
+    /// Axis sizes whose product is not the communicator's size, or failures of other ranks.
     pub fn new(cp: Arc<dyn Communicator>, grid: impl Into<Grid>, kernel: Kernel) -> Result<Self> {
         let grid = grid.into();
         if grid.size() != Some(cp.size()) {
@@ -43,27 +43,27 @@ impl Group {
         Ok(Self { cp, grid, ring, ulysses, kernel: kernel.with_progress(Arc::new(progress)), wire: None })
     }
 
-    /// Sends queries, keys and values as `wire`, whatever they are stored as. Otherwise they travel as they are stored if
-    /// all three have the same type, and as f32 if not.
+    /// Sends queries, keys and values as `wire`, whatever their storage type. Without this setting they travel in their
+    /// storage type if all three have the same, and as f32 if not.
     ///
-    /// All ranks need the same wire, and without one tensors of the same types, ranks without tokens too: a message in
-    /// another type than the receiver's is an error there, or is waited for in vain. On a CPU a number that the wire has no room
-    /// for is an error on all ranks when it is sent; a GPU sends infinity.
+    /// All ranks need the same wire type. Without one, the tensors of all ranks need the same types, even on ranks without
+    /// tokens: a message of another type is an error at the receiver, or is never matched. On a CPU, a number out of the
+    /// wire type's range is an error on all ranks when it is sent; a GPU sends infinity.
     pub fn with_wire(self, wire: Wire) -> Self {
         Self { wire: Some(wire), ..self }
     }
 
-    /// This rank in the group.
+    /// This rank's number in the group.
     pub fn rank(&self) -> usize {
         self.cp.rank()
     }
 
-    /// Ranks in the group: R x U.
+    /// Number of ranks in the group: R x U.
     pub fn size(&self) -> usize {
         self.cp.size()
     }
 
-    /// The axes.
+    /// The sizes of the ring and Ulysses axes.
     pub fn grid(&self) -> Grid {
         self.grid
     }
@@ -73,12 +73,12 @@ impl Group {
         &self.cp
     }
 
-    /// The ranks between which blocks move.
+    /// The communicator of the ring axis, over which blocks move.
     pub fn ring(&self) -> &dyn Communicator {
         &*self.ring
     }
 
-    /// The ranks that exchange tokens for heads.
+    /// The communicator of the Ulysses axis, over which tokens are exchanged for heads.
     pub fn ulysses(&self) -> &dyn Communicator {
         &*self.ulysses
     }
@@ -88,7 +88,7 @@ impl Group {
         &self.kernel
     }
 
-    /// The type in which queries, keys and values of a call travel.
+    /// The wire type of a call with these queries, keys and values.
     pub fn wire(&self, q: &View, k: &View, v: &View) -> Wire {
         self.wire.unwrap_or(Wire::of([q, k, v]))
     }

@@ -1,10 +1,10 @@
-//! The inputs of a call where the group's kernel computes.
+//! The inputs of a call, on the device of the group's kernel.
 
 use super::Inputs;
 use crate::error::Result;
 use crate::kernel::{Held, Kernel, Score};
 
-/// Inputs, copied there where they are not.
+/// Inputs on the kernel's device: borrowed if they were there, copied if not.
 pub(super) struct HeldInputs<'a> {
     q: Held<'a>,
     k: Held<'a>,

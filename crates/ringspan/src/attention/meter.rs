@@ -1,4 +1,4 @@
-//! What a rank holds in memory while it computes attention.
+//! The memory that a rank holds while it computes attention.
 
 /// Counts the bytes of tensors, blocks and packing buffers that a rank holds at once.
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ impl Meter {
         self.now = self.now.saturating_sub(bytes);
     }
 
-    /// Memory that is taken and given back inside one call.
+    /// Counts memory that is allocated and freed inside one call.
     pub(super) fn touch(&mut self, bytes: u64) {
         self.hold(bytes);
         self.release(bytes);

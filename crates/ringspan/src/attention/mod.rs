@@ -1,7 +1,7 @@
-//! Attention over a group of ranks: runs the plans of a schedule, forward and backward.
+//! Attention over a group of ranks: one executor runs the plans of any schedule, forward and backward.
 //!
-//! Tensors and results are the CPU's, or, with the calls of [`on_device`], lie where the group's kernel computes. There is
-//! one executor: what it does with tensors it asks the kernel for.
+//! Tensors and results are in the memory of the CPU or, with the calls of [`on_device`], on the device of the group's
+//! kernel. The executor is the same for both: every operation on tensors is a call of the kernel.
 //!
 //! Shape letters: T tokens on this rank, Tg tokens of its ring rank (its Ulysses group), H query heads, G key-value
 //! heads, D and Dv head widths, Sk keys of a batch row.
@@ -23,9 +23,9 @@ pub use forward::{Forward, forward};
 pub use group::Group;
 pub use wire::Wire;
 
-/// The same calls with results where the group's kernel computes. On a GPU nothing of the size of a tensor is copied to the
-/// CPU, and the last steps may still be under way when a call returns; inputs that lie there are not copied either. On a CPU
-/// nothing is different.
+/// Attention calls that leave their results on the device of the group's kernel. On a GPU they copy nothing of the size of
+/// a tensor to the CPU, read inputs in place that are on the GPU already, and may return while the last kernels still run.
+/// On a CPU they are the plain calls.
 pub mod on_device {
     pub use super::backward::on_device as backward;
     pub use super::decode::on_device as decode;
@@ -45,13 +45,14 @@ pub struct Inputs<'a> {
     pub k: View<'a>,
     /// Values `[Tk, G, Dv]`.
     pub v: View<'a>,
-    /// From products to weights, for all H heads.
+    /// Scale, softcap, sinks and other parameters that turn products into weights, for all H heads.
     pub score: &'a Score,
-    /// A term for each query of this rank, head, and key of the query's batch row: `[T, H, Sk]`, or `[T, 1, Sk]` for all
-    /// heads.
+    /// A term that is added to the score of each query of this rank and each key of its batch row: `[T, H, Sk]`, or `[T, 1,
+    /// Sk]` for all heads.
     ///
-    /// A large negative term, such as the least f32, hides its pair from a query that sees other keys; -inf hides it always.
-    /// Among pairs with the same large term weights follow what is left of their scores, as in any softmax in f32.
+    /// A large negative term, such as the least f32, hides its pair from a query that sees other keys; -inf hides it
+    /// always. If all visible pairs of a query have the same large term, rounding leaves little of their scores, as in any
+    /// softmax in f32.
     pub bias: Option<View<'a>>,
 }
 
@@ -61,7 +62,7 @@ impl<'a> Inputs<'a> {
         Self { q, k, v, score, bias: None }
     }
 
-    /// The same with a bias.
+    /// Adds a bias to the inputs.
     pub fn with_bias(self, bias: View<'a>) -> Self {
         Self { bias: Some(bias), ..self }
     }
@@ -103,7 +104,8 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// Whether a tensor is `[tokens, heads, dim]` and all its rows lie in its elements: no device reads beside them.
+/// Checks that a tensor is `[tokens, heads, dim]` and that all its rows are inside its elements, so no device reads out of
+/// bounds.
 fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &View, shape: [usize; 3]) -> Result<()> {
     let (given, held) = ([view.tokens, view.heads, view.dim], view.data.len());
     let elements = |shape: [usize; 3]| shape.into_iter().fold(1, usize::saturating_mul);
@@ -117,7 +119,7 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
         });
     }
     let end = view.end().filter(|&end| end <= held);
-    // Results and blocks have as many elements as the tensor, whatever its strides are.
+    // Results and blocks have as many elements as the tensor's shape, whatever its strides are.
     if end.is_none() || elements(shape.map(|size| size.max(1))) > isize::MAX as usize / 16 {
         return Err(Error::Shape {
             operation,
@@ -133,20 +135,20 @@ fn check_shape(operation: &'static str, rank: usize, what: &'static str, view: &
     Ok(())
 }
 
-/// The tiles that a kernel needs for these inputs.
+/// The kind of tiles that a kernel needs for these inputs: scores that count positions need each tile's place.
 fn tiling(inputs: &kernel::Inputs) -> Tiling {
     if inputs.counts_positions() { Tiling::Placed } else { Tiling::Joined }
 }
 
-/// Tiles of one call of a kernel, at most: their lists take some megabytes then.
+/// Maximum number of tiles in one kernel call, so that the list of tiles takes only a few megabytes.
 const MOST_TILES: usize = 1 << 16;
 
-/// Bytes of the elements of a tensor, in the type they are stored in.
+/// Bytes of a tensor's elements in its storage type.
 fn stored_bytes(view: &View) -> u64 {
     (view.tokens * view.heads * view.dim * view.data.stored().width()) as u64
 }
 
-/// Bytes of f32 elements.
+/// Bytes of `elements` numbers in f32.
 fn f32_bytes(elements: usize) -> u64 {
     elements as u64 * 4
 }

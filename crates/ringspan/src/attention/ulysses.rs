@@ -1,4 +1,4 @@
-//! One part of the heads of a Ulysses group: what travels to the member that computes it, and what comes back.
+//! One part of the heads of a Ulysses group: its inputs travel to the member that computes it, and its results come back.
 
 use super::block::stored;
 use super::exchange::{Exchange, Moving};
@@ -11,7 +11,7 @@ use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Score, Statistic
 use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
 
-/// The two exchanges of a group, of queries' and of keys' tokens, and which heads each member computes in this part.
+/// The exchanges of queries and of keys in a Ulysses group, and the heads that each member computes in this part.
 pub(super) struct Part<'a> {
     pub(super) queries: Exchange<'a>,
     pub(super) keys: Exchange<'a>,
@@ -19,14 +19,14 @@ pub(super) struct Part<'a> {
     key_heads: Vec<Range<usize>>,
     share: HeadShare,
     wire: Wire,
-    /// First tag of this part's messages.
+    /// First message tag of this part.
     tag: u64,
 }
 
-/// Tags of one part.
+/// Number of tags reserved for one part.
 const TAGS: u64 = 16;
 
-/// The inputs of a part under way.
+/// The inputs of a part whose exchange has been started.
 pub(super) struct Sent {
     q: Moving,
     k: Moving,
@@ -35,14 +35,14 @@ pub(super) struct Sent {
     saved: Option<[Moving; 4]>,
 }
 
-/// The inputs of a part: its heads of all the group's tokens.
+/// The inputs of a part after the exchange: this member's heads of all tokens of the group.
 pub(super) struct Arrived {
     q: Buffer,
     k: Buffer,
     v: Buffer,
     wire: Wire,
     bias: Option<Buffer>,
-    /// d_out `[Tg, heads, Dv]`, statistics and delta `[heads, Tg]`.
+    /// d_out `[Tg, heads, Dv]`, softmax statistics and delta, `[heads, Tg]` each.
     saved: Option<(Buffer, Statistics<Floats>, Floats)>,
     map: HeadMap,
     score: Score,
@@ -50,7 +50,7 @@ pub(super) struct Arrived {
 }
 
 impl<'a> Part<'a> {
-    /// The parts in which a group computes its heads.
+    /// All parts, in the order in which the group computes them.
     pub(super) fn all(group: &'a Group, schedule: &Schedule, inputs: &Inputs) -> Result<Vec<Self>> {
         let grid = schedule.grid();
         let members = &grid.members()[group.ring().rank()];
@@ -71,13 +71,13 @@ impl<'a> Part<'a> {
         Ok(parts.into_iter().enumerate().map(part).collect())
     }
 
-    /// Starts the way of the inputs, and for the backward pass of what was saved, to the heads.
+    /// Starts the exchange of the inputs, and in the backward pass of the saved values, from tokens to heads.
     pub(super) fn send(&self, inputs: &Inputs, saved: Option<&Saved>, meter: &mut Meter) -> Result<Sent> {
         let (q_heads, k_heads) = (&self.query_heads, &self.key_heads);
         let saved = match saved {
             None => None,
             Some(Saved { statistics: Statistics { max, sum }, delta, d_out }) => {
-                // Statistics are kept by head; they travel by token like everything else.
+                // Statistics are stored by head and exchanged by token, like all other tensors.
                 let (tokens, heads) = (d_out.tokens, d_out.heads);
                 let mut statistic = |values: Data, tag| {
                     let by_token = self.kernel().transpose(values, heads, tokens)?;
@@ -102,12 +102,12 @@ impl<'a> Part<'a> {
         })
     }
 
-    /// A bias for all heads goes whole to every member.
+    /// The heads of the bias that each member needs; a bias shared by all heads is sent whole to every member.
     fn bias_heads(&self, bias: &View) -> Vec<Range<usize>> {
         if bias.heads == 1 { vec![0..1; self.query_heads.len()] } else { self.query_heads.clone() }
     }
 
-    /// Waits for what [`send`](Self::send) started.
+    /// Waits for the exchange that [`send`](Self::send) started.
     pub(super) fn receive(&self, sent: Sent, score: &Score, meter: &mut Meter) -> Result<Arrived> {
         let saved = match sent.saved {
             None => None,
@@ -136,17 +136,18 @@ impl<'a> Part<'a> {
         })
     }
 
-    /// Starts the way of a result by query, `[Tg, heads, dim]`, back to its tokens.
+    /// Starts the exchange of a result per query, `[Tg, heads, dim]`, back from heads to tokens.
     pub(super) fn return_queries(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
         self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number, meter)
     }
 
-    /// Starts the way of a result by key back to its tokens.
+    /// Starts the exchange of a result per key, `[Tg, kv heads, dim]`, back from heads to tokens.
     pub(super) fn return_keys(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
         self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number, meter)
     }
 
-    /// Starts the way of the gradient of a bias back to its tokens; members' gradients of a bias for all heads are summed.
+    /// Starts the exchange of the bias gradient back to tokens; the gradients of a bias shared by all heads are summed over
+    /// members.
     pub(super) fn return_bias(&self, all: Floats, bias: &View, number: u64, meter: &mut Meter) -> Result<Moving> {
         self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number, meter)
     }
@@ -162,15 +163,15 @@ impl<'a> Part<'a> {
 }
 
 impl Arrived {
-    /// Gives back what [`receive`](Part::receive) held.
+    /// Tells the meter that the memory taken by [`receive`](Part::receive) is free.
     pub(super) fn release(self, meter: &mut Meter) {
         let tensors = [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).map(Buffer::bytes).sum::<u64>();
-        // The maximum, the sum and delta.
+        // Three statistics: maximum, sum and delta.
         let saved = |(d_out, _, delta): &(Buffer, _, Floats)| d_out.bytes() + f32_bytes(3 * delta.len());
         meter.release(tensors + self.saved.as_ref().map_or(0, saved));
     }
 
-    /// What the kernel reads, for tensors of these widths.
+    /// The inputs of the kernel; `whole` gives the widths of the tensors.
     pub(super) fn inputs(&self, whole: &Inputs) -> Result<kernel::Inputs<'_>> {
         let (queries, keys) = self.tokens;
         let (heads, kv_heads) = (self.map.heads(), self.map.kv_heads());
@@ -191,7 +192,7 @@ impl Arrived {
         })
     }
 
-    /// What the backward kernel reads besides.
+    /// The saved values that the backward kernel reads in addition.
     pub(super) fn saved(&self, v_dim: usize) -> Result<Option<Saved<'_>>> {
         match &self.saved {
             None => Ok(None),

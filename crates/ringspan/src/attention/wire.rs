@@ -1,11 +1,11 @@
-//! The type in which keys and values travel.
+//! The type in which tensors travel between ranks.
 
 use crate::comm::Buffer;
 use crate::error::{Error, Result};
 use crate::kernel::{self, Data, Stored, View};
 
-/// The type in which queries, keys and values travel between ranks: the one they are stored in, unless a
-/// [group](super::Group::with_wire) says otherwise.
+/// The type in which queries, keys and values travel between ranks: their storage type, unless a
+/// [group](super::Group::with_wire) sets another.
 ///
 /// Partial results and gradients always travel in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -13,14 +13,14 @@ pub enum Wire {
     /// 32-bit floats.
     #[default]
     F32,
-    /// bfloat16: lossless for tensors stored as such.
+    /// bfloat16: lossless for tensors stored in bfloat16.
     Bf16,
-    /// IEEE half precision: lossless for tensors stored as such.
+    /// IEEE half precision: lossless for tensors stored in it.
     F16,
 }
 
 impl Wire {
-    /// The type in which all of these are stored, or f32, which holds them all.
+    /// The common storage type of the tensors, or f32 if they differ.
     pub(super) fn of(views: [&View; 3]) -> Self {
         let [first, ..] = views.map(|view| match view.data.stored() {
             Stored::F32 => Self::F32,
@@ -36,13 +36,13 @@ impl Wire {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    /// What a tag has besides its number: both short types are 16 bits, and ranks that disagree must not take one for the
+    /// Bits of a message tag that tell f16 from bf16: both are sent as 16-bit words, and a rank must not read one as the
     /// other.
     pub(super) fn mark(self) -> u64 {
         if self == Self::F16 { 1 << 62 } else { 0 }
     }
 
-    /// What messages are stored in.
+    /// The storage type of messages of this wire type.
     pub(super) fn stored(self) -> Stored {
         match self {
             Self::F32 => Stored::F32,
@@ -51,7 +51,7 @@ impl Wire {
         }
     }
 
-    /// The numbers of a message of `expected` elements, where they are.
+    /// The numbers of a message, in place; an error unless there are `expected` of them in this wire type.
     pub(super) fn read<'a>(self, buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Data<'a>> {
         let Some(data) = kernel::read(buffer, self.stored()) else {
             return Err(Error::Layout(format!("{operation}: received a message that is not of wire type {self:?}")));
@@ -69,7 +69,7 @@ impl Wire {
     }
 }
 
-/// The numbers of a message in f32 of `expected` elements.
+/// The numbers of an f32 message, in place; an error unless there are `expected` of them.
 pub(super) fn floats<'a>(buffer: &'a Buffer, expected: usize, operation: &'static str) -> Result<Data<'a>> {
     Wire::F32.read(buffer, expected, operation)
 }

@@ -1,15 +1,15 @@
-//! Whether all ranks mean the same work.
+//! Checks that all ranks were started with the same settings.
 
 use super::{Buffer, Communicator};
 use crate::error::{Error, Result};
 
-/// Something that must be the same on every rank: its name and its value, in words.
+/// A setting that must be the same on every rank: its name and its value as text.
 pub type Setting = (String, String);
 
 /// Compares settings over all ranks, which must all call this before they work together.
 ///
 /// # Errors
-/// [`Error::Disagreement`], the same on every rank: the first rank that differs from rank 0, and in what.
+/// [`Error::Disagreement`], the same on every rank: the first rank that differs from rank 0, and the setting that differs.
 pub fn agree(comm: &dyn Communicator, settings: &[Setting]) -> Result<()> {
     let text: Vec<&str> = settings.iter().flat_map(|(name, value)| [name.as_str(), value]).collect();
     let all = comm.all_gather(Buffer::U8(text.join("\0").into_bytes()))?;

@@ -1,4 +1,4 @@
-//! What has arrived at a rank until it asks for it: messages under their addresses, and parts of collectives.
+//! Data that has arrived at a rank before the rank asks for it: messages by address, and parts of collectives.
 
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
@@ -8,17 +8,18 @@ use crate::comm::header::{Call, Content};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// What a rank brought to a collective.
+/// The part that another rank sent for a collective, with its description of that collective.
 struct Brought {
     call: Call,
     data: Arc<Buffer>,
 }
 
-/// Of one rank.
+/// The arrived data of one rank.
 pub(in crate::comm) struct Arrived {
     rank: usize,
     mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
-    /// Collectives that this rank has not left, by group and number: what the others brought, by rank of the world.
+    /// Parts of collectives that this rank has not left, by group and number of the collective, then by the sender's world
+    /// rank.
     rounds: HashMap<(GroupId, u64), BTreeMap<usize, Brought>>,
 }
 
@@ -27,7 +28,7 @@ impl Arrived {
         Self { rank, mailboxes: HashMap::new(), rounds: HashMap::new() }
     }
 
-    /// Adds what a rank sent.
+    /// Adds data that rank `from` sent.
     pub(in crate::comm) fn put(&mut self, from: usize, content: Content, data: Arc<Buffer>) {
         match content {
             Content::Message { group, tag } => {
@@ -41,7 +42,7 @@ impl Arrived {
         }
     }
 
-    /// Does something with a mailbox; idle ones are not kept.
+    /// Calls `act` with the mailbox of an address; idle mailboxes are removed.
     pub(in crate::comm) fn with_mailbox<T>(
         &mut self,
         address: &Address,
@@ -55,7 +56,7 @@ impl Arrived {
         result
     }
 
-    /// Those of `ranks` whose part of a collective is not here, or the failure: a part of another collective.
+    /// The ranks among `ranks` whose part of a collective has not arrived, or a failure if a rank is in another collective.
     pub(in crate::comm) fn missing(
         &self,
         (group, number): (&GroupId, u64),
@@ -72,7 +73,7 @@ impl Arrived {
         }
     }
 
-    /// Ends a collective: what `ranks` brought, in their order, with this rank's own part.
+    /// Ends a collective: removes and returns the parts of `ranks`, in their order; this rank's part is `own`.
     pub(in crate::comm) fn leave(
         &mut self,
         (group, number): (&GroupId, u64),

@@ -1,6 +1,6 @@
-//! Numbers and texts as bytes, for headers and signals. Reading never trusts a length.
+//! Encodes numbers and texts as bytes, for headers and signals. Lengths are checked when they are read.
 
-/// Appends to a message.
+/// Encodes values, appending them to a message.
 #[derive(Debug, Default)]
 pub(in crate::comm) struct Writer(pub(in crate::comm) Vec<u8>);
 
@@ -17,7 +17,7 @@ impl Writer {
     }
 }
 
-/// Reads a message; `None` where it ends too early or is no text.
+/// Decodes values from a message; `None` if it ends too early, or if a text is not UTF-8.
 #[derive(Debug)]
 pub(in crate::comm) struct Reader<'a>(pub(in crate::comm) &'a [u8]);
 
@@ -39,7 +39,7 @@ impl Reader<'_> {
         String::from_utf8(text.to_vec()).ok()
     }
 
-    /// `value`, if the message ends here.
+    /// Returns `value` if the message has been read to its end.
     pub(in crate::comm) fn end<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }

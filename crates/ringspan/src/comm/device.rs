@@ -1,18 +1,18 @@
-//! Messages in the memory of a device.
+//! Messages that are in the memory of a device.
 
 use std::any::Any;
 use std::fmt::Debug;
 
-/// Elements in the memory of a device. A transport hands them over as they are, or not at all: only who made them knows how
-/// to read them.
+/// Elements in the memory of a device. A transport passes them on unchanged or refuses them: only the code that made them
+/// can read them.
 pub trait OnDevice: Any + Debug + Send + Sync {
-    /// How many.
+    /// Number of elements.
     fn elements(&self) -> usize;
     /// Bytes of one element.
     fn width(&self) -> u64;
 }
 
-/// The same elements; others that are equal are unknown to the CPU.
+/// Equal means identical: the CPU cannot compare elements on a device.
 impl PartialEq for dyn OnDevice {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::addr_eq(self, other)

@@ -1,16 +1,16 @@
-//! What goes ahead of a payload: what it is, for whom, of which type, and how long.
+//! Headers, which precede payloads: what a message is, for which group, of which type and length.
 
 use super::codec::{Reader, Writer};
 use crate::comm::Buffer;
 use crate::comm::group::mailbox::GroupId;
 use crate::comm::group::operation::Operation;
 
-/// A header. The sender and the receiver are those of the message that carries it.
+/// The header of a payload. Its sender and receiver are those of the message that carries it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) struct Header {
     pub(in crate::comm) content: Content,
     pub(in crate::comm) kind: Kind,
-    /// Elements of the payload.
+    /// Number of elements of the payload.
     pub(in crate::comm) len: usize,
 }
 
@@ -20,11 +20,12 @@ pub(in crate::comm) enum Content {
     Message { group: GroupId, tag: u64 },
     /// A part of a collective of a group.
     Part { group: GroupId, number: u64, call: Call },
-    /// The sender sends nothing more.
+    /// No message follows from the sender.
     Finished,
 }
 
-/// How a rank describes its collective: for people, and for the comparison, since the text shortens long lists.
+/// How a rank describes its collective: a text for people, and a fingerprint for comparison, since the text shortens long
+/// lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) struct Call {
     pub(in crate::comm) text: String,
@@ -42,7 +43,7 @@ pub(in crate::comm) enum Kind {
 
 impl Call {
     pub(in crate::comm) fn new(operation: &Operation) -> Self {
-        // FNV-1a over everything the operation consists of.
+        // The hash is FNV-1a over the operation's debug output, which has all of its fields.
         let add = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         let fingerprint = format!("{operation:?}").bytes().fold(0xcbf2_9ce4_8422_2325, add);
         Self { text: operation.to_string(), fingerprint }
@@ -55,12 +56,12 @@ impl Kind {
             Buffer::F32(_) => Self::F32,
             Buffer::U16(_) => Self::U16,
             Buffer::U64(_) => Self::U64,
-            // Groups refuse messages in the memory of a device.
+            // Device buffers never get here: groups refuse them before they make a header.
             Buffer::U8(_) | Buffer::Device(_) => Self::U8,
         }
     }
 
-    /// A buffer to receive into.
+    /// A buffer of zeros to receive a payload of this type into.
     #[cfg(feature = "mpi")]
     pub(in crate::comm) fn zeros(self, len: usize) -> Buffer {
         match self {

@@ -1,21 +1,21 @@
-//! Who started this process, and as which of how many: explicit flags first, then what launchers leave in the
-//! environment.
+//! Finds out the rank of this process and the number of processes: from explicit flags, else from the environment variables
+//! that launchers set.
 
 use crate::error::{Error, Result};
 use std::fmt;
 
-/// A process as one of several.
+/// The rank of a process among several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// This process, `0..size`.
+    /// The rank of this process, `0..size`.
     pub rank: usize,
-    /// Processes in all.
+    /// Number of processes.
     pub size: usize,
-    /// Who says so.
+    /// The source of these numbers.
     pub source: Source,
 }
 
-/// Where rank and size come from.
+/// The source of rank and size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// Explicit flags.
@@ -31,13 +31,13 @@ pub enum Source {
 }
 
 impl Source {
-    /// In the order in which they are asked.
+    /// Launchers in the order in which their variables are looked up.
     const ENVIRONMENT: [Self; 4] = [Self::Torchrun, Self::OpenMpi, Self::Pmi, Self::Slurm];
 
-    /// The variables of rank and size, and one that must be there too.
+    /// The variables of rank and size, and a third that must be set too.
     ///
-    /// Some platforms set torchrun's names for each machine instead of each process, but only torchrun says the place on
-    /// the machine. A shell under Slurm has the variables of its job, but not those of a step.
+    /// Some platforms set torchrun's names for each machine instead of each process, but only torchrun sets the local rank.
+    /// A shell under Slurm has the variables of its job, but not those of a job step.
     fn variables(self) -> [&'static str; 3] {
         match self {
             Self::Flags => ["--rank", "--world-size", "--world-size"],
@@ -64,11 +64,11 @@ impl fmt::Display for Source {
 }
 
 impl Launch {
-    /// Rank and size by the `flags`, else by the first launcher whose variables are set; `None` for a process that nobody
-    /// launched as one of several. `variable` reads the environment.
+    /// Takes rank and size from `flags`, else from the first launcher whose variables are set; `None` if the process was
+    /// not launched as one of several. `variable` reads an environment variable.
     ///
     /// # Errors
-    /// [`Error::Launch`] for what is no number, and for a rank outside the size.
+    /// [`Error::Launch`] for a variable that is not a number, or a rank that is not below the size.
     pub fn find(flags: Option<(usize, usize)>, variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let found = match flags {
             Some((rank, size)) => Some((Source::Flags, rank, size)),

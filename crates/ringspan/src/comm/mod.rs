@@ -1,8 +1,9 @@
-//! How ranks talk: one object-safe trait, a transport for ranks that are threads of one process, one for ranks that are
-//! processes (feature `mpi`), and one around these that moves what lies on devices from one device to the other.
+//! Communication between ranks: one object-safe trait, a transport for ranks that are threads of one process, a transport
+//! for ranks that are processes (feature `mpi`), and one that wraps either of them and moves device memory directly between
+//! devices.
 //!
-//! A transfer is started, computed past, then waited for: this is how a schedule hides it behind a step. A wait ends at
-//! a deadline, and a rank that fails, or calls another collective than the others, makes all of them return an error
+//! A rank starts a transfer, computes, and then waits for it: this is how a schedule overlaps transfers with computation.
+//! Every wait has a deadline, and if a rank fails or calls another collective than the others, all ranks return an error
 //! that names it.
 //!
 //! ```
@@ -14,7 +15,7 @@
 //!     let (rank, size) = (comm.rank(), comm.size());
 //!     let sent = comm.send((rank + 1) % size, 0, Buffer::U64(vec![rank as u64]).into())?;
 //!     let under_way = comm.receive((rank + size - 1) % size, 0)?;
-//!     // Here a rank computes.
+//! // A rank computes here.
 //!     sent.wait()?;
 //!     Ok::<_, Error>(under_way.wait()?.map(|buffer| (*buffer).clone()))
 //! })?;
@@ -42,14 +43,14 @@ pub use device::OnDevice;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// The payload of a message. Blocks are handed over, not copied, where ranks share memory.
+/// The payload of a message. Ranks that share memory pass the block itself, without a copy.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Buffer {
     /// 32-bit floats.
     F32(Vec<f32>),
     /// 16-bit words: bf16 or f16 bit patterns.
     U16(Vec<u16>),
-    /// Unsigned integers: counts, tokens.
+    /// Unsigned integers, such as counts or token ids.
     U64(Vec<u64>),
     /// Raw bytes.
     U8(Vec<u8>),
@@ -58,7 +59,7 @@ pub enum Buffer {
 }
 
 impl Buffer {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
@@ -91,12 +92,12 @@ impl Buffer {
         }
     }
 
-    /// Bytes of the elements.
+    /// Number of bytes of all elements.
     pub fn bytes(&self) -> u64 {
         self.len() as u64 * self.width()
     }
 
-    /// Bytes of one element.
+    /// Number of bytes of one element.
     fn width(&self) -> u64 {
         match self {
             Self::F32(_) => 4,
@@ -108,47 +109,47 @@ impl Buffer {
     }
 }
 
-/// A transfer under way.
+/// A transfer that has been started.
 pub trait Pending: Send {
-    /// Whether it has finished; drives progress where the transport needs it. Never blocks.
+    /// Whether the transfer has finished; drives progress if the transport needs it. Never blocks.
     fn test(&mut self) -> Result<bool>;
-    /// Waits until it has finished, at most to the deadline. A receive yields its payload, a send `None`.
+    /// Waits until the transfer has finished, at most until the deadline. A receive returns its payload, a send `None`.
     fn wait(self: Box<Self>) -> Result<Option<Arc<Buffer>>>;
 }
 
-/// A group of ranks. All collectives must be called by all ranks of the group in the same order.
+/// A group of ranks. All ranks of the group must call the same collectives in the same order.
 pub trait Communicator: Send + Sync {
-    /// This rank, `0..size`.
+    /// This rank's number in the group, `0..size`.
     fn rank(&self) -> usize;
-    /// Ranks in the group.
+    /// Number of ranks in the group.
     fn size(&self) -> usize;
-    /// Starts sending `data` to `to` under `tag`; it ends when the data has left, not when it is received.
+    /// Starts sending `data` to rank `to` under `tag`; the send ends when the data has left, not when it is received.
     fn send(&self, to: usize, tag: u64, data: Arc<Buffer>) -> Result<Box<dyn Pending>>;
-    /// Starts receiving what `from` sends under `tag`; messages of the same pair and tag keep their order.
+    /// Starts receiving what rank `from` sends under `tag`; messages with the same ranks and tag keep their order.
     fn receive(&self, from: usize, tag: u64) -> Result<Box<dyn Pending>>;
-    /// Moves transfers along where nothing moves by itself: kernels call this between pieces of their work, about once a
-    /// millisecond. Threads hand their messages over at once, so there it does nothing; a communicator around another one
-    /// passes the call on, or its transfers hide behind nothing.
+    /// Advances transfers if the transport does not do so by itself: kernels call this between parts of their work, about
+    /// once a millisecond. Between threads it does nothing, because messages are passed at once. A communicator that wraps
+    /// another must pass the call on, or transfers do not overlap with computation.
     fn progress(&self);
-    /// Whether messages may be [`Buffer::Device`]: they reach their receiver as they are, in the sender's process, or on the
-    /// receiver's own device. A communicator around another one passes the question on.
+    /// Whether messages may be [`Buffer::Device`]: they reach the receiver as they are in the same process, or are moved to
+    /// the receiver's device. A communicator that wraps another passes the question on.
     fn hands_over(&self) -> bool {
         false
     }
-    /// Sends `parts[r]` to each rank r and returns what each rank sent here; counts may differ, and be 0.
+    /// Sends `parts[r]` to each rank r and returns the parts that the ranks sent to this one; lengths may differ, and be 0.
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>>;
     /// Every rank's buffer, in rank order; lengths may differ.
     fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>>;
-    /// Sums `data` over the ranks, in rank order (so all get the same bits), and returns this rank's part:
-    /// `counts[r]` elements for rank r, in order.
+    /// Sums `data` over the ranks, in rank order, so that all compute the same bits, and returns this rank's part of the
+    /// sum. Rank r gets the r-th range of elements, of length `counts[r]`.
     fn reduce_scatter(&self, data: Vec<f32>, counts: &[usize]) -> Result<Vec<f32>>;
     /// Sums `data` over the ranks in place, in rank order: the same bits on every rank.
     fn all_reduce(&self, data: &mut [f32]) -> Result<()>;
-    /// The buffer of rank `root`, on every rank.
+    /// Returns the buffer of rank `root` on every rank.
     fn broadcast(&self, root: usize, data: Option<Buffer>) -> Result<Arc<Buffer>>;
-    /// Waits until every rank is here.
+    /// Waits until every rank has called it.
     fn barrier(&self) -> Result<()>;
-    /// New groups: the ranks that give the same `color`, ordered by `(key, rank)`.
+    /// Makes new groups of the ranks that give the same `color`, ordered by `(key, rank)`.
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>>;
     /// Bytes this rank has sent to *other* ranks so far, over this group and all groups split from the same world.
     fn bytes_sent(&self) -> u64;

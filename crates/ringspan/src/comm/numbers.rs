@@ -1,12 +1,12 @@
-//! Numbers in double precision, as a loss and its like are summed: no buffer holds them, so their bits travel.
+//! Collectives over f64 numbers such as losses: no buffer type holds them, so their bits are sent as integers.
 
 use super::{Buffer, Communicator};
 use crate::error::{Error, Result};
 
-/// The numbers of every rank, in rank order; each gives as many.
+/// Gathers the numbers of every rank, in rank order; all ranks must give the same count.
 ///
 /// # Errors
-/// A rank that gives another number of them, or something else; failures of ranks.
+/// A rank that gives another count or another type, or failures of ranks.
 pub fn all_gather(comm: &dyn Communicator, own: &[f64]) -> Result<Vec<Vec<f64>>> {
     let bits = own.iter().map(|number| number.to_bits()).collect();
     let all = comm.all_gather(Buffer::U64(bits))?;
@@ -23,10 +23,10 @@ pub fn all_gather(comm: &dyn Communicator, own: &[f64]) -> Result<Vec<Vec<f64>>>
     all.iter().enumerate().map(of_rank).collect()
 }
 
-/// The sums of the ranks' numbers, in rank order: the same bits on every rank.
+/// Sums the ranks' numbers in rank order: the same bits on every rank.
 ///
 /// # Errors
-/// As for [`all_gather`].
+/// Like those of [`all_gather`].
 pub fn all_reduce(comm: &dyn Communicator, own: &[f64]) -> Result<Vec<f64>> {
     let mut sums = vec![0.0; own.len()];
     for of_rank in all_gather(comm, own)? {

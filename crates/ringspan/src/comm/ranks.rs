@@ -1,4 +1,4 @@
-//! The ranks of a mesh, wherever they run: threads of this process, or one rank in each of several processes.
+//! The ranks of a mesh, as threads of this process or as one rank in each of several processes.
 
 use super::agree::{Setting, agree};
 use super::{Buffer, Communicator, threads};
@@ -6,67 +6,67 @@ use crate::error::{Error, Result};
 use std::fmt::{self, Display};
 use std::sync::Arc;
 
-/// Where ranks run. One program serves both: it runs a closure on every rank, and only the lead shows and writes.
+/// How ranks run. The same program serves both: it runs a closure on every rank, and only rank 0 prints and writes files.
 #[derive(Clone, Default)]
 pub struct Ranks {
-    /// This process as a rank; none: threads.
+    /// The rank that this process is, or `None` if ranks are threads.
     process: Option<Process>,
 }
 
 #[derive(Clone)]
 struct Process {
     comm: Arc<dyn Communicator>,
-    /// Ranks on this machine, and this one's place among them.
+    /// Number of ranks on this machine, and this rank's index among them.
     local: (usize, usize),
     set_deadline: Arc<dyn Fn(std::time::Duration) + Send + Sync>,
 }
 
 impl Ranks {
-    /// Ranks are threads of this process.
+    /// Ranks that are threads of this process.
     pub const fn threads() -> Self {
         Self { process: None }
     }
 
-    /// This process is one rank of `world`, as `comm`.
+    /// Ranks that are processes: this process is a rank of `world`, and communicates through `comm`.
     #[cfg(feature = "mpi")]
     pub fn process(world: &super::mpi::World, comm: Arc<dyn Communicator>) -> Self {
         let (local, set_deadline) = ((world.local_size(), world.local_rank()), world.deadline_setter());
         Self { process: Some(Process { comm, local, set_deadline }) }
     }
 
-    /// Whether rank 0 is in this process: it alone shows results and writes files.
+    /// Whether rank 0 is in this process. Only that process prints results and writes files.
     pub fn lead(&self) -> bool {
         self.process.as_ref().is_none_or(|process| process.comm.rank() == 0)
     }
 
-    /// Ranks on this machine where each is a process of its own; `None` where they are threads.
+    /// Number of ranks on this machine if each is a process; `None` if ranks are threads.
     pub fn local(&self) -> Option<usize> {
         self.process.as_ref().map(|process| process.local.0)
     }
 
-    /// This process's place among them.
+    /// This process's index among the ranks on its machine; `None` if ranks are threads.
     pub fn local_rank(&self) -> Option<usize> {
         self.process.as_ref().map(|process| process.local.1)
     }
 
-    /// The communicator of this process; `None` where ranks are threads, which get theirs when they run.
+    /// The communicator of this process; `None` if ranks are threads, which receive theirs in [`run`](Self::run).
     pub fn comm(&self) -> Option<&Arc<dyn Communicator>> {
         self.process.as_ref().map(|process| &process.comm)
     }
 
-    /// The same processes, which talk by `comm`: of the same ranks, and around the communicator they had. Threads stay as they
-    /// are.
+    /// The same processes with another communicator, which has the same ranks and wraps the one they had. Has no effect on
+    /// threads.
     #[must_use]
     pub fn talking_by(&self, comm: Arc<dyn Communicator>) -> Self {
         Self { process: self.process.as_ref().map(|process| Process { comm, ..process.clone() }) }
     }
 
-    /// Runs `rank_main` on every rank of a mesh of `size`, and returns the results of the ranks of *this process*, in
-    /// rank order: of all ranks where they are threads, of one where they are processes.
+    /// Runs `rank_main` on every rank of a mesh of `size`, and returns the results of the ranks of *this process*, in rank
+    /// order: the results of all ranks if they are threads, of one if they are processes.
     ///
     /// # Errors
-    /// [`Error::MeshSize`] where there is another number of processes; else as [`threads::run`], and in a process the
-    /// error of its own rank.
+    /// [`Error::MeshSize`] for another number of processes; else like those of [`threads::run`], where a process returns
+    /// the error of its own rank.
     pub fn run<T, E, F>(&self, size: usize, options: threads::Options, rank_main: F) -> std::result::Result<Vec<T>, E>
     where
         F: Fn(Arc<dyn Communicator>) -> std::result::Result<T, E> + Sync,
@@ -81,10 +81,10 @@ impl Ranks {
         Ok(vec![rank_main(comm.clone())?])
     }
 
-    /// Whether a mesh of `size` can run here.
+    /// Checks that a mesh of `size` can run here.
     ///
     /// # Errors
-    /// [`Error::MeshSize`] where there is another number of processes.
+    /// [`Error::MeshSize`] for another number of processes.
     pub fn check(&self, size: usize) -> Result<()> {
         match &self.process {
             Some(Process { comm, .. }) if comm.size() != size => {
@@ -94,8 +94,8 @@ impl Ranks {
         }
     }
 
-    /// What every rank has, in rank order, in the process of rank 0; `None` in the others. `own` is what the ranks of this
-    /// process have: as many as [`run`](Self::run) returns results.
+    /// Gathers the buffers of all ranks, in rank order, on rank 0; other processes get `None`. `own` has the buffers of
+    /// this process's ranks: as many as [`run`](Self::run) returns results.
     ///
     /// # Errors
     /// Failures of other ranks.
@@ -111,10 +111,10 @@ impl Ranks {
         Ok(self.lead().then_some(all))
     }
 
-    /// Compares settings over all processes; threads share theirs. See [`agree`].
+    /// Compares settings over all processes with [`agree`]; threads always agree.
     ///
     /// # Errors
-    /// [`Error::Disagreement`]; failures of other ranks.
+    /// [`Error::Disagreement`], or failures of other ranks.
     pub fn agree(&self, settings: &[Setting]) -> Result<()> {
         self.process.as_ref().map_or(Ok(()), |process| agree(&*process.comm, settings))
     }

@@ -1,4 +1,4 @@
-//! A communicator that counts the time in which its rank waits for others.
+//! A communicator that measures how long its rank waits for others.
 
 use super::{Buffer, Communicator, Pending};
 use crate::error::Result;
@@ -6,16 +6,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Counts what a rank waits, in transfers and in collectives, over this group and all groups split from it.
+/// Measures how long a rank waits in transfers and collectives, over this group and all groups split from it.
 ///
-/// A transfer that was over before somebody waited for it costs nothing here: what is counted is what compute did not
-/// hide, and what other ranks were late.
+/// A transfer that finishes before the rank waits for it adds nothing: the measured time is transfers that did not overlap
+/// with computation, and the lateness of other ranks.
 pub struct Timed {
     inner: Arc<dyn Communicator>,
     clock: Clock,
 }
 
-/// Nanoseconds waited.
+/// Nanoseconds spent waiting.
 #[derive(Debug, Clone, Default)]
 struct Clock(Arc<AtomicU64>);
 
@@ -29,12 +29,12 @@ impl Clock {
 }
 
 impl Timed {
-    /// Counts from now on.
+    /// Wraps `inner` and starts measuring.
     pub fn new(inner: Arc<dyn Communicator>) -> Self {
         Self { inner, clock: Clock::default() }
     }
 
-    /// What this rank has waited so far.
+    /// The time that this rank has waited so far.
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.clock.0.load(Ordering::Relaxed))
     }

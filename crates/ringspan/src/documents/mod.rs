@@ -1,4 +1,4 @@
-//! Documents: the sequences inside a batch that never see each other; runs: some of their tokens.
+//! Documents are the sequences inside a batch that never see each other; runs are some of their tokens.
 
 mod run;
 mod strand;
@@ -18,12 +18,13 @@ pub struct Document {
     pub offset: usize,
     /// Positions that hold tokens, ascending; more than one span where padding or other documents lie between.
     pub spans: Vec<Range<usize>>,
-    /// Length of the frame in which positions are counted, padding at its end included.
+    /// Length that positions of this document are counted in, padding at its end included; masks aligned to the end count
+    /// from it.
     pub extent: usize,
 }
 
 impl Document {
-    /// Tokens.
+    /// Number of tokens, without padding.
     pub fn tokens(&self) -> usize {
         self.spans.iter().map(|span| span.len()).sum()
     }
@@ -34,19 +35,20 @@ impl Document {
 pub struct Documents {
     list: Vec<Document>,
     size: usize,
-    /// Elements of a batch row.
+    /// Elements of a batch row, padding included: S.
     row_len: usize,
-    /// What was asked for, where it has more elements than can be counted.
+    /// The rejected request in words, if it has more elements than can be counted; [`check`](Documents::check) reports it.
     beyond: Option<String>,
 }
 
-/// Elements lie below this, so that differences and sums of some positions can be counted.
+/// Limit on the elements of a batch, so that sums and differences of a few positions cannot overflow.
 const ELEMENTS: usize = usize::MAX / 16;
 
 impl Documents {
     /// `rows` documents of `len` tokens: a batch without padding.
     ///
-    /// More elements than can be counted are refused where the documents are dealt ([`check`](Self::check)).
+    /// A batch with too many elements to count is reported as an error later, by [`check`](Self::check), which layouts
+    /// call.
     pub fn batch(rows: usize, len: usize) -> Self {
         match elements(rows, len) {
             Ok(size) => {
@@ -59,8 +61,8 @@ impl Documents {
 
     /// A batch `[lengths.len(), len]` whose rows are padded on the right: row b has `lengths[b]` tokens.
     ///
-    /// Positions count in a frame of `len`, padding included, and so do masks aligned to the end; documents of
-    /// [`from_rows`](Self::from_rows) have their own lengths for frames.
+    /// Positions and masks that are aligned to the end count in the padded length `len`; documents of
+    /// [`from_rows`](Self::from_rows) count in their own lengths.
     ///
     /// # Errors
     /// A length above `len`, or more elements than can be counted.
@@ -75,7 +77,8 @@ impl Documents {
 
     /// One row of documents of the given lengths, one after the other, without padding.
     ///
-    /// More elements than can be counted are refused where the documents are dealt ([`check`](Self::check)).
+    /// A batch with too many elements to count is reported as an error later, by [`check`](Self::check), which layouts
+    /// call.
     pub fn packed(lengths: &[usize]) -> Self {
         let mut size = 0;
         let mut list = Vec::with_capacity(lengths.len());
@@ -92,7 +95,7 @@ impl Documents {
     /// One row of `len` tokens, document n at `boundaries[n]..boundaries[n + 1]`; tokens outside are padding.
     ///
     /// # Errors
-    /// Boundaries that fall, or leave the row; a row of more elements than can be counted.
+    /// Boundaries that decrease or exceed `len`, or a row with too many elements to count.
     pub fn from_boundaries(boundaries: &[usize], len: usize) -> Result<Self> {
         elements(1, len)?;
         let mut list = Vec::new();
@@ -108,9 +111,9 @@ impl Documents {
         Ok(Self { list, size: len, row_len: len, beyond: None })
     }
 
-    /// Rows of lists of document lengths, packed from the left of rows of `len` tokens; the rest is padding.
+    /// Packs each row's documents, given by their lengths, from the left of a row of `len` tokens; the rest is padding.
     ///
-    /// Each document is a frame of its own length: a mask aligned to the end counts from its last token.
+    /// Positions count in the document's own length: a mask aligned to the end counts from its last token.
     ///
     /// # Errors
     /// A row whose documents need more than `len` tokens, or more elements than can be counted.
@@ -133,7 +136,7 @@ impl Documents {
 
     /// A batch `[ids.len() / len, len]`: tokens of a row with the same id are one document, 0 is padding.
     ///
-    /// Positions count through whatever lies between the tokens of a document.
+    /// Positions inside a document also count the padding and the other documents between its tokens.
     ///
     /// # Errors
     /// Negative ids, or ids that do not fill rows of `len`.
@@ -170,10 +173,10 @@ impl Documents {
         Ok(Self { list, size: ids.len(), row_len: len, beyond: None })
     }
 
-    /// Whether all elements can be counted; layouts ask this.
+    /// Checks that the batch has few enough elements to be counted; [`Layout`](crate::Layout) calls this.
     ///
     /// # Errors
-    /// What was asked for, in numbers.
+    /// The requested size and the limit, if it has too many.
     pub fn check(&self) -> Result<()> {
         match &self.beyond {
             None => Ok(()),
@@ -217,15 +220,15 @@ impl Documents {
         self.row_len
     }
 
-    /// Tokens in documents.
+    /// Number of tokens in all documents, without padding.
     pub fn tokens(&self) -> usize {
         self.list.iter().map(Document::tokens).sum()
     }
 }
 
-/// Elements of `rows` rows of `len`.
+/// Number of elements in `rows` rows of `len`, or an error above [`ELEMENTS`].
 fn elements(rows: usize, len: usize) -> Result<usize> {
-    // As many rows are counted, too, and a row may be empty.
+    // The number of rows is limited too, because rows may be empty.
     let fits = |&elements: &usize| elements.max(rows) <= ELEMENTS;
     rows.checked_mul(len).filter(fits).ok_or_else(|| {
         Error::Documents(format!("{rows} rows of {len} are more than {ELEMENTS} elements, which can be counted"))

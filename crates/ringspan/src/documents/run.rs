@@ -9,9 +9,9 @@ pub struct Run {
     pub document: usize,
     /// Position of the first token inside the document.
     pub start: usize,
-    /// Tokens.
+    /// Number of tokens.
     pub len: usize,
-    /// Distance of neighbours; 1 unless the layout is striped.
+    /// Distance between neighbouring positions; 1 unless the layout is striped.
     pub step: usize,
 }
 
@@ -21,17 +21,17 @@ impl Run {
         (0..self.len).map(move |i| self.start + i * self.step)
     }
 
-    /// Position of the last token; the run has one.
+    /// Position of the last token. The run must not be empty.
     pub(crate) fn last(&self) -> usize {
         self.start + (self.len - 1) * self.step
     }
 
-    /// Some of its tokens.
+    /// The run of the tokens with indices `tokens` in this run.
     pub(crate) fn part(&self, tokens: &Range<usize>) -> Self {
         Self { start: self.start + tokens.start * self.step, len: tokens.len(), ..*self }
     }
 
-    /// Whether `next` goes on where this run ends, so that both are one run.
+    /// Whether `next` continues the progression where this run ends, so that both can be merged into one run.
     pub(crate) fn continues_with(&self, next: &Run) -> bool {
         let step = if self.len > 1 { self.step } else { next.step };
         self.document == next.document

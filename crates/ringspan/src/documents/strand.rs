@@ -1,29 +1,29 @@
-//! Runs of one document in the order of their positions.
+//! A strand: runs of one document in the order of their positions.
 
 use super::Run;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Runs of one document whose positions rise from each to the next, in rows that follow each other.
+/// Runs of one document, in ascending order of positions and in consecutive rows of a rank.
 ///
-/// What a query sees of a strand is found by bisection, and runs that it sees as a whole are one range of rows.
+/// Bisection finds the part of a strand that a query sees; runs that it sees completely form one range of rows.
 #[derive(Debug, Clone)]
 pub(crate) struct Strand {
-    /// The owner's row of the first token.
+    /// Row of the first token in the tensor of the rank that holds the strand.
     first_row: usize,
     runs: Vec<Run>,
-    /// Tokens before each run, and of all.
+    /// Number of tokens before each run, and of all runs as the last entry.
     tokens: Vec<usize>,
 }
 
 impl Strand {
-    /// One run, which begins at `row`.
+    /// A strand of one run, whose first token is in `row`.
     fn new(row: usize, run: Run) -> Self {
         Self { first_row: row, runs: vec![run], tokens: vec![0, run.len] }
     }
 
-    /// The runs of a rank, in local order, by document. A document whose tokens lie in the order of their positions is one
-    /// strand.
+    /// Groups the runs of a rank, given in local order, into strands by document. A document whose tokens are stored in the
+    /// order of their positions is one strand.
     pub(crate) fn by_document(runs: &[Run]) -> HashMap<usize, Vec<Self>> {
         let mut strands: HashMap<usize, Vec<Self>> = HashMap::new();
         let (mut row, mut before) = (0, None);
@@ -39,7 +39,7 @@ impl Strand {
         strands
     }
 
-    /// A strand of runs of one document that rise and do not overlap; `None` for none.
+    /// A strand of runs of one document that are sorted and do not overlap, starting at row 0; `None` if there are no runs.
     pub(crate) fn of_sorted(runs: impl IntoIterator<Item = Run>) -> Option<Self> {
         let mut runs = runs.into_iter();
         let mut strand = Self::new(0, runs.next()?);
@@ -47,7 +47,7 @@ impl Strand {
         Some(strand)
     }
 
-    /// Whether `run` lies behind all its tokens.
+    /// Whether `run` starts after the last token of this strand.
     fn is_before(&self, run: &Run) -> bool {
         self.runs.last().is_some_and(|last| last.last() < run.start)
     }
@@ -57,17 +57,17 @@ impl Strand {
         self.tokens.push(self.len() + run.len);
     }
 
-    /// The runs, by position.
+    /// The runs, in ascending order of positions.
     pub(crate) fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// Tokens.
+    /// Number of tokens.
     pub(crate) fn len(&self) -> usize {
         self.tokens.last().copied().unwrap_or(0)
     }
 
-    /// The rows of some of its runs.
+    /// The rows of the runs with indices `runs`.
     pub(crate) fn rows(&self, runs: &Range<usize>) -> Range<usize> {
         self.first_row + self.tokens[runs.start]..self.first_row + self.tokens[runs.end]
     }

@@ -1,7 +1,8 @@
-//! One query against many cached keys: nothing is packed whole, every key and value is read once for its group of heads.
+//! Decoding kernel for one query and many cached keys: nothing is packed, and every key and value is read once for its head
+//! group.
 //!
-//! Keys are cut into chunks that do not depend on the threads, and the chunks are merged in order ("flash decoding",
-//! Dao et al., 2023): any number of threads gives the same bits.
+//! Keys are divided into chunks that do not depend on the number of threads, and the chunks are merged in order ("flash
+//! decoding", Dao et al., 2023), so any number of threads gives the same bits.
 
 use super::buffer::{Pool, Target};
 use super::isa::Code;
@@ -15,16 +16,17 @@ use super::{HeadMap, Partial, Tile, View, isa};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Rows of a chunk.
+/// Number of key rows in a chunk.
 pub(super) const CHUNK: usize = 1024;
 
-/// Rows that are brought to f32 at a time; they stay in the L1 cache. Divides CHUNK, and 4 divides it.
+/// Number of rows that are converted to f32 at a time, so that they stay in the L1 cache. It divides CHUNK and is a
+/// multiple of 4.
 const ROWS: usize = 32;
 
-/// Most numbers of a vector.
+/// Maximum number of elements in a vector.
 const MOST: usize = 16;
 
-/// What all chunks of a call share; q has one token.
+/// The tensors and parameters that all chunks of a call share; q has one token.
 pub(super) struct Decode<'a> {
     pub(super) q: View<'a>,
     pub(super) k: View<'a>,
@@ -35,23 +37,25 @@ pub(super) struct Decode<'a> {
 }
 
 impl Decode<'_> {
-    /// Elements of the state of one head: greatest score, sum, weighted values.
+    /// Number of elements of one head's state: maximum, sum, weighted values.
     pub(super) fn state(&self) -> usize {
         2 + self.v.dim
     }
 
-    /// Elements a worker needs: per head scores of a chunk, the query and the sum of values; a few rows.
+    /// Number of elements of a worker's scratch: for each head scores of a chunk, the query and the sum of values, then
+    /// ROWS rows.
     pub(super) fn scratch(dim: usize, v_dim: usize, group: usize) -> usize {
         let (wide, v_wide) = (dim.next_multiple_of(MOST), v_dim.next_multiple_of(MOST));
         group * (CHUNK + wide + v_wide) + ROWS * wide.max(v_wide)
     }
 
-    /// The softmax states of the heads that read `kv`, over at most CHUNK rows of `tile`, which all are visible.
+    /// Computes the softmax states of the heads that read `kv`, over at most CHUNK rows of `tile`, which must all be
+    /// visible.
     ///
-    /// R and N, the shape of the packed kernels, have no meaning here.
+    /// This kernel does not use R and N, the shape of the packed kernels.
     ///
     /// # Safety
-    /// The instruction set must be enabled; `states` must have a state per head, and `scratch` its size for these heads.
+    /// The instruction set must be enabled, `states` have a state per head, and `scratch` its size for these heads.
     #[inline(always)]
     pub(super) unsafe fn chunk<S: Simd>(
         &self,
@@ -88,7 +92,7 @@ impl Decode<'_> {
             if let Some(terms) = self.terms {
                 terms.of_query(simd, head, &meeting, seen);
             }
-            // The vectors run over the end; exp makes exact zeros of what lies there.
+            // Vectors may extend beyond the last key; exp turns these scores into exact zeros.
             rest.fill(f32::NEG_INFINITY);
             let max = seen.iter().fold(f32::NEG_INFINITY, |max, x| max.max(*x));
             let finite = simd.splat(max.max(f32::MIN));
@@ -113,7 +117,7 @@ impl Decode<'_> {
             copy(simd, few, v_wide, 1.0, |i| (i < depth).then(|| self.v.at(from + i, kv)));
             let (weights, shape) = (scores[from - rows.start..].as_ptr(), (heads.len(), depth, v_wide));
             let (few, sums) = (few.as_ptr(), sums.as_mut_ptr());
-            // SAFETY: the weights of a head are CHUNK apart; rows and sums are of `v_wide` elements, whole vectors.
+            // SAFETY: the weights of heads are CHUNK apart; rows and sums have `v_wide` elements, whole vectors.
             unsafe {
                 match heads.len() % 4 {
                     0 => accumulate::<S, 4>(simd, shape, weights, CHUNK, 1, few, sums),
@@ -127,7 +131,7 @@ impl Decode<'_> {
         }
     }
 
-    /// Adds all of `visible`, key rows of a tile each, to the state of the query.
+    /// Adds the visible key rows of each tile to the state of the query.
     pub(super) fn run<'t>(
         &self,
         code: Code,
@@ -152,7 +156,7 @@ impl Decode<'_> {
         let mut states = pool.take(tasks * size);
         let target = Target::new(&mut states);
         let next = AtomicUsize::new(0);
-        // A thread costs about as much as reading this many numbers.
+        // Waking a thread costs about as much as reading this many numbers.
         let rows: usize = chunks.iter().map(|(rows, _)| rows.len()).sum();
         let worth = (rows * read.len() * (self.k.dim + self.v.dim)).div_ceil(1 << 19);
         workers.run(workers.count().min(tasks).min(worth), &|worker| {
@@ -179,12 +183,12 @@ impl Decode<'_> {
         pool.give(states);
     }
 
-    /// Adds the states of a chunk to the running state of the query.
+    /// Merges the states of a chunk into the running state of the query.
     fn merge(&self, kv: usize, states: &[f32], partial: &mut Partial) {
         let states = states.chunks_exact(self.state());
         for (head, state) in self.heads.queries_of(kv).zip(states) {
             let max = partial.max[head].max(state[0]);
-            // A number to measure -inf against, so that no NaN arises.
+            // Subtracting a finite number avoids the NaN of -inf - (-inf).
             let finite = max.max(f32::MIN);
             let (old, new) = ((partial.max[head] - finite).exp(), (state[0] - finite).exp());
             partial.max[head] = max;
@@ -197,7 +201,7 @@ impl Decode<'_> {
     }
 }
 
-/// The products of a query with four rows, `width` apart and long.
+/// Computes the products of a query with four rows that are `width` long and adjacent.
 ///
 /// # Safety
 /// `rows` must be readable for four rows; `width` is a multiple of LANES and the length of the query.
@@ -205,7 +209,7 @@ impl Decode<'_> {
 unsafe fn dots<S: Simd>(simd: S, query: &[f32], rows: *const f32, width: usize, to: &mut [f32]) {
     let mut sums = [simd.splat(0.0); 4];
     for at in (0..width).step_by(S::LANES) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of the caller.
         unsafe {
             let q = simd.load(query.as_ptr().add(at));
             for (i, sum) in sums.iter_mut().enumerate() {

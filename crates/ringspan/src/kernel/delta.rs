@@ -1,31 +1,31 @@
-//! What the backward pass subtracts from each gradient of a weight: row sums of `out * d_out`.
+//! Delta: row sums of `out * d_out`, which the backward pass subtracts from the gradient of each weight.
 
 use super::View;
 use super::buffer::{Target, lines};
 use super::pack::columns;
 use super::vector::Simd;
 
-/// `[H, Tq]` from out and d_out `[Tq, H, Dv]`.
+/// The computation of delta `[H, Tq]` from out and d_out `[Tq, H, Dv]`.
 ///
-/// A lane sums along the head width in the order in which the kernel makes dP = dO V^T. So where one key has all the
-/// weight, out is its value, dP and delta are the same bits, and their difference is 0 and not noise.
+/// A lane sums along the head width in the same order as the product dP = dO V^T. So if one key has all the weight, out is
+/// its value, dP and delta have the same bits, and their difference is exactly 0.
 pub(super) struct Delta<'a> {
     pub(super) out: View<'a>,
     pub(super) d_out: View<'a>,
-    /// `[H, Tq]`
+    /// The result, `[H, Tq]`.
     pub(super) delta: Target,
 }
 
-/// Elements of a worker's scratch.
+/// Number of elements of a worker's scratch buffer.
 pub(super) fn scratch(dim: usize, vector: usize) -> usize {
     2 * lines(dim * vector)
 }
 
 impl Delta<'_> {
-    /// The row sums of one head.
+    /// Computes the row sums of one head.
     ///
     /// # Safety
-    /// The instruction set must be enabled, `scratch` have the size of [`scratch`], and nobody else write this head.
+    /// The instruction set must be enabled, `scratch` have the size of [`scratch`], and no other thread write this head.
     #[inline(always)]
     pub(super) unsafe fn head<S: Simd>(&self, simd: S, head: usize, scratch: &mut [f32]) {
         let View { tokens, dim, .. } = self.d_out;

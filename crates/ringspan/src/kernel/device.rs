@@ -1,4 +1,4 @@
-//! The kernel of a rank, whatever device computes it: what calls must fit, and who is asked.
+//! The kernel of a rank on any device: checks calls and passes them on to the device.
 
 use super::cpu::Cpu;
 #[cfg(feature = "cuda")]
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a kernel calls between pieces of work.
+/// A function that a kernel calls between parts of its work.
 pub type Progress = Arc<dyn Fn() + Send + Sync>;
 
 /// Attention of banded tiles on the device of one rank.
@@ -36,19 +36,19 @@ impl std::fmt::Debug for Kernel {
 }
 
 impl Kernel {
-    /// A kernel that computes with `threads` threads (at least one; the calling thread is one of them), with the best
-    /// instruction set of this machine. The others are started at the first call and stay as long as the kernel.
+    /// A CPU kernel with `threads` threads (at least one; the calling thread is one of them) and the fastest instruction
+    /// set of this machine. The other threads are started at the first call and live as long as the kernel.
     pub fn new(threads: usize) -> Self {
         Self(Device::Cpu(Cpu::new(Workers::new(threads), Isa::best())))
     }
 
-    /// As [`new`](Self::new), with threads of the rayon pool that the calling thread belongs to: a rank that has a pool needs
-    /// no second one. A call from outside of any pool computes on its own thread.
+    /// Like [`new`](Self::new), but uses the threads of the rayon pool that the calling thread belongs to, so a rank with a
+    /// pool needs no second one. Outside of any pool, a call computes on its own thread only.
     pub fn in_current_pool(threads: usize) -> Self {
         Self(Device::Cpu(Cpu::new(Workers::of_current_pool(threads), Isa::best())))
     }
 
-    /// As [`new`](Self::new), for one instruction set: to measure and to test those that are not this machine's best.
+    /// Like [`new`](Self::new), for a given instruction set, to measure and to test the slower ones.
     ///
     /// # Errors
     /// [`Error::MissingIsa`] if this machine lacks it.
@@ -61,18 +61,18 @@ impl Kernel {
         Ok(Self(Device::Cpu(Cpu::new(Workers::new(threads), isa))))
     }
 
-    /// A kernel on an NVIDIA GPU, with a stream of its own: kernels of several ranks may share a GPU.
+    /// A kernel on an NVIDIA GPU, with its own stream, so kernels of several ranks may share a GPU.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Errors of the driver.
     #[cfg(feature = "cuda")]
     pub fn cuda(gpu: &Gpu) -> Result<Self> {
         Ok(Self(Device::Cuda(Box::new(Cuda::new(gpu)?))))
     }
 
-    /// The same kernel, which calls `progress` on the thread of its caller again and again while it computes, between tiles,
-    /// at once and then with a [pause](Self::with_pause) of 250 microseconds: communication that moves only when it is asked
-    /// to is driven so.
+    /// Lets the kernel call `progress` repeatedly while it computes: on the caller's thread, between tiles, first at once
+    /// and then with a [pause](Self::with_pause) of 250 microseconds. This advances communication that only moves when it
+    /// is called.
     pub fn with_progress(mut self, progress: Progress) -> Self {
         match &mut self.0 {
             Device::Cpu(cpu) => cpu.hook.progress = Some(progress),
@@ -82,8 +82,9 @@ impl Kernel {
         self
     }
 
-    /// The same kernel with another pause, at least, between two calls while it computes; none calls between all tiles. A
-    /// GPU computes by itself: whoever waits for it calls again and again.
+    /// Sets the least pause between two calls of the progress function during a computation; zero calls it between all
+    /// tiles. It has no effect on a GPU, which computes by itself: there, the function is called repeatedly while the CPU
+    /// waits.
     pub fn with_pause(mut self, pause: Duration) -> Self {
         match &mut self.0 {
             Device::Cpu(cpu) => cpu.hook.pause = pause,
@@ -93,7 +94,7 @@ impl Kernel {
         self
     }
 
-    /// What [`with_progress`](Self::with_progress) was given.
+    /// The function given to [`with_progress`](Self::with_progress).
     pub fn progress_hook(&self) -> Option<Progress> {
         match &self.0 {
             Device::Cpu(cpu) => cpu.hook.progress.clone(),
@@ -102,8 +103,8 @@ impl Kernel {
         }
     }
 
-    /// Whether q, k and v that are stored as bf16 are multiplied as bf16, weights rounded too, where the scale is positive;
-    /// on GPUs only where their widths and strides are multiples of 8.
+    /// Whether q, k and v stored in bf16 are multiplied in bf16, with rounded weights, if the scale is positive; on GPUs
+    /// only if their widths and strides are multiples of 8.
     pub fn multiplies_bf16(&self) -> bool {
         match &self.0 {
             Device::Cpu(cpu) => cpu.code.isa().multiplies_bf16(),
@@ -114,10 +115,10 @@ impl Kernel {
 
     /// Adds the keys of `tiles` to the softmax state of the queries.
     ///
-    /// Called once per key block; each visible pair must be named by one tile of one call.
+    /// It is called once per key block; each visible pair must be in one tile of one call.
     ///
     /// # Errors
-    /// Tensors on a GPU for a kernel of the CPU; failures of the device.
+    /// Tensors on a GPU for a CPU kernel, or failures of the device.
     ///
     /// # Panics
     /// If shapes, tiles and `partial` do not fit each other.
@@ -125,14 +126,14 @@ impl Kernel {
         self.add_tiles(inputs, tiles, partial, Cpu::forward)
     }
 
-    /// [`forward`](Self::forward) of queries that will have no backward pass: a CPU takes a single query a faster way, which
-    /// rounds its scores otherwise than [`backward`](Self::backward) does.
+    /// Like [`forward`](Self::forward), for queries without a backward pass: for a single query the CPU has a faster way,
+    /// which rounds scores differently from [`backward`](Self::backward).
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward).
+    /// Like those of [`forward`](Self::forward).
     ///
     /// # Panics
-    /// As [`forward`](Self::forward).
+    /// Like [`forward`](Self::forward).
     pub fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) -> Result<()> {
         self.add_tiles(inputs, tiles, partial, Cpu::decode)
     }
@@ -169,10 +170,10 @@ impl Kernel {
         }
     }
 
-    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
+    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`; the backward pass subtracts them from dP.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward).
+    /// Like those of [`forward`](Self::forward).
     ///
     /// # Panics
     /// If the shapes are not equal.
@@ -188,7 +189,7 @@ impl Kernel {
         }
     }
 
-    /// [`delta`](Self::delta) of tensors that lie where this kernel computes.
+    /// Like [`delta`](Self::delta), for tensors on this kernel's device.
     pub(crate) fn delta_there(&self, out: View, d_out: View) -> Result<Floats> {
         match &self.0 {
             Device::Cpu(_) => self.delta(out, d_out).map(Floats::Host),
@@ -202,10 +203,10 @@ impl Kernel {
 
     /// Adds the gradients of `tiles` to `sums`.
     ///
-    /// On a GPU sums may lie there: then all that is read does, and nothing is copied or waited for.
+    /// On a GPU the sums may be in its memory: then all inputs must be too, and nothing is copied or waited for.
     ///
     /// # Errors
-    /// As of [`forward`](Self::forward), also for sums.
+    /// Like those of [`forward`](Self::forward), also for sums.
     ///
     /// # Panics
     /// If the shapes do not fit each other.
@@ -236,11 +237,11 @@ impl Kernel {
         }
     }
 
-    /// Waits until all that was started is done, while communication goes on: results may be on their way on a GPU when a
-    /// call of [`on_device`](crate::attention::on_device) returns.
+    /// Waits until all started work is done, while communication goes on: after a call of
+    /// [`on_device`](crate::attention::on_device), a GPU may still be computing the results.
     ///
     /// # Errors
-    /// Failures of what was started.
+    /// Failures of the started work.
     pub fn wait(&self) -> Result<()> {
         match &self.0 {
             Device::Cpu(_) => Ok(()),
@@ -249,8 +250,8 @@ impl Kernel {
         }
     }
 
-    /// Marks the end of a step of a plan. A GPU that is some steps behind is waited for, so that no more memory is taken than
-    /// that of the steps it is at; communication goes on meanwhile.
+    /// Marks the end of a step of a plan. If a GPU is some steps behind, this waits for it, so that only the memory of the
+    /// current steps is in use; communication goes on meanwhile.
     pub(crate) fn step(&self) -> Result<()> {
         match &self.0 {
             Device::Cpu(_) => Ok(()),
@@ -259,7 +260,7 @@ impl Kernel {
         }
     }
 
-    /// An error unless the tensors can be read here.
+    /// Returns an error unless this kernel's device can read the tensors.
     pub(super) fn check_place<'v>(&self, views: impl IntoIterator<Item = &'v View<'v>>) -> Result<()> {
         let there = |data: Data| match (&self.0, data) {
             (Device::Cpu(_), Data::F32(_) | Data::Bf16(_) | Data::F16(_)) => true,
@@ -271,7 +272,7 @@ impl Kernel {
         views.into_iter().find(|view| !there(view.data)).map_or(Ok(()), |view| Err(self.misplaced(view.data)))
     }
 
-    /// The error of elements that lie where this kernel does not compute.
+    /// The error for elements that are on another device.
     pub(super) fn misplaced(&self, data: Data) -> Error {
         Error::Device {
             device: format!("{self:?}"),
@@ -292,8 +293,8 @@ impl Kernel {
         }
     }
 
-    /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds in the memory of the CPU,
-    /// besides its arguments.
+    /// Upper bound on the bytes of buffers in the memory of the CPU that a [`forward`](Self::forward) call with these
+    /// shapes holds, without its arguments.
     pub fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.forward_workspace(inputs, tiles),
@@ -302,7 +303,7 @@ impl Kernel {
         }
     }
 
-    /// As [`forward_workspace`](Self::forward_workspace), of [`decode`](Self::decode).
+    /// Like [`forward_workspace`](Self::forward_workspace), for [`decode`](Self::decode).
     pub fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.decode_workspace(inputs, tiles),
@@ -311,7 +312,7 @@ impl Kernel {
         }
     }
 
-    /// As [`forward_workspace`](Self::forward_workspace), of [`backward`](Self::backward).
+    /// Like [`forward_workspace`](Self::forward_workspace), for [`backward`](Self::backward).
     pub fn backward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.backward_workspace(inputs, tiles),
@@ -323,14 +324,14 @@ impl Kernel {
 
 #[cfg(test)]
 impl Kernel {
-    /// The portable kernel of a machine without AVX.
+    /// The portable kernel, as on a machine without AVX.
     pub(super) fn without_avx(threads: usize) -> Self {
         let mut cpu = Cpu::new(Workers::new(threads), Isa::Portable);
         cpu.code = cpu.code.without_avx();
         Self(Device::Cpu(cpu))
     }
 
-    /// Bytes of the buffers kept for the next call.
+    /// Bytes of the buffers that are kept for the next call.
     pub(super) fn held(&self) -> u64 {
         match &self.0 {
             Device::Cpu(cpu) => cpu.held(),
@@ -345,7 +346,7 @@ fn check_delta(out: &View, d_out: &View) {
     assert_eq!((out.tokens, out.heads, out.dim), (tokens, heads, dim), "the shapes of out and d_out");
 }
 
-/// The kernels read and write by pointer: what does not fit must not come that far.
+/// Panics unless shapes and tiles fit: the kernels access memory by pointers, which must stay in bounds.
 pub(super) fn check(inputs: &Inputs, tiles: &[Tile]) {
     let Inputs { q, k, v, heads, score, bias } = inputs;
     assert!(q.dim > 0 && v.dim > 0, "head widths of {} and {}", q.dim, v.dim);

@@ -1,4 +1,4 @@
-//! f32 numbers of a rank, in the memory of the CPU or of a GPU.
+//! f32 numbers of a rank in the memory of the CPU or of a GPU.
 
 use super::Data;
 #[cfg(feature = "cuda")]
@@ -7,22 +7,23 @@ use crate::comm::Buffer;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-/// Numbers where a kernel has computed them: [`Kernel::to_host`](super::Kernel::to_host) brings them to the CPU.
+/// Numbers on the device of the kernel that computed them; [`Kernel::to_host`](super::Kernel::to_host) copies them to the
+/// CPU.
 #[derive(Debug, Clone)]
 pub enum Floats {
     /// In the memory of the CPU.
     Host(Vec<f32>),
-    /// In that of a GPU.
+    /// In the memory of a GPU.
     #[cfg(feature = "cuda")]
     Gpu(GpuArray),
 }
 
-/// Numbers that are added to.
+/// Mutable numbers, to which gradients are added.
 #[derive(Debug)]
 pub enum FloatsMut<'a> {
     /// In the memory of the CPU.
     Host(&'a mut [f32]),
-    /// In that of a GPU.
+    /// In the memory of a GPU.
     #[cfg(feature = "cuda")]
     Gpu(GpuMut<'a>),
 }
@@ -34,17 +35,17 @@ impl Default for Floats {
 }
 
 impl Floats {
-    /// How many.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.data().len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The numbers, for views.
+    /// Borrows the numbers, for views.
     pub fn data(&self) -> Data<'_> {
         match self {
             Self::Host(values) => Data::F32(values),
@@ -75,7 +76,7 @@ impl Floats {
         }
     }
 
-    /// The first `at` numbers, and the others.
+    /// Splits the numbers into the first `at` and the rest.
     pub(crate) fn split(self, at: usize) -> (Self, Self) {
         match self {
             Self::Host(mut first) => {
@@ -87,7 +88,7 @@ impl Floats {
         }
     }
 
-    /// Parts of these lengths, in order; on a GPU they share its memory.
+    /// Splits the numbers into consecutive parts of these lengths; on a GPU the parts share memory.
     pub(crate) fn parts(self, lens: impl Iterator<Item = usize>) -> Vec<Self> {
         let mut from = 0;
         let part = |len: usize| {
@@ -112,7 +113,7 @@ impl Floats {
 }
 
 impl FloatsMut<'_> {
-    /// The numbers as they are.
+    /// Borrows the numbers for reading.
     #[cfg(feature = "cuda")]
     pub(super) fn data(&self) -> Data<'_> {
         match self {
@@ -121,7 +122,7 @@ impl FloatsMut<'_> {
         }
     }
 
-    /// The slice, if the CPU holds it.
+    /// The slice, if it is in the memory of the CPU.
     pub(super) fn host(&mut self) -> Option<&mut [f32]> {
         match self {
             Self::Host(values) => Some(values),

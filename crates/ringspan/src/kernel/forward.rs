@@ -1,8 +1,7 @@
 //! The forward pass over one block of queries: an online softmax with the queries in the lanes.
 //!
-//! Scores are kept as S^T `[key][query]`: row maxima, row sums, rescaling and masks are then operations on whole
-//! vectors, nothing is ever reduced across lanes. Sources: Dao, 2023 (arXiv:2307.08691); Goto and van de Geijn, 2008,
-//! for the packing.
+//! Scores are stored as S^T `[key][query]`, so row maxima, row sums, rescaling and masks are operations on whole vectors,
+//! without reductions across lanes. Sources: Dao, 2023 (arXiv:2307.08691); Goto and van de Geijn, 2008, for the packing.
 
 use super::buffer::{Target, lines};
 use super::isa::Code;
@@ -15,7 +14,7 @@ use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
 use std::ops::Range;
 
-/// What all blocks of a call share.
+/// The tensors and parameters that all blocks of a call share.
 pub(super) struct Forward<'a> {
     pub(super) q: View<'a>,
     pub(super) heads: &'a HeadMap,
@@ -24,33 +23,33 @@ pub(super) struct Forward<'a> {
     pub(super) v_dim: usize,
     pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
-    /// `[Tq, H, Dv]`
+    /// Output, `[Tq, H, Dv]`.
     pub(super) out: Target,
-    /// `[H, Tq]`
+    /// Maximum of the softmax, `[H, Tq]`.
     pub(super) max: Target,
-    /// `[H, Tq]`
+    /// Sum of the softmax, `[H, Tq]`.
     pub(super) sum: Target,
 }
 
-/// Elements a worker needs besides the packed keys.
+/// Number of elements of a worker's scratch buffer; the packed keys are shared.
 pub(super) fn scratch(dim: usize, v_dim: usize, code: Code, bias: bool) -> usize {
     let (lanes, bias) = (code.lanes(), Terms::scratch(bias, code.lanes()));
     let out = lines(lanes * v_dim.next_multiple_of(code.rows()));
     lines(lanes * dim.div_ceil(code.pair())) + out + lines(lanes * KEY_BLOCK) + bias
 }
 
-/// The softmax state of one block, lanes = queries.
+/// The softmax state of one block, with the queries in the lanes.
 struct State<V, const N: usize> {
     max: [V; N],
     sum: [V; N],
 }
 
 impl Forward<'_> {
-    /// Adds the plan's keys to the state of one head and block. R keys by at most N vectors of queries at a time.
+    /// Adds the plan's keys to the state of one head and block, computing R keys by at most N vectors of queries at a time.
     ///
     /// # Safety
-    /// No two calls at once may name the same head and block. What the head reads must have been packed, and `scratch`
-    /// have the size of [`scratch`].
+    /// No two concurrent calls may have the same head and block. The keys and values of the head must have been packed, and
+    /// `scratch` have the size of [`scratch`].
     #[inline(always)]
     pub(super) unsafe fn block<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -59,7 +58,7 @@ impl Forward<'_> {
         block: usize,
         scratch: &mut [f32],
     ) {
-        // The last block may have few queries.
+        // The last block may have fewer queries.
         let vectors = self.plan.rows(block).len().div_ceil(S::LANES);
         // SAFETY: the contract of the caller.
         unsafe {
@@ -71,10 +70,10 @@ impl Forward<'_> {
         }
     }
 
-    /// A [`block`](Self::block) whose queries fill N vectors.
+    /// Computes a [`block`](Self::block) whose queries fill N vectors.
     ///
     /// # Safety
-    /// As `block`.
+    /// As for `block`.
     #[inline(always)]
     unsafe fn vectors<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -93,18 +92,18 @@ impl Forward<'_> {
             (lane < rows.len()).then(|| self.q.at(rows.start + lane, head))
         });
 
-        // SAFETY: these rows belong to this head and block alone.
+        // SAFETY: only this call accesses the rows of this head and block.
         let (max, sum) = unsafe {
             let at = head * self.q.tokens + rows.start;
             (self.max.row(at, rows.len()), self.sum.row(at, rows.len()))
         };
-        // A maximum can have passed over a NaN; the sum has it.
+        // The maximum ignores NaN, but the sum shows it.
         let fresh = max.iter().all(|max| *max == f32::NEG_INFINITY) && sum.iter().all(|sum| *sum == 0.0);
         if fresh {
             out.fill(0.0);
         } else {
             pack::columns(simd, out, v_dim, lanes, 1.0, |lane| {
-                // SAFETY: these rows belong to this head and block alone.
+                // SAFETY: only this call accesses the rows of this head and block.
                 (lane < rows.len()).then(|| Data::F32(unsafe { self.out_row(rows.start + lane, head) }))
             });
             out[v_dim * lanes..].fill(0.0);
@@ -141,27 +140,27 @@ impl Forward<'_> {
         max.copy_from_slice(&max_lanes[..rows.len()]);
         sum.copy_from_slice(&sum_lanes[..rows.len()]);
         pack::rows(simd, out, v_dim, lanes, |lane| {
-            // SAFETY: these rows belong to this head and block alone.
+            // SAFETY: only this call accesses the rows of this head and block.
             (lane < rows.len()).then(|| unsafe { self.out_row(rows.start + lane, head) })
         });
     }
 
-    /// The output of one query and head.
+    /// The output row of one query and head.
     ///
     /// # Safety
-    /// Only for the head and block of the caller.
+    /// The row must belong to the head and block of the caller.
     #[inline(always)]
     unsafe fn out_row<'a>(&self, row: usize, head: usize) -> &'a mut [f32] {
-        // SAFETY: the caller's row, by contract.
+        // SAFETY: the row belongs to the caller, by contract.
         unsafe { self.out.row((row * self.heads.heads() + head) * self.v_dim, self.v_dim) }
     }
 
-    /// One step of the online softmax: at most KEY_BLOCK keys, `keys` counted from the first packed row.
+    /// One step of the online softmax over at most KEY_BLOCK keys; `keys` counts from the first packed row.
     ///
     /// # Safety
-    /// `q` is `[D][lanes]`, `out` `[Dv up to R][lanes]`, `p` `[KEY_BLOCK][lanes]`; `keys` lie in the packed rows, and
-    /// start and length are multiples of R, and packed. `bias` has the size that `Terms::scratch` tells.
-    #[allow(clippy::too_many_arguments)] // The registers of a loop body, cut out to be readable.
+    /// `q` is `[D][lanes]`, `out` `[Dv up to R][lanes]`, `p` `[KEY_BLOCK][lanes]`; `keys` are among the packed rows, and
+    /// their start and number are multiples of R. `bias` has the size of `Terms::scratch`.
+    #[allow(clippy::too_many_arguments)] // This is a loop body, moved out for readability.
     #[inline(always)]
     unsafe fn key_block<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -184,7 +183,7 @@ impl Forward<'_> {
         if border {
             self.plan.bounds(block, part, base, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
-        // SAFETY: the head has been packed, by the contract.
+        // SAFETY: the head has been packed, by contract.
         let panels = unsafe { self.keys.keys(kv, keys.start) };
         let depth = self.q.dim.div_ceil(S::PAIR);
         let mut max = [simd.splat(f32::NEG_INFINITY); N];
@@ -193,7 +192,7 @@ impl Forward<'_> {
             true => plan::spans(&low, &high, S::LANES, R),
             false => std::array::from_fn(|_| whole.clone()),
         };
-        // What all vectors see some of; before and behind that each goes alone.
+        // These keys are seen by all vectors; keys before and after them are computed for each vector alone.
         let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
         let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
         for row in common.clone().step_by(R) {
@@ -253,7 +252,7 @@ impl Forward<'_> {
             (terms, frame)
         });
 
-        // What terms have made of products are scores.
+        // With terms, the buffer holds scores, which are scaled already.
         let factor = simd.splat(if frame.is_none() { self.scaling.products } else { 1.0 });
         if S::PAIR == 1 && frame.is_none() && self.scaling.products != 1.0 {
             for at in (0..keys.len() * N).map(|vector| vector * S::LANES) {
@@ -261,7 +260,7 @@ impl Forward<'_> {
                 unsafe { simd.store(p.as_mut_ptr().add(at), simd.mul(simd.load(p.as_ptr().add(at)), factor)) };
             }
         }
-        // A lane that has seen nothing keeps -inf; it is measured against a finite number, so that no NaN arises.
+        // A lane that has seen nothing keeps the maximum -inf; subtracting a finite number instead avoids NaN.
         let (mut finite, mut alpha) = (max, max);
         for v in 0..N {
             max[v] = simd.max(state.max[v], simd.mul(max[v], factor));
@@ -280,7 +279,8 @@ impl Forward<'_> {
                         simd.store(at, x);
                         continue;
                     }
-                    // Rounded before the maximum, one of these, is taken away: no weight exceeds 1.
+                    // The products are rounded before the maximum, which is one of them, is subtracted: so no weight
+                    // exceeds 1.
                     let x = exp(simd, simd.sub(simd.mul(simd.load(at), factor), finite[v]));
                     let y = exp(simd, simd.sub(simd.mul(simd.load(at.add(lanes)), factor), finite[v]));
                     sum[v] = simd.add(sum[v], simd.add(x, y));
@@ -288,7 +288,7 @@ impl Forward<'_> {
                         simd.store(at, x);
                         simd.store(at.add(lanes), y);
                     } else {
-                        // This row of pairs has been read: it is one of the two, or lies before them.
+                        // This row of pairs has been read already: it is one of the two rows, or before them.
                         simd.store(p.as_mut_ptr().add(row / 2 * lanes + v * S::LANES), simd.pair(x, y));
                     }
                 }
@@ -303,7 +303,7 @@ impl Forward<'_> {
             if S::PAIR > 1 {
                 for at in (0..keys.len() / 2).flat_map(|row| (0..N).map(move |v| row * lanes + v * S::LANES)) {
                     let (row, lane) = (at / lanes, at % lanes);
-                    // SAFETY: p has KEY_BLOCK rows of lanes; what is written here has been read, as above.
+                    // SAFETY: p has KEY_BLOCK rows of lanes; the row written here has been read, as above.
                     unsafe {
                         let from = p.as_ptr().add(2 * row * lanes + lane);
                         simd.store(p.as_mut_ptr().add(at), simd.pair(simd.load(from), simd.load(from.add(lanes))));
@@ -317,7 +317,7 @@ impl Forward<'_> {
             // SAFETY: as above.
             let values = unsafe { self.keys.values::<R>(kv, column, keys.start) };
             let depth = keys.len() / S::PAIR;
-            // SAFETY: values are [keys][R], p [keys][lanes], both perhaps of pairs, and out has whole panels of R columns.
+            // SAFETY: values are [keys][R], p [keys][lanes], either may be pairs, and out has whole panels of R columns.
             unsafe {
                 let out = out.as_mut_ptr().add(column * lanes);
                 let mut acc = [[simd.splat(0.0); N]; R];
@@ -330,7 +330,8 @@ impl Forward<'_> {
                 if careful {
                     acc = multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc);
                 } else {
-                    // In the order of the keys, as above: who sees nothing bad keeps its bits.
+                    // Products are added in the order of the keys, as in the careful way: so queries that see only finite
+                    // values keep their bits.
                     for (v, span) in spans.iter().enumerate() {
                         let before = span.start..span.end.min(common.start);
                         multiply_one::<S, R, N>(simd, &before, values, p, lanes, v, &mut acc);
@@ -353,10 +354,10 @@ impl Forward<'_> {
     }
 }
 
-/// Adds the products of some keys to vector `v` alone.
+/// Adds the products of some keys to vector `v` only.
 ///
 /// # Safety
-/// `values` is `[keys][R]` and `p` `[keys][lanes]`, both perhaps of pairs, with all keys of the range.
+/// `values` is `[keys][R]` and `p` `[keys][lanes]`, perhaps in pairs; both must contain all keys of the range.
 #[inline(always)]
 unsafe fn multiply_one<S: Simd, const R: usize, const N: usize>(
     simd: S,
@@ -370,7 +371,7 @@ unsafe fn multiply_one<S: Simd, const R: usize, const N: usize>(
     let (first, depth) = (keys.start / S::PAIR, keys.len() / S::PAIR);
     let mut one = [[simd.splat(0.0)]; R];
     one.iter_mut().zip(&*acc).for_each(|(one, acc)| one[0] = acc[v]);
-    // SAFETY: the caller's promise.
+    // SAFETY: the contract of the caller.
     one = unsafe {
         multiply::<S, R, 1>(simd, depth, values.add(first * R), 1, R, p.add(first * lanes + v * S::LANES), lanes, one)
     };

@@ -1,10 +1,10 @@
-//! Which key-value head a query head reads.
+//! The key-value head that each query head reads (grouped-query attention).
 
 use crate::error::{Error, Result};
 
-/// Local query heads to local key-value heads (grouped-query attention; Ainslie et al., 2023, arXiv:2305.13245).
+/// Maps local query heads to local key-value heads (grouped-query attention; Ainslie et al., 2023, arXiv:2305.13245).
 ///
-/// Groups may be of unequal size: a Ulysses share can start or end in the middle of a group.
+/// Groups may have unequal sizes: a Ulysses share can start or end in the middle of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadMap {
     kv_of: Vec<usize>,
@@ -45,12 +45,12 @@ impl HeadMap {
         }
     }
 
-    /// Query heads.
+    /// Number of query heads.
     pub fn heads(&self) -> usize {
         self.kv_of.len()
     }
 
-    /// Key-value heads.
+    /// Number of key-value heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }

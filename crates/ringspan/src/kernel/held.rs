@@ -1,4 +1,4 @@
-//! Tensors where a rank's kernel computes.
+//! Tensors on the device of a rank's kernel.
 
 #[cfg(feature = "cuda")]
 use super::cuda::{Gpu, GpuArray, GpuElement, Lent};
@@ -7,7 +7,7 @@ use super::{Data, Floats, Kernel, View};
 use crate::error::Result;
 use std::borrow::Cow;
 
-/// A tensor that lies where a kernel computes: the given one, or its copy.
+/// A tensor on the kernel's device: the given one if it is there, else a copy.
 #[derive(Debug)]
 pub struct Held<'a> {
     given: View<'a>,
@@ -16,7 +16,7 @@ pub struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// The tensor, in its strides.
+    /// The tensor, with the strides of the given one.
     pub fn view(&self) -> View<'_> {
         #[cfg(feature = "cuda")]
         if let Some(copy) = &self.copy {
@@ -27,7 +27,7 @@ impl Held<'_> {
 }
 
 impl Kernel {
-    /// The tensor where this kernel computes: copied there, unless it is there.
+    /// Brings a tensor to this kernel's device: copies it, unless it is there.
     ///
     /// # Errors
     /// A tensor on a GPU for a kernel on the CPU; failures of the device.
@@ -53,7 +53,7 @@ impl Kernel {
         }
     }
 
-    /// Numbers in the memory of the CPU: copied there, unless they are there.
+    /// Brings numbers to the memory of the CPU: copies them, unless they are there.
     ///
     /// # Errors
     /// Failures of the device, also of what was started before.
@@ -69,7 +69,7 @@ impl Kernel {
         }
     }
 
-    /// f32 numbers, wherever they are, for the CPU to read.
+    /// Reads f32 numbers on the CPU, wherever they are.
     pub(crate) fn read_floats<'a>(&self, values: Data<'a>) -> Result<Cow<'a, [f32]>> {
         match values {
             #[cfg(feature = "cuda")]
@@ -82,7 +82,7 @@ impl Kernel {
         }
     }
 
-    /// The GPU on which this kernel computes; `None` if it is the CPU.
+    /// The GPU of this kernel; `None` if it computes on the CPU.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&Gpu> {
         match &self.0 {
@@ -91,9 +91,9 @@ impl Kernel {
         }
     }
 
-    /// A loan of what another library (cudarc, candle) holds on this GPU. Nothing is copied, and no CPU waits: work that was
-    /// started on the slice's stream before comes before what this kernel reads, and work that is started there after the
-    /// loan comes behind it.
+    /// Borrows a slice that another library (cudarc, candle) holds on this GPU. Nothing is copied, and the CPU does not
+    /// wait: work that was started before on the slice's stream precedes the reads of this kernel, and work that is started
+    /// there after the loan follows them.
     ///
     /// # Errors
     /// A kernel on the CPU or another GPU; failures of the driver.

@@ -1,4 +1,4 @@
-//! Instruction sets, and the blocked kernels compiled for each of them.
+//! Instruction sets, and the functions of the blocked kernels compiled for each of them.
 
 use super::Tile;
 use super::backward::{Backward, Share};
@@ -16,12 +16,12 @@ use std::fmt::{Display, Formatter};
 use std::ops::Range;
 use std::str::FromStr;
 
-/// An instruction set that the blocked kernels exist for.
+/// An instruction set that the blocked kernels support.
 ///
-/// Its names, to be parsed and printed, are `portable`, `avx2` and `avx512`.
+/// Its names in options and output are `portable`, `avx2` and `avx512`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// Whatever the compiler makes of plain Rust, on x86-64 with AVX if the machine has it: 8 lanes, or 4.
+    /// Vectors as the compiler makes them from plain Rust: 8 lanes with AVX on x86-64, otherwise 4.
     Portable,
     /// AVX2 and FMA: 8 lanes.
     Avx2,
@@ -30,7 +30,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The instruction sets this machine has, the fastest first.
+    /// The instruction sets that this machine has, fastest first.
     pub fn available() -> Vec<Isa> {
         #[cfg(target_arch = "x86_64")]
         {
@@ -46,7 +46,7 @@ impl Isa {
         Self::available().first().copied().unwrap_or(Isa::Portable)
     }
 
-    /// Whether the blocked kernels multiply in bf16 where q, k and v are stored so: products of bf16, sums in f32.
+    /// Whether the blocked kernels multiply q, k and v stored in bf16 as bf16, with sums in f32.
     pub fn multiplies_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self == Isa::Avx512 && Avx512::<true>::detect().is_some();
@@ -75,7 +75,7 @@ impl FromStr for Isa {
     }
 }
 
-/// What the functions of a call are compiled for.
+/// The instruction set and options that the functions of a call are compiled for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Code {
     isa: Isa,
@@ -86,7 +86,7 @@ pub(super) struct Code {
 }
 
 impl Code {
-    /// The code of an instruction set that this machine has.
+    /// The code for an instruction set that this machine has.
     pub(super) fn new(isa: Isa) -> Self {
         #[cfg(target_arch = "x86_64")]
         let avx = is_x86_feature_detected!("avx");
@@ -95,12 +95,12 @@ impl Code {
         Self { isa, pairs: false, avx }
     }
 
-    /// The same, with products of bf16 if `pairs` and the instruction set has them.
+    /// Enables products of bf16 if `pairs` is set and the instruction set has them.
     pub(super) fn with_pairs(self, pairs: bool) -> Self {
         Self { pairs: pairs && self.isa.multiplies_bf16(), ..self }
     }
 
-    /// The same, as on a machine without AVX.
+    /// Disables AVX, to test machines without it.
     #[cfg(test)]
     pub(super) fn without_avx(self) -> Self {
         Self { avx: false, ..self }
@@ -110,18 +110,18 @@ impl Code {
         self.isa
     }
 
-    /// Numbers of a reduction that a product takes.
+    /// Number of terms of a sum that a product takes at once: 1, or 2 in bf16.
     pub(super) fn pair(self) -> usize {
         if self.pairs { 2 } else { 1 }
     }
 
-    /// Queries of a block: as many vectors as a product takes.
+    /// Number of queries in a block: the lanes of as many vectors as a product takes.
     pub(super) fn lanes(self) -> usize {
         let vectors = if self.isa == Isa::Portable { PORTABLE_COLUMNS } else { 3 };
         vectors * self.vector()
     }
 
-    /// Numbers in a vector.
+    /// Number of f32 in a vector.
     pub(super) fn vector(self) -> usize {
         match self.isa {
             Isa::Portable if !self.avx => 4,
@@ -130,7 +130,7 @@ impl Code {
         }
     }
 
-    /// Keys that the micro kernel takes at once: as many as the registers hold beside three vectors of queries.
+    /// Number of keys that the micro kernel takes at once: as many as fit into the registers with three vectors of queries.
     pub(super) fn rows(self) -> usize {
         match self.isa {
             Isa::Avx512 => 8,
@@ -139,8 +139,8 @@ impl Code {
     }
 }
 
-/// A function of the kernels for the instruction set at hand, compiled with its features. The lists are its constants: for
-/// AVX-512, for AVX2, and for all others.
+/// Defines a function that calls a kernel function compiled for the instruction set in `code`. The lists are its constants
+/// for AVX-512, for AVX2, and for portable code.
 macro_rules! dispatch {
     (
         $name:ident, $job:ty,
@@ -150,7 +150,7 @@ macro_rules! dispatch {
         #[doc = $doc]
         ///
         /// # Safety
-        /// As the generic function.
+        /// As for the generic function.
         pub(super) unsafe fn $name(code: Code, job: &$job, $($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {

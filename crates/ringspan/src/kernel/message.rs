@@ -1,4 +1,4 @@
-//! Messages: parts of tensors, packed in the type in which they travel.
+//! Messages: parts of tensors, packed in the wire type.
 
 #[cfg(feature = "cuda")]
 use super::cuda::GpuArray;
@@ -14,7 +14,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Some heads of some rows of a tensor.
+/// Some heads and rows of a tensor.
 #[derive(Debug)]
 pub(crate) struct Piece<'a> {
     pub(crate) view: View<'a>,
@@ -23,18 +23,18 @@ pub(crate) struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Elements.
+    /// Number of elements.
     pub(crate) fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.heads.len() * self.view.dim
     }
 }
 
 impl Kernel {
-    /// The pieces behind each other, each `[rows, heads, dim]`, in type `to`.
+    /// Packs the pieces one after the other, each as `[rows, heads, dim]`, in type `to`.
     pub(crate) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<Buffer> {
         match &self.0 {
             Device::Cpu(_) => {
-                // A message that grows would take up to twice its size.
+                // The whole capacity is reserved: a growing vector would take up to twice the size.
                 let mut packed = with_capacity(to, pieces.iter().map(Piece::len).sum());
                 for Piece { view, heads, rows } in pieces {
                     for row in rows.iter().flat_map(Clone::clone) {
@@ -48,7 +48,7 @@ impl Kernel {
         }
     }
 
-    /// Room for `len` elements that [`append`](Self::append) brings.
+    /// An empty message for `len` elements, which [`append`](Self::append) adds.
     pub(crate) fn room(&self, stored: Stored, len: usize) -> Result<Buffer> {
         match &self.0 {
             Device::Cpu(_) => Ok(with_capacity(stored, len)),
@@ -57,7 +57,7 @@ impl Kernel {
         }
     }
 
-    /// Adds a message behind the first `filled` elements, which are there.
+    /// Appends a message after the first `filled` elements, which have been written.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub(crate) fn append(&self, all: &mut Buffer, filled: usize, message: Data) -> Result<()> {
         match (all, message) {
@@ -75,7 +75,7 @@ impl Kernel {
         Ok(())
     }
 
-    /// A message as `comm` takes it: where it cannot hand over what lies on a GPU, a copy in the memory of the CPU.
+    /// A message in the form that `comm` can send: if it cannot pass on GPU memory, a copy in the memory of the CPU.
     pub(crate) fn outgoing(&self, message: Arc<Buffer>, comm: &dyn Communicator) -> Result<Arc<Buffer>> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Some(array)) = (&self.0, array(&message)) {
@@ -89,7 +89,7 @@ impl Kernel {
         Ok(message)
     }
 
-    /// A message that has come, where this kernel computes.
+    /// Brings a received message to this kernel's device.
     pub(crate) fn incoming(&self, message: Arc<Buffer>, stored: Stored) -> Result<Arc<Buffer>> {
         #[cfg(feature = "cuda")]
         match (&self.0, array(&message)) {
@@ -101,7 +101,7 @@ impl Kernel {
                     return Ok(Arc::new(Buffer::Device(Arc::new(cuda.upload(data)?))));
                 }
             }
-            // A rank with a GPU sent it to one without.
+            // A rank with a GPU sent it to a rank that computes on the CPU.
             (Device::Cpu(_), Some(array)) => {
                 let cuda = super::cuda::Cuda::new(array.data().gpu())?;
                 return Ok(Arc::new(downloaded(&cuda, array)?));
@@ -113,7 +113,7 @@ impl Kernel {
     }
 }
 
-/// The elements of a message where they are; `None` if they are stored as something else.
+/// The elements of a message, in place; `None` if they have another storage type.
 pub(crate) fn read(message: &Buffer, stored: Stored) -> Option<Data<'_>> {
     match (stored, message) {
         (Stored::F32, Buffer::F32(values)) => Some(Data::F32(values)),
@@ -126,7 +126,7 @@ pub(crate) fn read(message: &Buffer, stored: Stored) -> Option<Data<'_>> {
     }
 }
 
-/// What a message holds on a GPU.
+/// The GPU array in a message, if it has one.
 #[cfg(feature = "cuda")]
 fn array(message: &Buffer) -> Option<&GpuArray> {
     match message {
@@ -155,7 +155,7 @@ fn with_capacity(stored: Stored, len: usize) -> Buffer {
     }
 }
 
-/// Appends a row, rounded to the message's type if it is stored in another; what that has no room for is an error.
+/// Appends a row, rounded to the message's type if necessary; a number beyond that type's range is an error.
 fn push(packed: &mut Buffer, to: Stored, row: Data) -> Result<()> {
     match (packed, to, row) {
         (Buffer::F32(packed), _, Data::F32(row)) => packed.extend_from_slice(row),
@@ -181,7 +181,7 @@ fn push(packed: &mut Buffer, to: Stored, row: Data) -> Result<()> {
     Ok(())
 }
 
-/// An error if a number stays finite in a longer type only.
+/// An error if a finite number overflows in the message's type.
 fn check_range(x: f32, fits: bool, wire: &'static str, limit: f32) -> Result<()> {
     if fits || !x.is_finite() {
         return Ok(());

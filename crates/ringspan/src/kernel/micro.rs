@@ -1,6 +1,6 @@
-//! The one loop in which the kernels spend their time: a small matrix product held in registers.
+//! The micro kernel, the loop in which kernels spend most of their time: a small matrix product held in registers.
 //!
-//! Where products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and a depth counts pairs.
+//! If products take pairs of bf16 (`S::PAIR` is 2), an element of `a` and `b` is a pair, and `depth` counts pairs.
 
 use super::vector::{Columns, Rows, Simd};
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -8,12 +8,12 @@ use std::arch::asm;
 
 /// `acc[i][v] += sum over t < depth of a[i * a_row + t * a_step] * b[t * b_step + v * LANES ..][..LANES]`
 ///
-/// `R x V` must fit the registers with V + 1 to spare.
+/// `R x V` sums must fit into the registers, with V + 1 registers to spare.
 ///
 /// # Safety
 /// `a` must be readable at every `i * a_row + t * a_step` with i < R, t < depth, and `b` for `V * LANES` numbers at
 /// every `t * b_step`.
-#[allow(clippy::too_many_arguments)] // Two operands, three strides: the shape of the product.
+#[allow(clippy::too_many_arguments)] // The arguments are two operands and three strides.
 #[inline(always)]
 pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     simd: S,
@@ -30,12 +30,12 @@ pub(super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     unsafe { simd.multiply::<R, V>(depth, a, b, acc) }
 }
 
-/// [`multiply`] where `a_row` is 1 and a lane takes row `t` only if `low <= t < high` (of a pair, each
-/// half for itself): what a lane does not see may be no number.
+/// Like [`multiply`] with `a_row` of 1, but lanes only add the rows `t` with `low <= t < high` (each half of a pair
+/// separately): rows that a lane does not see may contain NaN.
 ///
 /// # Safety
-/// As [`multiply`]; `low` and `high` must be readable for `V * LANES` numbers.
-#[allow(clippy::too_many_arguments)] // As multiply, and the bounds.
+/// As for [`multiply`]; `low` and `high` must be readable for `V * LANES` numbers.
+#[allow(clippy::too_many_arguments)] // The arguments are those of multiply, and the bounds.
 #[inline(always)]
 pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
     simd: S,
@@ -58,7 +58,8 @@ pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
                 for (i, acc) in acc.iter_mut().enumerate() {
                     let bits = (*a.add(t * a_step + i)).to_bits();
                     for half in 0..S::PAIR {
-                        // The other half takes part as 0: where it is seen, what it multiplies belongs to the lane.
+                        // The other half is masked to 0; the number in b that it multiplies is the lane's own, so nothing
+                        // hidden gets in.
                         let bits = if S::PAIR == 1 { bits } else { bits & (0xFFFF << (16 * half)) };
                         let index = simd.splat((t * S::PAIR + half) as f32);
                         let x = simd.within(simd.splat(f32::from_bits(bits)), index, low, high, zero);
@@ -72,12 +73,12 @@ pub(super) unsafe fn multiply_seen<S: Simd, const R: usize, const V: usize>(
 }
 
 /// `c[i][..columns] += sum over t < depth of a[i * a_row + t * a_step] * b[t * width ..][..columns]` for i < rows:
-/// lanes run along the columns, and `columns` is `width`, a multiple of LANES.
+/// lanes run along the columns; `columns` is `width`, a multiple of LANES.
 ///
 /// # Safety
 /// `rows` must be a multiple of R, `a` readable at every `i * a_row + t * a_step`, `b` for `depth * width` numbers, `c`
 /// readable and writable for `rows * width`.
-#[allow(clippy::too_many_arguments)] // Three operands, their shape and strides.
+#[allow(clippy::too_many_arguments)] // The arguments are three operands, their shape and strides.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
     simd: S,
@@ -91,7 +92,7 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
     let mut left = width / S::LANES;
     let mut column = 0;
     while left > 0 {
-        // As even as possible: a stripe of one vector would wait for its own sums.
+        // Vectors are distributed evenly over stripes: a stripe of one vector would wait for its own sums.
         let vectors = left.div_ceil(left.div_ceil(S::COLUMNS));
         // SAFETY: the caller's promises, for `vectors` of the columns from `column` on.
         unsafe {
@@ -108,8 +109,8 @@ pub(super) unsafe fn accumulate<S: Simd, const R: usize>(
     }
 }
 
-/// [`accumulate`] for V vectors of columns.
-#[allow(clippy::too_many_arguments)] // As above.
+/// Does [`accumulate`] for V vectors of columns.
+#[allow(clippy::too_many_arguments)] // The arguments are those of accumulate.
 #[inline(always)]
 unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
     simd: S,
@@ -140,15 +141,15 @@ unsafe fn stripe<S: Simd, const R: usize, const V: usize>(
     }
 }
 
-/// The same pointer, of which the compiler knows nothing: else it keeps a pointer for each row of a product from one product
-/// to the next, which are more than there are registers, and updates them in memory.
+/// Returns the same pointer, but hides its origin from the compiler: otherwise that keeps a pointer for each row of a
+/// product, more than there are registers, and updates them in memory.
 #[inline(always)]
 #[allow(clippy::pointers_in_nomem_asm_block)] // Nothing is read or written through it.
 fn opaque(pointer: *mut f32) -> *mut f32 {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     let mut pointer = pointer;
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    // SAFETY: there is no instruction in it.
+    // SAFETY: the assembly contains no instruction.
     unsafe {
         asm!("/* {0} */", inout(reg) pointer, options(pure, nomem, nostack, preserves_flags))
     };

@@ -1,4 +1,4 @@
-//! Attention of banded tiles on one device: the plain reference, the blocked CPU kernels, and those of GPUs.
+//! Attention of banded tiles on one device: the f64 reference, the blocked CPU kernels, and the CUDA kernels.
 //!
 //! Shape letters: Tq queries and Tk keys on this rank, H query heads, G key-value heads, D and Dv head widths.
 
@@ -59,23 +59,24 @@ pub(crate) use view::Stored;
 use crate::mask::Band;
 use std::ops::Range;
 
-/// Keys between two updates of a softmax state: 96 to 256 measured alike.
+/// Number of keys between two updates of a softmax state; 96 to 256 are equally fast.
 const KEY_BLOCK: usize = 128;
 
-/// Queries `q` against keys `k` (rows of this rank's queries and of the key block), visible where `band` says.
+/// A tile of queries `q` and keys `k` (rows of this rank's queries and of the key block), whose visible pairs are in
+/// `band`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tile {
     /// Query rows.
     pub q: Range<usize>,
     /// Key rows.
     pub k: Range<usize>,
-    /// Visibility, in indices local to `q` and `k`.
+    /// Visible pairs, with indices local to `q` and `k`.
     pub band: Band,
-    /// Where in the batch the tile lies; read only where scores depend on it (a relative term, a bias, dropout).
+    /// Position of the tile in the batch; read only if scores depend on it (a relative term, a bias, dropout).
     pub place: Place,
 }
 
-/// Where a tile lies in the batch: what scores that depend on positions, and dropout, count in.
+/// Position of a tile in the batch, for scores and dropout that depend on global positions.
 ///
 /// Query i and key j, local to the tile, are the tokens `query + i * step` and `key + j * step`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,50 +85,50 @@ pub struct Place {
     pub query: usize,
     /// Index of the first key in its batch row.
     pub key: usize,
-    /// Position of the first query less that of the first key, in the frame of the mask.
+    /// Position of the first query minus that of the first key, as the mask counts positions.
     pub distance: i64,
-    /// Tokens from one row to the next; a tile of one query or key may have the other side's.
+    /// Distance of neighbouring tokens; a tile with one query or one key may have the step of the other side.
     pub step: usize,
 }
 
 impl Place {
-    /// Tokens `0..` of one row, queries and keys alike.
+    /// The position of a tile at the start of a row, with the same positions for queries and keys.
     pub const START: Self = Self { query: 0, key: 0, distance: 0, step: 1 };
 }
 
-/// What a call of a kernel reads, besides the tiles.
+/// The inputs of a kernel call, except for the tiles.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs<'a> {
-    /// `[Tq, H, D]`
+    /// Queries, `[Tq, H, D]`.
     pub q: View<'a>,
-    /// `[Tk, G, D]`
+    /// Keys, `[Tk, G, D]`.
     pub k: View<'a>,
-    /// `[Tk, G, Dv]`
+    /// Values, `[Tk, G, Dv]`.
     pub v: View<'a>,
-    /// Which key-value head a query head reads.
+    /// The key-value head that each query head reads.
     pub heads: &'a HeadMap,
-    /// From products to weights, for these H heads.
+    /// Scale and other parameters that turn products into weights, for these H heads.
     pub score: &'a Score,
-    /// A term for each query, head and key of its batch row: `[Tq, H, Sk]`, or `[Tq, 1, Sk]` for all heads.
+    /// A term for each query, head and key of its batch row: `[Tq, H, Sk]`, or `[Tq, 1, Sk]` shared by all heads.
     pub bias: Option<View<'a>>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Whether scores depend on where in the batch a query and a key lie, so that the places of tiles count.
+    /// Whether scores depend on positions in the batch, so that the places of tiles must be valid.
     pub(crate) fn counts_positions(&self) -> bool {
         self.bias.is_some() || self.score.counts_positions()
     }
 
-    /// The tensors.
+    /// The input tensors: queries, keys, values, bias.
     fn views(&self) -> impl Iterator<Item = &View<'a>> {
         [&self.q, &self.k, &self.v].into_iter().chain(&self.bias)
     }
 }
 
-/// What the backward pass of a kernel reads besides its inputs; statistics and delta in f32.
+/// The values that a kernel's backward pass reads in addition to the inputs; statistics and delta are f32.
 #[derive(Debug, Clone, Copy)]
 pub struct Saved<'a> {
-    /// Of each query over all its keys, not only these.
+    /// Softmax statistics of each query over all its keys, not only those of this call.
     pub statistics: Statistics<Data<'a>>,
     /// [`Kernel::delta`] of the final output: `[H, Tq]`.
     pub delta: Data<'a>,
@@ -135,17 +136,17 @@ pub struct Saved<'a> {
     pub d_out: View<'a>,
 }
 
-/// Where the backward pass of a kernel adds gradients.
+/// The sums to which a kernel's backward pass adds gradients.
 #[derive(Debug)]
 pub struct Sums<'a> {
-    /// `[Tq, H, D]`
+    /// Gradient of the queries, `[Tq, H, D]`.
     pub dq: FloatsMut<'a>,
-    /// `[Tk, G, D]`
+    /// Gradient of the keys, `[Tk, G, D]`.
     pub dk: FloatsMut<'a>,
-    /// `[Tk, G, Dv]`
+    /// Gradient of the values, `[Tk, G, Dv]`.
     pub dv: FloatsMut<'a>,
-    /// Of the table of relative buckets `[H, count]`; empty without one.
+    /// Gradient of the table of relative buckets, `[H, count]`; empty without one.
     pub d_table: FloatsMut<'a>,
-    /// Of the bias, in its shape; empty without one.
+    /// Gradient of the bias, in its shape; empty without one.
     pub d_bias: FloatsMut<'a>,
 }

@@ -1,21 +1,20 @@
-//! The running state of a softmax over key blocks that arrive one after another.
+//! The running state of a softmax over a sequence of key blocks.
 
 use super::Statistics;
 
-/// The state of an online softmax over the key blocks seen so far (Milakov and Gimelshein, 2018, arXiv:1805.02867),
-/// all in f32.
+/// The state of an online softmax over the key blocks seen so far (Milakov and Gimelshein, 2018, arXiv:1805.02867), in f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Partial {
-    /// Weighted values so far, not yet divided by `sum`: `[Tq, H, Dv]`.
+    /// Sum of weighted values so far, not yet divided by `sum`: `[Tq, H, Dv]`.
     pub out: Vec<f32>,
-    /// Greatest score so far, or -inf: `[H, Tq]`.
+    /// Largest score so far, or -inf: `[H, Tq]`.
     pub max: Vec<f32>,
     /// Sum of `exp(score - max)` so far: `[H, Tq]`.
     pub sum: Vec<f32>,
 }
 
 impl Partial {
-    /// Nothing seen yet.
+    /// A state that has seen no keys yet.
     pub fn new(tokens: usize, heads: usize, v_dim: usize) -> Self {
         Self {
             out: vec![0.0; tokens * heads * v_dim],
@@ -24,14 +23,14 @@ impl Partial {
         }
     }
 
-    /// As [`new`](Self::new), with room for what [`into_message`](Self::into_message) appends.
+    /// Like [`new`](Self::new), but with capacity for the message of [`into_message`](Self::into_message).
     pub(crate) fn to_send(tokens: usize, heads: usize, v_dim: usize) -> Self {
         let mut out = vec![0.0; tokens * heads * (v_dim + 2)];
         out.truncate(tokens * heads * v_dim);
         Self { out, ..Self::new(tokens, heads, 0) }
     }
 
-    /// The state as one run of numbers: out, max, sum.
+    /// The state as a message: output, maximum, sum.
     pub fn into_message(self) -> Vec<f32> {
         let mut message = self.out;
         message.extend(self.max);
@@ -39,7 +38,7 @@ impl Partial {
         message
     }
 
-    /// Adds the state of the same queries over other keys, as [`into_message`](Self::into_message) gave it.
+    /// Merges the state of the same queries over other keys, as a message of [`into_message`](Self::into_message).
     ///
     /// # Panics
     /// If the message has another size.
@@ -52,7 +51,7 @@ impl Partial {
             for token in 0..tokens {
                 let at = head * tokens + token;
                 let greatest = self.max[at].max(max[at]);
-                // A number to measure -inf against, so that no NaN arises.
+                // Subtracting a finite number avoids the NaN of -inf - (-inf).
                 let finite = greatest.max(f32::MIN);
                 let (old, new) = ((self.max[at] - finite).exp(), (max[at] - finite).exp());
                 self.max[at] = greatest;
@@ -65,9 +64,9 @@ impl Partial {
         }
     }
 
-    /// Output `[Tq, H, Dv]` and what the backward pass needs of the softmax; a query that saw nothing has an output of 0.
+    /// Output `[Tq, H, Dv]` and softmax statistics for the backward pass; the output of a query that sees nothing is 0.
     ///
-    /// `sinks` `[H]` are further logits of each head; with them a query that saw nothing has its sink for log-sum-exp.
+    /// `sinks` `[H]` are an extra logit of each head; with sinks, the log-sum-exp of a query that sees nothing is its sink.
     pub fn finish(
         mut self,
         tokens: usize,
@@ -91,12 +90,12 @@ impl Partial {
         (self.out, Statistics { max: self.max, sum: self.sum })
     }
 
-    /// Adds a score without a value to the rows of one head.
+    /// Adds a score without a value to all queries of one head.
     fn add_sink(&mut self, rows: std::ops::Range<usize>, heads: usize, v_dim: usize, score: f32) {
         let head = rows.start / rows.len().max(1);
         for (token, at) in rows.enumerate() {
             let max = self.max[at].max(score);
-            // A number to measure -inf against, so that no NaN arises.
+            // Subtracting a finite number avoids the NaN of -inf - (-inf).
             let finite = max.max(f32::MIN);
             let old = (self.max[at] - finite).exp();
             self.sum[at] = self.sum[at] * old + (score - finite).exp();
@@ -113,7 +112,7 @@ mod tests {
     #[test]
     fn finishing_divides_and_leaves_empty_rows_at_zero() {
         let mut partial = Partial::new(2, 2, 3);
-        // Token 1, head 0: two keys of weight 1 at score ln(4).
+        // Token 1 of head 0 has seen two keys of weight 1 at score ln(4).
         (partial.max[1], partial.sum[1]) = (4f32.ln(), 2.0);
         partial.out[6..9].copy_from_slice(&[2.0, 4.0, 6.0]);
         let (out, statistics) = partial.finish(2, 2, 3, None);
@@ -125,7 +124,7 @@ mod tests {
 
     #[test]
     fn merged_states_are_the_state_of_all_keys() {
-        // Two queries; the first saw one key on each side, the second one key on one side only.
+        // The first query saw one key on each side, the second query one key on one side only.
         let state = |max: [f32; 2], out: [f32; 2]| {
             let seen = max.map(|max| f32::from(u8::from(max > f32::NEG_INFINITY)));
             Partial { out: out.to_vec(), max: max.to_vec(), sum: seen.to_vec() }
@@ -144,7 +143,7 @@ mod tests {
     #[test]
     fn a_sink_takes_its_share_of_the_weight() {
         let mut partial = Partial::new(2, 2, 1);
-        // Token 0 of head 1: one key of value 8 at score ln(3); the sink at 0 takes a quarter.
+        // Token 0 of head 1 has seen one key of value 8 at score ln(3); the sink at 0 takes a quarter of the weight.
         (partial.max[2], partial.sum[2], partial.out[1]) = (3f32.ln(), 1.0, 8.0);
         let (out, statistics) = partial.finish(2, 2, 1, Some(&[1.0, 0.0]));
         let lse = statistics.lse();

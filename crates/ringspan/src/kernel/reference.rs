@@ -1,6 +1,6 @@
-//! The oracle: attention and its gradients by plain loops in f64, with visibility as a predicate.
+//! The reference: attention and its gradients by plain loops in f64, with visibility as a predicate.
 //!
-//! Nothing here knows bands, tiles, layouts or ranks, so an error in those cannot hide in it. Source: Dao et al., 2022
+//! It uses no bands, tiles, layouts or ranks, so an error in those cannot hide in it. Source: Dao et al., 2022
 //! (arXiv:2205.14135), section 2.1 and appendix B.2, without any blocking.
 
 use super::{Relative, Score};
@@ -8,24 +8,24 @@ use super::{Relative, Score};
 /// Sizes of a problem: q `[B, Sq, H, D]`, k `[B, Sk, G, D]`, v `[B, Sk, G, Dv]`, all contiguous.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows B.
+    /// Number of batch rows B.
     pub batch: usize,
-    /// Queries of a row Sq.
+    /// Number of queries in a row, Sq.
     pub queries: usize,
-    /// Keys of a row Sk.
+    /// Number of keys in a row, Sk.
     pub keys: usize,
-    /// Query heads H, a multiple of G.
+    /// Number of query heads H, a multiple of G.
     pub heads: usize,
-    /// Key-value heads G.
+    /// Number of key-value heads G.
     pub kv_heads: usize,
-    /// Width of a query and a key D.
+    /// Width D of a query and a key.
     pub dim: usize,
-    /// Width of a value Dv.
+    /// Width Dv of a value.
     pub v_dim: usize,
 }
 
 impl Shape {
-    /// The query rows as `(row, b, i, h, g)`, row being the index in `[B, Sq, H]`.
+    /// All query rows as `(row, b, i, h, g)`; `row` is the index in `[B, Sq, H]`, `g` the key-value head.
     fn rows(self) -> impl Iterator<Item = (usize, usize, usize, usize, usize)> {
         let group = (self.heads / self.kv_heads.max(1)).max(1);
         (0..self.batch * self.queries * self.heads).map(move |row| {
@@ -40,58 +40,58 @@ impl Shape {
     }
 }
 
-/// A problem, whole and on one device.
+/// The inputs of attention, whole and on one device.
 #[derive(Clone, Copy)]
 pub struct Problem<'a> {
     /// Sizes of the tensors.
     pub shape: Shape,
-    /// `[B, Sq, H, D]`
+    /// Queries, `[B, Sq, H, D]`.
     pub q: &'a [f32],
-    /// `[B, Sk, G, D]`
+    /// Keys, `[B, Sk, G, D]`.
     pub k: &'a [f32],
-    /// `[B, Sk, G, Dv]`
+    /// Values, `[B, Sk, G, Dv]`.
     pub v: &'a [f32],
-    /// From products to weights.
+    /// Scale and other parameters that turn products into weights.
     pub score: &'a Score,
-    /// `[B, Sq, H, Sk]`
+    /// Bias, `[B, Sq, H, Sk]`.
     pub bias: Option<&'a [f32]>,
-    /// `visible(b, i, j)`: whether query `i` of row `b` sees key `j` of it.
+    /// `visible(b, i, j)`: whether query `i` of row `b` sees key `j` of that row.
     pub visible: &'a dyn Fn(usize, usize, usize) -> bool,
-    /// `distance(b, i, j)`: how far query `i` of row `b` stands behind key `j` of it.
+    /// `distance(b, i, j)`: the distance of query `i` of row `b` behind key `j` of that row.
     pub distance: &'a dyn Fn(usize, usize, usize) -> i64,
 }
 
-/// Gradients of a [`Problem`], in the shapes of what they belong to.
+/// Gradients of a [`Problem`], each in the shape of its input.
 #[derive(Debug, Clone)]
 pub struct Gradients {
-    /// `[B, Sq, H, D]`
+    /// Gradient of the queries, `[B, Sq, H, D]`.
     pub dq: Vec<f64>,
-    /// `[B, Sk, G, D]`
+    /// Gradient of the keys, `[B, Sk, G, D]`.
     pub dk: Vec<f64>,
-    /// `[B, Sk, G, Dv]`
+    /// Gradient of the values, `[B, Sk, G, Dv]`.
     pub dv: Vec<f64>,
-    /// `[H]`
+    /// Gradient of the sinks, `[H]`.
     pub d_sinks: Vec<f64>,
-    /// `[H, count]`
+    /// Gradient of the table of relative buckets, `[H, count]`.
     pub d_table: Vec<f64>,
-    /// `[B, Sq, H, Sk]`
+    /// Gradient of the bias, `[B, Sq, H, Sk]`.
     pub d_bias: Vec<f64>,
 }
 
-/// A visible key of a query.
+/// A visible key of a query, with its weight.
 struct Weight {
     key: usize,
-    /// Share of the softmax.
+    /// Weight in the softmax, before dropout.
     p: f64,
-    /// Factor of dropout: 0, or what the others grow by.
+    /// Factor of dropout: 0, or the growth of kept weights.
     kept: f64,
-    /// Slope of the score over the scaled product.
+    /// Derivative of the score with respect to the scaled product.
     slope: f64,
 }
 
 impl Problem<'_> {
-    /// Output `[B, Sq, H, Dv]` and natural log-sum-exp `[B, H, Sq]`; a query that sees nothing has 0, and -inf or its
-    /// sink.
+    /// Output `[B, Sq, H, Dv]` and natural log-sum-exp `[B, H, Sq]`. A query that sees nothing has output 0, and
+    /// log-sum-exp -inf or its sink.
     pub fn attention(&self) -> (Vec<f64>, Vec<f64>) {
         let shape = self.shape;
         let mut out = vec![0.0; shape.batch * shape.queries * shape.heads * shape.v_dim];
@@ -152,7 +152,7 @@ impl Problem<'_> {
         sums
     }
 
-    /// The visible keys of one query, and the log-sum-exp of its scores and its sink.
+    /// The weights of one query's visible keys, and the log-sum-exp of its scores and its sink.
     fn softmax(&self, row: usize, b: usize, i: usize, h: usize, g: usize) -> (Vec<Weight>, f64) {
         let (shape, score) = (self.shape, self.score);
         let q = &self.q[row * shape.dim..][..shape.dim];
@@ -174,7 +174,7 @@ impl Problem<'_> {
         let mut weights: Vec<Weight> = (0..shape.keys).filter(|&j| (self.visible)(b, i, j)).map(weight).collect();
         let sink = score.sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[h]));
         let max = weights.iter().map(|w| w.p).fold(sink, f64::max);
-        // A maximum passes over NaN, which has to reach the output all the same.
+        // The maximum ignores NaN, but NaN must still reach the output.
         if max == f64::NEG_INFINITY && !weights.iter().any(|w| w.p.is_nan()) {
             return (Vec::new(), max);
         }
@@ -230,7 +230,7 @@ mod tests {
         let values = |n: usize, seed: f32| (0..n).map(|x| ((x as f32 + seed) * 1.7).sin()).collect::<Vec<f32>>();
         let (q, k, v, d) = (values(8, 0.1), values(6, 0.4), values(3, 0.9), values(4, 0.5));
         let (sinks, table, bias) = (values(2, 0.2), values(8, 0.7), values(12, 0.3));
-        // One input at a time is moved; the score is made anew from its parts.
+        // One input at a time is changed, and the score is rebuilt from its inputs.
         let inputs = [q, k, v, sinks, table, bias];
         let see = |_: usize, i: usize, j: usize| j <= i + 1;
         let with = |inputs: &[Vec<f32>; 6], work: &dyn Fn(Problem)| {
@@ -255,7 +255,7 @@ mod tests {
         let gradients = std::cell::RefCell::new(None);
         with(&inputs, &|problem| *gradients.borrow_mut() = Some(problem.backward(&d)));
         let Gradients { dq, dk, dv, d_sinks, d_table, d_bias } = gradients.into_inner().expect("computed");
-        let step = 1.0 / 1024.0; // A power of two, so that the step itself is exact.
+        let step = 1.0 / 1024.0; // The step is a power of two, so it is exact.
         for (which, gradient) in [dq, dk, dv, d_sinks, d_table, d_bias].iter().enumerate() {
             assert_eq!(gradient.len(), inputs[which].len());
             for (c, gradient) in gradient.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! What changes a score besides the mask.
+//! Score parameters: everything besides the mask that turns products into weights.
 
 use crate::error::{Error, Result};
 use std::ops::Range;
@@ -16,60 +16,61 @@ use std::ops::Range;
 pub struct Score {
     /// Factor on `q . k`; usually 1/sqrt(D).
     pub scale: f32,
-    /// Bound on the size of a score.
+    /// Bound on the absolute value of a score.
     pub softcap: Option<f32>,
-    /// What the distance of query and key adds.
+    /// Term that depends on the distance of query and key.
     pub relative: Option<Relative>,
-    /// One logit a query head `[H]` that takes part in the softmax and has no value: it enters the log-sum-exp.
+    /// One logit per query head `[H]` that takes part in the softmax without a value; it is included in the log-sum-exp.
     pub sinks: Option<Vec<f32>>,
-    /// Weights that are dropped.
+    /// Dropout of the weights.
     pub dropout: Option<Dropout>,
 }
 
-/// A term of the score that depends on the head and on how far the query stands behind the key.
+/// A term of the score that depends on the head and on the distance of the query behind the key.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Relative {
     /// `-slopes[head] * |distance|` (ALiBi; Press et al., 2022, arXiv:2108.12409).
     Alibi {
-        /// One slope a query head `[H]`.
+        /// One slope per query head `[H]`.
         slopes: Vec<f32>,
     },
     /// A learned term for each bucket of distances (T5; Raffel et al., 2020, arXiv:1910.10683).
     Buckets(Buckets),
 }
 
-/// T5's buckets: exact for small distances, then growing logarithmically, one for all beyond `max_distance`.
+/// T5's buckets: one for each small distance, then logarithmically wider, and one for all distances from `max_distance` on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buckets {
-    /// The terms `[H, count]`.
+    /// The terms, `[H, count]`.
     pub table: Vec<f32>,
-    /// Buckets a head.
+    /// Number of buckets per head.
     pub count: usize,
-    /// Distance from which all share the last bucket.
+    /// Distance from which on all share the last bucket.
     pub max_distance: usize,
-    /// Whether keys ahead of the query have buckets of their own (encoders); else they count as distance 0.
+    /// Whether keys ahead of the query have their own buckets (encoders); otherwise they count as distance 0.
     pub bidirectional: bool,
 }
 
-/// Dropout of attention weights, by a generator that counts in global indices: any mesh drops the same weights.
+/// Dropout of attention weights. Its generator uses global indices, so that any mesh drops the same weights.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout {
-    /// Probability of a weight to be dropped, in 0..1. The others grow by `1 / (1 - rate)`.
+    /// Probability that a weight is dropped, in 0..1. The others are scaled by `1 / (1 - rate)`.
     pub rate: f32,
-    /// Another seed drops other weights.
+    /// Seed of the generator.
     pub seed: u64,
-    /// Global number of head 0 of a call: a Ulysses share starts later.
+    /// Global index of head 0 of a call: a Ulysses share starts at a later head.
     pub first_head: usize,
-    /// Global number of query 0 of the flat batch `[B, Sq]`, where a call has some of the rows of a larger batch.
+    /// Global index of query 0 of the flat batch `[B, Sq]`, if a call has only some rows of a larger batch.
     pub first_query: usize,
 }
 
 impl Score {
-    /// Greatest scale, up or down: queries up to 3e8 stay finite when they are scaled.
+    /// Largest absolute scale: queries up to 3e8 stay finite when they are scaled by it.
     pub const LARGEST_SCALE: f32 = 1e30;
-    /// Greatest softcap, sink, term of relative buckets and of a bias: three of them, added to each other, stay finite.
+    /// Largest softcap, sink, term of relative buckets and of a bias: the sum of three of them stays finite.
     pub const LARGEST_TERM: f32 = 1e38;
-    /// Greatest slope of ALiBi, up or down: with any distance that can be counted, its terms stay below the greatest.
+    /// Largest absolute ALiBi slope: with any distance that can be counted, its terms stay below
+    /// [`LARGEST_TERM`](Self::LARGEST_TERM).
     pub const LARGEST_SLOPE: f32 = 1e18;
 
     /// Plain scaled dot products.
@@ -77,12 +78,12 @@ impl Score {
         Self { scale, softcap: None, relative: None, sinks: None, dropout: None }
     }
 
-    /// A softmax with a further zero logit, so that a query may attend to nothing ("off by one"; Miller, 2023).
+    /// Adds a zero logit to the softmax, so that a query may attend to nothing ("off by one"; Miller, 2023).
     pub fn off_by_one(self, heads: usize) -> Self {
         Self { sinks: Some(vec![0.0; heads]), ..self }
     }
 
-    /// What the distance of a query and a key (query's position less the key's) adds to the score of `head`.
+    /// The relative term of `head` for a distance (query's position minus the key's).
     pub fn relative(&self, head: usize, distance: i64) -> f32 {
         match &self.relative {
             None => 0.0,
@@ -91,7 +92,7 @@ impl Score {
         }
     }
 
-    /// The score of some of the heads.
+    /// The parameters for some of the heads.
     pub fn heads(&self, heads: Range<usize>) -> Self {
         let relative = self.relative.as_ref().map(|relative| match relative {
             Relative::Alibi { slopes } => Relative::Alibi { slopes: slopes[heads.clone()].to_vec() },
@@ -109,12 +110,12 @@ impl Score {
         }
     }
 
-    /// Whether it asks where in the batch a query and a key lie, not only whether they see each other.
+    /// Whether scores or dropout depend on positions in the batch, and not only on which pairs are visible.
     pub(super) fn counts_positions(&self) -> bool {
         self.relative.is_some() || self.dropout.is_some_and(|dropout| dropout.rate > 0.0)
     }
 
-    /// Elements of the table whose gradient the backward pass gives: `[H, count]`, 0 without buckets.
+    /// Number of elements of the table whose gradient the backward pass computes: `[H, count]`, or 0 without buckets.
     pub fn table_len(&self) -> usize {
         match &self.relative {
             Some(Relative::Buckets(buckets)) => buckets.table.len(),
@@ -122,10 +123,10 @@ impl Score {
         }
     }
 
-    /// Whether the parameters fit `heads` query heads and are numbers that can be meant.
+    /// Checks that the parameters fit `heads` query heads, and that their values are in the allowed ranges.
     ///
     /// # Errors
-    /// Which one does not, with its value.
+    /// The first parameter that does not, with its value.
     pub fn check(&self, heads: usize) -> Result<()> {
         let per_head = |what, len: usize, each: usize| {
             if len == heads * each {
@@ -152,7 +153,7 @@ impl Score {
                     "a softcap must be a number above 0 and up to {most:?}, not {cap:?}"
                 )));
             }
-            // What products are multiplied with, before tanh.
+            // The factor that products are multiplied by before tanh.
             let share = scale / cap;
             if scale != 0.0 && !(f32::MIN_POSITIVE..=Self::LARGEST_SCALE).contains(&share.abs()) {
                 return Err(Error::Score(format!(
@@ -200,7 +201,7 @@ impl Score {
 }
 
 impl Buckets {
-    /// The bucket of a distance (query's position less the key's).
+    /// The bucket of a distance (query's position minus the key's).
     pub fn of(&self, distance: i64) -> usize {
         let (count, first) = match (self.bidirectional, distance < 0) {
             (true, ahead) => (self.count / 2, if ahead { self.count / 2 } else { 0 }),
@@ -215,10 +216,10 @@ impl Buckets {
         first + (exact as usize + (part * (count - exact as usize) as f64) as usize).min(count - 1)
     }
 
-    /// The least distance of each bucket of one direction.
+    /// The smallest distance of each bucket in one direction.
     pub(super) fn first(&self) -> Vec<u64> {
         let side = if self.bidirectional { self.count / 2 } else { self.count };
-        // Buckets grow with the distance, so the least distance of each is found by halving.
+        // Buckets increase with the distance, so bisection finds the smallest distance of each.
         let least = |bucket: usize| {
             let (mut low, mut high) = (0, self.max_distance as i64);
             while low < high {
@@ -230,22 +231,22 @@ impl Buckets {
         (0..side).map(least).collect()
     }
 
-    /// Distances with a bucket each.
+    /// Number of distances that have their own bucket.
     fn exact(&self) -> usize {
         self.count / if self.bidirectional { 4 } else { 2 }
     }
 }
 
 impl Dropout {
-    /// Whether the weight of a query and a key stays. `query` is the query's index in the flat batch `[B, Sq]`, `key`
-    /// the key's index in its batch row.
+    /// Whether the weight of a query and a key is kept. `query` is the query's index in the flat batch `[B, Sq]`, `key` the
+    /// key's index in its batch row.
     pub fn keeps(&self, head: usize, query: usize, key: usize) -> bool {
         let row = self.row(head, query);
         keeps(row, column(key), self.threshold())
     }
 
-    /// Drops of `rows`, which are the numbers of a head and of these queries, one row a query, in the order of `keys`: the
-    /// same generator for anything else that is dropped in training.
+    /// Applies dropout to `rows`, one row of a head per query and one number per key. Other dropout in training uses the
+    /// same generator through this function.
     pub fn drop_rows(&self, head: usize, queries: &[usize], keys: Range<usize>, rows: &mut [f32]) {
         let columns: Vec<u32> = keys.map(column).collect();
         let (threshold, growth) = (self.threshold(), self.growth());
@@ -257,31 +258,31 @@ impl Dropout {
         }
     }
 
-    /// The two words of a query and head.
+    /// The two random words of a query and head.
     pub(super) fn row(&self, head: usize, query: usize) -> [u32; 2] {
         let query = (self.first_query + query) as u64;
         let word = mix(mix(self.seed ^ mix((self.first_head + head) as u64 + 1)) ^ query);
         [word as u32, (word >> 32) as u32]
     }
 
-    /// Hashes below this are dropped.
+    /// Hashes below this threshold are dropped.
     pub(super) fn threshold(&self) -> u32 {
         (f64::from(self.rate) * 4_294_967_296.0) as u32
     }
 
-    /// Factor on the weights that stay.
+    /// Factor on the weights that are kept.
     pub(super) fn growth(&self) -> f32 {
         1.0 / (1.0 - self.rate)
     }
 }
 
-/// The word of a key.
+/// The random word of a key.
 #[inline(always)]
 pub(super) fn column(key: usize) -> u32 {
     mix(key as u64) as u32
 }
 
-/// Two rounds of multiply and shift over the words of a pair: a loop over lanes becomes vector instructions.
+/// Two rounds of multiply and shift over the words of a pair, so that a loop over lanes compiles to vector instructions.
 #[inline(always)]
 pub(super) fn keeps(row: [u32; 2], column: u32, threshold: u32) -> bool {
     let mut x = (row[0] ^ column).wrapping_mul(0x9E37_79B1);
@@ -308,7 +309,7 @@ mod tests {
 
     #[test]
     fn buckets_are_exact_then_logarithmic_then_one() {
-        // T5's defaults: 32 buckets, 128; a decoder has 16 exact ones, an encoder 8 on each side.
+        // T5's defaults are 32 buckets and 128: a decoder has 16 exact ones, an encoder 8 in each direction.
         let decoder = buckets(32, 128, false);
         let of: Vec<usize> = [-5, 0, 1, 15, 16, 20, 64, 127, 128, 100_000].map(|d| decoder.of(d)).to_vec();
         assert_eq!(of, [0, 0, 1, 15, 16, 17, 26, 31, 31, 31]);
@@ -327,7 +328,7 @@ mod tests {
             for key in 0..keys {
                 let keeps = dropout.keeps(1, query, key);
                 kept += usize::from(keeps);
-                // Neighbours in a row and in a column agree as often as chance has it: 0.49 + 0.09.
+                // Neighbours in a row and in a column agree as often as by chance: 0.49 + 0.09.
                 pairs[0] += usize::from(keeps == dropout.keeps(1, query, key + 1));
                 pairs[1] += usize::from(keeps == dropout.keeps(1, query + 1, key));
             }

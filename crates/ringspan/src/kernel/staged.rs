@@ -1,10 +1,10 @@
-//! Calls of a GPU's kernel with tensors of the CPU: copied there, and results back.
+//! Calls of a GPU kernel with tensors of the CPU, which are copied to the GPU, and the results back.
 
 use super::cuda::{Cuda, GpuArray};
 use super::{Data, FloatsMut, Inputs, Partial, Saved, Statistics, Sums, Tile, View};
 use crate::error::Result;
 
-/// A tensor where it is, or its copy.
+/// A tensor on the GPU: the given one, or a copy.
 enum Staged<'a> {
     There(View<'a>),
     Copy(View<'a>, GpuArray),
@@ -26,7 +26,7 @@ impl<'a> Staged<'a> {
     }
 }
 
-/// What a call reads.
+/// The inputs of a call, on the GPU.
 struct StagedInputs<'a> {
     given: &'a Inputs<'a>,
     q: Staged<'a>,

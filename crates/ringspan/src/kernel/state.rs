@@ -1,4 +1,4 @@
-//! The running softmax state of a rank's queries, where its kernel computes.
+//! The running softmax state of a rank's queries, on its kernel's device.
 
 #[cfg(feature = "cuda")]
 use super::cuda::GpuArray;
@@ -9,7 +9,7 @@ use crate::error::Result;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
-/// A [`Partial`] of `tokens`, `heads` and the width of values.
+/// The softmax state on a device; the sizes are tokens, heads and the width of values.
 #[derive(Debug)]
 pub(crate) struct State {
     sizes: (usize, usize, usize),
@@ -19,13 +19,13 @@ pub(crate) struct State {
 #[derive(Debug)]
 enum Place {
     Host(Partial),
-    /// Out, max and sum behind each other, as messages have them.
+    /// Output, maximum and sum, one after the other as in messages.
     #[cfg(feature = "cuda")]
     Gpu(GpuArray),
 }
 
 impl State {
-    /// Out, max, sum.
+    /// The state as a message: output, maximum, sum.
     pub(crate) fn into_message(self) -> Buffer {
         match self.place {
             Place::Host(partial) => Buffer::F32(partial.into_message()),
@@ -36,7 +36,7 @@ impl State {
 }
 
 impl Kernel {
-    /// Nothing seen yet.
+    /// A state that has seen no keys yet.
     pub(crate) fn state(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<State> {
         let place = match &self.0 {
             Device::Cpu(_) => Place::Host(Partial::new(tokens, heads, v_dim)),
@@ -46,7 +46,7 @@ impl Kernel {
         Ok(State { sizes: (tokens, heads, v_dim), place })
     }
 
-    /// As [`state`](Self::state), with room for what [`State::into_message`] appends.
+    /// Like [`state`](Self::state), but with capacity for the message of [`State::into_message`].
     pub(crate) fn state_to_send(&self, tokens: usize, heads: usize, v_dim: usize) -> Result<State> {
         match &self.0 {
             Device::Cpu(_) => {
@@ -58,12 +58,12 @@ impl Kernel {
         }
     }
 
-    /// [`Kernel::forward`] of tensors that lie where this kernel computes.
+    /// Like [`Kernel::forward`], for tensors on this kernel's device.
     pub(crate) fn attend(&self, inputs: &Inputs, tiles: &[Tile], state: &mut State) -> Result<()> {
         self.add_keys(inputs, tiles, state, Self::forward)
     }
 
-    /// [`Kernel::decode`] of tensors that lie where this kernel computes.
+    /// Like [`Kernel::decode`], for tensors on this kernel's device.
     pub(crate) fn decode_into(&self, inputs: &Inputs, tiles: &[Tile], state: &mut State) -> Result<()> {
         self.add_keys(inputs, tiles, state, Self::decode)
     }
@@ -87,7 +87,7 @@ impl Kernel {
         }
     }
 
-    /// Adds the state of the same queries over other keys, as [`State::into_message`] gave it.
+    /// Merges the state of the same queries over other keys, as a message of [`State::into_message`].
     ///
     /// # Panics
     /// If the message has another size.
@@ -105,7 +105,7 @@ impl Kernel {
         }
     }
 
-    /// Output `[Tq, H, Dv]` and statistics, as [`Partial::finish`] has them.
+    /// Output `[Tq, H, Dv]` and statistics, computed as by [`Partial::finish`].
     pub(crate) fn finish(&self, state: State, sinks: Option<&[f32]>) -> Result<(Floats, Statistics<Floats>)> {
         let (tokens, heads, v_dim) = state.sizes;
         match state.place {

@@ -1,27 +1,28 @@
-//! Sums of a rank, and other numbers it makes besides attention.
+//! Operations on f32 buffers besides attention: zeros, addition, transposition.
 
 use super::device::Device;
 use super::{Data, Floats, FloatsMut, Kernel};
 use crate::error::Result;
 use std::ops::Range;
 
-/// Rows of a sum to which as many that follow each other are added.
+/// Rows of a sum, to which consecutive rows of a message are added.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place<'a> {
     pub(crate) rows: &'a [Range<usize>],
-    /// Elements before the first row, from one row to the next, and of a row.
+    /// `offset` is the number of elements before the first row, `stride` the distance of rows, `width` the elements of a
+    /// row.
     pub(crate) offset: usize,
     pub(crate) stride: usize,
     pub(crate) width: usize,
 }
 
 impl Place<'_> {
-    /// Elements that are added.
+    /// Number of elements that are added.
     pub(crate) fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.width
     }
 
-    /// Elements that the sum must have.
+    /// Number of elements that the sum must have at least.
     fn end(&self) -> usize {
         let last = self.rows.iter().filter_map(|rows| rows.clone().next_back()).max();
         last.map_or(0, |row| self.offset + row * self.stride + self.width)
@@ -29,7 +30,7 @@ impl Place<'_> {
 }
 
 impl Kernel {
-    /// Zeros where this kernel computes.
+    /// A buffer of zeros on this kernel's device.
     pub(crate) fn zeros(&self, len: usize) -> Result<Floats> {
         match &self.0 {
             Device::Cpu(_) => Ok(Floats::Host(vec![0.0; len])),
@@ -38,10 +39,10 @@ impl Kernel {
         }
     }
 
-    /// Adds f32 rows to those of a sum.
+    /// Adds consecutive f32 rows to rows of a sum.
     ///
     /// # Panics
-    /// If either side has not these rows.
+    /// If the sum is too short, or `values` has another number of elements than the rows.
     pub(crate) fn add(&self, sum: FloatsMut, place: &Place, values: Data) -> Result<()> {
         assert!(
             place.end() <= sum.len() && place.len() == values.len(),
@@ -53,7 +54,7 @@ impl Kernel {
             (FloatsMut::Host(sum), Data::F32(values)) => {
                 let mut values = values;
                 for rows in place.rows {
-                    // Rows that touch are one run.
+                    // Rows without a gap are added as one.
                     let (runs, width) = match place.stride == place.width {
                         true => (rows.start..rows.start + 1, rows.len() * place.width),
                         false => (rows.clone(), place.width),
@@ -75,7 +76,7 @@ impl Kernel {
         }
     }
 
-    /// Adds all numbers.
+    /// Adds all elements of `values` to those of `sum`.
     pub(crate) fn add_all(&self, sum: FloatsMut, values: Data) -> Result<()> {
         let len = sum.len();
         self.add(
@@ -85,7 +86,7 @@ impl Kernel {
         )
     }
 
-    /// `[rows, columns]` to `[columns, rows]`, of f32 numbers.
+    /// Transposes an f32 matrix from `[rows, columns]` to `[columns, rows]`.
     pub(crate) fn transpose(&self, values: Data, rows: usize, columns: usize) -> Result<Floats> {
         assert_eq!(values.len(), rows * columns, "elements of a matrix");
         match values {

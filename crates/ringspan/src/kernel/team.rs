@@ -1,5 +1,5 @@
-//! Threads that wait for the work of short calls, awake for a moment: to sleep and to be woken takes a share of such a call, and
-//! a thread that is woken may be put on the processor of the one that wakes it.
+//! Threads for short calls. They spin for a moment before they sleep: sleeping and waking would take a good part of such a
+//! call, and the system may put a woken thread on the processor of the thread that wakes it.
 
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -8,32 +8,32 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a thread that has nothing to do stays awake.
+/// How long a thread without work spins before it sleeps.
 const AWAKE: Duration = Duration::from_micros(100);
 
-/// A call of workers: `work(0)` on the calling thread, and others on the team's.
+/// The function of a call: worker 0 runs on the calling thread, the others on the team's threads.
 type Work<'a> = &'a (dyn Fn(usize) + Sync);
 
-/// Some threads, which stay as long as the team.
+/// A fixed number of threads that live as long as the team.
 pub(super) struct Team {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// One call at a time.
+    /// Allows one call at a time.
     calling: Mutex<()>,
 }
 
 struct Shared {
-    /// Calls so far. A thread that sees another number than before reads `job`.
+    /// Number of calls so far. A thread that sees it change reads `job`.
     calls: AtomicUsize,
     job: UnsafeCell<Option<Job>>,
-    /// Threads of the team that have not ended their part of the call.
+    /// Number of the team's threads that have not finished their part of the call.
     busy: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
     lock: Mutex<()>,
-    /// A call began, or the team ends.
+    /// Signals that a call began, or that the team ends.
     begun: Condvar,
-    /// All threads have ended their parts.
+    /// Signals that all threads have finished their parts.
     ended: Condvar,
 }
 
@@ -43,12 +43,12 @@ struct Job {
     workers: usize,
 }
 
-// SAFETY: `job` is written by the thread that holds `calling`, while no thread of the team is busy, and read by threads of the
-// team that have seen `calls` change behind the write.
+// SAFETY: `job` is written by the thread that holds `calling`, while no thread of the team is busy, and read by threads of
+// the team that have seen `calls` change after the write.
 unsafe impl Sync for Shared {}
 
 impl Team {
-    /// Starts so many threads; none if the machine gives fewer.
+    /// Starts `count` threads; `None` if any of them could not be started.
     pub(super) fn new(count: usize) -> Option<Self> {
         let shared = Arc::new(Shared {
             calls: AtomicUsize::new(0),
@@ -69,18 +69,18 @@ impl Team {
         Some(team)
     }
 
-    /// Calls `work(worker)` once for every worker below `workers`, worker 0 on this thread, and waits for all. While another
-    /// thread's call goes on, all of them run on this one.
+    /// Calls `work(worker)` once for every worker below `workers`, worker 0 on this thread, and waits for all. If another
+    /// thread's call is running, this thread runs all workers.
     ///
     /// # Panics
-    /// Where a worker does.
+    /// If a worker panics.
     pub(super) fn run(&self, workers: usize, work: Work<'_>) {
         let _one = match self.calling.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return (0..workers).for_each(work),
         };
-        // SAFETY: the reference outlives its use: this function waits until every thread has ended its part, also where a
+        // SAFETY: the reference outlives its use: this function waits until every thread has finished its part, also if a
         // worker panics.
         let work = unsafe { std::mem::transmute::<Work<'_>, Work<'static>>(work) };
         let shared = &*self.shared;
@@ -88,12 +88,12 @@ impl Team {
         // SAFETY: no thread of the team is busy, so none reads it.
         unsafe { *shared.job.get() = Some(Job { work, workers }) };
         shared.calls.fetch_add(1, Ordering::Release);
-        // Whoever is about to sleep holds the lock until it does.
+        // A thread that is about to sleep holds the lock until it does, so it cannot miss the notification.
         drop(shared.locked());
         shared.begun.notify_all();
         let own = catch_unwind(AssertUnwindSafe(|| {
             work(0);
-            // Others, if the team is smaller than what was asked for.
+            // This thread also runs the workers that exceed the size of the team.
             (self.threads.len() + 1..workers).for_each(work);
         }));
         shared.wait(&shared.ended, || shared.busy.load(Ordering::Acquire) == 0);
@@ -110,14 +110,14 @@ impl Drop for Team {
         drop(self.shared.locked());
         self.shared.begun.notify_all();
         for thread in self.threads.drain(..) {
-            // It cannot panic: what it calls is caught.
+            // The thread cannot panic, because panics of its work are caught.
             let _ = thread.join();
         }
     }
 }
 
 impl Shared {
-    /// What a thread of the team does: its part of each call, as this worker.
+    /// The main function of a team's thread: runs this worker's part of each call.
     fn serve(&self, worker: usize) {
         let mut seen = 0;
         loop {
@@ -125,7 +125,7 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            // No call begins before this one has ended everywhere.
+            // The next call begins only after this one has ended on all threads.
             seen = seen.wrapping_add(1);
             // SAFETY: it was written before `calls` changed, and is not written while this thread is busy.
             let job = unsafe { *self.job.get() };
@@ -141,7 +141,7 @@ impl Shared {
         }
     }
 
-    /// Waits until something is so: awake at first, then asleep until `changed` is told.
+    /// Waits until `is_so` returns true: first by spinning, then by sleeping until `changed` is notified.
     fn wait(&self, changed: &Condvar, is_so: impl Fn() -> bool) {
         let begin = Instant::now();
         while begin.elapsed() < AWAKE {

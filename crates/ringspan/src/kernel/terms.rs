@@ -1,7 +1,8 @@
-//! What scores have besides scaled products, for one block of queries before one block of keys.
+//! Score terms besides scaled products (softcap, relative terms, bias, dropout), for a block of queries and a block of
+//! keys.
 //!
-//! The blocked kernels leave raw products in a buffer `[key][lane]` and call one pass over it, forward or backward. A
-//! call without such terms has no [`Terms`] and pays nothing.
+//! The blocked kernels write raw products to a buffer `[key][lane]` and call one pass over it, forward or backward. A call
+//! without such terms has no [`Terms`] and no cost.
 
 use super::pack::columns;
 use super::plan::Meeting;
@@ -9,10 +10,10 @@ use super::score::{column, keeps};
 use super::vector::{Simd, exp, tanh};
 use super::{Buckets, Data, Dropout, KEY_BLOCK, Relative, Score, View};
 
-/// Most queries of a block.
+/// Maximum number of queries in a block.
 pub(super) const LANES: usize = 64;
 
-/// The terms of a call.
+/// The score terms of a call.
 pub(super) struct Terms<'a> {
     softcap: Option<f32>,
     relative: Option<Distances<'a>>,
@@ -20,38 +21,38 @@ pub(super) struct Terms<'a> {
     dropout: Option<Dropout>,
 }
 
-/// [`Relative`], and for buckets the least distance of each.
+/// A [`Relative`] term; for buckets also the smallest distance of each.
 struct Distances<'a> {
     relative: &'a Relative,
     first: Vec<u64>,
 }
 
-/// The terms of the pairs of one block of queries and one block of keys.
+/// The terms of all pairs of one block of queries and one block of keys.
 pub(super) struct Frame {
     meeting: Meeting,
-    /// Keys of the block.
+    /// Number of keys in the block.
     keys: usize,
-    /// Relative term by `lane + keys - 1 - key`: along the lanes it lies side by side.
+    /// Relative terms by `lane + keys - 1 - key`, so that the terms of neighbouring lanes are contiguous.
     diagonal: [f32; LANES + KEY_BLOCK],
-    /// Dropout's words of the lanes and of the keys.
+    /// Dropout's random words of the lanes and of the keys.
     rows: [[u32; LANES]; 2],
     columns: [u32; KEY_BLOCK],
 }
 
-/// For each lane the visible keys.
+/// For each lane, the start and end of its visible keys.
 pub(super) type Bounds = ([f32; LANES], [f32; LANES]);
 
-/// Where the backward pass adds the gradients of terms.
+/// The sums to which the backward pass adds the gradients of terms, with the statistics it needs.
 pub(super) struct TermSums<'a> {
-    /// Of the head's buckets `[count]`, in f64: the last bucket can hold nearly all pairs.
+    /// Gradients of the head's buckets `[count]`, in f64, because nearly all pairs can be in the last bucket.
     pub(super) table: &'a mut [f64],
-    /// For each lane the greatest score, 1 by the sum of the softmax, and delta.
+    /// For each lane the maximum of the softmax, the inverse of its sum, and delta.
     pub(super) max: &'a [f32],
     pub(super) inverse_sum: &'a [f32],
     pub(super) delta: &'a [f32],
 }
 
-/// Where products of queries and keys are scaled.
+/// Factors that scale queries before the product, and products after it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Scaling {
     /// Factor on queries, before the product.
@@ -61,26 +62,27 @@ pub(super) struct Scaling {
 }
 
 impl Scaling {
-    /// Chooses for a call with or without [`Terms`]: a softcap takes products as shares of the cap, all else as scores.
+    /// Chooses for a call with or without [`Terms`]: a softcap takes products divided by the cap, everything else takes
+    /// scores.
     ///
-    /// Scaled queries cost nothing, but each of their numbers is rounded. That is lost in the rounding of products of f32, and
-    /// is none at all where the scale is a power of 2; products of shorter types are nearly exact, and scaled themselves.
+    /// Scaling queries costs nothing, but rounds each of their numbers. With products of f32 this is negligible, and a
+    /// power of 2 rounds nothing; products of narrower types are nearly exact, so they are scaled themselves.
     pub(super) fn new(score: &Score, terms: bool, q: &View) -> Self {
         let factor = score.softcap.map_or(score.scale, |cap| score.scale / cap);
         let power_of_2 = factor.is_normal() && factor.to_bits().trailing_zeros() >= f32::MANTISSA_DIGITS - 1;
-        // A product that is hidden is -inf, and a negative factor would turn it round.
+        // A hidden product is -inf, which a negative factor would turn into inf.
         let early = !terms && (power_of_2 || matches!(q.data, Data::F32(_)) || factor <= 0.0);
         if early { Self { queries: factor, products: 1.0 } } else { Self { queries: 1.0, products: factor } }
     }
 
-    /// For products of bf16, whose queries are packed as they are.
+    /// The factors for products of bf16, whose queries are packed unscaled.
     pub(super) fn of_pairs(self) -> Self {
         Self { queries: 1.0, products: self.queries * self.products }
     }
 }
 
 impl<'a> Terms<'a> {
-    /// What `score` and `bias` need besides a factor, if anything.
+    /// The terms that `score` and `bias` need besides a factor; `None` if there are none.
     pub(super) fn new(score: &'a Score, bias: Option<View<'a>>) -> Option<Self> {
         let Score { softcap, dropout, .. } = *score;
         let dropout = dropout.filter(|dropout| dropout.rate > 0.0);
@@ -89,7 +91,7 @@ impl<'a> Terms<'a> {
         any.then_some(Self { softcap, relative, bias, dropout })
     }
 
-    /// Elements of a buffer for the bias of a pair of blocks.
+    /// Number of elements of a buffer for the bias of a pair of blocks.
     pub(super) fn scratch(bias: bool, lanes: usize) -> usize {
         if bias { KEY_BLOCK * lanes } else { 0 }
     }
@@ -101,7 +103,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// The terms of `keys` keys; `bias` is a buffer `[KEY_BLOCK][lanes]`, empty without a bias.
+    /// Prepares the terms of `keys` keys; `bias` is a buffer `[KEY_BLOCK][lanes]`, empty without a bias.
     #[inline(always)]
     pub(super) fn frame<S: Simd>(
         &self,
@@ -148,12 +150,12 @@ impl<'a> Terms<'a> {
         frame
     }
 
-    /// Products `s` `[keys][lanes]`, times `factor`, become scores, -inf where the mask hides them, and
-    /// `max` their maxima over the keys.
+    /// Turns products `s` `[keys][lanes]`, times `factor`, into scores, with -inf where the mask hides them, and computes
+    /// their maxima `max` over the keys.
     ///
     /// # Safety
-    /// `s` must be `[keys][lanes]`, and `bias` what `frame` filled.
-    #[allow(clippy::too_many_arguments)] // A loop body, cut out to be shared.
+    /// `s` must be `[keys][lanes]`, and `bias` the buffer that `frame` filled.
+    #[allow(clippy::too_many_arguments)] // This is a loop body that two functions share.
     #[inline(always)]
     pub(super) unsafe fn scores<S: Simd, const N: usize>(
         &self,
@@ -178,11 +180,11 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// A vector of products, times `factor`, as scores, and the slope of the softcap there.
+    /// Turns a vector of products, times `factor`, into scores; also returns the slope of the softcap there.
     ///
     /// # Safety
-    /// As [`scores`](Self::scores).
-    #[allow(clippy::too_many_arguments)] // A loop body, cut out to be shared.
+    /// As for [`scores`](Self::scores).
+    #[allow(clippy::too_many_arguments)] // This is a loop body that two functions share.
     #[inline(always)]
     unsafe fn score<S: Simd, const N: usize>(
         &self,
@@ -220,7 +222,7 @@ impl<'a> Terms<'a> {
         (x, slope)
     }
 
-    /// Weights `p` `[keys][lanes]` grow or become 0.
+    /// Applies dropout to the weights `p` `[keys][lanes]`.
     #[inline(always)]
     pub(super) fn drop(&self, frame: &Frame, lanes: usize, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
@@ -231,13 +233,14 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Products `p`, times `factor`, and products `ds` of the gradient of the output and the values, both `[keys][lanes]`, become the
-    /// weights of the values and the gradients of the scaled products. The gradients of the terms go to `sums` and
-    /// `d_bias`, which holds the bias before.
+    /// Turns products `p`, times `factor`, and products `ds` of output gradients and values, both `[keys][lanes]`, into the
+    /// weights of the values and the gradients of the scaled products. Adds the gradients of terms to `sums`, and replaces
+    /// the bias in `bias` by its gradient.
     ///
     /// # Safety
-    /// `p` and `ds` must be `[keys][lanes]`, `bias` what `frame` filled; the statistics in `sums` have `lanes`.
-    #[allow(clippy::too_many_arguments)] // Two blocks, and what changes them.
+    /// `p` and `ds` must be `[keys][lanes]`, `bias` the buffer that `frame` filled, and the statistics in `sums` have
+    /// `lanes` elements.
+    #[allow(clippy::too_many_arguments)] // The arguments are two blocks and all that changes them.
     #[inline(always)]
     pub(super) unsafe fn gradients<S: Simd, const N: usize>(
         &self,
@@ -270,7 +273,7 @@ impl<'a> Terms<'a> {
                     let dp = simd.sub(simd.mul(kept, simd.load(ds.add(at))), simd.load(sums.delta.as_ptr().add(lane)));
                     let mut gradient = simd.mul(weight, dp);
                     if let Some((low, high)) = bounds {
-                        // A query that saw a NaN has it in its sum, and so before keys it does not see.
+                        // If a query saw a NaN, its sum is NaN, which would also spread to keys that it does not see.
                         let (low, high) = (simd.load(low.as_ptr().add(lane)), simd.load(high.as_ptr().add(lane)));
                         gradient = simd.within(gradient, simd.splat(key as f32), low, high, simd.splat(0.0));
                     }
@@ -294,7 +297,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Adds to the row of a query's bias gradient what [`gradients`](Self::gradients) left in `bias`.
+    /// Adds the gradients that [`gradients`](Self::gradients) left in `bias` to the row of a query's bias gradient.
     #[inline(always)]
     pub(super) fn add_bias(frame: &Frame, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
         for key in frame.meeting.keys(frame.keys) {
@@ -302,7 +305,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Scaled products of one query as scores: `s[i]` is of key row `first + i` of the tile.
+    /// Turns scaled products of one query into scores; `s[i]` belongs to row `first + i` of the tile's keys.
     #[inline(always)]
     pub(super) fn of_query<S: Simd>(&self, simd: S, head: usize, meeting: &Meeting, s: &mut [f32]) {
         if let Some(cap) = self.softcap {
@@ -327,7 +330,7 @@ impl<'a> Terms<'a> {
         }
     }
 
-    /// Weights of one query grow or become 0.
+    /// Applies dropout to the weights of one query.
     #[inline(always)]
     pub(super) fn drop_of_query(&self, head: usize, meeting: &Meeting, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
@@ -339,7 +342,7 @@ impl<'a> Terms<'a> {
 }
 
 impl Frame {
-    /// What the weights of one key and all lanes are multiplied with.
+    /// The factors on the weights of one key, for all lanes: 0 or the growth of kept weights.
     #[inline(always)]
     fn kept(&self, dropout: Dropout, key: usize, kept: &mut [f32; LANES]) {
         let (column, threshold, growth) = (self.columns[key], dropout.threshold(), dropout.growth());
@@ -349,7 +352,7 @@ impl Frame {
         }
     }
 
-    /// The row of a lane's query, if it lies in the tile.
+    /// The row of a lane's query, if it is in the tile.
     pub(super) fn row(&self, lane: usize) -> Option<usize> {
         self.meeting.row(lane)
     }
@@ -364,7 +367,7 @@ impl<'a> Distances<'a> {
         Self { relative, first }
     }
 
-    /// As [`Buckets::of`], without a logarithm.
+    /// Like [`Buckets::of`], but without a logarithm.
     #[inline(always)]
     fn bucket(&self, buckets: &Buckets, distance: i64) -> usize {
         let of = |distance: u64| match self.first.last() {

@@ -1,4 +1,4 @@
-//! Tensors that are read in place, in the type they are stored in.
+//! Views of tensors that are read in place, in their storage type.
 
 #[cfg(feature = "cuda")]
 use super::cuda::GpuData;
@@ -8,21 +8,21 @@ use half::{bf16, f16};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// The elements of a tensor. Kernels compute in f32 what is stored in less.
+/// The elements of a tensor in its storage type. Kernels compute in f32, also with narrower types.
 #[derive(Debug, Clone, Copy)]
 pub enum Data<'a> {
-    /// Four bytes each.
+    /// 32-bit floats.
     F32(&'a [f32]),
-    /// The upper half of an f32.
+    /// bfloat16, the upper half of an f32.
     Bf16(&'a [bf16]),
     /// IEEE half precision.
     F16(&'a [f16]),
-    /// In the memory of a GPU, of any of these types; the CPU cannot look at elements there.
+    /// Elements of any of these types in the memory of a GPU, which the CPU cannot read.
     #[cfg(feature = "cuda")]
     Gpu(GpuData<'a>),
 }
 
-/// What elements are stored in.
+/// The storage type of elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Stored {
     F32,
@@ -40,7 +40,7 @@ impl Stored {
     }
 }
 
-/// Kernels of the CPU are given no such elements: `Kernel` refuses them before.
+/// Fails a CPU kernel that is given elements on a GPU, which `Kernel` has to refuse before.
 #[cfg(feature = "cuda")]
 #[cold]
 fn elsewhere() -> ! {
@@ -48,7 +48,7 @@ fn elsewhere() -> ! {
 }
 
 impl<'a> Data<'a> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(self) -> usize {
         match self {
             Data::F32(data) => data.len(),
@@ -59,7 +59,7 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// What elements are stored in.
+    /// The storage type.
     pub(crate) fn stored(self) -> Stored {
         match self {
             Data::F32(_) => Stored::F32,
@@ -75,10 +75,10 @@ impl<'a> Data<'a> {
         self.len() == 0
     }
 
-    /// Some of the elements.
+    /// The elements in a range.
     ///
     /// # Panics
-    /// If they are not all there.
+    /// If the range is out of bounds.
     #[inline(always)]
     pub fn slice(self, range: Range<usize>) -> Data<'a> {
         match self {
@@ -93,7 +93,7 @@ impl<'a> Data<'a> {
     /// One element.
     ///
     /// # Panics
-    /// If it is not there, or on a GPU.
+    /// If it is out of bounds, or on a GPU.
     #[inline(always)]
     pub fn get(self, at: usize) -> f32 {
         match self {
@@ -105,7 +105,7 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// Copies all elements.
+    /// Copies all elements, converted to f32.
     ///
     /// # Panics
     /// If `to` has another length, or the elements are on a GPU.
@@ -123,7 +123,7 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// The elements in f32.
+    /// The elements in f32; borrowed if that is their type.
     ///
     /// # Panics
     /// If they are on a GPU.
@@ -136,7 +136,7 @@ impl<'a> Data<'a> {
         Cow::Owned(to)
     }
 
-    /// Asks for the elements ahead of their use.
+    /// Prefetches the elements into the cache.
     #[inline(always)]
     pub(super) fn prefetch(self) {
         match self {
@@ -148,10 +148,11 @@ impl<'a> Data<'a> {
         }
     }
 
-    /// Whether all elements are numbers: no NaN, no infinity.
+    /// Whether all elements are finite: no NaN, no infinity.
     #[inline(always)]
     pub(super) fn is_finite(self) -> bool {
-        // The greatest exponent is theirs alone. A maximum of integers becomes vector instructions, a search does not.
+        // Only NaN and infinity have the greatest exponent. A maximum of integers compiles to vector instructions, a search
+        // does not.
         let most = |bits: u16, most: u16| (bits & 0x7FFF).max(most);
         match self {
             Data::F32(data) => {
@@ -165,16 +166,16 @@ impl<'a> Data<'a> {
     }
 }
 
-/// A tensor `[tokens, heads, dim]` read in place; rows may lie anywhere, the last dimension is contiguous.
+/// A tensor `[tokens, heads, dim]` that is read in place, with any strides; the last dim is contiguous.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     /// The elements.
     pub data: Data<'a>,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Elements a head.
+    /// Number of elements per head.
     pub dim: usize,
     /// Elements from one token to the next.
     pub token_stride: usize,
@@ -196,20 +197,20 @@ impl<'a> View<'a> {
             tokens,
             heads,
             dim,
-            // Without tokens it may be beyond any number, and is of no use.
+            // Saturating, since without tokens the product may overflow, and the stride is not used.
             token_stride: heads.saturating_mul(dim),
             head_stride: dim,
         })
     }
 
-    /// The elements of one token and head as they are stored.
+    /// The elements of one token and head, in their storage type.
     #[inline(always)]
     pub fn at(&self, token: usize, head: usize) -> Data<'a> {
         let at = token * self.token_stride + head * self.head_stride;
         self.data.slice(at..at + self.dim)
     }
 
-    /// The least number of elements in which all rows lie; `None` if no number counts them.
+    /// The least length of `data` that contains all rows; `None` if it overflows.
     pub(crate) fn end(&self) -> Option<usize> {
         if self.tokens == 0 || self.heads == 0 {
             return Some(0);
@@ -222,7 +223,7 @@ impl<'a> View<'a> {
     /// The elements of one token and head in f32.
     ///
     /// # Panics
-    /// If they are not there, or on a GPU.
+    /// If they are out of bounds, or on a GPU.
     pub fn row(&self, token: usize, head: usize) -> Cow<'a, [f32]> {
         self.at(token, head).to_f32()
     }

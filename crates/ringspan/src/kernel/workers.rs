@@ -1,42 +1,42 @@
-//! The threads of a kernel: those of the rank, kept from call to call. There is no global pool.
+//! The threads of a kernel, which belong to the rank and stay between calls. There is no global pool.
 
 use super::team::Team;
 use rayon::Scope;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, OnceLock};
 
-/// Threads that a call of a kernel computes with, the calling thread among them.
+/// The threads that a kernel call computes with, including the calling thread.
 pub(super) struct Workers {
     count: usize,
     pool: Pool,
 }
 
-/// Where the other threads come from.
+/// The source of the other threads.
 enum Pool {
-    /// Threads of this kernel, started at the first call that needs them; `None` if the machine gave none.
+    /// The kernel's own threads, started at the first call that needs them; `None` if they could not be started.
     Own(OnceLock<Option<Team>>),
-    /// The pool that the calling thread belongs to.
+    /// The rayon pool that the calling thread belongs to.
     Current,
 }
 
 impl Workers {
-    /// The calling thread and `count - 1` threads of an own pool.
+    /// The calling thread and `count - 1` threads of the kernel's own.
     pub(super) fn new(count: usize) -> Self {
         Self { count: count.max(1), pool: Pool::Own(OnceLock::new()) }
     }
 
-    /// The calling thread and others of the pool that it belongs to, `count` in all.
+    /// The calling thread and other threads of the pool it belongs to, `count` in total.
     pub(super) fn of_current_pool(count: usize) -> Self {
         Self { count: count.max(1), pool: Pool::Current }
     }
 
-    /// Threads at most.
+    /// Maximum number of threads.
     pub(super) fn count(&self) -> usize {
         self.count
     }
 
     /// Calls `work(worker)` once for every worker below `count`, worker 0 on the calling thread, and waits for all. Workers
-    /// may run one after the other: none may wait for one that has not begun.
+    /// may run one after the other, so none may wait for a worker that has not begun.
     pub(super) fn run(&self, count: usize, work: &(dyn Fn(usize) + Sync)) {
         if count <= 1 {
             return work(0);
@@ -46,7 +46,8 @@ impl Workers {
                 Some(team) => team.run(count, work),
                 None => (0..count).for_each(work),
             },
-            // Outside of any pool rayon would take the one of the process. A thread of a pool may have to do what it waits for.
+            // Outside of any pool rayon would use its global pool. A pool thread may itself have to run the work that it
+            // waits for.
             Pool::Current if rayon::current_thread_index().is_some() => {
                 rayon::in_place_scope(|scope| all(scope, count, work))
             }
@@ -55,7 +56,7 @@ impl Workers {
     }
 }
 
-/// Calls worker 0, and lets the scope's threads call the others.
+/// Calls worker 0 here, and lets the scope's threads call the others.
 fn all<'s>(scope: &Scope<'s>, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
     for worker in 1..count {
         scope.spawn(move |_| work(worker));
@@ -63,7 +64,7 @@ fn all<'s>(scope: &Scope<'s>, count: usize, work: &'s (dyn Fn(usize) + Sync)) {
     work(0);
 }
 
-/// A number of events that some threads count and others wait for.
+/// A countdown of events: some threads count them, others wait for all.
 pub(super) struct Countdown {
     left: AtomicUsize,
     lock: Mutex<()>,
@@ -75,21 +76,21 @@ impl Countdown {
         Self { left: AtomicUsize::new(events), lock: Mutex::new(()), done: Condvar::new() }
     }
 
-    /// Counts one event. What its thread wrote before can be read by those who waited for it.
+    /// Counts one event. Writes of its thread before this are visible to threads that have waited.
     pub(super) fn count(&self) {
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            // Whoever is about to wait holds the lock until it does.
+            // A thread that is about to wait holds the lock until it sleeps, so it cannot miss the notification.
             drop(self.lock.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
             self.done.notify_all();
         }
     }
 
-    /// Counts one event when what is returned is dropped, also by a panic.
+    /// Returns a guard that counts one event when it is dropped, also in a panic.
     pub(super) fn counted(&self) -> Counted<'_> {
         Counted(self)
     }
 
-    /// Waits for all events: a moment on the processor, since to sleep and to wake takes longer than most of them.
+    /// Waits for all events: first by spinning, because sleeping and waking takes longer than most waits.
     pub(super) fn wait(&self) {
         for _ in 0..500 {
             if self.left.load(Ordering::Acquire) == 0 {
@@ -104,7 +105,7 @@ impl Countdown {
     }
 }
 
-/// Counts when it is dropped.
+/// Counts one event when it is dropped.
 pub(super) struct Counted<'a>(&'a Countdown);
 
 impl Drop for Counted<'_> {
@@ -120,7 +121,7 @@ mod tests {
     use std::collections::HashSet;
     use std::thread::{ThreadId, current};
 
-    /// The threads of many calls, each of which is checked to call every worker once.
+    /// Returns the threads that many calls used; checks that each call runs every worker once.
     fn threads_of(workers: &Workers, calls: usize) -> HashSet<ThreadId> {
         let seen = Mutex::new(Vec::new());
         let mut threads = HashSet::new();
@@ -149,7 +150,7 @@ mod tests {
         let own: HashSet<ThreadId> = pool.broadcast(|_| current().id()).into_iter().collect();
         let seen = pool.install(|| threads_of(&Workers::of_current_pool(3), 200));
         assert!(seen.is_subset(&own), "{seen:?} of {own:?}");
-        // Outside of a pool the calling thread does it all.
+        // Outside of a pool the calling thread runs all workers.
         assert_eq!(threads_of(&Workers::of_current_pool(3), 2), HashSet::from([current().id()]));
     }
 

@@ -1,26 +1,27 @@
-//! Dealing by counted work: blocks of queries to the rank that has least to do.
+//! The balanced layout: counts the visible pairs of each block of queries, and gives it to the rank with the least work.
 
 use super::joined;
 use crate::documents::{Document, Documents, Run, Strand};
 use crate::mask::Mask;
 use std::collections::BTreeMap;
 
-/// Blocks of a rank, roughly: enough for the last ones to even out what the first left.
+/// Approximate number of blocks per rank: enough for the last ones to even out the first ones.
 const BLOCKS_PER_RANK: usize = 16;
 
-/// Queries of a document that stay together: neighbours but for the document's gaps.
+/// Consecutive queries of a document that stay on one rank; only the document's gaps may lie between them.
 struct Block {
     runs: Vec<Run>,
     tokens: usize,
-    /// Visible pairs.
+    /// Number of visible pairs.
     cost: u64,
 }
 
-/// Deals blocks of `queries` (of `block` tokens, at least one; chosen by size if `None`) to `ranks` ranks, so that each sees about
-/// the same number of pairs and holds about the same number of tokens.
+/// Distributes blocks of `queries` over `ranks` ranks, so that each rank sees about the same number of pairs and holds
+/// about the same number of tokens. Blocks have `block` tokens, at least one; `None` chooses a size by the number of
+/// tokens.
 ///
-/// The longest-processing-time rule (Graham, 1969) under a limit on tokens, then exchanges of blocks of equal length
-/// between the ranks with most and least.
+/// First the longest-processing-time rule (Graham, 1969) under a limit on tokens, then swaps of blocks of equal length
+/// between the ranks with the most and the least work.
 pub(super) fn deal(
     queries: &Documents,
     keys: &Documents,
@@ -30,14 +31,14 @@ pub(super) fn deal(
 ) -> Vec<Vec<Run>> {
     let size = block.unwrap_or_else(|| queries.tokens().div_ceil(ranks.saturating_mul(BLOCKS_PER_RANK)).max(1));
     let mut blocks = blocks(queries, keys, mask, size);
-    // Stable: blocks of equal cost stay in the order of their tokens.
+    // The sort is stable: blocks of equal cost stay in the order of their tokens.
     blocks.sort_by_key(|block| std::cmp::Reverse(block.cost));
     let limit = queries.tokens().div_ceil(ranks).next_multiple_of(size);
     let mut shares: Vec<Share> = (0..ranks).map(|_| Share::default()).collect();
     for block in blocks {
         let fits = |share: &&mut Share| share.tokens + block.tokens <= limit;
         let least = shares.iter_mut().filter(fits).min_by_key(|share| (share.cost, share.tokens));
-        // Blocks cut short at the ends of documents can fill the limits unevenly.
+        // Short blocks at the ends of documents can fill the limits unevenly, so that no rank has room left.
         let share = match least {
             Some(share) => Some(share),
             None => shares.iter_mut().min_by_key(|share| share.tokens),
@@ -56,10 +57,10 @@ pub(super) fn deal(
     shares.into_iter().map(runs).collect()
 }
 
-/// What a rank has so far.
+/// The blocks that a rank has been given so far.
 #[derive(Default)]
 struct Share {
-    /// By tokens and cost.
+    /// The blocks, by number of tokens and cost.
     blocks: BTreeMap<(usize, u64), Vec<Block>>,
     tokens: usize,
     cost: u64,
@@ -71,7 +72,7 @@ impl Share {
         self.blocks.entry((block.tokens, block.cost)).or_default().push(block);
     }
 
-    /// Takes one of the blocks of these tokens and this cost.
+    /// Removes and returns one of the blocks with this number of tokens and this cost.
     fn take(&mut self, key: (usize, u64)) -> Option<Block> {
         let same = self.blocks.get_mut(&key)?;
         let block = same.pop();
@@ -83,7 +84,7 @@ impl Share {
     }
 }
 
-/// Swaps blocks of equal length between the ranks with most and least work for as long as that evens them out.
+/// Swaps blocks of equal length between the ranks with the most and the least work as long as this evens them out.
 fn exchange(shares: &mut [Share]) {
     let all: usize = shares.iter().flat_map(|share| share.blocks.values()).map(Vec::len).sum();
     for _ in 0..4 * all {
@@ -100,10 +101,11 @@ fn exchange(shares: &mut [Share]) {
     }
 }
 
-/// The blocks, by tokens and cost, whose exchange brings two shares of this `gap` nearest to each other, if some does.
+/// The swap of two blocks, by tokens and cost, that best evens out two shares whose costs differ by `gap`; `None` if none
+/// helps.
 fn best_swap(most: &Share, least: &Share, gap: u64) -> Option<((usize, u64), (usize, u64))> {
     let swaps = most.blocks.keys().flat_map(|&(tokens, cost)| {
-        // Half of the gap is the most that a swap can gain; around it lie the blocks that gain most.
+        // Moving half of the gap is best, so the best swaps are with the blocks around that cost.
         let wanted = (tokens, cost.saturating_sub(gap / 2));
         let below = least.blocks.range((tokens, 0)..wanted).next_back();
         let above = least.blocks.range(wanted..(tokens, cost.max(wanted.1))).next();
@@ -116,7 +118,7 @@ fn best_swap(most: &Share, least: &Share, gap: u64) -> Option<((usize, u64), (us
     swaps.filter(|swap| gain(swap) > 0).max_by_key(gain)
 }
 
-/// The documents cut into blocks, with the pairs that each of them sees.
+/// Cuts the documents into blocks, and counts the pairs that each block sees.
 fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Vec<Block> {
     let mut blocks = Vec::new();
     for (index, document) in queries.iter().enumerate() {
@@ -141,7 +143,7 @@ fn blocks(queries: &Documents, keys: &Documents, mask: &Mask, size: usize) -> Ve
     blocks
 }
 
-/// A document as blocks of `size` tokens, the last of which may have fewer: runs, and their tokens.
+/// Cuts a document into blocks of `size` tokens, the last of which may be shorter; yields the runs and tokens of each.
 fn cut(document: &Document, size: usize, run: impl Fn(usize, usize) -> Run) -> impl Iterator<Item = (Vec<Run>, usize)> {
     let mut spans = document.spans.iter().cloned();
     let mut rest = 0..0;
@@ -168,7 +170,7 @@ mod tests {
     use crate::mask::BlockPairs;
     use std::ops::Range;
 
-    /// Visible pairs of the rank with most, over the mean.
+    /// The most visible pairs of any rank, divided by the mean.
     fn imbalance(layout: &Layout, keys: &Documents, mask: &Mask) -> f64 {
         let cost = |rank| -> u64 {
             let mut cost = 0;

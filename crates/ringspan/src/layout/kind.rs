@@ -1,4 +1,4 @@
-//! The ways to deal tokens to ranks.
+//! The rules that distribute tokens over ranks.
 
 use super::gathered;
 use crate::documents::{Documents, Run};
@@ -6,32 +6,32 @@ use crate::error::Error;
 use std::ops::Range;
 use std::str::FromStr;
 
-/// A way to deal the tokens of each batch row to P ranks.
+/// A rule that distributes the tokens of each batch row over P ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LayoutKind {
     /// Rank r holds the r-th of P equal parts of the row.
     Contiguous,
-    /// Rank r holds parts r and 2P-1-r of 2P: causal work is the same on every rank.
+    /// Rank r holds parts r and 2P-1-r of 2P equal parts, so causal work is the same on every rank.
     Zigzag,
     /// Token t belongs to rank (t / K) mod P.
     Striped(usize),
     /// Zigzag inside each document, so that packed documents are balanced one by one.
     PerDocumentZigzag,
-    /// Blocks of this many tokens (chosen by the size if `None`) go to the rank that sees the fewest pairs so far.
+    /// Each block of this many tokens (`None` chooses a size) goes to the rank with the fewest visible pairs so far.
     Balanced(Option<usize>),
 }
 
 const POSSIBLE: &str =
     "contiguous, zigzag, striped:K (K >= 1), per-document-zigzag, balanced, balanced:BLOCK (BLOCK >= 1)";
 
-/// Above this stripe width, blocks become runs of their own; below, one run a residue with a step.
+/// Up to this stripe width, a rank has one run with a step for each column of its stripes; above it, each stripe is a run.
 ///
-/// K runs of a step, or S/(K*P) runs without: the first is fewer for narrow stripes. The choice hangs on K alone, so
-/// that queries and keys of any length get equal steps.
+/// A stripe width K gives K runs with a step, or S/(K*P) runs without: the former are fewer if stripes are narrow. The
+/// choice depends on K alone, so that queries and keys of any length have equal steps.
 const STEPPED_STRIPE: usize = 16;
 
 impl LayoutKind {
-    /// Whether there is something to deal at a time.
+    /// Checks that stripes and blocks have at least one token.
     pub(super) fn check(self) -> Result<(), Error> {
         match self {
             Self::Striped(0) | Self::Balanced(Some(0)) => {
@@ -41,7 +41,8 @@ impl LayoutKind {
         }
     }
 
-    /// Deals by position; [`Balanced`](Self::Balanced) is dealt by a mask.
+    /// Distributes tokens by position; [`Balanced`](Self::Balanced) falls back to contiguous parts, because it needs a
+    /// mask.
     pub(super) fn deal(self, documents: &Documents, ranks: usize) -> Vec<Vec<Run>> {
         let mut out = vec![Vec::new(); ranks];
         let mut units: Vec<Vec<Piece>> = Vec::new();
@@ -55,7 +56,7 @@ impl LayoutKind {
             unit.extend(document.spans.iter().map(|span| Piece { document: index, span: span.clone() }));
         }
         for unit in &units {
-            // Documents with gaps may interleave; the row's order is that of the flat batch.
+            // Documents with gaps may interleave; the tokens of a row are ordered by their index in the flat batch.
             let mut unit: Vec<&Piece> = unit.iter().collect();
             unit.sort_by_key(|piece| documents.get(piece.document).offset + piece.span.start);
             let tokens = unit.iter().map(|piece| piece.span.len()).sum();
@@ -74,10 +75,10 @@ impl LayoutKind {
         gathered(out, documents)
     }
 
-    /// The token numbers of `rank` among `n` tokens of a row, in local order.
+    /// The indices of `rank`'s tokens among the `n` tokens of a row, in local order.
     fn share(self, n: usize, rank: usize, ranks: usize) -> Vec<Progression> {
         let part = |index: usize, parts: usize| {
-            // 128-bit: n * parts may not fit in a word.
+            // The product n * parts may overflow 64 bits.
             let at = |i: usize| (n as u128 * i as u128 / parts as u128) as usize;
             Progression { start: at(index), end: at(index + 1), step: 1 }
         };
@@ -98,13 +99,13 @@ impl LayoutKind {
     }
 }
 
-/// A span of one document, as part of a row.
+/// A span of one document in a row.
 struct Piece {
     document: usize,
     span: Range<usize>,
 }
 
-/// Token numbers `start, start + step, ..` below `end`.
+/// The token indices `start, start + step, ..` below `end`.
 #[derive(Clone, Copy)]
 struct Progression {
     start: usize,
@@ -112,7 +113,7 @@ struct Progression {
     step: usize,
 }
 
-/// Cuts a progression of token numbers at the borders of the pieces, in order; `before` are the tokens before each of them.
+/// Cuts a progression of token indices at the borders of the pieces; `before` has the number of tokens before each piece.
 fn cut(pieces: &[&Piece], before: &[usize], progression: Progression, runs: &mut Vec<Run>) {
     let Progression { start, end, step } = progression;
     let first_piece = before.partition_point(|&before| before <= start).saturating_sub(1);

@@ -1,9 +1,9 @@
-//! Which rank holds which tokens.
+//! A layout says which rank holds which tokens.
 //!
-//! A layout is, per rank, a list of [`Run`]s in local order. Padding is in no run, so nothing can attend to it.
+//! It is, for each rank, a list of [`Run`]s in local order. Padding is in no run, so nothing can attend to it.
 //!
-//! No length need divide by anything, and a rank may hold nothing. The kinds, by the rank that holds each of 16
-//! tokens:
+//! Lengths need not be multiples of anything, and a rank may hold no tokens. The example shows the kinds of layouts by the
+//! rank that holds each of 16 tokens:
 //!
 //! ```
 //! use ringspan::{Documents, Layout, LayoutKind};
@@ -14,20 +14,20 @@
 //!     (0..4).for_each(|rank| layout.rows(rank).into_iter().for_each(|row| owners[row] = rank));
 //!     Ok::<_, ringspan::Error>(owners.map(|rank| rank.to_string()).concat())
 //! };
-//! // Neighbours together: windows and documents stay on few ranks.
+//! // Neighbouring tokens stay together: windows and documents stay on few ranks.
 //! assert_eq!(owners("contiguous", &[16])?, "0000111122223333");
-//! // An early and a late part each: causal work is even.
+//! // Each rank holds an early and a late part: causal work is even.
 //! assert_eq!(owners("zigzag", &[16])?, "0011223333221100");
-//! // Even in any part of the sequence, at the price of narrow tiles.
+//! // Work is even in any part of the sequence, at the price of narrow tiles.
 //! assert_eq!(owners("striped:1", &[16])?, "0123012301230123");
-//! // Zigzag in each document: packed documents are even.
+//! // Zigzag in each document keeps the work of packed documents even.
 //! assert_eq!(owners("per-document-zigzag", &[8, 8])?, "0123321001233210");
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
-//! A fifth kind, balanced, deals blocks by the pairs that the mask at hand leaves visible.
+//! A fifth kind, balanced, distributes blocks by the number of pairs that the given mask leaves visible.
 //!
-//! Documents are what [`Documents`] says; a run lies in one of them, and positions count from its start:
+//! A run lies in one of the [`Documents`], and its positions count from the start of that document:
 //!
 //! ```
 //! use ringspan::{Documents, Layout, LayoutKind, Run};
@@ -48,8 +48,8 @@
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
-//! Tokens of a document with gaps, which other documents or padding lie in, are dealt in the order of the sequence as any
-//! others, and are then neighbours on their rank, in the order of their positions:
+//! The tokens of a document with gaps (padding, or other documents between its tokens) are distributed in the order of the
+//! sequence like all others. On each rank they are then stored next to each other, in the order of their positions:
 //!
 //! ```
 //! use ringspan::{Documents, Layout, LayoutKind};
@@ -60,7 +60,7 @@
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
-//! What each kind costs and gains is in the chapter on [`schedule`](crate::schedule#balance).
+//! The chapter on [`schedule`](crate::schedule#balance) compares the costs of the kinds.
 
 mod balanced;
 mod kind;
@@ -72,7 +72,7 @@ use crate::error::{Error, Result};
 use crate::mask::Mask;
 use std::sync::Arc;
 
-/// The tokens of every rank, as runs.
+/// The tokens of each rank, as runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
     kind: LayoutKind,
@@ -81,23 +81,24 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Deals the tokens of `documents` to `ranks` ranks. Any length, any number of ranks; a rank may get none.
+    /// Distributes the tokens of `documents` over `ranks` ranks. Any length and number of ranks will do; a rank may hold no
+    /// tokens.
     ///
     /// [`LayoutKind::Balanced`] is balanced for causal attention; [`pair`](Self::pair) takes any mask.
     ///
     /// # Errors
-    /// No ranks, stripes or blocks of no tokens.
+    /// Zero ranks, or stripes or blocks of zero tokens.
     pub fn new(kind: LayoutKind, documents: &Documents, ranks: usize) -> Result<Self> {
         Ok(Self::pair(kind, documents, documents, &Mask::causal(), ranks)?.0)
     }
 
-    /// Deals queries and keys to `ranks` ranks. Where both are the same documents, so are the layouts.
+    /// Distributes queries and keys over `ranks` ranks. If both are the same documents, they have the same layout.
     ///
-    /// [`LayoutKind::Balanced`] evens out the pairs that `mask` leaves visible, by where the queries are; other keys
-    /// than the queries' own are then dealt contiguously.
+    /// [`LayoutKind::Balanced`] distributes queries so that each rank has about the same number of pairs visible under
+    /// `mask`. Keys of other documents than the queries' are then distributed contiguously.
     ///
     /// # Errors
-    /// No ranks, stripes or blocks of no tokens, documents that do not pair up, or a mask that does not fit them.
+    /// Zero ranks, stripes or blocks of zero tokens, documents that do not pair up, or a mask that does not fit them.
     pub fn pair(
         kind: LayoutKind,
         queries: &Documents,
@@ -130,12 +131,12 @@ impl Layout {
         Ok((query, key))
     }
 
-    /// How the tokens were dealt.
+    /// The rule by which the tokens were distributed.
     pub fn kind(&self) -> LayoutKind {
         self.kind
     }
 
-    /// The documents that were dealt.
+    /// The documents that the tokens belong to.
     pub fn documents(&self) -> &Documents {
         &self.documents
     }
@@ -150,7 +151,7 @@ impl Layout {
         &self.ranks[rank]
     }
 
-    /// Tokens on `rank`.
+    /// Number of tokens on `rank`.
     pub fn tokens(&self, rank: usize) -> usize {
         self.ranks[rank].iter().map(|run| run.len).sum()
     }
@@ -172,7 +173,7 @@ impl Layout {
     /// The part of a global tensor `[B*S, width]` that `rank` holds: `[T, width]`.
     ///
     /// # Errors
-    /// A tensor of another size.
+    /// A tensor with another number of elements.
     pub fn shard<T: Copy>(&self, rank: usize, global: &[T], width: usize) -> Result<Vec<T>> {
         self.check("shard", "the global tensor", global.len(), self.documents.size(), width)?;
         let mut local = Vec::with_capacity(self.tokens(rank) * width);
@@ -182,10 +183,10 @@ impl Layout {
         Ok(local)
     }
 
-    /// Writes what `rank` holds, `[T, width]`, to its places in a global tensor `[B*S, width]`.
+    /// Writes the local tensor of `rank`, `[T, width]`, to its rows of a global tensor `[B*S, width]`.
     ///
     /// # Errors
-    /// Tensors of another size.
+    /// Tensors with other numbers of elements.
     pub fn unshard<T: Copy>(&self, rank: usize, local: &[T], width: usize, global: &mut [T]) -> Result<()> {
         self.check("unshard", "the global tensor", global.len(), self.documents.size(), width)?;
         self.check("unshard", "the local tensor", local.len(), self.tokens(rank), width)?;
@@ -197,16 +198,16 @@ impl Layout {
         Ok(())
     }
 
-    /// The layout of groups of ranks, each holding what its members hold, in the given order.
+    /// The layout of groups of ranks: each group holds the tokens of its members, in the given order.
     pub fn grouped(&self, groups: &[Vec<usize>]) -> Self {
         let runs = |members: &Vec<usize>| joined(members.iter().flat_map(|&rank| self.ranks[rank].iter().copied()));
         Self { kind: self.kind, documents: self.documents.clone(), ranks: groups.iter().map(runs).collect() }
     }
 
-    /// The same tokens on the same ranks, neighbours in one run whatever their local order: for counting and drawing.
+    /// The same ranks with their runs sorted and merged, regardless of local order: for counting and drawing.
     pub(crate) fn merged(&self) -> Self {
         let merge = |runs: &Vec<Run>| {
-            // Stripes interleave, so an order by their first tokens joins none of them.
+            // Striped runs interleave, so sorting them by their first tokens would join none.
             if runs.iter().any(|run| run.step > 1) {
                 return runs.clone();
             }
@@ -233,10 +234,11 @@ impl Layout {
     }
 }
 
-/// The runs of each rank, with tokens of a document that has gaps next to each other in the order of their positions.
+/// Reorders each rank's tokens so that those of a document with gaps are next to each other, in the order of their
+/// positions.
 ///
-/// Between two runs all tokens of a document that lies in pieces can be in sight as a whole, if they are neighbours on their
-/// rank; in the order of the sequence, they would be as many tiles as there are pairs of pieces.
+/// Runs of queries often see many pieces of such a document completely. If these are next to each other on their rank, they
+/// are one tile; in the order of the sequence there would be a tile for each pair of pieces.
 fn gathered(ranks: Vec<Vec<Run>>, documents: &Documents) -> Vec<Vec<Run>> {
     let has_gaps = |document: usize| documents.get(document).spans.len() > 1;
     if !(0..documents.len()).any(has_gaps) {
@@ -250,14 +252,14 @@ fn gathered(ranks: Vec<Vec<Run>>, documents: &Documents) -> Vec<Vec<Run>> {
                 false => tokens.push(run),
             }
         }
-        // Stable: runs of a document without gaps stay in their order.
+        // The sort is stable: runs of a document without gaps keep their order.
         tokens.sort_by_key(|run| (run.document, if has_gaps(run.document) { run.start } else { 0 }));
         joined(tokens.into_iter())
     };
     ranks.into_iter().map(gather).collect()
 }
 
-/// Joins runs that follow each other, and drops empty ones.
+/// Joins runs that continue each other, and drops empty ones.
 fn joined(runs: impl Iterator<Item = Run>) -> Vec<Run> {
     let mut out: Vec<Run> = Vec::new();
     for run in runs.filter(|run| run.len > 0) {

@@ -74,7 +74,7 @@ proptest! {
         let layout = Layout::new(kind, &Documents::batch(1, len), ranks).expect("ranks");
         let counts: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();
         if let LayoutKind::Balanced(block) = kind {
-            // Whole blocks: a row of few of them leaves ranks without any.
+            // A row of only a few whole blocks leaves some ranks without tokens.
             let block = block.unwrap_or(len.div_ceil(16 * ranks).max(1));
             prop_assert!(counts.iter().all(|&count| count <= len.div_ceil(ranks) + block), "{:?}", counts);
             return Ok(());

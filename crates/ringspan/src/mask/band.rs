@@ -1,11 +1,11 @@
-//! The one form of mask a kernel knows.
+//! Bands, the one form of mask that kernels support.
 
 /// The visible part of a tile: query `i` sees key `j` iff `lo <= i - j <= hi`, in tile-local indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Band {
-    /// Least visible `i - j`.
+    /// The smallest visible `i - j`.
     pub lo: i64,
-    /// Greatest visible `i - j`.
+    /// The largest visible `i - j`.
     pub hi: i64,
 }
 
@@ -21,7 +21,7 @@ impl Band {
         self.lo <= d && d <= self.hi
     }
 
-    /// The band cut to what a tile of `queries x keys` can hold, or `None` if nothing in it is visible.
+    /// The band limited to values of i - j that occur in a tile of `queries x keys`, or `None` if no pair is visible.
     pub fn clamp(self, queries: usize, keys: usize) -> Option<Band> {
         if queries == 0 || keys == 0 {
             return None;

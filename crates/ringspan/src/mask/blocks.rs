@@ -1,16 +1,16 @@
-//! Block-sparse visibility: a list of pairs of blocks.
+//! Block-sparse masks: a list of visible pairs of blocks.
 
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::{Display, Formatter};
 use std::ops::Range;
 
-/// Visible pairs of a block of `query_block` positions and a block of `key_block` positions.
+/// Visible pairs of query blocks, of `query_block` positions each, and key blocks, of `key_block` positions each.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct BlockPairs {
     query_block: usize,
     key_block: usize,
-    /// Key positions that each block of queries sees: ascending, apart from each other.
+    /// For each block of queries, the key positions that it sees, as ascending ranges that do not touch.
     rows: BTreeMap<usize, Vec<Range<usize>>>,
 }
 
@@ -18,7 +18,7 @@ impl BlockPairs {
     /// Query block a (positions from `a * query_block`) sees key block b for each `(a, b)` in `pairs`, in any order.
     ///
     /// # Errors
-    /// Blocks of nothing, or beyond what an index can count.
+    /// Block sizes of zero, or block numbers whose positions are too large to count.
     pub fn new(query_block: usize, key_block: usize, pairs: impl IntoIterator<Item = (usize, usize)>) -> Result<Self> {
         if query_block == 0 || key_block == 0 {
             return Err(Error::Mask(format!(
@@ -27,7 +27,7 @@ impl BlockPairs {
         }
         let mut columns: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (a, b) in pairs {
-            // Half of the index range, so that later sums cannot overflow either.
+            // Only half of the index range is allowed, so that later sums cannot overflow.
             let fits =
                 |block: usize, size: usize| block.checked_add(1)?.checked_mul(size).filter(|&end| end < usize::MAX / 2);
             if fits(a, query_block).is_none() || fits(b, key_block).is_none() {
@@ -56,7 +56,7 @@ impl BlockPairs {
         self.rows.get(&(i / self.query_block)).is_some_and(|ranges| ranges.iter().any(|range| range.contains(&j)))
     }
 
-    /// The rectangles of visible positions, queries by keys, whose queries meet `queries`.
+    /// The rectangles of visible positions, as pairs of query and key ranges, whose queries overlap `queries`.
     pub(super) fn rectangles(&self, queries: Range<usize>) -> impl Iterator<Item = (Range<usize>, &Range<usize>)> {
         let size = self.query_block;
         let blocks = queries.start / size..queries.end.div_ceil(size).max(queries.start / size);

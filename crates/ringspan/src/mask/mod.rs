@@ -1,12 +1,12 @@
-//! Masks as a person names them, and the bands they become.
+//! Masks by their usual names, and their conversion to bands.
 //!
-//! Between a run of queries and a run of keys, every mask is a list of [`Piece`]s: parts of both runs, and a [`Band`]
-//! that says which i - j are visible. One form of mask is all that a kernel has to know.
+//! Between a run of queries and a run of keys, every mask is a list of [`Piece`]s: parts of both runs, and a [`Band`] that
+//! says which i - j are visible. So a kernel only has to support bands.
 //!
 //! ```
 //! use ringspan::Mask;
 //!
-//! // Five queries, and as many keys or, behind a cache, seven.
+//! // Five queries meet five keys or, with a KV cache, seven.
 //! let causal = Mask::causal();
 //! let masks = [
 //!     (Mask::full(), 5),
@@ -33,8 +33,8 @@
 //! # Ok::<_, ringspan::Error>(())
 //! ```
 //!
-//! A causal mask between equal runs is the band i - j >= 0. Where the runs stand apart, the band is shifted by the
-//! distance of their first tokens, in steps; where nothing is left of it, there is no piece:
+//! A causal mask between equal runs is the band i - j >= 0. If the runs are at different positions, the band is shifted by
+//! the distance of their first tokens, in steps; if the shifted band contains no pair, there is no piece:
 //!
 //! ```
 //! use ringspan::{Mask, Run};
@@ -49,7 +49,7 @@
 //! assert_eq!(band(&causal, 8, 0)?.map(|band| band.2), Some(16));                  // all of 4 x 4
 //! assert_eq!(band(&causal, 0, 8)?, None);
 //!
-//! // A window of 5 back: query 4 + i sees key j iff 4 + i - j <= 5, that is i - j <= 1.
+//! // A window of 5 keys back: query 4 + i sees key j iff 4 + i - j <= 5, that is i - j <= 1.
 //! assert_eq!(band(&causal.window(Some(5), None), 4, 0)?.map(|band| (band.1, band.2)), Some((1, 13)));
 //! # Ok::<_, ringspan::Error>(())
 //! ```
@@ -69,23 +69,23 @@ pub(crate) use pieces::Seen;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// Which keys a query may see. Documents and padding are not masks: they are in the layout.
+/// A mask: which keys of its document a query may see. Documents and padding are not part of a mask but of the layout.
 ///
-/// Query i sees key j iff `i - left <= j <= i + right` (a missing side has no limit), where i and j are positions in
-/// the document. Aligned to the end, i counts from (length of the keys - length of the queries), so that the last
-/// query stands at the last key: queries behind a cache.
+/// Query i sees key j iff `i - left <= j <= i + right` (a missing side has no limit), where i and j are positions in the
+/// document. If the mask is aligned to the end, i counts from (number of keys - number of queries), so that the last query
+/// is at the last key: this is for queries that follow a KV cache.
 ///
-/// On top of that, a mask can be cut into [chunks](Self::chunked), opened for a [prefix](Self::prefix_lm), and
-/// restricted to [pairs of blocks](Self::block_sparse); all of them combine.
+/// A mask can also be cut into [chunks](Self::chunked), opened for a [prefix](Self::prefix_lm), and restricted to [pairs of
+/// blocks](Self::block_sparse); all of these can be combined.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Mask {
     left: Option<usize>,
     right: Option<usize>,
     end_aligned: bool,
-    /// Keys ahead that a window asked of a causal mask: a contradiction, which [`check`](Self::check) refuses.
+    /// The `right` above 0 of a window on a causal mask: a contradiction, which [`check`](Self::check) reports as an error.
     ahead_of_causal: Option<usize>,
     chunk: Option<usize>,
-    /// Prefix lengths, one a document or one for all.
+    /// Prefix lengths: one for each document, or one for all.
     prefix: Option<Arc<[usize]>>,
     blocks: Option<Arc<BlockPairs>>,
 }
@@ -104,21 +104,21 @@ impl Mask {
         }
     }
 
-    /// Every query sees every key of its document, with the last query at the last key: for
-    /// [windows](Self::window) to both sides and [chunks](Self::chunked) behind a cache.
+    /// Every query sees every key of its document, and the last query is at the last key: for two-sided
+    /// [windows](Self::window) and [chunks](Self::chunked) with a KV cache.
     pub fn full_bottom_right() -> Self {
         Self { end_aligned: true, ..Self::full() }
     }
 
-    /// Query i sees keys up to i.
+    /// Query i sees keys 0 to i.
     pub fn causal() -> Self {
         Self { right: Some(0), ..Self::full() }
     }
 
     /// Causal, with the last query at the last key.
     ///
-    /// Keys count from the frame of their document, padding at its end included: of [`Documents::padded`] that is the
-    /// whole row, of [`Documents::from_rows`] each document's own length.
+    /// The last key is the last of the length that positions are counted in: for [`Documents::padded`] that is the row with
+    /// its padding, for [`Documents::from_rows`] the document's own length.
     ///
     /// [`Documents::padded`]: crate::Documents::padded
     /// [`Documents::from_rows`]: crate::Documents::from_rows
@@ -128,8 +128,8 @@ impl Mask {
 
     /// Narrows the mask to a window of `left` keys before and `right` keys after the query's position.
     ///
-    /// A causal mask lets no key ahead be seen, so a `right` above 0 contradicts it: such a mask is refused where it is
-    /// used. A window to both sides begins with [`full`](Self::full) or [`full_bottom_right`](Self::full_bottom_right).
+    /// A causal mask hides all keys ahead, so a `right` above 0 contradicts it and is an error when the mask is used. For a
+    /// window to both sides, start with [`full`](Self::full) or [`full_bottom_right`](Self::full_bottom_right).
     pub fn window(self, left: Option<usize>, right: Option<usize>) -> Self {
         let narrower = |a: Option<usize>, b: Option<usize>| match (a, b) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -147,7 +147,7 @@ impl Mask {
     /// Cuts positions into chunks of `size`: a query sees keys of its own chunk only (Llama 4's local layers).
     ///
     /// # Errors
-    /// Chunks of nothing.
+    /// A chunk size of zero.
     pub fn chunked(self, size: usize) -> Result<Self> {
         match size {
             0 => Err(Error::Mask("chunks of 0 tokens: at least 1 is needed".into())),
@@ -155,10 +155,10 @@ impl Mask {
         }
     }
 
-    /// Lets every query see the first tokens of its document, whatever stands ahead of it (prefix-LM; Raffel et al.,
-    /// 2020). The limit `left`, chunks and blocks still hold.
+    /// Lets every query see the first tokens of its document, even those ahead of it (prefix-LM; Raffel et al., 2020). The
+    /// limit `left`, chunks and blocks still apply.
     ///
-    /// `lengths` are one length for all documents, or one a document.
+    /// `lengths` has one length for all documents, or one for each.
     pub fn prefix_lm(self, lengths: impl Into<Arc<[usize]>>) -> Self {
         Self { prefix: Some(lengths.into()), ..self }
     }
@@ -168,12 +168,14 @@ impl Mask {
         Self { blocks: Some(Arc::new(pairs)), ..self }
     }
 
-    /// How far a query at position `i` stands behind a key at position `j`, given the lengths of their document's frames.
+    /// The distance of a query at position `i` behind a key at position `j`; `queries` and `keys` are the lengths that a
+    /// document's query and key positions are counted in.
     pub fn distance(&self, i: usize, j: usize, queries: usize, keys: usize) -> i64 {
         i as i64 + self.shift(queries, keys) - j as i64
     }
 
-    /// Whether a query at position `i` of a document sees a key at position `j` of it, given the lengths of its frames.
+    /// Whether a query at position `i` of a document sees its key at position `j`; `queries` and `keys` are lengths as in
+    /// [`distance`](Self::distance).
     pub fn sees(&self, document: usize, i: usize, j: usize, queries: usize, keys: usize) -> bool {
         let distance = self.distance(i, j, queries, keys);
         let chunk = |position: i64| self.chunk.map(|size| position.div_euclid(tokens(size)));
@@ -183,10 +185,10 @@ impl Mask {
             && self.blocks.as_ref().is_none_or(|blocks| blocks.sees(i, j))
     }
 
-    /// Whether the mask fits `documents` documents.
+    /// Checks that the mask fits `documents` documents.
     ///
     /// # Errors
-    /// Another number of prefix lengths; a causal mask with a window that asks for keys ahead.
+    /// Another number of prefix lengths, or a causal mask with a window that includes keys ahead.
     pub fn check(&self, documents: usize) -> Result<()> {
         self.check_window()?;
         match self.prefix.as_ref().map(|lengths| lengths.len()) {
@@ -208,7 +210,7 @@ impl Mask {
         }
     }
 
-    /// The prefix of a document.
+    /// The prefix length of a document.
     fn prefix_of(&self, document: usize) -> usize {
         match self.prefix.as_deref() {
             None => 0,
@@ -217,18 +219,18 @@ impl Mask {
         }
     }
 
-    /// Whether the mask limits what a query sees ahead of it; without a limit, a prefix opens nothing.
+    /// Whether the mask limits the keys ahead of a query; without this limit a prefix has no effect.
     pub fn limits_ahead(&self) -> bool {
         self.right.is_some()
     }
 
-    /// What to add to a query's position to get its place in the frame of the keys.
+    /// The offset from a query's position to the key position it is aligned with.
     fn shift(&self, queries: usize, keys: usize) -> i64 {
         if self.end_aligned { keys as i64 - queries as i64 } else { 0 }
     }
 }
 
-/// A number of tokens to calculate with; what is beyond any position is as good as this.
+/// A number of tokens for signed arithmetic, capped at a value beyond any position.
 fn tokens(count: usize) -> i64 {
     count.min(i64::MAX as usize / 8) as i64
 }

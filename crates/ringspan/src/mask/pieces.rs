@@ -1,42 +1,42 @@
-//! A mask between runs, as bands over parts of them.
+//! Converts a mask between runs into bands over parts of the runs.
 
 use super::{Band, Mask, tokens};
 use crate::documents::Run;
 use crate::error::{Error, Result};
 use std::ops::Range;
 
-/// A part of a run of queries and a part of a run of keys, in indices of the runs, and the band between them.
+/// Parts of a run of queries and of a run of keys, as indices into the runs, with the band between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Piece {
-    /// Queries of the run.
+    /// The part of the run of queries.
     pub q: Range<usize>,
-    /// Keys of the run.
+    /// The part of the run of keys.
     pub k: Range<usize>,
-    /// Visibility, in indices local to `q` and `k`.
+    /// The visible pairs, with indices counted from the starts of `q` and `k`.
     pub band: Band,
 }
 
-/// What some queries of a run see of runs of keys.
+/// Visible pairs between some queries of a run and a list of key runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Seen {
-    /// Queries of the run that see all tokens of several runs, which follow each other.
+    /// Queries that see all tokens of several consecutive runs of keys.
     Whole {
-        /// Queries of the run.
+        /// The part of the run of queries.
         q: Range<usize>,
-        /// Numbers of the runs.
+        /// Indices of the key runs.
         runs: Range<usize>,
     },
-    /// A piece of the run of queries and of one run of keys.
+    /// A piece of the run of queries and one run of keys.
     Piece {
-        /// Number of the run.
+        /// Index of the key run.
         run: usize,
-        /// The piece.
+        /// The parts of both runs, with their band.
         piece: Piece,
     },
 }
 
 impl Seen {
-    /// Visible pairs, if whole runs have as many tokens as `tokens` says.
+    /// Number of visible pairs; `tokens` gives the number of tokens of whole key runs.
     pub(crate) fn pairs(&self, tokens: impl Fn(&Range<usize>) -> usize) -> u64 {
         match self {
             Self::Whole { q, runs } => (q.len() * tokens(runs)) as u64,
@@ -45,7 +45,7 @@ impl Seen {
     }
 }
 
-/// Positions of queries and keys between which one pair of limits holds.
+/// Ranges of query and key positions in which the limits `left` and `right` are the same for all pairs.
 struct Rectangle {
     q: Range<i64>,
     k: Range<i64>,
@@ -55,10 +55,10 @@ struct Rectangle {
 impl Mask {
     /// The visible pieces between a run of queries and a run of keys; no pair is in two of them.
     ///
-    /// `queries` and `keys` are the lengths of the document's frames, which an end-aligned mask needs.
+    /// `queries` and `keys` are the lengths that the document's positions are counted in; an end-aligned mask needs them.
     ///
     /// # Errors
-    /// Runs of more than one token with unequal steps: their mask is no band. A mask that contradicts itself.
+    /// Runs of more than one token with unequal steps, whose mask is no band, or a mask that contradicts itself.
     pub fn pieces(&self, q: &Run, k: &Run, queries: usize, keys: usize) -> Result<Vec<Piece>> {
         self.check_window()?;
         let mut pieces = Vec::new();
@@ -75,10 +75,10 @@ impl Mask {
         Ok(pieces)
     }
 
-    /// Shows `each` part of what a run of queries sees of runs of keys of the same document, whose positions rise from each
-    /// to the next; no pair is in two parts. Finding them takes as long as there are parts, and bisections.
+    /// Calls `each` with every visible part between a run of queries and key runs of the same document, in ascending order
+    /// of positions; no pair is in two parts. The time is proportional to the number of parts, plus some bisections.
     ///
-    /// Between runs of unequal steps, the tokens of the shorter one are taken one by one, but where all is seen.
+    /// If the runs have unequal steps, each token of the shorter one is a part, except for runs that are seen completely.
     pub(crate) fn search(&self, q: &Run, keys: &[Run], (q_frame, k_frame): (usize, usize), mut each: impl FnMut(Seen)) {
         let (Some(first), Some(last)) = (keys.first(), keys.last()) else { return };
         if q.len == 0 || first.len == 0 {
@@ -98,7 +98,8 @@ impl Mask {
         }
     }
 
-    /// [`search`](Self::search) that shows what is seen of each run by itself: the run's number, and a piece with a band.
+    /// Like [`search`](Self::search), but with the parts of each key run separately: the index of the run, and a piece with
+    /// a band.
     pub(crate) fn search_pieces(
         &self,
         q: &Run,
@@ -118,7 +119,7 @@ impl Mask {
         });
     }
 
-    /// [`search`](Self::search) inside one rectangle.
+    /// Does a [`search`](Self::search) inside one rectangle.
     fn search_rectangle(&self, q: &Run, keys: &[Run], rectangle: &Rectangle, shift: i64, each: &mut impl FnMut(Seen)) {
         let q_part = within(q, &rectangle.q);
         if q_part.is_empty() || rectangle.k.is_empty() {
@@ -126,7 +127,7 @@ impl Mask {
         }
         let queries = q.part(&q_part);
         let (first, last) = (queries.start as i64 + shift, queries.last() as i64 + shift);
-        // The positions that some of the queries may see, and those that all see.
+        // The positions that some of the queries may see, and the positions that all of them see.
         let (mut any, mut all) = (rectangle.k.clone(), rectangle.k.clone());
         if let Some(left) = self.left.map(tokens) {
             (any.start, all.start) = (any.start.max(first - left), all.start.max(last - left));
@@ -152,18 +153,18 @@ impl Mask {
         }
     }
 
-    /// What two runs of equal steps see of each other inside the limits; one of a single token has any step.
+    /// The visible band between runs of equal steps; a run of a single token has any step.
     fn band(&self, q: &Run, k: &Run, right: Option<usize>, shift: i64) -> Option<Band> {
         let step = if q.len > 1 { q.step } else { k.step } as i64;
-        // Position distance = first + step * (i - j), to lie in -right ..= left.
+        // The distance of positions, first + step * (i - j), must be in -right ..= left.
         let first = q.start as i64 + shift - k.start as i64;
         let lo = right.map_or(i64::MIN / 4, |right| div_ceil(-tokens(right) - first, step));
         let hi = self.left.map_or(i64::MAX / 4, |left| (tokens(left) - first).div_euclid(step));
         Band { lo, hi }.clamp(q.len, k.len)
     }
 
-    /// Rectangles of positions (queries in their own frame) that together hold all that chunks, blocks and the prefix
-    /// leave visible of `all`.
+    /// Rectangles of positions that together contain all pairs of `all` that chunks, blocks and the prefix leave visible.
+    /// Query positions are not shifted to those of keys.
     fn rectangles(&self, document: usize, all: Rectangle, shift: i64) -> Vec<Rectangle> {
         let mut rectangles = vec![all];
         let prefix = tokens(self.prefix_of(document));
@@ -207,7 +208,8 @@ fn cut(a: &Range<i64>, b: &Range<i64>) -> Range<i64> {
     a.start.max(b.start)..a.end.min(b.end)
 }
 
-/// Parts of two runs as parts with a band between them: one pair, or the tokens of the shorter one by one.
+/// Splits parts of two runs into pairs with a band: one pair if the steps are equal, else one for each token of the shorter
+/// part.
 fn alike<'a>(
     q: &Run,
     q_part: &'a Range<usize>,
@@ -223,7 +225,7 @@ fn alike<'a>(
     cut(q_part, by_q).flat_map(move |q| cut(k_part, by_k).map(move |k| (q.clone(), k)))
 }
 
-/// The tokens of a run whose positions lie in `positions`.
+/// The indices of a run's tokens whose positions are in `positions`.
 fn within(run: &Run, positions: &Range<i64>) -> Range<usize> {
     let index =
         |position: i64| div_ceil(position - run.start as i64, run.step as i64).clamp(0, run.len as i64) as usize;

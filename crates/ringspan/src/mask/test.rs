@@ -1,4 +1,4 @@
-//! Pieces against the definition of visibility, pair by pair.
+//! Tests pieces against the definition of visibility, pair by pair.
 
 use super::*;
 use crate::documents::Run;
@@ -111,7 +111,7 @@ fn a_mask_says_what_it_is() {
 
 #[test]
 fn a_window_to_both_sides_counts_from_the_last_key() {
-    // Three queries behind a cache of four: they stand at keys 4, 5 and 6.
+    // Three queries after a cache of four keys are at the positions of keys 4, 5 and 6.
     let mask = Mask::full_bottom_right().window(Some(2), Some(1));
     let row = |i| (0..7).map(|j| if mask.sees(0, i, j, 3, 7) { '#' } else { '.' }).collect::<String>();
     assert_eq!([0, 1, 2].map(row), ["..####.", "...####", "....###"]);

@@ -1,33 +1,33 @@
-//! The two axes of context parallelism.
+//! The two axes of context parallelism, ring and Ulysses.
 
 /// P = R x U ranks of a context-parallel group: R ring ranks of U Ulysses ranks each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Grid {
-    /// Ring ranks R: blocks of tokens move between them.
+    /// Number of ring ranks R; blocks of tokens move between them.
     pub ring: usize,
-    /// Ulysses ranks U of each: heads are exchanged for tokens between them.
+    /// Number of Ulysses ranks U in each ring rank; heads are exchanged for tokens between them.
     pub ulysses: usize,
-    /// Whether Ulysses is the outer axis. Usually the ring is: an all-to-all wants neighbours.
+    /// Whether Ulysses is the outer axis. Usually the ring is, because an all-to-all needs the faster links of neighbours.
     pub ulysses_outer: bool,
 }
 
 impl Grid {
-    /// R ring ranks of U neighbours each.
+    /// R ring ranks of U consecutive ranks each.
     pub const fn new(ring: usize, ulysses: usize) -> Self {
         Self { ring, ulysses, ulysses_outer: false }
     }
 
-    /// The same axes with Ulysses outside: neighbours are next to each other in the ring.
+    /// The same sizes with Ulysses as the outer axis: consecutive ranks are neighbours in the ring.
     pub const fn with_ulysses_outer(self) -> Self {
         Self { ulysses_outer: true, ..self }
     }
 
-    /// Ranks P, or `None` beyond what can be counted.
+    /// Number of ranks P, or `None` if the product overflows.
     pub fn size(self) -> Option<usize> {
         self.ring.checked_mul(self.ulysses)
     }
 
-    /// Place of a rank on both axes: ring, Ulysses.
+    /// Coordinates of a rank: its ring rank, and its Ulysses rank.
     pub fn place(self, rank: usize) -> (usize, usize) {
         match self.ulysses_outer {
             false => (rank / self.ulysses, rank % self.ulysses),
@@ -35,7 +35,7 @@ impl Grid {
         }
     }
 
-    /// The rank at a place.
+    /// The rank with these coordinates.
     pub fn rank(self, ring: usize, ulysses: usize) -> usize {
         match self.ulysses_outer {
             false => ring * self.ulysses + ulysses,
@@ -43,7 +43,7 @@ impl Grid {
         }
     }
 
-    /// The ranks of each ring rank, in the order of the Ulysses axis.
+    /// The ranks of each ring rank, ordered by Ulysses rank.
     pub fn members(self) -> Vec<Vec<usize>> {
         (0..self.ring).map(|ring| (0..self.ulysses).map(|ulysses| self.rank(ring, ulysses)).collect()).collect()
     }

@@ -1,13 +1,13 @@
-//! Axis sizes to coordinates and groups: arithmetic only.
+//! Meshes: from axis sizes to coordinates and groups of ranks, by arithmetic alone.
 //!
-//! Ranks are numbered with the last axis fastest, so ranks that differ in the innermost axis only are neighbours.
+//! The last axis varies fastest, so ranks that differ only in the innermost axis have consecutive numbers.
 //!
-//! A [`Mesh`] has any axes. The axis of context parallelism is itself two, a [`Grid`] of R ring ranks with U Ulysses
-//! ranks each. Neighbours usually have the fastest links, so the inner axis should be the one that sends more at once:
-//! Ulysses, unless said otherwise.
+//! A [`Mesh`] has any axes. The axis of context parallelism consists of two, a [`Grid`] of R ring ranks with U Ulysses
+//! ranks each. Ranks with consecutive numbers usually have the fastest links, so the inner axis should be the one that
+//! sends more at once: Ulysses by default.
 //!
-//! The axes of a whole job have fixed names and orders: [`Training`] and [`Serving`] hold the sizes, and the [`Topology`]
-//! they make has every group and every coordinate by name. Experts read the same ranks a second way.
+//! The axes of a whole job have fixed names and a fixed order: [`Training`] and [`Serving`] hold the sizes, and the
+//! [`Topology`] made from them has every group and coordinate by name. Experts divide the same ranks in a second way.
 //!
 //! ```
 //! use ringspan::mesh::Grid;
@@ -37,10 +37,10 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// Axes and their sizes, outermost first.
+    /// Makes a mesh of axes and their sizes, outermost first.
     ///
     /// # Errors
-    /// Empty or repeated names, sizes of 0, products that do not fit a word.
+    /// Empty or repeated names, sizes of 0, or a product that overflows a machine word.
     pub fn new(axes: &[(&str, usize)]) -> Result<Self> {
         let mesh = Self { axes: axes.iter().map(|(name, size)| ((*name).to_owned(), *size)).collect() };
         let refuse = |problem: String| Err(Error::MeshAxis { mesh: mesh.sizes(), problem });
@@ -61,10 +61,10 @@ impl Mesh {
         Ok(mesh)
     }
 
-    /// Refuses a mesh that needs another number of ranks.
+    /// Checks that the mesh has as many ranks as there are.
     ///
     /// # Errors
-    /// [`Error::MeshSize`].
+    /// [`Error::MeshSize`] if it needs another number.
     pub fn check(&self, ranks: usize) -> Result<()> {
         if self.world() == ranks {
             return Ok(());
@@ -72,7 +72,7 @@ impl Mesh {
         Err(Error::MeshSize { mesh: self.sizes(), needed: self.world(), ranks })
     }
 
-    /// Ranks: the product of the sizes.
+    /// Number of ranks: the product of the sizes.
     pub fn world(&self) -> usize {
         self.axes.iter().map(|(_, size)| size).product()
     }
@@ -82,7 +82,7 @@ impl Mesh {
         self.axes.iter().map(|(name, size)| (name.as_str(), *size))
     }
 
-    /// Size of an axis; axes the mesh does not have are of size 1.
+    /// Size of an axis; 1 for an axis that the mesh does not have.
     pub fn size(&self, axis: &str) -> usize {
         self.axes().find(|(name, _)| *name == axis).map_or(1, |(_, size)| size)
     }
@@ -98,7 +98,7 @@ impl Mesh {
         coordinates
     }
 
-    /// Coordinate of a rank on one axis; 0 on axes the mesh does not have.
+    /// Coordinate of a rank on one axis; 0 for an axis that the mesh does not have.
     pub fn coordinate(&self, rank: usize, axis: &str) -> usize {
         let at = self.axes().position(|(name, _)| name == axis);
         at.map_or(0, |at| self.coordinates(rank)[at])
@@ -109,7 +109,7 @@ impl Mesh {
         self.axes.iter().zip(coordinates).fold(0, |rank, ((_, size), coordinate)| rank * size + coordinate)
     }
 
-    /// All ranks, parted into groups that differ on `axes` only; inside a group the first of `axes` is outermost.
+    /// All ranks, divided into groups that differ only on `axes`; inside a group the first of `axes` is outermost.
     ///
     /// # Errors
     /// An axis the mesh does not have, or one given twice.
@@ -141,7 +141,7 @@ impl Mesh {
         Ok(groups.into_iter().map(|(_, ranks)| ranks).collect())
     }
 
-    /// The ranks that differ from `rank` on `axes` only, itself included; the first of `axes` is outermost.
+    /// The ranks that differ from `rank` only on `axes`, including itself; the first of `axes` is outermost.
     ///
     /// # Errors
     /// A rank or an axis the mesh does not have, or an axis given twice.
@@ -150,7 +150,7 @@ impl Mesh {
         Ok(self.groups(axes)?.swap_remove(color))
     }
 
-    /// Place of `rank` in its [`group`](Self::group): the key of a split.
+    /// Index of `rank` in its [`group`](Self::group), which is the key for splitting a communicator.
     ///
     /// # Errors
     /// A rank or an axis the mesh does not have, or an axis given twice.
@@ -158,7 +158,7 @@ impl Mesh {
         Ok(self.place(rank, axes)?.1)
     }
 
-    /// Number of `rank`'s group among [`groups`](Self::groups): the color of a split.
+    /// Index of `rank`'s group in [`groups`](Self::groups), which is the color for splitting a communicator.
     ///
     /// # Errors
     /// A rank or an axis the mesh does not have, or an axis given twice.
@@ -166,7 +166,8 @@ impl Mesh {
         Ok(self.place(rank, axes)?.0)
     }
 
-    /// The number of `rank`'s group among [`groups`](Self::groups), and its place inside: color and key of a split.
+    /// Index of `rank`'s group in [`groups`](Self::groups), and index in the group: color and key for splitting a
+    /// communicator.
     ///
     /// # Errors
     /// An axis the mesh does not have, or one given twice.
@@ -180,7 +181,7 @@ impl Mesh {
             .ok_or_else(|| Error::MeshAxis { mesh: self.sizes(), problem: format!("rank {rank} does not exist") })
     }
 
-    /// The axes as text, without their product: it may not fit a word.
+    /// The axes as text, without their product, which may overflow.
     fn sizes(&self) -> String {
         let sizes: Vec<String> = self.axes().map(|(name, size)| format!("{name} {size}")).collect();
         if sizes.is_empty() { "without axes".into() } else { sizes.join(" x ") }

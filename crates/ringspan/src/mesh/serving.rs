@@ -1,28 +1,28 @@
-//! The axes of serving, where attention and experts cut the ranks of a stage each in its own way.
+//! The axes of serving, where attention and experts divide the ranks of a pipeline stage in different ways.
 
 use super::{Mesh, Topology, topology::quotient};
 use crate::error::Result;
 
-/// Sizes of the axes of serving. There are `tp x pp` ranks; every other axis is a part of tp.
+/// Sizes of the axes of serving. There are `tp x pp` ranks; every other axis is a factor of tp.
 ///
-/// Outermost first, attention reads the tp ranks of a stage as `attn_dp, attn_cp, attn_tp`, experts as `moe_dp, moe_ep,
-/// moe_tp`; attn_tp and moe_tp are what is left. The names and rules are those of SGLang's parallel state, but sizes that
-/// do not divide are refused here, where they are rounded down there.
+/// Outermost first, attention divides the tp ranks of a stage into `attn_dp, attn_cp, attn_tp`, and experts into `moe_dp,
+/// moe_ep, moe_tp`; the sizes attn_tp and moe_tp follow from the others. Names and rules are those of SGLang's parallel
+/// state, except that sizes that do not divide are an error, where SGLang rounds down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Serving {
-    /// Ranks of a stage.
+    /// Number of ranks of a pipeline stage.
     pub tp: usize,
-    /// Stages of the pipeline.
+    /// Number of pipeline stages.
     pub pp: usize,
-    /// Attention replicas of a stage, each with requests of its own.
+    /// Number of attention replicas in a stage, each with its own requests.
     pub attn_dp: usize,
-    /// Ranks that share a prompt.
+    /// Number of ranks that share a prompt (context parallel).
     pub attn_cp: usize,
-    /// Ranks that share the experts of a copy, each with whole ones of its own.
+    /// Number of ranks that share the experts of a copy; each holds whole experts (expert parallel).
     pub ep: usize,
-    /// Copies of the experts.
+    /// Number of copies of the experts.
     pub moe_dp: usize,
-    /// Neighbours that share the cache of a sequence while it is decoded; `None` for a whole cache on each.
+    /// Number of consecutive ranks that share the KV cache of a sequence in decoding; `None` if each has a whole cache.
     pub dcp: Option<usize>,
 }
 
@@ -33,15 +33,15 @@ impl Default for Serving {
 }
 
 impl Serving {
-    /// The groups of these sizes: `tp`, `pp`, `attn_dp`, `attn_cp`, `attn_tp`, `moe_dp`, `moe_ep`, `moe_tp`, and `dcp`
-    /// where its size is given.
+    /// Makes the groups for these sizes: `tp`, `pp`, `attn_dp`, `attn_cp`, `attn_tp`, `moe_dp`, `moe_ep`, `moe_tp`, and
+    /// `dcp` if its size is given.
     ///
-    /// With attn_cp above moe_dp, the groups `moe_dp` are those of `attn_cp`: the ranks that share a prompt gather its
-    /// tokens before the experts. The coordinate `moe_dp` counts the copies of the experts all the same.
+    /// If attn_cp exceeds moe_dp, the groups `moe_dp` are those of `attn_cp`: the ranks that share a prompt gather its
+    /// tokens before the experts. The coordinate `moe_dp` still counts the copies of the experts.
     ///
     /// # Errors
-    /// [`Error::MeshAxis`](crate::Error::MeshAxis) for sizes of 0, sizes that do not divide, products beyond a machine
-    /// word, and a dcp group that would reach into another attention replica: its ranks would hold other requests.
+    /// [`Error::MeshAxis`](crate::Error::MeshAxis) for sizes of 0, sizes that do not divide, products that overflow a
+    /// machine word, and a dcp group that would include ranks of another attention replica, which have other requests.
     ///
     /// ```
     /// use ringspan::mesh::Serving;

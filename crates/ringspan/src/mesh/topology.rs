@@ -1,12 +1,12 @@
-//! The ranks of a job, read in one or more ways, with groups and coordinates by name.
+//! The ranks of a job under one or more meshes, with groups and coordinates by name.
 
 use super::Mesh;
 use crate::error::{Error, Result};
 
-/// Meshes over the same ranks, and names for parts of their axes.
+/// Meshes over the same ranks, with names for combinations of their axes.
 ///
-/// Attention and experts cut the same ranks differently, so one mesh does not hold all groups. [`Training`](super::Training)
-/// and [`Serving`](super::Serving) make topologies; every group comes from [`Mesh::groups`].
+/// Attention and experts divide the same ranks differently, so one mesh cannot hold all groups.
+/// [`Training`](super::Training) and [`Serving`](super::Serving) make topologies; every group comes from [`Mesh::groups`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Topology {
     meshes: Vec<Mesh>,
@@ -14,7 +14,7 @@ pub struct Topology {
     groups: Vec<Named>,
 }
 
-/// Axes of one of the meshes under a name of their own.
+/// A name for axes of one of the meshes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Named {
     name: &'static str,
@@ -23,10 +23,10 @@ struct Named {
 }
 
 impl Topology {
-    /// Meshes over the same ranks; the first is the one that people think in.
+    /// Makes a topology of meshes over the same ranks; the first is the main one, which is displayed.
     ///
     /// # Errors
-    /// [`Error::MeshSize`] where one needs another number of ranks than the first.
+    /// [`Error::MeshSize`] if one needs another number of ranks than the first.
     pub(super) fn new(meshes: Vec<Mesh>) -> Result<Self> {
         let world = meshes.first().map_or(1, Mesh::world);
         for mesh in &meshes {
@@ -35,29 +35,29 @@ impl Topology {
         Ok(Self { meshes, coordinates: Vec::new(), groups: Vec::new() })
     }
 
-    /// Names a group, and the coordinate that is a rank's place in it.
+    /// Names a group, and also the coordinate that is a rank's index in it.
     pub(super) fn axis(self, name: &'static str, mesh: usize, axes: &[&'static str]) -> Self {
         self.coordinate(name, mesh, axes).group(name, mesh, axes)
     }
 
-    /// Names a coordinate: the place on `axes`, the first of them outermost.
+    /// Names a coordinate: a rank's index on `axes`, the first of them outermost.
     pub(super) fn coordinate(mut self, name: &'static str, mesh: usize, axes: &[&'static str]) -> Self {
         self.coordinates.push(Named { name, mesh, axes: axes.to_vec() });
         self
     }
 
-    /// Names a group: ranks that differ on `axes` only.
+    /// Names a group: the ranks that differ only on `axes`.
     pub(super) fn group(mut self, name: &'static str, mesh: usize, axes: &[&'static str]) -> Self {
         self.groups.push(Named { name, mesh, axes: axes.to_vec() });
         self
     }
 
-    /// Ranks.
+    /// Number of ranks.
     pub fn world(&self) -> usize {
         self.meshes.first().map_or(1, Mesh::world)
     }
 
-    /// The ways to read the ranks: first that of attention, then others where there are any.
+    /// The meshes over these ranks: first that of attention, then any others.
     pub fn meshes(&self) -> &[Mesh] {
         &self.meshes
     }
@@ -67,10 +67,10 @@ impl Topology {
         self.groups.iter().map(|named| named.name)
     }
 
-    /// All groups of a name: each rank is in exactly one. Groups are in the order of their first ranks.
+    /// All groups with this name, in the order of their first ranks; each rank is in exactly one.
     ///
     /// # Errors
-    /// [`Error::MeshAxis`] for a name there is not.
+    /// [`Error::MeshAxis`] if no group has this name.
     pub fn groups(&self, name: &str) -> Result<Vec<Vec<usize>>> {
         let Some(named) = self.groups.iter().find(|named| named.name == name) else {
             let names: Vec<&str> = self.names().collect();
@@ -80,19 +80,20 @@ impl Topology {
         self.meshes[named.mesh].groups(&named.axes)
     }
 
-    /// The ranks of `rank`'s group, itself included.
+    /// The ranks of `rank`'s group, including itself.
     ///
     /// # Errors
-    /// [`Error::MeshAxis`] for a name or a rank there is not.
+    /// [`Error::MeshAxis`] if there is no such group or rank.
     pub fn members(&self, rank: usize, name: &str) -> Result<Vec<usize>> {
         let (color, _) = self.place(rank, name)?;
         Ok(self.groups(name)?.swap_remove(color))
     }
 
-    /// The number of `rank`'s group among [`groups`](Self::groups), and its place inside: color and key of a split.
+    /// Index of `rank`'s group in [`groups`](Self::groups), and index in the group: color and key for splitting a
+    /// communicator.
     ///
     /// # Errors
-    /// [`Error::MeshAxis`] for a name or a rank there is not.
+    /// [`Error::MeshAxis`] if there is no such group or rank.
     pub fn place(&self, rank: usize, name: &str) -> Result<(usize, usize)> {
         let groups = self.groups(name)?;
         let inside = |(color, ranks): (usize, &Vec<usize>)| Some((color, ranks.iter().position(|r| *r == rank)?));
@@ -102,7 +103,7 @@ impl Topology {
         })
     }
 
-    /// A rank's coordinates by name, outermost first. `rank` is below [`world`](Self::world).
+    /// A rank's coordinates by name, outermost first. `rank` must be below [`world`](Self::world).
     pub fn coordinates(&self, rank: usize) -> Vec<(&'static str, usize)> {
         let place = |named: &Named| {
             let mesh = &self.meshes[named.mesh];
@@ -122,10 +123,10 @@ impl std::fmt::Display for Topology {
     }
 }
 
-/// `whole` over the product of `by`, where that is whole.
+/// Divides `whole` by the product of `by`, without a remainder.
 ///
 /// # Errors
-/// [`Error::MeshAxis`] of `mesh` with the numbers and with what `otherwise` would be.
+/// [`Error::MeshAxis`] of `mesh` if there is a remainder, with the numbers and its consequence, `otherwise`.
 pub(super) fn quotient(
     mesh: &str,
     (what, whole): (&str, usize),

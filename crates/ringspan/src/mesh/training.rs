@@ -1,35 +1,35 @@
-//! The axes of training.
+//! The axes of training, and their groups of ranks.
 
 use super::{Grid, Mesh, Topology, topology::quotient};
 use crate::error::Result;
 
 /// Sizes of the axes of training, outermost first: `pp, dp_replicate, dp_shard, cp, tp`, where cp is ring x Ulysses.
 ///
-/// Ranks are numbered with tp fastest. A stage of the pipeline is `dp_replicate x dp_shard x cp x tp` neighbours.
+/// The axis tp varies fastest. A pipeline stage is `dp_replicate x dp_shard x cp x tp` consecutive ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Training {
-    /// Stages of the pipeline.
+    /// Number of pipeline stages.
     pub pp: usize,
-    /// Copies of the model.
+    /// Number of copies of the model (data-parallel replicas).
     pub dp_replicate: usize,
-    /// Ranks that share the parameters of a copy, each with sequences of its own.
+    /// Number of ranks that share the parameters of a copy, each with its own sequences.
     pub dp_shard: usize,
-    /// Ranks that share a sequence.
+    /// The ranks that share a sequence (context parallel).
     pub cp: Grid,
-    /// Ranks that share a layer.
+    /// Number of ranks that share each layer (tensor parallel).
     pub tp: usize,
-    /// How the ranks of a stage share experts; `None` for a dense model.
+    /// The mesh of experts over the ranks of a stage; `None` for a dense model.
     pub experts: Option<Experts>,
 }
 
-/// The second reading of the ranks of a pipeline stage: `moe_dp, moe_ep, moe_tp`, outermost first.
+/// The mesh of experts over the ranks of a pipeline stage: `moe_dp, moe_ep, moe_tp`, outermost first.
 ///
-/// moe_tp is what is left: ranks of a stage / (ep x moe_dp).
+/// The size of moe_tp follows: ranks of a stage / (ep x moe_dp).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Experts {
-    /// Ranks that share the experts of a copy, each with whole ones of its own.
+    /// Number of ranks that share the experts of a copy; each holds whole experts.
     pub ep: usize,
-    /// Copies of the experts.
+    /// Number of copies of the experts.
     pub moe_dp: usize,
 }
 
@@ -40,16 +40,16 @@ impl Default for Training {
 }
 
 impl Training {
-    /// The groups of these sizes.
+    /// Makes the groups for these sizes.
     ///
-    /// By name: the axes `pp`, `dp_replicate`, `dp_shard`, `cp` with its parts `ring` and `ulysses`, and `tp`;
-    /// `dp` = dp_replicate x dp_shard, the ranks with sequences of their own; `dp_shard_cp`, those that share the
-    /// parameters of a copy; `dp_cp`, those whose losses are of other tokens. With experts also `moe_dp`, `moe_ep` and
+    /// Their names are: `pp`, `dp_replicate`, `dp_shard`, `cp` with its parts `ring` and `ulysses`, and `tp` for the axes;
+    /// `dp` = dp_replicate x dp_shard for ranks with different sequences; `dp_shard_cp` for ranks that share the parameters
+    /// of a copy; `dp_cp` for ranks whose losses are of different tokens. With experts also `moe_dp`, `moe_ep` and
     /// `moe_tp`.
     ///
     /// # Errors
-    /// [`Error::MeshAxis`](crate::Error::MeshAxis) for sizes of 0, products beyond a machine word, and experts that do
-    /// not divide the ranks of a stage.
+    /// [`Error::MeshAxis`](crate::Error::MeshAxis) for sizes of 0, products that overflow a machine word, and expert axes
+    /// whose product does not divide the ranks of a stage.
     ///
     /// ```
     /// use ringspan::mesh::{Grid, Training};

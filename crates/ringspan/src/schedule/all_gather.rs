@@ -1,12 +1,13 @@
-//! All-gather and halo: keys go at once to all ranks that see them, and their gradients come straight back.
+//! All-gather and halo: keys are sent directly to all ranks that see them, and their gradients return directly to the
+//! owner.
 //!
-//! All-gather sends whole blocks. Halo sends each rank just the rows that it sees: what lies within a window of the
-//! border, or belongs to a document that two ranks share.
+//! All-gather sends whole blocks. Halo sends each rank only the rows that it sees: those within a window of the border
+//! between two ranks, or in a document that both share.
 
 use super::{Block, Compute, Plan, Rows, Schedule, Step, Transfer};
 use smallvec::smallvec;
 
-/// Which rows of a block a rank gets.
+/// The rows of a block that a rank receives: all of them, or only those it sees.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Extent {
     Whole,
@@ -40,8 +41,8 @@ pub(super) fn backward(schedule: &Schedule, rank: usize, extent: Extent) -> Plan
     plan
 }
 
-/// Sends this rank's keys, receives all it needs, and computes the diagonal meanwhile. Each rank starts with its neighbour, so
-/// that no owner is asked by all at once.
+/// Sends this rank's keys, receives all keys it needs, and computes the diagonal meanwhile. Each rank starts with its
+/// neighbour, so that not all ranks request from the same owner at once.
 fn gather(schedule: &Schedule, rank: usize, extent: Extent) -> Step {
     let keys = |user, owner, peer| {
         let rows = rows(schedule, user, owner, extent);

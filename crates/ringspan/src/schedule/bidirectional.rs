@@ -1,13 +1,15 @@
-//! The ring both ways, for links without wrap-around: blocks only ever pass between neighbours r and r + 1.
+//! The bidirectional ring, for links without wrap-around: blocks only pass between neighbours r and r + 1.
 //!
-//! A block leaves its owner upwards and downwards, and is passed on by every rank, seeing it or not, up to the farthest
-//! that sees it. Ring rank r computes its own block, then by turns the one d below and the one d above. Both directions
-//! of a link work at once, so the longest way a block takes is what a one-way ring takes, with no hop from the last
-//! rank to the first. Gradients go straight home: a way back through all neighbours would carry them no faster.
+//! A block leaves its owner in both directions, and every rank passes it on, whether it sees the block or not, up to the
+//! farthest rank that does. Ring rank r computes its own block, then alternates between the block d below and the one d
+//! above. Both directions of a link work at once, so a block's longest path is as long as in a one-way ring, without a hop
+//! from the last rank to the first. Gradients are sent directly to the owner: passing them through all neighbours would not
+//! be faster.
 
 use super::{Block, Plan, Schedule, Step};
 
-/// The step in which `rank` computes, or would, the block of `owner`: the diagonal, then by distance, below first.
+/// The step in which `rank` computes the block of `owner` if it sees it: the diagonal first, then by distance, lower owners
+/// first.
 fn turn(rank: usize, owner: usize) -> usize {
     match rank.abs_diff(owner) {
         0 => 0,

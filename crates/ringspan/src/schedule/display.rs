@@ -1,9 +1,9 @@
-//! A schedule as a table: who computes what when, and what moves meanwhile.
+//! Prints a schedule as a table: what each rank computes and sends in each step.
 
 use super::{Block, Pass, Schedule, Strategy, Transfer};
 use std::fmt::{Display, Formatter, Result};
 
-/// More ring ranks than this are not drawn one by one.
+/// Maximum number of ring ranks that are printed one by one.
 const DRAWN: usize = 16;
 
 impl Display for Schedule {

@@ -1,4 +1,4 @@
-//! What a schedule costs on a given machine: its plans played through, and the choice of the cheapest.
+//! Estimates the cost of a schedule on a given machine by simulating its plans, and chooses the cheapest schedule.
 
 use super::{Block, Pass, Plan, Schedule, Sizes, Strategy, Transfer};
 use crate::error::{Error, Result};
@@ -6,49 +6,49 @@ use crate::mesh::Grid;
 use std::collections::HashMap;
 use std::fmt::{Display, Formatter};
 
-/// A link out of a rank.
+/// The outgoing link of a rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
     /// Bytes a second.
     pub bandwidth: f64,
-    /// Seconds from the last byte sent to the last byte there.
+    /// Seconds from sending the last byte to its arrival.
     pub latency: f64,
 }
 
-/// How fast ranks compute and talk.
+/// Speed of computation and communication of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Machine {
     /// Floating-point operations a second of one rank in attention.
     pub flops: f64,
-    /// Between ring ranks.
+    /// Link between ring ranks.
     pub ring: Link,
-    /// Between the members of a Ulysses group.
+    /// Link between the members of a Ulysses group.
     pub ulysses: Link,
-    /// Whether ring ranks stand in a line: a message passes every rank between its two ends.
+    /// Whether ring ranks are connected in a line: a message passes through every rank between its two ends.
     pub line: bool,
 }
 
-/// The cost of a schedule.
+/// The estimated cost of a schedule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// The strategy.
+    /// The schedule's strategy.
     pub strategy: Strategy,
-    /// Its axes.
+    /// The sizes of its ring and Ulysses axes.
     pub grid: Grid,
-    /// From when all ranks begin to when all have finished.
+    /// Seconds from the common start of all ranks until the last has finished.
     pub seconds: f64,
-    /// Of the rank that computes longest.
+    /// Seconds of computation of the rank that computes longest.
     pub compute_seconds: f64,
-    /// Of the rank that sends most.
+    /// Bytes sent by the rank that sends most.
     pub bytes_sent: u64,
 }
 
 impl Schedule {
-    /// Plays the passes through: every rank takes its steps in order, sends one message after the other over its link,
-    /// computes, and waits for what it receives.
+    /// Simulates the passes: every rank takes its steps in order, sends one message after the other over its link,
+    /// computes, and waits for its receives.
     ///
     /// # Errors
-    /// Heads that do not fit the grid.
+    /// Head counts that do not fit the grid.
     pub fn estimate(&self, sizes: &Sizes, machine: &Machine, passes: &[Pass]) -> Result<Estimate> {
         let ranks = self.query().ranks();
         let (mut seconds, mut compute, mut bytes) = (0.0, 0.0, vec![0; ranks]);
@@ -63,7 +63,8 @@ impl Schedule {
                     let own = Sizes { heads: share.query.len(), kv_heads: share.kv.len(), ..*sizes };
                     let ring =
                         self.traffic(pass, self.grid().place(rank).0).bytes(&own, self.key().documents().row_len());
-                    // There and back. Parts of the heads hide all but the first and the last exchange.
+                    // The time covers both exchanges. If heads are in parts, only the first and the last exchange are not
+                    // overlapped.
                     let time = sent.saturating_sub(ring) as f64 / machine.ulysses.bandwidth;
                     exchanged = exchanged.max(time / self.head_chunks() as f64 + 2.0 * machine.ulysses.latency);
                 }
@@ -76,7 +77,7 @@ impl Schedule {
         Ok(Estimate { strategy: self.strategy(), grid: self.grid(), seconds, compute_seconds: compute, bytes_sent })
     }
 
-    /// When the last ring rank has finished a pass, and how long the busiest computed.
+    /// The time at which the last ring rank has finished a pass, and the computation time of the busiest.
     fn play(&self, sizes: &Sizes, machine: &Machine, pass: Pass) -> Result<(f64, f64)> {
         let shares = super::HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
         let most = shares.iter().max_by_key(|share| share.query.len());
@@ -109,15 +110,15 @@ impl Schedule {
     }
 }
 
-/// A ring rank in the middle of its plan.
+/// The state of a simulated ring rank in its plan.
 struct Player {
     acts: Vec<Act>,
     next: usize,
     now: f64,
     busy: f64,
-    /// When the link out is free again.
+    /// Time at which the outgoing link is free again.
     link: f64,
-    /// Of a batch row.
+    /// Number of keys of a batch row.
     keys: usize,
 }
 
@@ -140,7 +141,7 @@ impl Player {
         Self { acts, next: 0, now: 0.0, busy: 0.0, link: 0.0, keys }
     }
 
-    /// Takes the next act; false if there is none, or it waits for something not yet sent.
+    /// Takes the next act; false if there is none left, or if it waits for a message that is not sent yet.
     fn act(
         &mut self,
         rank: usize,
@@ -170,12 +171,12 @@ impl Player {
     }
 }
 
-/// The cheapest of some schedules, and what each of them was estimated to cost.
+/// The cheapest of several schedules, with the estimated cost of each.
 #[derive(Debug, Clone)]
 pub struct Choice {
-    /// The cheapest; of equals the one that sends least, then the first.
+    /// The cheapest schedule; among equals the one that sends least, then the first.
     pub schedule: Schedule,
-    /// All, in the given order.
+    /// The estimates of all candidates, in the given order.
     pub estimates: Vec<Estimate>,
 }
 
@@ -183,7 +184,7 @@ impl Choice {
     /// Estimates all `candidates` and keeps the cheapest.
     ///
     /// # Errors
-    /// No candidates, or one whose heads do not fit its grid.
+    /// An empty list of candidates, or one whose heads do not fit its grid.
     pub fn cheapest(candidates: Vec<Schedule>, sizes: &Sizes, machine: &Machine, passes: &[Pass]) -> Result<Self> {
         let estimates =
             candidates.iter().map(|schedule| schedule.estimate(sizes, machine, passes)).collect::<Result<Vec<_>>>()?;
@@ -262,7 +263,7 @@ mod tests {
         let estimate = all[0].estimate(&SIZES, &machine(1e15), &[Pass::Forward]).expect("fits");
         let flops = 4.0 * 64.0 * 8.0 * 4096.0 * 1024.0;
         assert!((estimate.seconds / (flops / 1e11) - 1.0).abs() < 1e-4, "{estimate:?}");
-        // A ring whose blocks take twice their computation waits for each of them.
+        // A block takes twice as long to send as to compute with, so the ring waits for each of them.
         let block = (1024 * 2 * 128 * 4) as f64;
         let slow =
             all[0].estimate(&SIZES, &machine(block / (2.0 * flops / 4.0 / 1e11)), &[Pass::Forward]).expect("fits");

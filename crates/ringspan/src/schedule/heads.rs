@@ -1,19 +1,19 @@
-//! Which heads a rank of the Ulysses axis computes.
+//! The heads that each rank of the Ulysses axis computes.
 
 use crate::error::{Error, Result};
 use crate::mesh::Grid;
 use std::ops::Range;
 
-/// The heads of one Ulysses rank: some query heads, and the key-value heads these read.
+/// The heads of one Ulysses rank: a range of query heads, and the key-value heads they read.
 ///
-/// Key-value heads that several ranks read are sent to each of them, so U may exceed G, and H need not divide by U.
+/// A key-value head that several ranks read is sent to each of them, so U may exceed G, and H need not be a multiple of U.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeadShare {
     /// Query heads.
     pub query: Range<usize>,
     /// Key-value heads.
     pub kv: Range<usize>,
-    /// For each of the query heads, which of the key-value heads it reads, counted from the first of the share.
+    /// For each query head, the key-value head it reads, counted from the start of `kv`.
     pub kv_of: Vec<usize>,
 }
 
@@ -35,11 +35,12 @@ impl HeadShare {
         Ok((0..ulysses).map(share).collect())
     }
 
-    /// The shares of all ranks, cut into up to `chunks` parts to be computed one after the other: part by part, rank by
-    /// rank. Every rank has at least one head in every part; where that allows it, parts begin with a key-value head.
+    /// The shares of all ranks, each cut into up to `chunks` parts that are computed one after the other; indexed by part,
+    /// then by rank. Every rank has at least one head in every part. If this allows it, parts start at the first query head
+    /// of a key-value head.
     ///
     /// # Errors
-    /// As [`all`](Self::all).
+    /// Like those of [`all`](Self::all).
     pub fn parts(heads: usize, kv_heads: usize, grid: Grid, chunks: usize) -> Result<Vec<Vec<Self>>> {
         let shares = Self::all(heads, kv_heads, grid)?;
         let group = heads / kv_heads;
@@ -56,7 +57,7 @@ impl HeadShare {
         Ok((0..chunks).map(|chunk| shares.iter().map(|share| cut(share, chunk)).collect()).collect())
     }
 
-    /// Query heads, at least one, in groups of `group` to a key-value head.
+    /// The share of the given query heads (at least one), where `group` query heads read the same key-value head.
     fn of(query: Range<usize>, group: usize) -> Self {
         let kv = query.start / group..(query.end - 1) / group + 1;
         let kv_of = query.clone().map(|head| head / group - kv.start).collect();
@@ -98,7 +99,7 @@ mod tests {
                 }
             }
         }
-        // Four query heads to a key-value head: parts of 6 would cut a group, so the first ends at 4.
+        // Four query heads share a key-value head: parts of 6 would cut a group, so the first part ends at 4.
         let parts = HeadShare::parts(12, 3, Grid::new(1, 1), 2).expect("fits");
         assert_eq!((parts[0][0].query.clone(), parts[1][0].query.clone()), (0..4, 4..12));
     }

@@ -1,4 +1,4 @@
-//! Strategies as data: who computes which tiles when, and which blocks move meanwhile.
+//! Strategies as data: which rank computes which tiles at which step, and which blocks move meanwhile.
 //!
 //! A context-parallel group of P = R x U ranks is read as R *ring ranks* of U members each ([`Grid`]). Inside a ring
 //! rank an all-to-all turns tokens into heads, so its members share the same tokens and the same [`Plan`], each for its
@@ -43,34 +43,34 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use visibility::Visibility;
 
-/// A strategy for one attention, made concrete for a layout and a mask.
+/// The plans of all ranks for one attention: a strategy applied to a layout and a mask.
 #[derive(Debug, Clone)]
 pub struct Schedule {
     strategy: Strategy,
     mask: Mask,
     grid: Grid,
     head_chunks: usize,
-    /// Layouts of all ranks, and of the ring ranks.
+    /// `query` and `key` are the layouts of all P ranks; `query_groups` and `key_groups` are those of the R ring ranks.
     query: Layout,
     key: Layout,
     query_groups: Layout,
     key_groups: Layout,
     /// Key runs of each ring rank, by document.
     key_strands: Vec<HashMap<usize, Vec<Strand>>>,
-    /// All rows of each ring rank.
+    /// `query_rows` and `key_rows` are all rows of each ring rank.
     query_rows: Vec<Rows>,
     key_rows: Vec<Rows>,
     /// Which ring ranks see keys of which others.
     visible: Visibility,
-    /// Key rows that a ring rank needs of another, once they were asked for.
+    /// Key rows that a ring rank needs of another, cached by the pair of ring ranks at their first use.
     needed: Arc<Mutex<HashMap<(usize, usize), Rows>>>,
 }
 
 impl Schedule {
-    /// Plans attention of queries in layout `query` over keys in layout `key` on the ranks of `grid`.
+    /// Makes the schedule for queries in layout `query` and keys in layout `key` on the ranks of `grid`.
     ///
     /// # Errors
-    /// Layouts of another number of ranks or documents, or that the mask does not fit.
+    /// Layouts with different numbers of ranks or documents, or a mask that does not fit the documents.
     pub fn new(strategy: Strategy, query: &Layout, key: &Layout, mask: &Mask, grid: impl Into<Grid>) -> Result<Self> {
         let (ranks, grid) = (query.ranks(), grid.into());
         if grid.size() != Some(ranks) || key.ranks() != ranks {
@@ -108,53 +108,54 @@ impl Schedule {
         })
     }
 
-    /// Computes the heads of a Ulysses rank in up to `chunks` parts, so that the exchange of one part runs while another
-    /// is computed. Key-value heads that two parts read are exchanged twice. Without Ulysses, all heads are one part.
+    /// Lets a Ulysses rank compute its heads in up to `chunks` parts, so that the exchange of one part overlaps the
+    /// computation of another. Key-value heads that two parts read are exchanged twice. Without Ulysses, all heads are one
+    /// part.
     pub fn with_head_chunks(self, chunks: usize) -> Self {
         Self { head_chunks: chunks.max(1), ..self }
     }
 
-    /// The strategy.
+    /// The strategy that generates the plans.
     pub fn strategy(&self) -> Strategy {
         self.strategy
     }
 
-    /// The mask.
+    /// The mask that decides which pairs are visible.
     pub fn mask(&self) -> &Mask {
         &self.mask
     }
 
-    /// The axes.
+    /// The sizes of the ring and Ulysses axes.
     pub fn grid(&self) -> Grid {
         self.grid
     }
 
-    /// Parts in which a Ulysses rank computes its heads.
+    /// Number of parts in which a Ulysses rank computes its heads, at most.
     pub fn head_chunks(&self) -> usize {
         self.head_chunks
     }
 
-    /// Who holds which queries, rank by rank.
+    /// The layout of the queries over all P ranks.
     pub fn query(&self) -> &Layout {
         &self.query
     }
 
-    /// Who holds which keys, rank by rank.
+    /// The layout of the keys over all P ranks.
     pub fn key(&self) -> &Layout {
         &self.key
     }
 
-    /// Who holds which queries, ring rank by ring rank.
+    /// The layout of the queries over the R ring ranks.
     pub fn query_groups(&self) -> &Layout {
         &self.query_groups
     }
 
-    /// Who holds which keys, ring rank by ring rank.
+    /// The layout of the keys over the R ring ranks.
     pub fn key_groups(&self) -> &Layout {
         &self.key_groups
     }
 
-    /// The steps of a ring rank.
+    /// The steps of a ring rank, with the tiles of each computation.
     pub fn plan(&self, pass: Pass, ring_rank: usize) -> Plan {
         let mut plan = self.outline(pass, ring_rank);
         for compute in plan.iter_mut().filter_map(|step| step.compute.as_mut()) {
@@ -163,8 +164,8 @@ impl Schedule {
         plan
     }
 
-    /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand of them in a step, so who takes the steps
-    /// one by one asks for [batches](Self::in_batches) of them, and lets them go.
+    /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand tiles in a step, so an executor, which
+    /// needs one step at a time, requests [batches](Self::in_batches) of them and drops each after use.
     pub(crate) fn outline(&self, pass: Pass, ring_rank: usize) -> Plan {
         let backward = pass == Pass::Backward;
         let mut plan = match (self.strategy, pass) {
@@ -181,18 +182,19 @@ impl Schedule {
         plan
     }
 
-    /// Visible pairs that `rank` of the P ranks computes forward, for one head.
+    /// Number of visible pairs that `rank` of the P ranks computes forward, for one head.
     pub fn pairs(&self, rank: usize) -> u64 {
         let computed = self.outline(Pass::Forward, self.grid.place(rank).0);
         computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.pairs_of(compute)).sum()
     }
 
-    /// Bytes of the plan that a ring rank holds during a pass, besides tiles: a step for each ring rank that it meets.
+    /// Bytes that a ring rank's plan takes during a pass, without tiles; the plan has a step for each ring rank that it
+    /// meets.
     pub fn plan_bytes(&self, pass: Pass, ring_rank: usize) -> u64 {
         list_bytes(&self.outline(pass, ring_rank))
     }
 
-    /// What a ring rank sends to others.
+    /// The rows that a ring rank sends to others in one pass.
     pub fn traffic(&self, pass: Pass, ring_rank: usize) -> Traffic {
         Traffic::of(&self.outline(pass, ring_rank))
     }
@@ -211,7 +213,7 @@ impl Schedule {
         Transfer { block, peer, rows: rows[block.owner()].clone() }
     }
 
-    /// The queries of one ring rank against the keys of another, if they see any; without tiles.
+    /// The computation of one ring rank's queries and another's keys, without tiles; `None` if no pair is visible.
     fn compute(&self, queries: usize, keys: usize) -> Option<Compute> {
         let rows = self.key_rows[keys].clone();
         self.sees(queries, keys).then_some(Compute { queries, keys, tiles: Vec::new(), rows })

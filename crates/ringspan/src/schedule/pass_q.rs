@@ -1,9 +1,9 @@
-//! Pass-Q: queries visit the keys, and what they find comes straight back (Yang et al., 2024, arXiv:2411.01783).
+//! Pass-Q: queries visit the keys, and partial results return to the owner (Yang et al., 2024, arXiv:2411.01783).
 //!
-//! For few queries and many keys, as behind a cache. A block of queries passes, in ring order, just the ranks whose keys
-//! it sees: ring rank r holds the queries of r - s in step s. Results are merged by their owner in the order of the
-//! visits, a step after they were made. Backward, queries travel with the gradients of their outputs; the gradients of
-//! keys stay where the keys are.
+//! It suits few queries and many keys, as with a KV cache. A block of queries visits, in ring order, only the ranks whose
+//! keys it sees: ring rank r holds the queries of r - s in step s. The owner merges the results in the order of the visits,
+//! one step after they were computed. Backward, queries travel with the gradients of their outputs; the gradients of keys
+//! stay with the keys.
 
 use super::{Block, Pass, Plan, Schedule, Step};
 

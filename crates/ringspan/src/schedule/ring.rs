@@ -1,9 +1,9 @@
-//! The ring: a block visits, in ring order, just the ranks that see it.
+//! The ring: a block visits, in ring order, only the ranks that see it.
 //!
-//! Forward, ring rank r computes block r - s in step s, and passes it on to the next rank that sees it. Backward runs
-//! the other way: r computes block r + 1 + t in step t and ends on its own, so the gradients of a block, added to by
-//! every rank it visits, arrive where they belong with the last hop. Where all ranks see each other, each sends R - 1
-//! blocks forward, and R - 1 of keys and R - 1 of gradients backward.
+//! Forward, ring rank r computes block r - s in step s, and passes it on to the next rank that sees it. Backward runs the
+//! other way: r computes block r + 1 + t in step t and ends on its own. Every rank that a block visits adds to its
+//! gradients, so the last hop brings their sum to the block's owner. If all ranks see each other, each sends R - 1 blocks
+//! forward, and R - 1 of keys and R - 1 of gradients backward.
 
 use super::{Block, Plan, Schedule, Step};
 
@@ -12,7 +12,7 @@ pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
     let mut plan: Plan = (0..size).map(|_| Step::default()).collect();
     for step in 0..size {
         let owner = (rank + size - step) % size;
-        // Only the owner and those that see the block have it.
+        // Only the owner and the ranks that see the block ever hold it.
         if step > 0 && !schedule.sees(rank, owner) {
             continue;
         }
@@ -30,7 +30,8 @@ pub(super) fn forward(schedule: &Schedule, rank: usize) -> Plan {
 
 pub(super) fn backward(schedule: &Schedule, rank: usize) -> Plan {
     let (size, visible) = (schedule.grid().ring, &schedule.visible);
-    // Step 0 fetches; step t + 1 computes block rank + 1 + t; the last is the diagonal. Blocks go to lower ranks.
+    // Step 0 only fetches; step t + 1 computes block rank + 1 + t; the last step computes the diagonal. Blocks move to
+    // lower ranks.
     let mut plan: Plan = (0..=size).map(|_| Step::default()).collect();
     if let Some(peer) = visible.user_before(rank, rank) {
         plan[0].send.push(schedule.whole(Block::Keys(rank), peer));

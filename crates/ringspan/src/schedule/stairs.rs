@@ -1,8 +1,8 @@
-//! What neighbouring runs of queries see as a whole, as few tiles.
+//! Staircases: joins the keys that consecutive runs of queries see completely into few tiles.
 
 use std::ops::Range;
 
-/// Rows of queries that see all of some rows of keys.
+/// Rows of queries that all see the same rows of keys completely.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stair {
     pub(super) q: Range<usize>,
@@ -10,19 +10,20 @@ pub(super) struct Stair {
 }
 
 impl Stair {
-    /// Whether `next` goes on where this one ends: its queries follow, and neither end of its keys moves back.
+    /// Whether `next` continues this stair: its queries follow directly, and neither end of its key range moves back.
     pub(super) fn leads_to(&self, next: &Self) -> bool {
         self.q.end == next.q.start && self.k.start <= next.k.start && self.k.end <= next.k.end
     }
 }
 
-/// Shows `each` tile, queries and keys, of stairs that lead to each other: not more than two a stair, and large ones where
-/// many queries see the same keys.
+/// Calls `each` with the tiles, queries and keys, of a staircase of consecutive stairs: at most two tiles a stair, and
+/// large ones if many queries see the same keys.
 pub(super) fn tiles(stairs: &[Stair], each: &mut impl FnMut(Range<usize>, Range<usize>)) {
     inside(stairs, 0..usize::MAX, each);
 }
 
-/// [`tiles`] of the keys inside `clip`: those that all stairs have in common, then those beside them by halves of the stairs.
+/// [`tiles`] for the keys inside `clip`: first the keys common to all stairs, then the keys at both sides for each half of
+/// the stairs.
 fn inside(stairs: &[Stair], clip: Range<usize>, each: &mut impl FnMut(Range<usize>, Range<usize>)) {
     let stairs = &stairs[stairs.partition_point(|stair| stair.k.end <= clip.start)..];
     let stairs = &stairs[..stairs.partition_point(|stair| stair.k.start < clip.end)];

@@ -1,29 +1,30 @@
-//! What a plan is made of: transfers, computations, steps.
+//! The elements of a plan: steps, with their transfers and computations.
 
 use crate::kernel::Tile;
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What moves between ring ranks. The number is the ring rank that owns the tokens.
+/// A block that moves between ring ranks. The number is the ring rank that owns its tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Block {
     /// Keys and values, as one message, in the wire type.
     Keys(usize),
-    /// What some ranks have added to the gradients of keys and values, in f32.
+    /// Partial sums of the gradients of keys and values, in f32, from the ranks that the block has visited.
     KeyGradients(usize),
-    /// Queries, in the wire type; with the rows of a bias, both in f32.
+    /// Queries, in the wire type; if there is a bias, queries and its rows as one message in f32.
     Queries(usize),
-    /// Gradients of the output, maxima and sums of softmaxes, and deltas of queries, as one message, in f32.
+    /// The saved values that the backward pass needs of queries, as one message in f32: output gradients, softmax maxima
+    /// and sums, deltas.
     Saved(usize),
-    /// What a rank's keys give to queries: a softmax state, in f32.
+    /// A softmax state in f32: the partial result of queries over one rank's keys.
     Partial(usize),
-    /// What a rank's keys give to the gradients of queries and of their rows of a bias, in f32.
+    /// Contribution of one rank's keys to the gradients of queries and of their bias rows, in f32.
     QueryGradients(usize),
 }
 
 impl Block {
-    /// The ring rank whose tokens these are.
+    /// The ring rank that owns the tokens.
     pub fn owner(self) -> usize {
         match self {
             Self::Keys(owner)
@@ -36,13 +37,13 @@ impl Block {
     }
 }
 
-/// Rows of a ring rank's tokens: ranges that rise and do not touch.
+/// Rows of a ring rank's tokens, as ascending ranges that do not touch.
 ///
-/// All rows of a block are one range, which needs no memory of its own: plans of a large ring name millions of them.
+/// A single range needs no memory on the heap: plans of a large ring name millions of whole blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Rows(Ranges);
 
-/// Up to one range as it is, more of them shared between all who name them.
+/// Up to one range is stored inline; several are shared between all clones.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Ranges {
     None,
@@ -79,12 +80,12 @@ impl Rows {
         self.ranges().iter().map(ExactSizeIterator::len).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.ranges().is_empty()
     }
 
-    /// The ranges, in order.
+    /// The ranges, in ascending order.
     pub fn ranges(&self) -> &[Range<usize>] {
         match &self.0 {
             Ranges::None => &[],
@@ -93,13 +94,13 @@ impl Rows {
         }
     }
 
-    /// For each range the rows before it.
+    /// For each range, the number of rows in the ranges before it.
     fn before(&self) -> Vec<usize> {
         let count = |before: &mut usize, range: &Range<usize>| Some(std::mem::replace(before, *before + range.len()));
         self.ranges().iter().scan(0, count).collect()
     }
 
-    /// Tells where rows that lie in one of the ranges stand when only these rows are kept.
+    /// Returns a function that maps rows inside one of the ranges to their rows in a tensor that holds only these ranges.
     pub(super) fn compact(&self) -> impl Fn(&Range<usize>) -> Range<usize> {
         let before = self.before();
         move |rows| {
@@ -111,52 +112,52 @@ impl Rows {
     }
 }
 
-/// A block on its way to or from a ring rank.
+/// The transfer of a block to or from another ring rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Transfer {
-    /// What moves.
+    /// The block that moves.
     pub block: Block,
-    /// The other ring rank.
+    /// The ring rank at the other end.
     pub peer: usize,
-    /// Which of the owner's rows.
+    /// The rows of the owner's tokens that move.
     pub rows: Rows,
 }
 
-/// Transfers of a step. Most steps have one of a kind, which lies in the step itself.
+/// Transfers of a step. Most steps have one of each kind, which is stored inline.
 pub type Transfers = SmallVec<[Transfer; 1]>;
 
-/// The tiles of a block of queries against a block of keys.
+/// The computation of a block of queries and a block of keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compute {
-    /// The ring rank whose queries these are.
+    /// The ring rank that owns the queries.
     pub queries: usize,
-    /// The ring rank whose keys these are.
+    /// The ring rank that owns the keys.
     pub keys: usize,
-    /// What is visible; query rows are those of their owner, key rows count in the rows of the block at hand.
+    /// Tiles of visible pairs. Query rows count in the owner's rows, key rows in the rows that the key block holds.
     pub tiles: Vec<Tile>,
-    /// Which of the owner's key rows the block at hand holds.
+    /// The owner's key rows that the key block holds.
     pub rows: Rows,
 }
 
 impl Compute {
-    /// Visible pairs, for one head.
+    /// Number of visible pairs, for one head.
     pub fn pairs(&self) -> u64 {
         self.tiles.iter().map(|tile| tile.band.pairs(tile.q.len(), tile.k.len())).sum()
     }
 }
 
-/// One step: start `send` and `receive`, compute, wait for what was received, then send `after`.
+/// One step: start `send` and `receive`, compute, wait for the receives, then send `after`.
 ///
-/// Inputs are received at least a step before they are needed, results in the step that adds to them.
+/// Blocks to compute with are received at least a step before they are needed, partial results in the step that adds them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Step {
     /// Sends started before the computation.
     pub send: Transfers,
     /// Receives started before the computation and waited for after it.
     pub receive: Transfers,
-    /// What is computed.
+    /// The computation of this step, if it has one.
     pub compute: Option<Compute>,
-    /// Sends of what this step made.
+    /// Sends of the results of this step's computation, or of gradients that it has added to.
     pub after: Transfers,
 }
 
@@ -169,19 +170,19 @@ impl Step {
 /// The steps of one ring rank, in order.
 pub type Plan = Vec<Step>;
 
-/// Bytes of the lists of a plan, without those of its tiles.
+/// Bytes of the lists of a plan, without the lists of tiles.
 pub(crate) fn list_bytes(plan: &Plan) -> u64 {
     let outside = |list: &Transfers| if list.spilled() { list.capacity() } else { 0 };
     let transfers = |step: &Step| [&step.send, &step.receive, &step.after].map(outside).iter().sum::<usize>();
     (size_of_val(&plan[..]) + plan.iter().map(transfers).sum::<usize>() * size_of::<Transfer>()) as u64
 }
 
-/// A pass through attention.
+/// The forward or backward pass of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pass {
-    /// Outputs from inputs.
+    /// Computes outputs from inputs.
     Forward,
-    /// Gradients of inputs from gradients of outputs.
+    /// Computes gradients of inputs from gradients of outputs.
     Backward,
 }
 

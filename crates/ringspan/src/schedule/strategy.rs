@@ -1,29 +1,30 @@
-//! The strategies by name.
+//! The strategies and their names.
 
 use crate::error::Error;
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;
 
-/// What moves between ring ranks so that queries meet the keys they see.
+/// A context-parallel strategy: which blocks move between ring ranks so that queries meet the keys they see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Strategy {
-    /// Keys pass from rank to rank, one step behind the computation (Liu et al., 2023). Two blocks in memory.
+    /// Keys pass from rank to rank, one step behind the computation (Liu et al., 2023). A rank holds two blocks.
     Ring,
-    /// The ring both ways, over links between neighbours only. Four blocks in memory.
+    /// Keys travel round in both directions, over links between neighbours only. A rank holds four blocks.
     BidirectionalRing,
-    /// Keys go at once to all ranks that see any of them (Llama 3, 2024). All of them in memory.
+    /// Each rank sends its keys directly to all ranks that see any of them (Llama 3, 2024). A rank holds all blocks that it
+    /// sees.
     AllGather,
-    /// Each rank gets just the keys that it sees, straight from their owner. For windows and documents.
+    /// Each rank receives only the key rows that it sees, directly from their owner. Suits windows and documents.
     Halo,
-    /// Queries pass from rank to rank, results come back. For few queries and many keys.
+    /// Queries pass from rank to rank, and partial results return to the owner. Suits few queries and many keys.
     PassQ,
 }
 
 impl Strategy {
-    /// All of them.
+    /// All strategies.
     pub const ALL: [Self; 5] = [Self::Ring, Self::BidirectionalRing, Self::AllGather, Self::Halo, Self::PassQ];
 
-    /// The name.
+    /// The name in options and tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ring => "ring",

@@ -47,7 +47,7 @@ pub(super) fn masks() -> impl Generator<Value = Mask> {
     )
 }
 
-/// Documents of queries and of keys: equal for packed and padded batches, of other lengths for cross attention.
+/// Documents of queries and of keys: the same for packed and padded batches, of different lengths for cross attention.
 pub(super) fn documents() -> impl Generator<Value = (Documents, Documents)> {
     prop_oneof![
         proptest::collection::vec(0usize..24, 1..5).prop_map(|l| (Documents::packed(&l), Documents::packed(&l))),
@@ -56,7 +56,7 @@ pub(super) fn documents() -> impl Generator<Value = (Documents, Documents)> {
             let documents = Documents::from_ids(&ids, 20).expect("full rows");
             (documents.clone(), documents)
         }),
-        // Queries of a document with gaps before keys without.
+        // Queries of a document with gaps meet keys of a document without gaps.
         proptest::collection::vec(0i32..2, 30).prop_filter_map("a token", |ids| {
             let queries = Documents::from_ids(&ids, 30).expect("a row");
             (queries.len() == 1).then(|| (queries, Documents::packed(&[37])))
@@ -96,7 +96,7 @@ proptest! {
     }
 }
 
-/// Adds the pairs of a computation; each must be new, and stand in its place in the batch.
+/// Adds the pairs of a computation; each must be new, and its tile must have the right position in the batch.
 fn check_tiles(
     schedule: &Schedule,
     compute: &Compute,
@@ -130,8 +130,8 @@ fn check_tiles(
     Ok(())
 }
 
-/// Adds the pairs of a computation as tiles without places; each must be new, and their number be what is counted without
-/// tiles. Batches hold the same tiles.
+/// Adds the pairs of a computation as joined tiles; each must be new, and their number must be what is counted without
+/// tiles. Batches must hold the same tiles.
 fn check_joined_tiles(
     schedule: &Schedule,
     compute: &Compute,
@@ -159,7 +159,7 @@ fn check_joined_tiles(
     Ok(())
 }
 
-/// By definition, without runs or bands.
+/// The visible pairs by definition, without runs or bands.
 pub(super) fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) -> HashSet<(usize, usize)> {
     let mut pairs = HashSet::new();
     for (document, (q, k)) in queries.iter().zip(keys.iter()).enumerate() {
@@ -174,7 +174,8 @@ pub(super) fn visible_pairs(queries: &Documents, keys: &Documents, mask: &Mask) 
     pairs
 }
 
-/// Runs the plans' transfers: each send meets its receive, is of a block at hand, and is of use to the receiver.
+/// Simulates the transfers of the plans: each send meets its receive, its block is held by the sender and needed by the
+/// receiver.
 fn check_transfers(schedule: &Schedule, plans: &[Plan], pass: Pass) -> std::result::Result<(), TestCaseError> {
     let mut sent: HashMap<Edge, i32> = HashMap::new();
     for (rank, plan) in plans.iter().enumerate() {
@@ -239,7 +240,7 @@ fn check_transfers(schedule: &Schedule, plans: &[Plan], pass: Pass) -> std::resu
     Ok(())
 }
 
-/// Key rows of others that the queries of a ring rank see, by definition.
+/// The number of key rows of other ring ranks that the queries of a ring rank see, by definition.
 fn needed_rows(schedule: &Schedule, rank: usize) -> usize {
     let (queries, keys) = (schedule.query().documents(), schedule.key().documents());
     let own: HashSet<usize> = schedule.query_groups().rows(rank).into_iter().collect();
@@ -353,7 +354,7 @@ fn few_queries_travel_rather_than_many_keys() {
     assert_eq!((traffic.keys, traffic.queries, traffic.partials), (0, 6, 6));
 }
 
-/// Tokens of two documents that alternate at random, with a tenth of padding.
+/// A row of two documents whose tokens alternate at random, with a tenth of padding.
 fn in_pieces(tokens: usize) -> Documents {
     let id = |token: usize| match (token * 7919 + token * token % 1013) % 20 {
         0 | 1 => 0,
@@ -405,7 +406,7 @@ fn single_tokens_dealt_by_work_make_few_tiles_under_a_window() {
     }
 }
 
-/// Each step asks for the next rank that sees a block: where it listed all of them, these plans took minutes.
+/// Each step looks up the next rank that sees a block; listing all of them instead made these plans take minutes.
 #[test]
 fn plans_of_thousands_of_ranks_take_no_list_of_ranks_at_each_step() {
     const RANKS: usize = 1500;

@@ -1,4 +1,4 @@
-//! What the queries of a ring rank see of the keys of another.
+//! The tiles between the queries of one ring rank and the keys of another.
 
 use super::stairs::{self, Stair};
 use super::{Compute, Rows, Schedule};
@@ -9,19 +9,19 @@ use crate::mask::{Band, Piece, Seen};
 use std::ops::Range;
 use std::sync::PoisonError;
 
-/// How what is visible becomes tiles.
+/// How visible pairs are divided into tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tiling {
-    /// A tile for each pair of runs: its place tells where in the batch all of its tokens lie.
+    /// One tile for each pair of runs, with the position of its tokens in the batch.
     Placed,
-    /// As few tiles as can be found, whose places mean nothing: for scores that do not ask where tokens lie. Where documents
-    /// have gaps, there are thousands of times as many pairs of runs.
+    /// As few tiles as possible, without valid positions: for scores that do not depend on positions. If documents have
+    /// gaps, there are thousands of times as many pairs of runs.
     Joined,
 }
 
 impl Schedule {
-    /// The runs of queries of ring rank `q`, each with its first row, a strand of keys of ring rank `k` of the same document, and
-    /// the lengths of the document's frames.
+    /// For each run of queries of ring rank `q` and strand of keys of ring rank `k` in the same document: the run's first
+    /// row, the run, the strand, and the lengths that positions of queries and keys are counted in.
     fn meetings(&self, q: usize, k: usize) -> impl Iterator<Item = (usize, &Run, &Strand, (usize, usize))> {
         let first_row = |row: &mut usize, run: &'_ Run| std::mem::replace(row, *row + run.len);
         let mut row = 0;
@@ -34,7 +34,7 @@ impl Schedule {
         })
     }
 
-    /// Visible pairs of a computation, for one head.
+    /// Number of visible pairs of a computation, for one head.
     pub(super) fn pairs_of(&self, compute: &Compute) -> u64 {
         let mut pairs = 0;
         for (_, run, strand, frames) in self.meetings(compute.queries, compute.keys) {
@@ -43,7 +43,7 @@ impl Schedule {
         pairs
     }
 
-    /// Shows `each` tile between the queries of ring rank `q` and the keys of ring rank `k`.
+    /// Calls `each` with every tile between the queries of ring rank `q` and the keys of ring rank `k`.
     fn tiles(&self, q: usize, k: usize, tiling: Tiling, each: impl FnMut(Tile)) {
         match tiling {
             Tiling::Placed => self.placed_tiles(q, k, each),
@@ -60,7 +60,8 @@ impl Schedule {
     }
 
     fn joined_tiles(&self, q: usize, k: usize, mut each: impl FnMut(Tile)) {
-        // The n-th staircase is made of the n-th whole parts that neighbouring runs of queries see.
+        // A run of queries sees several ranges of whole key runs; staircase n collects the n-th range of consecutive runs
+        // of queries.
         let (mut open, mut run_of, mut number) = (Vec::<Vec<Stair>>::new(), usize::MAX, 0);
         for (q_row, q_run, strand, frames) in self.meetings(q, k) {
             self.mask.search(q_run, strand.runs(), frames, |seen| match seen {
@@ -82,14 +83,14 @@ impl Schedule {
         open.iter().for_each(|stairs| stairs::tiles(stairs, &mut |q, k| each(whole(q, k))));
     }
 
-    /// The tile of a piece of a run of queries, which begins at `q_row`, and of run number `run` of a strand.
+    /// The tile of `piece`, which lies between a run of queries that begins at `q_row` and run number `run` of a strand.
     fn placed(&self, q_row: usize, q_run: &Run, strand: &Strand, run: usize, piece: &Piece) -> Tile {
         let k_row = strand.rows(&(run..run + 1)).start;
         let place = self.place(&q_run.part(&piece.q), &strand.runs()[run].part(&piece.k));
         Tile { q: moved(&piece.q, q_row), k: moved(&piece.k, k_row), band: piece.band, place }
     }
 
-    /// The key rows of ring rank `k` that some query of ring rank `q` sees.
+    /// The key rows of ring rank `k` that any query of ring rank `q` sees.
     pub(super) fn needed(&self, q: usize, k: usize) -> Rows {
         let known = || self.needed.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rows) = known().get(&(q, k)) {
@@ -102,18 +103,18 @@ impl Schedule {
         rows
     }
 
-    /// A computation of an [`outline`](Self::outline) with its tiles.
+    /// A computation of an [`outline`](Self::outline), completed with its tiles.
     pub(super) fn filled(&self, outline: &Compute, tiling: Tiling) -> Compute {
         let mut tiles = Vec::new();
         self.tiles(outline.queries, outline.keys, tiling, |tile| tiles.push(tile));
         Compute { tiles: self.in_block(tiles, outline), ..outline.clone() }
     }
 
-    /// Shows `each` list of tiles of a computation of an [`outline`](Self::outline), which has about `most` of them at most:
-    /// documents with gaps can have millions that are [placed](Tiling::Placed).
+    /// Calls `each` with batches of at most `most` tiles of a computation of an [`outline`](Self::outline): documents with
+    /// gaps can have millions of tiles that are [placed](Tiling::Placed).
     ///
     /// # Errors
-    /// The first of `each`.
+    /// The first error of `each`.
     pub(crate) fn in_batches(
         &self,
         outline: &Compute,
@@ -132,7 +133,7 @@ impl Schedule {
         if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, outline)) }
     }
 
-    /// The tiles, with key rows as the block at hand has them.
+    /// Changes key rows from the owner's rows to the rows that the block holds.
     fn in_block(&self, tiles: Vec<Tile>, Compute { keys, rows, .. }: &Compute) -> Vec<Tile> {
         if rows.len() < self.key_groups.tokens(*keys) { compact(tiles, rows) } else { tiles }
     }
@@ -149,32 +150,32 @@ impl Schedule {
     }
 }
 
-/// A range counted from a later row.
+/// The range shifted by `by` rows.
 fn moved(range: &Range<usize>, by: usize) -> Range<usize> {
     range.start + by..range.end + by
 }
 
-/// A tile in which all is visible, in no place.
+/// A tile in which all pairs are visible, without a valid position.
 fn whole(q: Range<usize>, k: Range<usize>) -> Tile {
     Tile { band: Band::whole(q.len(), k.len()), q, k, place: Place::START }
 }
 
-/// The key rows of a tile that some query of it sees.
+/// The key rows of a tile that any query of it sees.
 fn seen_keys(tile: &Tile) -> Range<usize> {
     let (queries, keys) = (tile.q.len(), tile.k.len());
-    // The visible keys move on with the query, so the first and the last query that see any bound them.
+    // Visible keys advance with the query, so the first and the last query that see any give the bounds.
     let first = tile.band.keys(tile.band.lo.max(0) as usize, keys).start;
     let last = tile.band.keys((queries as i64 - 1).min(tile.band.hi + keys as i64 - 1).max(0) as usize, keys).end;
     tile.k.start + first..tile.k.start + last.max(first)
 }
 
-/// The tiles in rows of a block that holds `rows` only, which are at least what they see.
+/// Changes key rows to those of a block that holds only `rows`, which include all rows that the tiles see.
 fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
     let compact = rows.compact();
     let inside = |tile: Tile| {
         let seen = seen_keys(&tile);
         let cut = (seen.start - tile.k.start) as i64;
-        // With keys counted from a later one, i - j grows by what was cut off.
+        // When the first `cut` keys are removed, i - j grows by `cut`.
         let band = Band { lo: tile.band.lo + cut, hi: tile.band.hi + cut };
         let place = Place {
             key: tile.place.key + cut as usize * tile.place.step,

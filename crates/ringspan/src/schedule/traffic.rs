@@ -1,45 +1,45 @@
-//! Rows and bytes that plans move.
+//! Rows and bytes that plans send.
 
 use super::{Block, HeadShare, Pass, Plan, Schedule, Transfer};
 use crate::error::Result;
 
-/// Rows a ring rank sends to others in one pass, by what they are rows of.
+/// Rows that a ring rank sends to others in one pass, by kind of block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traffic {
-    /// Of keys and values.
+    /// Rows of keys and values.
     pub keys: usize,
-    /// Of gradients of keys and values.
+    /// Rows of gradients of keys and values.
     pub key_gradients: usize,
-    /// Of queries.
+    /// Rows of queries.
     pub queries: usize,
-    /// Of gradients of outputs with two statistics.
+    /// Rows of saved values: output gradients, softmax statistics and deltas.
     pub saved: usize,
-    /// Of softmax states.
+    /// Rows of softmax states.
     pub partials: usize,
-    /// Of gradients of queries.
+    /// Rows of gradients of queries.
     pub query_gradients: usize,
 }
 
-/// What makes rows into bytes: heads, their widths, the wire type, a bias.
+/// The tensor sizes that convert rows into bytes: heads and their widths, the wire type, a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Query heads H.
     pub heads: usize,
     /// Key-value heads G.
     pub kv_heads: usize,
-    /// Width of a query and a key D.
+    /// Width D of a query and a key.
     pub dim: usize,
-    /// Width of a value Dv.
+    /// Width Dv of a value.
     pub v_dim: usize,
     /// Bytes of an element of the wire type.
     pub wire: usize,
-    /// Heads of a bias: H, 1 for one that all heads share, 0 for none. Its rows travel with their queries, and under Ulysses
-    /// to the heads, in f32.
+    /// Heads of a bias: H, 1 for a bias shared by all heads, 0 for none. Its rows travel with their queries, and under
+    /// Ulysses with the exchange of heads, in f32.
     pub bias_heads: usize,
 }
 
 impl Sizes {
-    /// Bytes of one row of a block; a bias has a term for each of `keys` keys of a batch row.
+    /// Bytes of one row of a block; a bias row has a term for each of the `keys` keys of a batch row.
     pub fn row(&self, block: Block, keys: usize) -> u64 {
         let Self { heads, kv_heads, dim, v_dim, wire, bias_heads } = *self;
         let bias = self.bias(heads, keys);
@@ -47,7 +47,7 @@ impl Sizes {
             Block::Keys(_) => kv_heads * (dim + v_dim) * wire,
             Block::KeyGradients(_) => kv_heads * (dim + v_dim) * 4,
             Block::Queries(_) => heads * dim * if bias_heads > 0 { 4 } else { wire } + bias * 4,
-            // Outputs, maxima and sums; or gradients of outputs, both again, and deltas.
+            // A partial result is output, maximum and sum; saved values are output gradient, maximum, sum and delta.
             Block::Partial(_) => heads * (v_dim + 2) * 4,
             Block::Saved(_) => heads * (v_dim + 3) * 4,
             Block::QueryGradients(_) => (heads * dim + bias) * 4,
@@ -55,7 +55,7 @@ impl Sizes {
         bytes as u64
     }
 
-    /// Terms of a query's bias for some of its heads. One for all heads goes whole wherever some of them go.
+    /// Number of bias terms of a query for `heads` of its heads. A bias shared by all heads is sent whole with any of them.
     fn bias(&self, heads: usize, keys: usize) -> usize {
         keys * if self.bias_heads == 1 { 1 } else { self.bias_heads.min(heads) }
     }
@@ -77,7 +77,7 @@ impl Traffic {
         traffic
     }
 
-    /// Bytes of these rows, where a batch row has `keys` keys.
+    /// Bytes of these rows; a batch row has `keys` keys.
     pub fn bytes(&self, sizes: &Sizes, keys: usize) -> u64 {
         let all = [
             (self.keys, Block::Keys(0)),
@@ -92,33 +92,35 @@ impl Traffic {
 }
 
 impl Schedule {
-    /// Bytes that `rank` of the P ranks sends to others in one pass: exchanges of heads, and blocks between ring ranks.
+    /// Bytes that `rank` of the P ranks sends to others in one pass, for exchanges of heads and for blocks between ring
+    /// ranks.
     ///
     /// # Errors
-    /// Heads that do not fit the grid.
+    /// Head counts that do not fit the grid.
     pub fn bytes_sent(&self, pass: Pass, rank: usize, sizes: &Sizes) -> Result<u64> {
         let Sizes { dim, v_dim, wire, .. } = *sizes;
         let row_len = self.key().documents().row_len();
-        // A bias for all heads goes to every member, and with every part of the heads again.
+        // A bias shared by all heads is sent to every member, and again with every part of the heads.
         let bias = |heads: usize| sizes.bias(heads, row_len);
         let (ring_rank, member) = self.grid().place(rank);
         let members = &self.grid().members()[ring_rank];
         let traffic = self.traffic(pass, ring_rank);
         let mut bytes = 0;
-        // Without an exchange there is nothing to hide, and all heads are one part.
+        // Without Ulysses there is no exchange to overlap, so all heads are one part.
         let chunks = if self.grid().ulysses > 1 { self.head_chunks() } else { 1 };
         for part in HeadShare::parts(sizes.heads, sizes.kv_heads, self.grid(), chunks)? {
             let (heads, kv_heads) = (part[member].query.len(), part[member].kv.len());
             bytes += traffic.bytes(&Sizes { heads, kv_heads, ..*sizes }, row_len);
             for (other, share) in part.iter().enumerate().filter(|(other, _)| *other != member) {
-                // To another member its heads of this rank's tokens, and back its tokens of this rank's heads.
+                // This rank sends a member the member's heads of its own tokens, and later returns its own heads of the
+                // member's tokens.
                 let queries = (self.query().tokens(rank), self.query().tokens(members[other]));
                 let keys = (self.key().tokens(rank), self.key().tokens(members[other]));
                 let there = queries.0 * share.query.len() * dim + keys.0 * share.kv.len() * (dim + v_dim);
                 let bias_there = queries.0 * bias(share.query.len()) * 4;
                 bytes += match pass {
                     Pass::Forward => there * wire + bias_there + queries.1 * heads * (v_dim + 2) * 4,
-                    // With them go the gradients of outputs, maxima, sums and deltas; dq, dk and dv come back.
+                    // Output gradients, maxima, sums and deltas travel with the inputs; dq, dk and dv come back.
                     Pass::Backward => {
                         let saved = queries.0 * share.query.len() * (v_dim + 3);
                         let back = queries.1 * (heads * dim + bias(heads)) + keys.1 * kv_heads * (dim + v_dim);

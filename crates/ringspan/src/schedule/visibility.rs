@@ -1,4 +1,4 @@
-//! Which ring ranks see keys of which others.
+//! Which ring ranks see keys of which other ring ranks.
 
 use crate::documents::{Run, Strand};
 use crate::layout::Layout;
@@ -6,8 +6,8 @@ use crate::mask::{Mask, Seen};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A bit for every pair of ring ranks, by queries and by keys: a ring of 10,000 has 10^8 of them, and asks for the next one
-/// that sees a block at every step.
+/// A bit for every pair of ring ranks, indexed by queries and by keys: a ring of 10,000 ranks has 10^8 pairs, and every
+/// step looks up the next rank that sees a block.
 #[derive(Debug, Clone)]
 pub(super) struct Visibility {
     /// Row q: the ranks whose keys rank q sees.
@@ -17,7 +17,7 @@ pub(super) struct Visibility {
 }
 
 impl Visibility {
-    /// What `mask` leaves visible between ranks of these layouts, which have as many ranks and documents.
+    /// Computes which ranks see each other under `mask`; both layouts have the same ranks and documents.
     pub(super) fn new(query: &Layout, key: &Layout, mask: &Mask) -> Self {
         let ranks = query.ranks();
         let keys = keys_by_document(key);
@@ -47,55 +47,55 @@ impl Visibility {
         self.owners.has(q, k)
     }
 
-    /// The ranks other than `owner` that see its keys, upwards round the ring.
+    /// The ranks other than `owner` that see its keys, in ascending ring order.
     pub(super) fn users(&self, owner: usize) -> impl Iterator<Item = usize> {
         self.users.ones(owner, owner + 1..self.users.len).chain(self.users.ones(owner, 0..owner))
     }
 
-    /// The ranks other than `rank` whose keys it sees, downwards round the ring.
+    /// The ranks other than `rank` whose keys it sees, in descending ring order.
     pub(super) fn owners(&self, rank: usize) -> impl Iterator<Item = usize> {
         self.owners.ones(rank, 0..rank).rev().chain(self.owners.ones(rank, rank + 1..self.owners.len).rev())
     }
 
-    /// The lowest and the highest of `owner` and the ranks that see its keys.
+    /// The lowest and the highest rank among `owner` and the ranks that see its keys.
     pub(super) fn reach(&self, owner: usize) -> (usize, usize) {
         let lowest = self.users.ones(owner, 0..owner).next();
         let highest = self.users.ones(owner, owner + 1..self.users.len).next_back();
         (lowest.unwrap_or(owner), highest.unwrap_or(owner))
     }
 
-    /// The next rank behind `from` that sees keys of `owner`, before the ring comes round to the owner.
+    /// The next rank after `from`, in ring order up to the owner, that sees keys of `owner`.
     pub(super) fn user_after(&self, owner: usize, from: usize) -> Option<usize> {
         self.users.after(owner, from)
     }
 
-    /// The next rank before `from` that sees keys of `owner`, before the ring comes round to the owner.
+    /// The next rank before `from`, in ring order down to the owner, that sees keys of `owner`.
     pub(super) fn user_before(&self, owner: usize, from: usize) -> Option<usize> {
         self.users.before(owner, from)
     }
 
-    /// The next rank behind `from` whose keys `rank` sees, before the ring comes round to `rank`.
+    /// The next rank after `from`, in ring order up to `rank`, whose keys `rank` sees.
     pub(super) fn owner_after(&self, rank: usize, from: usize) -> Option<usize> {
         self.owners.after(rank, from)
     }
 
-    /// The next rank before `from` whose keys `rank` sees, before the ring comes round to `rank`.
+    /// The next rank before `from`, in ring order down to `rank`, whose keys `rank` sees.
     pub(super) fn owner_before(&self, rank: usize, from: usize) -> Option<usize> {
         self.owners.before(rank, from)
     }
 }
 
-/// Keys of a document, and the ranks that hold them.
+/// A strand of keys of a document, with the ranks that hold its runs.
 struct Held {
     strand: Strand,
-    /// Runs that follow each other on one rank: the number of the run behind them, and the rank.
+    /// Stretches of consecutive runs on the same rank: the index after the last run, and the rank.
     stretches: Vec<(usize, usize)>,
-    /// Each rank once.
+    /// The ranks, sorted and without duplicates.
     ranks: Vec<usize>,
 }
 
 impl Held {
-    /// Of at least one run.
+    /// Makes the strand of sorted runs with their ranks; `None` if there are no runs.
     fn new(runs: &[(Run, usize)]) -> Option<Self> {
         let strand = Strand::of_sorted(runs.iter().map(|(run, _)| *run))?;
         let mut stretches: Vec<(usize, usize)> = Vec::new();
@@ -111,16 +111,16 @@ impl Held {
         Some(Self { strand, stretches, ranks })
     }
 
-    /// The ranks that hold some of the runs; a rank may be named several times.
+    /// The ranks that hold the runs with indices `runs`; a rank may occur several times.
     fn owners(&self, runs: Range<usize>) -> impl Iterator<Item = usize> {
         let first = self.stretches.partition_point(|(end, _)| *end <= runs.start);
-        // A stretch begins where the one before it ends.
+        // A stretch begins at the end of the one before it.
         let last = self.stretches[first..].partition_point(|(end, _)| *end < runs.end);
         self.stretches[first..].iter().take(last + 1).map(|(_, rank)| *rank)
     }
 }
 
-/// The key runs of all ranks by document, as strands.
+/// The key runs of all ranks, grouped into strands by document.
 fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<Held>> {
     let mut runs: Vec<(Run, usize)> =
         (0..key.ranks()).flat_map(|rank| key.runs(rank).iter().map(move |run| (*run, rank))).collect();
@@ -128,7 +128,7 @@ fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<Held>> {
     runs.sort_by_key(|(run, _)| (run.document, run.start));
     let mut keys: HashMap<usize, Vec<Held>> = HashMap::new();
     for of_document in runs.chunk_by(|a, b| a.0.document == b.0.document) {
-        // Runs of stripes lie between each other: each of them is a strand of its own.
+        // Striped runs interleave, so each of them is a strand of its own.
         let rises = |pair: &[(Run, usize)]| pair[0].0.last() < pair[1].0.start;
         let apart = if of_document.windows(2).all(rises) { of_document.len() } else { 1 };
         let of = keys.entry(of_document[0].0.document).or_default();
@@ -137,11 +137,11 @@ fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<Held>> {
     keys
 }
 
-/// A square of bits.
+/// A square matrix of bits.
 #[derive(Debug, Clone)]
 struct Bits {
     len: usize,
-    /// Words of a row.
+    /// Number of words in a row.
     width: usize,
     words: Vec<u64>,
 }
@@ -160,29 +160,29 @@ impl Bits {
         self.words[row * self.width + at / 64] |= 1 << (at % 64);
     }
 
-    /// The bits of a row that are set, inside `range`.
+    /// The positions inside `range` whose bits are set in a row.
     fn ones(&self, row: usize, range: Range<usize>) -> Ones<'_> {
         Ones { words: &self.words[row * self.width..(row + 1) * self.width], range }
     }
 
-    /// The first bit that is set in row `own` behind `from`, round the end, before bit `own`.
+    /// The first set bit in row `own` after `from`, wrapping around at the end, up to bit `own`.
     fn after(&self, own: usize, from: usize) -> Option<usize> {
         let first = |range: Range<usize>| self.ones(own, range).next();
         if from < own { first(from + 1..own) } else { first(from + 1..self.len).or_else(|| first(0..own)) }
     }
 
-    /// The first bit that is set in row `own` before `from`, round the beginning, before bit `own`.
+    /// The first set bit in row `own` before `from`, wrapping around at the start, down to bit `own`.
     fn before(&self, own: usize, from: usize) -> Option<usize> {
         let last = |range: Range<usize>| self.ones(own, range).next_back();
         if from > own { last(own + 1..from) } else { last(0..from).or_else(|| last(own + 1..self.len)) }
     }
 }
 
-/// Bits that are set, from both ends.
+/// Iterates over the positions of set bits, from both ends.
 #[derive(Debug, Clone)]
 struct Ones<'a> {
     words: &'a [u64],
-    /// Where they are still looked for.
+    /// The range that is not searched yet.
     range: Range<usize>,
 }
 
@@ -209,7 +209,7 @@ impl DoubleEndedIterator for Ones<'_> {
             let last = self.range.end - 1;
             let word = self.words[last / 64] << (63 - last % 64);
             if word != 0 {
-                // Where the word begins before the range, there may be none left.
+                // If the word begins before the range, the bit found may be outside the range.
                 let at = last.checked_sub(word.leading_zeros() as usize);
                 self.range.end = at.unwrap_or(0);
                 return at.filter(|&at| at >= self.range.start);

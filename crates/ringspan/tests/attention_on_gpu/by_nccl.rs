@@ -1,4 +1,5 @@
-//! Ranks whose blocks go by NCCL, as between processes: threads stand for them here, and what is beneath takes no block.
+//! Ranks whose blocks go by NCCL, as between processes: here ranks are threads, and the underlying communicator refuses
+//! device memory.
 
 use super::*;
 use ringspan::comm::Communicator;
@@ -10,7 +11,7 @@ type Comm = Arc<dyn Communicator>;
 
 const SOON: Duration = Duration::from_secs(120);
 
-/// The first GPU, if NCCL is there and lets ranks share it.
+/// The first GPU, if NCCL is installed and allows ranks to share it.
 fn shared() -> Option<(&'static Gpu, MutexGuard<'static, ()>)> {
     let (gpu, alone) = gpu()?;
     if let Err(error) = nccl::version() {
@@ -165,7 +166,7 @@ fn ranks_that_share_a_gpu_are_told_before_nccl_is() {
     }
 }
 
-/// A rank whose attention never comes, by an error or because it does something else: the others end, in their names.
+/// One rank does not call attention, because it fails or sleeps: the others return errors that name it.
 #[test]
 fn a_rank_that_fails_or_stops_is_named_within_the_deadline() {
     let Some((gpu, _alone)) = shared() else { return };
@@ -203,7 +204,7 @@ fn a_rank_that_fails_or_stops_is_named_within_the_deadline() {
         assert!(start.elapsed() < Duration::from_secs(30), "took {:?}", start.elapsed());
         let texts = texts.into_inner().expect("no panic under it");
         let words = if stops { "for rank 1, which" } else { "rank 1 failed: layout: chosen" };
-        // The first rank at its deadline ends the others.
+        // The first rank that reaches its deadline ends the others.
         let named = texts.iter().filter(|text| text.contains(words)).count();
         assert!(named >= if stops { 1 } else { 2 } && texts.iter().all(|text| !text.is_empty()), "{texts:?}");
         let named = [0, 2].iter().all(|rank| texts[*rank].contains(&format!("rank {rank}")));

@@ -1,4 +1,4 @@
-//! Ranks that were started with different settings are told which, before they work together.
+//! All ranks are told which settings differ before they work together.
 
 use ringspan::Result;
 use ringspan::comm::agree::{Setting, agree};
@@ -21,7 +21,7 @@ fn the_first_rank_that_differs_is_named_with_the_setting() {
     assert!(text.contains("rank 2 has --steps: 30, but rank 0 has 20"), "{text}");
     let error = outcome(|rank| if rank == 3 { vec![("--lr", "")] } else { vec![] });
     assert!(error.expect_err("rank 3 differs").to_string().contains("rank 3 has --lr: , but rank 0 has nothing"));
-    // The same settings in another order are another list, and said so.
+    // The same settings in another order are reported as another list.
     let error = outcome(|rank| if rank == 1 { vec![("b", "2"), ("a", "1")] } else { vec![("a", "1"), ("b", "2")] });
     assert!(error.expect_err("rank 1 differs").to_string().contains("the order of the settings"));
 }

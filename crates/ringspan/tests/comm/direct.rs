@@ -1,5 +1,5 @@
-//! Blocks from device to device around a communicator of threads, over a lane that waits for ever where NCCL would: no order
-//! of calls makes it, and a rank or a device that stops is named by all others.
+//! Blocks that move from device to device, with threads as the underlying communicator and a lane that hangs where NCCL
+//! would: no order of calls makes it hang, and all ranks name a rank or a device that stops.
 
 use crate::contract::conversation::{Random, converse};
 use crate::lane::{Cells, Hub};
@@ -13,7 +13,7 @@ type Comm = Arc<dyn Communicator>;
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// Runs ranks whose blocks go by the hub's lanes. What is beneath must see no block.
+/// Runs ranks whose blocks move on the hub's lanes. The underlying communicator fails if it is given a block.
 fn fly<T: Send>(
     hub: &Arc<Hub>,
     size: usize,
@@ -30,7 +30,7 @@ fn good<T: Send>(size: usize, main: impl Fn(&Comm) -> Result<T, Error> + Sync) -
     fly(&Hub::new(size), size, SOON, main).unwrap_or_else(|error| panic!("{size} ranks: {error}"))
 }
 
-/// The error of every rank.
+/// Runs ranks that fail, and returns the error of every rank.
 fn failing(
     hub: &Arc<Hub>,
     size: usize,
@@ -41,7 +41,7 @@ fn failing(
     let start = Instant::now();
     let _ = run(size, Options { deadline: 3 * SOON, ..Options::default() }, |comm| {
         let lane = hub.lane(comm.rank());
-        // A rank that wakes up late may hear of the failure before it has begun.
+        // A rank that starts late may see the failure before it has connected.
         let result = direct::over(&*crate::support::apart(comm.clone()), lane, deadline).and_then(|comm| main(&comm));
         let text = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
         seen.lock().expect("no panic under it")[comm.rank()] = text;
@@ -85,7 +85,7 @@ struct Sentence {
     device: bool,
 }
 
-/// The same on every rank: who says what to whom, in random order.
+/// A random list of messages, the same on every rank.
 fn sentences(size: usize, random: &mut Random) -> Vec<Sentence> {
     let sentence = |_| Sentence {
         from: random.below(size),
@@ -98,21 +98,22 @@ fn sentences(size: usize, random: &mut Random) -> Vec<Sentence> {
     (0..40).map(sentence).collect()
 }
 
-/// What is under way; of a receive, what has to come, and its place in the conversation.
+/// A started transfer; for a receive also the expected message and its index in the conversation.
 type Wait = (Box<dyn Pending>, Option<(Sentence, usize)>);
 
 fn shuffle<T>(all: &mut [T], random: &mut Random) {
     (1..all.len()).for_each(|at| all.swap(at, random.below(at + 1)));
 }
 
-/// Each rank sends and receives its sentences in an order of its own, but those of a pair and tag, and waits in another one.
+/// Each rank sends and receives its messages in its own order (except those of the same pair and tag), and waits in
+/// another.
 fn talk(comm: &Comm, seed: u64) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let groups = [comm.clone(), comm.split(0, size - rank)?];
     let place = |group: usize, rank: usize| if group == 0 { rank } else { size - 1 - rank };
     let all = sentences(size, &mut Random(seed));
     let mut random = Random(seed * 31 + rank as u64);
-    // Both ends of what was said, shuffled; those of an address then take its sentences in their order.
+    // Sends and receives are shuffled; those with the same address then take its messages in their order.
     let mut ends: Vec<(bool, Sentence)> = all.iter().flat_map(|s| [(true, *s), (false, *s)]).collect();
     ends.retain(|(sends, s)| if *sends { s.from == rank } else { s.to == rank });
     shuffle(&mut ends, &mut random);
@@ -144,7 +145,7 @@ fn talk(comm: &Comm, seed: u64) -> Result<(), Error> {
             std::thread::sleep(Duration::from_micros(300));
         }
         if random.below(6) == 0 && end.0 {
-            // Sends end whether they are received by then or not.
+            // A send ends whether or not it has been received.
             waits.pop().expect("just pushed").0.wait()?;
         }
     }
@@ -254,7 +255,7 @@ fn a_rank_that_fails_is_named_by_all_others_at_once() {
             let (rank, right) = (comm.rank(), (comm.rank() + 1) % 4);
             let sent = comm.send(right, 0, Arc::new(Cells::message(rank, vec![1; 9])))?;
             if rank == 2 {
-                // The note of its block is out, and nobody will answer.
+                // The block has been announced, and no rank will answer.
                 if panics {
                     std::panic::panic_any("chosen");
                 }
@@ -301,7 +302,7 @@ fn a_rank_that_stops_answering_is_named_at_the_deadline() {
     assert!(texts.iter().all(|text| !text.is_empty()), "{texts:?}");
 }
 
-/// Most ranks wait for ranks that wait as well.
+/// Most ranks wait for ranks that are waiting themselves.
 #[test]
 fn a_rank_that_stops_is_named_by_ranks_that_do_not_talk_to_it() {
     let deadline = Duration::from_millis(700);
@@ -311,7 +312,7 @@ fn a_rank_that_stops_is_named_by_ranks_that_do_not_talk_to_it() {
             std::thread::sleep(4 * deadline);
             return comm.barrier();
         }
-        // Rank 4 is first at its deadline; it waits for 3, which waits for 2, which waits for 1.
+        // Rank 4 reaches its deadline first; it waits for rank 3, which waits for 2, which waits for 1.
         if rank != 4 {
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -332,7 +333,7 @@ fn a_device_that_stops_is_named_at_the_deadline_and_its_flights_are_aborted() {
     let texts = failing(&hub, 3, deadline, |comm| {
         let (rank, right) = (comm.rank(), (comm.rank() + 1) % 3);
         let sent = comm.send(right, 0, Arc::new(Cells::message(rank, vec![1; 9])))?;
-        // Who looks before the block from the left is announced lets flight 0 go with its own block alone.
+        // A rank that polls before the block from its left is announced would start flight 0 with its own block only.
         announced.wait();
         comm.receive((rank + 2) % 3, 0)?.wait()?;
         sent.wait().map(drop)

@@ -1,4 +1,4 @@
-//! Whatever one rank does wrong, all ranks return at once with an error that says who did what.
+//! Whatever one rank does wrong, all ranks return at once with an error that names the rank and its operation.
 
 use ringspan::Error;
 use ringspan::comm::threads::{Options, run};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 type Outcome = Result<(), Error>;
 
-/// What every rank returned. The deadline is far away: nothing here may need it.
+/// Runs ranks, and returns the result of each. The deadline is long, because no test should need it.
 fn outcomes(size: usize, main: impl Fn(&Arc<dyn Communicator>) -> Outcome + Sync) -> Vec<Outcome> {
     let seen = Mutex::new(vec![Ok(()); size]);
     let start = Instant::now();
@@ -25,7 +25,7 @@ fn bytes(len: usize) -> Buffer {
     Buffer::U8(vec![7; len])
 }
 
-/// All ranks must report a mismatch that contains both texts.
+/// Checks that all ranks report a mismatch that contains both texts.
 fn assert_mismatch(outcomes: &[Outcome], one: &str, other: &str) {
     for (rank, outcome) in outcomes.iter().enumerate() {
         match outcome {
@@ -114,7 +114,7 @@ fn after_a_failure_every_later_call_fails() {
 
 #[test]
 fn a_rank_that_swallows_an_error_does_not_hide_the_others_results() {
-    // Rank 0 fails first, by a bad call, but returns well; the error that is left is rank 1's.
+    // Rank 0 fails first, with an invalid call, but returns Ok; so the only error left is that of rank 1.
     let result = run(2, Options::default(), |comm| match comm.rank() {
         0 => Ok(usize::from(comm.send(9, 0, Arc::new(bytes(1))).is_err())),
         _ => comm.receive(0, 0)?.wait().map(|_| 5),

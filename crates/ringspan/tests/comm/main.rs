@@ -1,4 +1,4 @@
-//! What a communicator promises, by ranks that are threads.
+//! Tests of the communicators between threads.
 
 #[path = "../contract/mod.rs"]
 mod contract;

@@ -1,4 +1,4 @@
-//! Numbers in double precision over ranks.
+//! Collectives over f64 numbers.
 
 use ringspan::Error;
 use ringspan::comm::numbers::{all_gather, all_reduce};

@@ -1,4 +1,4 @@
-//! Long random conversations, checked against direct computation; and the same with one rank that fails somewhere.
+//! Long random conversations, checked against direct computation; also with one rank that fails at a random point.
 
 use crate::contract::conversation::{Random, converse};
 use ringspan::Error;
@@ -29,7 +29,7 @@ fn a_rank_that_fails_at_a_random_step_is_named_by_all_within_seconds() {
                 (true, false) => Err(Error::Layout("chosen".into())),
                 _ => Ok(()),
             };
-            // The barrier is for ranks that need nothing more from the victim.
+            // The barrier is for ranks that do not need any more messages of the failed rank.
             let result = converse(&comm, seed, steps, fate).and_then(|()| comm.barrier());
             seen.lock().expect("no panics here")[rank] = Some(result.clone());
             result

@@ -1,4 +1,4 @@
-//! Ranks as threads: collectives are right, failures reach all with the name of who failed, and nothing hangs.
+//! Ranks as threads: collectives are correct, failures reach all ranks with the name of the failed rank, and nothing hangs.
 
 use ringspan::Error;
 use ringspan::comm::threads::{Link, Options, memory, run};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 type Comm = Arc<dyn Communicator>;
 
-/// What every rank returns, errors as text; each keeps its own result.
+/// Runs ranks, and returns each one's error as text, or an empty text.
 fn outcomes(size: usize, deadline: Duration, main: impl Fn(&Comm) -> Result<(), Error> + Sync) -> Vec<String> {
     let seen = std::sync::Mutex::new(vec![String::new(); size]);
     let start = Instant::now();
@@ -159,7 +159,7 @@ fn bad_calls_are_refused() {
     assert!(run(0, Options::default(), |_| Ok::<_, Error>(())).is_err());
 }
 
-/// Random collectives of random sizes, the same on all ranks; a random rank fails at a random one.
+/// All ranks call the same random collectives of random sizes, and a random rank fails at a random step.
 #[test]
 fn a_failure_anywhere_in_a_long_conversation_ends_it_for_all() {
     let mut state = 1u64;
@@ -212,7 +212,7 @@ fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
         while !first.test()? {
             std::thread::yield_now();
         }
-        // The other rank may have begun up to a latency earlier: it left the barrier first.
+        // The other rank may have started up to a latency earlier, because it left the barrier first.
         assert!(start.elapsed() >= ms(30), "30 kB in {:?}", start.elapsed());
         second.wait()?;
         assert!(start.elapsed() >= ms(60), "60 kB in {:?}", start.elapsed());
@@ -221,7 +221,7 @@ fn over_a_link_messages_arrive_after_their_bytes_and_the_latency() {
         let mut sum = vec![1.0; 20_000];
         comm.all_reduce(&mut sum)?;
         assert!(sum.iter().all(|x| *x == 2.0));
-        // Half of it goes there, and the other half of the sums back.
+        // Half of the elements go to the other rank, and then half of the sums come back.
         assert!(start.elapsed() >= ms(2 * 40), "80 kB in {:?}", start.elapsed());
         Ok::<_, Error>(())
     })

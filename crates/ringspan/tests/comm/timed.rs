@@ -1,4 +1,4 @@
-//! What a rank waits for others is counted, and nothing else.
+//! Only the time that a rank waits for others is counted.
 
 use ringspan::Error;
 use ringspan::comm::threads::{self, Options};

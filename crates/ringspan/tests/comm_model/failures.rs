@@ -1,4 +1,4 @@
-//! Under every schedule, a failure reaches all ranks, names who failed, and leaves nobody waiting.
+//! In every interleaving, a failure reaches all ranks, names the failed rank, and leaves no rank waiting.
 
 use super::comm::Buffer;
 use super::error::Error;
@@ -9,7 +9,7 @@ use super::{Comm, Outcome, explore, number, outcome};
 enum End {
     Fails,
     Panics,
-    /// A call that makes no sense, in the place of a collective.
+    /// It makes an invalid call instead of a collective.
     Refused,
     Leaves,
 }
@@ -18,14 +18,14 @@ impl End {
     fn now(self, comm: &Comm) -> Result<(), Error> {
         match self {
             Self::Fails => Err(Error::Layout("lost".into())),
-            // Not panic!: its hook would print the schedule of every run.
+            // `panic!` would call the model's hook, which prints the interleaving of every run.
             Self::Panics => std::panic::resume_unwind(Box::new("lost")),
             Self::Refused => comm.reduce_scatter(vec![0.0; 3], &[1]).map(drop),
             Self::Leaves => Ok(()),
         }
     }
 
-    /// Whether `error` is what the others are told of rank 1.
+    /// Whether `error` is the one that the others are told about rank 1.
     fn is_told_by(self, error: &Error) -> bool {
         let Error::PeerFailed { peer: 1, message, .. } = error else { return false };
         message.contains(match self {
@@ -36,7 +36,7 @@ impl End {
     }
 }
 
-/// Rank 1's own error is what `run` returns; the others name it, or are `Ok` if `may_pass`.
+/// Checks that `run` returns rank 1's own error, and that the others name it, or are `Ok` if `may_pass`.
 fn check(end: End, got: &Outcome<()>, may_pass: bool) {
     match (end, &got.whole) {
         (End::Fails, Err(Error::Layout(_)))
@@ -69,7 +69,7 @@ fn a_rank_that_ends_before_a_collective_ends_it_for_all() {
 
 #[test]
 fn a_rank_that_ends_between_the_halves_of_a_collective_ends_it_for_all() {
-    // all_reduce is two rounds: rank 1 brings its part of a first collective, which all may or may not have left.
+    // all_reduce has two rounds: rank 1 joins a first collective, and ends while others may not have left it yet.
     for end in [End::Fails, End::Panics, End::Refused, End::Leaves] {
         explore(4000, move || {
             let got = outcome(3, |comm| {
@@ -116,7 +116,7 @@ fn a_receive_from_a_rank_that_ends_names_it() {
                     first.wait()?;
                     second.wait().map(drop)
                 }
-                // Waits for a rank that waits for the one that ends.
+                // This rank waits for a rank that waits for the one that ends.
                 _ => comm.receive(0, 6)?.wait().map(drop),
             });
             check(end, &got, false);
@@ -163,7 +163,7 @@ fn ranks_in_different_collectives_all_see_both_views() {
 #[test]
 fn a_circle_of_waiting_ranks_is_found_by_whoever_closes_it() {
     explore(15000, || {
-        // Rank 3 is not in the circle; it waits for one who is.
+        // Rank 3 is not in the cycle, but waits for a rank in it.
         let got = outcome(4, |comm| comm.receive((comm.rank() + 1) % 3, 4)?.wait().map(drop));
         for (rank, result) in got.ranks.iter().enumerate() {
             match result {
@@ -177,7 +177,7 @@ fn a_circle_of_waiting_ranks_is_found_by_whoever_closes_it() {
 #[test]
 fn ranks_that_only_wait_long_are_not_called_deadlocked() {
     explore(7000, || {
-        // Each waits for the next, and the last one sends: a chain that looks like a circle until its end.
+        // Each rank waits for the next, and the last one sends: until then the chain looks like a cycle.
         let got = outcome(3, |comm| {
             let rank = comm.rank();
             if rank < 2 {

@@ -1,10 +1,10 @@
-//! Under every schedule, messages and collectives give what they give when nothing races.
+//! In every interleaving, messages and collectives give the same results as without races.
 
 use super::comm::Buffer;
 use super::error::Error;
 use super::{Comm, explore, number, outcome, value};
 
-/// What a receive yields.
+/// The result of a receive.
 fn wait(pending: Box<dyn super::comm::Pending>) -> Result<u64, Error> {
     Ok(value(&pending.wait()?.expect("a receive has a payload")))
 }
@@ -19,7 +19,8 @@ fn messages_keep_the_order_of_their_tag_whichever_side_is_first() {
                 }
                 return Ok((comm.bytes_sent(), vec![]));
             }
-            // Posted in one order, waited for in another; one of a pair is posted after the other is done.
+            // Receives are posted in one order and waited for in another; one of a pair is posted after the other has
+            // finished.
             let (second, first) = (comm.receive(0, 2)?, comm.receive(0, 1)?);
             let second = wait(second)?;
             let later = comm.receive(0, 1)?;
@@ -63,7 +64,7 @@ fn a_message_outlives_the_rank_that_sent_it() {
                 comm.send(1, 0, number(8)).map(|_| 0)
             }
             _ => {
-                // A receive that is given up takes its message with it.
+                // A receive that is dropped uses up its message.
                 drop(comm.receive(0, 0)?);
                 wait(comm.receive(0, 0)?)
             }
@@ -120,7 +121,7 @@ fn collectives_of_rows_and_columns_overlap() {
             let mut sum = [comm.rank() as f32];
             rows.all_reduce(&mut sum)?;
             columns.all_reduce(&mut sum)?;
-            // A message in a group does not meet one of another group with the same ranks and tag.
+            // A message in a group is not received in another group with the same ranks and tag.
             let pair = [&rows, &columns].map(|group| group.receive(1 - group.rank(), 0));
             columns.send(1 - row, 0, number(100 + comm.rank() as u64))?;
             rows.send(1 - column, 0, number(200 + comm.rank() as u64))?;
@@ -132,12 +133,12 @@ fn collectives_of_rows_and_columns_overlap() {
     });
 }
 
-/// A thread of the model. Not a scoped one: those wake the thread that opened the scope wherever it waits.
+/// Starts a thread of the model. It is not scoped, because a scoped thread wakes its creator wherever that waits.
 fn start<T: Send + 'static>(task: impl FnOnce() -> T + Send + 'static) -> shuttle::thread::JoinHandle<T> {
     shuttle::thread::spawn(task)
 }
 
-/// Makes it known that the rank talks from several threads, as it must be before one of them waits.
+/// Lets the rank communicate from a second thread, which must be known before one of its threads waits.
 fn talk_from_another_thread(comm: &Comm) -> Result<(), Error> {
     let comm = comm.clone();
     start(move || comm.send(comm.rank(), 9, number(0)).map(drop)).join().expect("no panic")
@@ -148,11 +149,12 @@ fn two_threads_of_a_rank_wait_for_different_messages() {
     explore(10000, || {
         let got = outcome(2, |comm| {
             if comm.rank() == 0 {
-                // Waits for rank 1 while its first thread waits for rank 0: no deadlock, its other thread sends.
+                // It waits for rank 1 while rank 1's first thread waits for rank 0. This is no deadlock: rank 1's other
+                // thread sends.
                 wait(comm.receive(1, 2)?)?;
                 comm.send(1, 0, number(10))?;
                 comm.send(1, 1, number(11))?;
-                // Stays until both have arrived: its end would wake everybody.
+                // It stays until both messages have arrived, because its end would wake all threads.
                 return wait(comm.receive(1, 3)?).map(|end| [end; 2]);
             }
             talk_from_another_thread(comm)?;
@@ -169,7 +171,7 @@ fn two_threads_of_a_rank_wait_for_different_messages() {
     });
 }
 
-/// Two threads of every rank, each in collectives of its own group: both wait on the condition variable of the rank.
+/// Two threads of every rank run collectives in different groups, and wait on the same condition variable of the rank.
 fn both_groups_at_once(comm: &Comm) -> Result<[f32; 2], Error> {
     let groups = [comm.split(0, comm.rank())?, comm.split(0, comm.rank())?];
     talk_from_another_thread(comm)?;

@@ -1,4 +1,4 @@
-//! What `crate::sync` is under the model: every lock, wait and start of a thread asks the scheduler who goes on.
+//! The module `crate::sync` in the model: every lock, wait and thread start asks the scheduler which thread continues.
 
 pub(crate) use shuttle::sync::atomic::AtomicU64;
 pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
@@ -6,7 +6,7 @@ pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) mod thread {
     pub(crate) use shuttle::thread::{Scope, ScopedJoinHandle, ThreadId, current, scope};
 
-    /// `std::thread::Builder`, as far as it is used. Names and stacks are nothing to the model.
+    /// A substitute for `std::thread::Builder` as far as it is used. The model ignores names and stack sizes.
     pub(crate) struct Builder;
 
     impl Builder {

@@ -1,12 +1,12 @@
-//! Whatever becomes of one process, every other one ends in time and says who and in what.
+//! However a process fails, every other process ends in time and names it and the operation.
 
 use crate::Test;
 use crate::mpirun::run;
 use std::time::Duration;
 
-/// For what is noticed at once; starting and ending processes takes most of it.
+/// Time limit for failures that are noticed at once; starting and ending processes takes most of it.
 const AT_ONCE: Duration = Duration::from_secs(8);
-/// For what only silence tells.
+/// Time limit for failures that are only noticed by silence.
 const SILENCE: Duration = Duration::from_secs(14);
 
 pub(crate) const TESTS: [Test; 12] = [
@@ -67,7 +67,7 @@ pub(crate) const TESTS: [Test; 12] = [
     ("a_rank_that_finished_is_not_waited_for", || {
         let outcome = run(2, &["finished", "1"]);
         outcome.assert_failure(1, &["finished without sending", "tag 5"], AT_ONCE);
-        // It ended well itself, but not the whole.
+        // The rank itself ended well, but not the job.
         assert!(outcome.ranks[1].contains("the end of its work"), "{:#?}", outcome.ranks);
     }),
     ("a_wait_ends_at_its_deadline_and_says_what_the_other_does", || {

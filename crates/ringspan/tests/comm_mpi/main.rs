@@ -1,7 +1,7 @@
-//! Ranks as processes: the same contract as between threads, and whatever becomes of a process, all others say so.
+//! Ranks as processes: they keep the same contract as threads, and however a process fails, all others report it.
 //!
-//! `cargo test -p ringspan --features mpi --test comm_mpi [NAME]`. The program starts itself under `mpirun`: without
-//! arguments of ours it is the runner, with `rank SCENARIO` it is one rank.
+//! `cargo test -p ringspan --features mpi --test comm_mpi [NAME]`. The program starts itself under `mpirun`: with the
+//! arguments `rank SCENARIO` it is one rank, otherwise it is the test runner.
 
 #[path = "../contract/mod.rs"]
 mod contract;
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A name and a test.
+/// The name of a test, and its function.
 type Test = (&'static str, fn());
 
 const CONTRACT: [Test; 5] = [

@@ -1,19 +1,19 @@
-//! Starts this program under `mpirun`, and collects what each rank says.
+//! Starts this program under `mpirun`, and collects the output of each rank.
 
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// No test may need longer.
+/// Time limit of a run; no test may need longer.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// What became of a run.
+/// The outcome of a run.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) good: bool,
-    /// What each rank wrote, to either stream.
+    /// The output of each rank, from both streams.
     pub(crate) ranks: Vec<String>,
-    /// Time of the whole run, with the start of the processes.
+    /// Duration of the whole run, including the start of the processes.
     pub(crate) elapsed: Duration,
 }
 
@@ -22,7 +22,7 @@ pub(crate) fn run(ranks: usize, scenario: &[&str]) -> Outcome {
     launch(ranks, scenario, None)
 }
 
-/// As [`run`], and does something to the processes meanwhile, by their ids.
+/// Like [`run`], and calls `act` with the ids of the processes while they run.
 pub(crate) fn run_and(ranks: usize, scenario: &[&str], act: fn(&[String])) -> Outcome {
     launch(ranks, scenario, Some(act))
 }
@@ -31,7 +31,7 @@ fn launch(ranks: usize, scenario: &[&str], act: Option<fn(&[String])>) -> Outcom
     let start = Instant::now();
     let program = std::env::current_exe().expect("this program has a path");
     let folder = tempfile::tempdir().expect("a folder");
-    // A file of each process, since their lines would cut each other up in one stream.
+    // Each process writes to its own file, since lines would be interleaved in one stream.
     let mut files = folder.path().as_os_str().to_owned();
     files.push(":nocopy");
     let mut child = Command::new("mpirun")
@@ -56,7 +56,7 @@ fn launch(ranks: usize, scenario: &[&str], act: Option<fn(&[String])>) -> Outcom
     Outcome { good, ranks: (0..ranks).map(said).collect(), elapsed: start.elapsed() }
 }
 
-/// The processes of a run, as far as they are there within a moment.
+/// The ids of a run's processes, once all have started or a second has passed.
 fn started(child: &Child, ranks: usize) -> Vec<String> {
     let begin = Instant::now();
     loop {
@@ -69,7 +69,7 @@ fn started(child: &Child, ranks: usize) -> Vec<String> {
     }
 }
 
-/// Whether it ended well; a run past the deadline is ended and fails the test.
+/// Waits for the end and returns whether it was successful; kills the run and fails the test after the time limit.
 fn wait(child: &mut Child, start: Instant) -> bool {
     loop {
         if let Some(status) = child.try_wait().expect("a child") {
@@ -89,7 +89,7 @@ impl Outcome {
         assert!(self.good, "{:#?}", self.ranks);
     }
 
-    /// All but the `victim` must say who failed and in what they were, in time.
+    /// Checks that all ranks except the `victim` name it and print `words`, in time.
     pub(crate) fn assert_failure(&self, victim: usize, words: &[&str], within: Duration) {
         assert!(!self.good, "it ended well: {:#?}", self.ranks);
         for (rank, text) in self.ranks.iter().enumerate().filter(|(rank, _)| *rank != victim) {

@@ -1,4 +1,4 @@
-//! What one rank does in each scenario.
+//! The program of one rank in each scenario.
 
 use crate::contract::conversation::converse;
 use crate::contract::{both_send_first, bytes, collectives, groups, order, sums};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 type Comm = Arc<dyn Communicator>;
 
 pub(crate) fn main(scenario: &[String]) -> ExitCode {
-    // As in the command: a process that mpirun ends has a moment left to say why.
+    // As in the command `ringspan`: a process that mpirun ends has a moment left to report why.
     ctrlc::set_handler(|| std::thread::sleep(Duration::from_millis(700))).expect("no other handler");
     let own = std::env::var("OMPI_COMM_WORLD_RANK").unwrap_or_default();
     if scenario[0] == "absent" && scenario[1] == own {
@@ -50,7 +50,7 @@ fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
         }
         "overlap" => overlap(comm),
         "long talk" => {
-            // Rank 0 decides, so that all leave the same round.
+            // Rank 0 decides, so that all ranks leave in the same round.
             let start = Instant::now();
             loop {
                 let done = (comm.rank() == 0).then(|| Buffer::U8(vec![u8::from(start.elapsed().as_secs() >= 12)]));
@@ -75,11 +75,11 @@ fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
         }
         "circle" => comm.receive((comm.rank() + 1) % comm.size(), 4)?.wait().map(drop),
         what => {
-            // All talk for a while; then the victim comes to its end, and the others talk on or compute.
+            // All ranks communicate for a while; then the victim ends, and the others go on communicating, or compute.
             (0..50).try_for_each(|_| comm.barrier())?;
             let others_compute = what == "error while others compute";
             if chosen {
-                // Time to get out of the last barrier.
+                // This leaves the others time to get out of the last barrier.
                 std::thread::sleep(Duration::from_millis(if others_compute { 500 } else { 0 }));
                 fate(what)?;
             }
@@ -93,7 +93,7 @@ fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
     }
 }
 
-/// The end of a victim.
+/// Ends the victim in the given way.
 fn fate(what: &str) -> Result<(), Error> {
     let signal = |name: &str| {
         Command::new("kill").args([name, &std::process::id().to_string()]).status().expect("a kill command");
@@ -117,12 +117,12 @@ fn contract(comm: &Comm) -> Result<(), Error> {
     groups(comm)?;
     both_send_first(comm, 3_000_001)?;
     (0..6).try_for_each(|seed| converse(comm, seed * 7919, 60, |_| Ok(())))?;
-    // Sent to a rank that ends without asking for it: nobody waits for anybody.
+    // This message goes to a rank that ends without receiving it, and no rank waits for it.
     comm.send((comm.rank() + 1) % comm.size(), 77, Arc::new(Buffer::F32(vec![1.0; 500_000])))?;
     Ok(())
 }
 
-/// Attention of a zigzag ring and of Ulysses, forward and backward: the bits of all results, as one number.
+/// Attention with a zigzag ring and with Ulysses, forward and backward: returns a hash of the bits of all results.
 fn attention(comm: &Comm) -> Result<String, Error> {
     let (len, heads, dim, size) = (777, 8, 32, comm.size());
     let layout = Layout::new(LayoutKind::Zigzag, &Documents::batch(1, len), size)?;
@@ -147,12 +147,12 @@ fn attention(comm: &Comm) -> Result<String, Error> {
     Ok(format!("bits {hash:016x}, {} bytes sent", comm.bytes_sent()))
 }
 
-/// What every rank of [`attention`] says between threads.
+/// The results of [`attention`] on ranks that are threads.
 pub(crate) fn attention_between_threads(ranks: usize) -> Vec<String> {
     threads::run(ranks, threads::Options::default(), |comm| attention(&comm)).expect("nothing fails")
 }
 
-/// Both ranks start a large transfer, compute with calls of `progress`, and then find it done.
+/// Both ranks start a large transfer, compute with calls of `progress`, and then find that it has finished.
 fn overlap(comm: &Comm) -> Result<(), Error> {
     let other = 1 - comm.rank();
     comm.barrier()?;
@@ -160,7 +160,7 @@ fn overlap(comm: &Comm) -> Result<(), Error> {
     let coming = comm.receive(other, 0)?;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(1) {
-        // Stands for a piece of a kernel's work.
+        // The sleep stands for a task of a kernel.
         std::thread::sleep(Duration::from_millis(1));
         comm.progress();
     }

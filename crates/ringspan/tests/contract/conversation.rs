@@ -4,19 +4,19 @@ use ringspan::Error;
 use ringspan::comm::{Buffer, Communicator, Pending};
 use std::sync::Arc;
 
-/// A small generator: the same numbers on every rank.
+/// A small random generator that gives the same numbers on every rank.
 #[derive(Clone)]
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// A number below `bound`.
+    /// A random number below `bound`.
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as usize % bound
     }
 }
 
-/// What `from` has for `to` in step `step`, in an order of magnitude of its own so that sums depend on their order.
+/// The elements that `from` sends to `to` in step `step`; their magnitudes differ, so that sums depend on the order.
 fn values(step: usize, from: usize, to: usize, len: usize) -> Vec<f32> {
     let value = |i: usize| ((step * 131 + from * 31 + to * 17 + i) as f32).sin() * 10f32.powi(from as i32 % 5 - 2);
     (0..len).map(value).collect()
@@ -29,18 +29,18 @@ fn floats(data: &Buffer) -> &[f32] {
     }
 }
 
-/// Sums in the order of `ranks`.
+/// The sum of the ranks' elements, in the order of `ranks`.
 fn sum(ranks: &[usize], part: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
     let add = |a: Vec<f32>, b: Vec<f32>| a.iter().zip(b).map(|(a, b)| a + b).collect();
     ranks.iter().map(|rank| part(*rank)).reduce(add).unwrap_or_default()
 }
 
-/// One step among `ranks` of the world; every check is against numbers computed here. Returns the bytes sent.
+/// One step among `ranks` of the world; all results are compared with numbers computed here. Returns the bytes sent.
 fn one(comm: &dyn Communicator, ranks: &[usize], step: usize, random: &mut Random) -> Result<u64, Error> {
     let (me, size) = (comm.rank(), comm.size());
     let own = ranks[me];
     assert_eq!(size, ranks.len());
-    // Drawn alike by all ranks, also by groups that do not need all of it.
+    // All ranks draw the same numbers, even in groups that do not need all of them.
     let mut lens = [[0usize; 8]; 8];
     lens.iter_mut().flatten().for_each(|len| *len = random.below(40));
     let (what, root) = (random.below(6), random.below(8) % size);
@@ -85,7 +85,7 @@ fn one(comm: &dyn Communicator, ranks: &[usize], step: usize, random: &mut Rando
             if me == root { len(root, 0) * (size - 1) } else { 0 }
         }
         _ => {
-            // Three messages of one tag from everyone to everyone, waited for in another order than posted.
+            // Every rank sends three messages of one tag to every rank; they are waited for in another order than posted.
             let mut pending: Vec<(Vec<f32>, Box<dyn Pending>)> = Vec::new();
             for (from, &sender) in ranks.iter().enumerate() {
                 for n in 0..3 {
@@ -107,7 +107,7 @@ fn one(comm: &dyn Communicator, ranks: &[usize], step: usize, random: &mut Rando
     Ok(4 * elements as u64)
 }
 
-/// A conversation of the world and of two groups split from it; `before` is called before every step.
+/// A conversation in the world and in two groups split from it; `before` is called before every step.
 pub(crate) fn converse(
     comm: &Arc<dyn Communicator>,
     seed: u64,

@@ -1,4 +1,5 @@
-//! What every transport must do when nothing fails. Each function is the program of one rank, and checks what it gets.
+//! The behaviour that every transport must have if nothing fails. Each function is the program of one rank, and checks its
+//! results.
 #![allow(dead_code)] // Each test program uses what it needs.
 
 pub(crate) mod conversation;
@@ -16,7 +17,7 @@ fn f32s(buffer: &Buffer) -> Vec<f32> {
     }
 }
 
-/// Every collective, with lengths that differ from rank to rank.
+/// Every collective, with lengths that differ between ranks.
 pub(crate) fn collectives(comm: &Comm) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let gathered = comm.all_gather(Buffer::F32(vec![rank as f32; rank]))?;
@@ -41,7 +42,7 @@ pub(crate) fn collectives(comm: &Comm) -> Result<(), Error> {
     comm.barrier()
 }
 
-/// Sums whose value depends on the order of the ranks, to the bit.
+/// Sums whose bits depend on the order of the ranks.
 pub(crate) fn sums(comm: &Comm) -> Result<(), Error> {
     let value = |rank: usize, i: usize| ((rank * 31 + i * 17) as f32).sin() * 10f32.powi(rank as i32 % 7 - 3);
     for len in [0, 1, 101, 100_003] {
@@ -50,14 +51,14 @@ pub(crate) fn sums(comm: &Comm) -> Result<(), Error> {
         let wanted = |i: usize| (1..comm.size()).fold(value(0, i), |sum, rank| sum + value(rank, i));
         assert!(sum.iter().enumerate().all(|(i, sum)| sum.to_bits() == wanted(i).to_bits()), "{len} elements");
     }
-    // -0 stays -0.
+    // The sum of -0 is -0.
     let mut zero = [-0.0f32];
     comm.all_reduce(&mut zero)?;
     assert_eq!(zero[0].to_bits(), (-0.0f32).to_bits());
     Ok(())
 }
 
-/// Messages between neighbours: order within a tag, tags apart, all types, empty ones, to oneself, dropped handles.
+/// Messages between neighbours: order within a tag, different tags, all types, empty ones, to oneself, dropped handles.
 pub(crate) fn order(comm: &Comm) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -89,7 +90,7 @@ pub(crate) fn order(comm: &Comm) -> Result<(), Error> {
     }
     sent.into_iter().try_for_each(|sent| sent.wait().map(drop))?;
 
-    // Of three, the receive of the second is dropped: its message is used up.
+    // The receive of the second of three messages is dropped, which uses up the message.
     let [first, second, third] = [comm.receive(before, 2)?, comm.receive(before, 2)?, comm.receive(before, 2)?];
     drop(second);
     for n in 0..3 {
@@ -106,7 +107,7 @@ pub(crate) fn order(comm: &Comm) -> Result<(), Error> {
     comm.barrier()
 }
 
-/// Both sides send much before either receives; asking is enough to move it.
+/// Both sides send a large message before either receives; calls of `test` are enough to move it.
 pub(crate) fn both_send_first(comm: &Comm, elements: usize) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -120,7 +121,7 @@ pub(crate) fn both_send_first(comm: &Comm, elements: usize) -> Result<(), Error>
     sent.wait().map(drop)
 }
 
-/// What is sent is counted: payload to other ranks, and nothing else.
+/// The counted bytes are the payload sent to other ranks, and nothing else.
 pub(crate) fn bytes(comm: &Comm) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let part = |to: usize| if to.is_multiple_of(2) { Buffer::F32(vec![0.0; 10]) } else { Buffer::U16(vec![0; 10]) };
@@ -128,7 +129,7 @@ pub(crate) fn bytes(comm: &Comm) -> Result<(), Error> {
     comm.all_to_all((0..size).map(part).collect())?;
     let others: u64 = (0..size).filter(|to| *to != rank).map(|to| part(to).bytes()).sum();
     assert_eq!(comm.bytes_sent() - start, others);
-    // A split tells color and key, 16 bytes, to each; one word goes to rank 0.
+    // A split sends color and key, 16 bytes, to each other rank; one word is sent to rank 0.
     let group = comm.split(0, rank)?;
     group.send(0, 1, Arc::new(Buffer::U64(vec![1])))?.wait()?;
     assert_eq!(group.bytes_sent() - start, others + 16 * (size as u64 - 1) + if rank == 0 { 0 } else { 8 });
@@ -138,7 +139,7 @@ pub(crate) fn bytes(comm: &Comm) -> Result<(), Error> {
     comm.barrier()
 }
 
-/// Groups of even and odd ranks, in reverse order, and groups of one.
+/// Groups of even and odd ranks in reverse order, and groups of one rank.
 pub(crate) fn groups(comm: &Comm) -> Result<(), Error> {
     let (rank, size) = (comm.rank(), comm.size());
     let half = comm.split(rank % 2, size - rank)?;

@@ -1,4 +1,4 @@
-//! What the transport counts equals the formulas of the design.
+//! The bytes that the transport counts equal the formulas of the design.
 
 use crate::support::{On, Problem};
 use ringspan::attention::{Inputs, Wire, forward};
@@ -43,7 +43,8 @@ fn ulysses_sends_the_share_of_other_ranks_of_q_k_v_and_gets_out_and_statistics_b
     let problem = Problem::new(1, LEN, 4, 4, 16, Mask::causal());
     let got =
         problem.on_mesh(&problem.inputs(0), On::new(LayoutKind::Contiguous, Strategy::Ring, (1, 4))).expect("runs");
-    // T = S/4 tokens, 3 of 4 heads go out in q, k, v; 3/4 of the tokens of the own head go back in out, maximum and sum.
+    // With T = S/4 tokens, 3 of 4 heads are sent as q, k, v; out, maximum and sum of the own head return for 3/4 of the
+    // tokens.
     let tokens = (LEN / 4) as u64;
     assert_eq!(got.bytes_forward, vec![tokens * 3 * 3 * 16 * 4 + 3 * tokens * (16 + 2) * 4; 4]);
 }
@@ -73,12 +74,12 @@ fn tensors_travel_as_they_are_stored() {
     let wanted = problem.reference(&inputs);
     for (grid, elements) in [((4, 1), 3 * all_keys(&problem) / 4 / 4), ((1, 4), LEN as u64 / 4 * 3 * 3 * 16)] {
         for stored in [Wire::F32, Wire::Bf16, Wire::F16] {
-            // No wire is given.
+            // The group is given no wire type.
             let on = On { stored, wire: stored, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
             let got = problem.on_mesh(&inputs, on).expect("runs");
             assert!(wanted.difference(&got, 8e-3).is_none(), "{on:?}");
             let width = if stored == Wire::F32 { 4 } else { 2 };
-            // Out, maximum and sum of Ulysses come back in f32.
+            // Output, maximum and sum return from Ulysses in f32.
             let back = if grid.1 > 1 { 3 * (LEN as u64 / 4) * (16 + 2) * 4 } else { 0 };
             assert_eq!(got.bytes_forward, vec![elements * width + back; 4], "{on:?}");
         }
@@ -112,7 +113,7 @@ fn a_number_beyond_the_wire_s_type_stops_all_ranks() {
         let on = On { wire: Wire::F16, ..On::new(LayoutKind::Contiguous, Strategy::Ring, grid) };
         let mut inputs = problem.inputs(3);
         let last = inputs.k.len() - 1;
-        // What rounds to the greatest number travels, and so does what is infinite anyway.
+        // A number that rounds to the largest one can be sent, and so can infinity.
         (inputs.k[last], inputs.v[last]) = (-65519.0, f32::INFINITY);
         problem.on_mesh(&inputs, on).expect("it fits");
         inputs.k[last] = -70000.0;

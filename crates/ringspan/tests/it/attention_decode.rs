@@ -1,4 +1,4 @@
-//! A few queries on every rank over a cache spread by (position / block) mod P: the f64 reference's answer on all ranks.
+//! A few queries on every rank over a cache spread by (position / block) mod P: all ranks give the f64 reference's answer.
 
 use crate::support::{Problem, relative_l2};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, decode};
@@ -19,8 +19,8 @@ fn on_ranks(
     let layout = Layout::new(LayoutKind::Striped(block), &problem.k_documents, ranks).expect("ranks");
     let query = [Run { document: 0, start: 0, len: queries, step: 1 }];
     let each: Vec<Run> = (0..queries).map(|start| Run { start, len: 1, ..query[0] }).collect();
-    // Stripes of up to 16 tokens are runs with a step of P times their width, wider ones have a step of 1: queries in a row
-    // pair up with the latter alone.
+    // Stripes of up to 16 tokens are runs with a step of P times their width, wider ones have a step of 1: only with the
+    // latter can consecutive queries form one tile.
     let queries_of = if together { &query[..] } else { &each };
     let run = |comm: std::sync::Arc<dyn ringspan::comm::Communicator>| {
         let rank = comm.rank();

@@ -13,13 +13,13 @@ const LAYOUTS: [LayoutKind; 6] = [
     LayoutKind::Balanced(None),
 ];
 
-/// All (ring, ulysses) of 1, 2, 3, 4, 6 and 8 ranks in which every Ulysses rank has a query head.
+/// All grids (ring, ulysses) of 1, 2, 3, 4, 6 and 8 ranks in which every Ulysses rank has a query head.
 fn meshes(heads: usize) -> Vec<(usize, usize)> {
     let split = |ranks: usize| (1..=ranks).filter(move |u| ranks.is_multiple_of(*u)).map(move |u| (ranks / u, u));
     RANKS.into_iter().flat_map(split).filter(|(_, ulysses)| *ulysses <= heads).collect()
 }
 
-/// Runs a problem on every mesh; layouts and strategies take turns, so that each meets each over the tests.
+/// Runs a problem on every mesh; layouts and strategies alternate, so that over all tests each occurs with each.
 fn on_all_meshes(problem: &Problem, turn: usize) {
     let inputs = problem.inputs(turn as u64);
     let wanted = problem.reference(&inputs);
@@ -107,7 +107,8 @@ fn ragged_batches_with_padding() {
     }
 }
 
-/// 96 tokens on 4 ranks have borders at 24, 48, 72 (zigzag: at multiples of 12); documents end on and beside them.
+/// 96 tokens on 4 ranks have borders at 24, 48, 72 (with zigzag at multiples of 12); documents end at them and next to
+/// them.
 #[test]
 fn packed_documents_whose_borders_fall_on_and_beside_rank_borders() {
     for (turn, lengths) in
@@ -140,7 +141,7 @@ fn documents_with_padding_between_and_behind_them() {
     on_all_meshes(&Problem::with_documents(tail, 1, 4, 1, 16, Mask::causal()), 2);
 }
 
-/// Two documents that alternate at random, with padding between their tokens.
+/// Two documents whose tokens alternate at random, with padding between them.
 #[test]
 fn documents_in_pieces() {
     let id = |token: i32| match (token * 37 + token * token % 23) % 19 {
@@ -195,7 +196,7 @@ fn keys_hidden_behind_their_length() {
     on_all_meshes(&problem, 1);
 }
 
-/// With more queries than keys, a mask aligned to the end leaves the first queries nothing to see.
+/// With more queries than keys, a mask aligned to the end leaves the first queries without keys.
 #[test]
 fn rows_that_see_nothing_are_zero_with_lse_minus_infinity() {
     let problem = Problem::cross(1, 20, 6, 2, 1, 16, Mask::causal_bottom_right());
@@ -220,7 +221,7 @@ fn the_same_mesh_gives_the_same_bits() {
     }
 }
 
-/// A token of one document is changed: nothing of any other document may move, on any mesh, by a single bit.
+/// If a token of one document changes, no bit of any other document may change, on any mesh.
 #[test]
 fn a_changed_token_is_seen_by_later_tokens_of_its_document_only() {
     let lengths = [25, 40, 31];

@@ -1,7 +1,8 @@
-//! Every two features together: strategies, layouts, grids, parts of heads, masks, documents, scores, heads, widths.
+//! Every pair of features works together: strategies, layouts, grids, parts of heads, masks, documents, scores, heads,
+//! widths.
 //!
-//! The whole product has millions of cases. A greedy cover picks cases until every pair of values of two factors has
-//! been in one of them; each case is a mesh of ranks against the f64 reference, outputs and all gradients. Whole products of
+//! The full product has millions of cases. A greedy cover picks cases until every pair of values of two factors has
+//! occurred; each case compares a mesh of ranks with the f64 reference, outputs and all gradients. Full products of
 //! strategies with three other factors run with `--ignored`.
 
 use crate::support::{Answer, On, Problem};
@@ -95,10 +96,10 @@ const HEADS: [(usize, usize); 4] = [(4, 2), (4, 4), (6, 1), (6, 3)];
 const WIDTHS: [(usize, usize); 4] = [(16, 16), (8, 8), (33, 20), (24, 40)];
 const CHUNKS: [usize; 3] = [1, 2, 5];
 
-/// One value of each factor, by index.
+/// A case: the index of a value for each factor.
 type Case = [usize; 9];
 
-/// Random cases, each the one of a few candidates with most pairs not yet met, until all pairs are met.
+/// Random cases until all pairs are covered, each the one of several candidates that covers most new pairs.
 fn cover(sizes: Case) -> Vec<Case> {
     let mut state = 12345u64;
     let mut draw = |n: usize| {
@@ -212,7 +213,7 @@ fn queries_of_16_bits_with_a_bias_are_counted_in_f32() {
     }
 }
 
-/// What the transport counts is what the schedule says.
+/// Checks that the bytes that the transport counts are those of the schedule.
 fn check_bytes(what: &str, problem: &Problem, on: On, got: &Answer) {
     let Problem { heads, kv_heads, dim, v_dim, bias_heads, .. } = *problem;
     let ranks = on.grid.size().expect("a small grid");

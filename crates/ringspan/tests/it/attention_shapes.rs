@@ -1,4 +1,4 @@
-//! Tensors and positions that do not fit are errors with numbers: no panic crosses the API of attention.
+//! Tensors and positions that do not fit are errors with numbers: attention's API does not panic.
 
 use ringspan::attention::{Forward, Inputs, Merge, Tokens, backward, decode, forward};
 use ringspan::comm::threads;
@@ -9,7 +9,7 @@ const T: usize = 6;
 const HEADS: usize = 4;
 const DIM: usize = 8;
 
-/// What one rank says to a call.
+/// Runs a call on a single rank and returns its result.
 fn on_one_rank<R: Send>(call: impl Fn(&Group) -> Result<R, Error> + Sync) -> Result<R, Error> {
     let run = |comm| call(&Group::new(comm, (1, 1), crate::support::kernel()?)?);
     threads::run(1, threads::Options::default(), run).map(|mut results| results.remove(0))
@@ -24,7 +24,7 @@ fn view(data: &[f32]) -> View<'_> {
     View::new(data, T, HEADS, DIM).expect("its size")
 }
 
-/// Other shapes of as many elements, and rows that leave them.
+/// Views with other shapes of as many elements, and views with rows out of bounds.
 fn bent(view: View<'_>) -> Vec<View<'_>> {
     vec![
         View { tokens: HEADS, heads: T, ..view },

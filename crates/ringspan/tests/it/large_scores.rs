@@ -1,7 +1,7 @@
-//! Scores of any size, and masks written as large negative numbers: as exact as a plain softmax in f32.
+//! Scores of any size, and masks written as large negative numbers, are as exact as a plain softmax in f32.
 //!
-//! The truth is the f64 reference. Beside it stands softmax attention as anybody writes it, in f32 and three passes over each
-//! row; no result may be further from the truth than twice what that one is, or, where that one is exact, than rounding is.
+//! The f64 reference gives the true values. They are compared with our attention and with plain softmax attention in f32,
+//! in three passes over each row: our error may be at most twice the plain one, or, if that is small, as large as rounding.
 
 use crate::support::{Answer, On, Problem, random};
 use ringspan::attention::{self, Group, Inputs, Merge, Tokens, Wire, decode};
@@ -12,17 +12,17 @@ use ringspan::{Error, LayoutKind, Mask, Run, Strategy};
 
 const LEN: usize = 44;
 
-/// What attention gives, and by what its errors are judged.
+/// The answer of the plain softmax, with the quantities that limit our errors.
 struct Plain {
     answer: Answer,
-    /// How large the terms of each sum are.
+    /// Sums of the absolute values of the terms in each sum.
     sizes: Answer,
-    /// What the rounding of products may make of sums in which keys with huge scores share a weight. Hardly any two keys of a
-    /// query are so close: where the plain softmax is lucky with them, we need not be.
+    /// Possible effect of rounding products on sums in which keys with huge scores share a weight. Few pairs of keys are so
+    /// close, so the plain softmax may be exact by luck, which is not required of us.
     doubts: Answer,
 }
 
-/// Softmax attention in f32, and its gradients from the weights themselves, which are not formed anew.
+/// Plain softmax attention in f32; its gradients use the weights of the forward pass, without recomputing them.
 fn plain(problem: &Problem, inputs: &crate::support::Inputs) -> Plain {
     let Problem { queries, keys, heads, kv_heads, dim, v_dim, bias_heads, ref mask, ref score, .. } = *problem;
     let zeros = |len: usize| vec![0.0f32; len];
@@ -77,7 +77,7 @@ fn plain(problem: &Problem, inputs: &crate::support::Inputs) -> Plain {
             let term = p * (dp[n] - mean);
             let (ds, size) = (term * slopes[n] * score.scale, p * (dp[n].abs() + mean.abs()));
             let ds_size = size * score.scale.abs();
-            // A chain of D products is wrong by about this; a weight of 0 or 1 does not know it.
+            // The error of a sum of D products is about this large; it does not affect a weight of 0 or 1.
             let products: Vec<f32> = q.iter().zip(&inputs.k[key * dim..]).map(|(q, k)| score.scale * q * k).collect();
             let wrong = f32::EPSILON * (dim as f32 * dot(&products, &products)).sqrt();
             let doubt = if wrong > 3e-3 { (1.0 - p) * wrong } else { 0.0 };
@@ -114,7 +114,7 @@ fn tensors(answer: &Answer) -> [(&'static str, &[f32]); 6] {
     [("out", out), ("dq", dq), ("dk", dk), ("dv", dv), ("d_bias", d_bias), ("d_sinks", d_sinks)]
 }
 
-/// Squares of errors and of what they are judged by, over several problems of one kind.
+/// Sums of squared errors and of the quantities that limit them, over several problems of one kind.
 #[derive(Default, Clone, Copy)]
 struct Errors {
     plain: f64,
@@ -137,10 +137,10 @@ impl Errors {
         }
     }
 
-    /// Twice the plain error, and where that is small `rounding` of what was summed.
+    /// Checks that our error is at most twice the plain error plus `rounding` of the terms.
     fn check(&self, rounding: f64, what: &str) {
         let [plain, ours, size, doubt] = [self.plain, self.ours, self.size, self.doubt].map(f64::sqrt);
-        // The least numbers that f32 has are no matter of rounding.
+        // The smallest numbers of f32 are not a matter of rounding.
         let bound = 2.0 * plain + rounding * size + doubt + 1e-20;
         assert!(
             ours <= bound,
@@ -151,12 +151,12 @@ impl Errors {
 
 const SEEDS: u64 = 3;
 
-/// Rounding of sums in f32, and of weights in bf16.
+/// Relative rounding error of sums in f32, or of weights in bf16.
 fn rounding(isa: Isa, stored: Wire) -> f64 {
     if stored == Wire::Bf16 && isa.multiplies_bf16() { 8e-3 } else { 5e-7 }
 }
 
-/// Every instruction set of this machine on one mesh, and the best of them on others.
+/// Every instruction set of this machine on one mesh, and the fastest of them on the other meshes.
 fn meshes() -> Vec<(Isa, On)> {
     let all = Isa::available();
     let one = all.iter().map(|isa| (*isa, On::new(LayoutKind::Zigzag, Strategy::Ring, (2, 1))));
@@ -197,7 +197,7 @@ fn check_on(problem: &Problem, stored: Wire, change: &dyn Fn(&mut crate::support
     }
 }
 
-/// Powers of 2 that make scores of about 1 to 1e9, and stay exact in bf16.
+/// Powers of 2 that give scores of about 1 to 1e9, and are exact in bf16.
 const SIZES: [u32; 6] = [2, 6, 12, 19, 26, 32];
 
 fn problem(mask: Mask) -> Problem {
@@ -212,7 +212,7 @@ fn grow(values: &mut [f32], power: u32) {
 fn scores_of_any_size() {
     for stored in [Wire::F32, Wire::Bf16] {
         for power in SIZES {
-            // The root of 16 is a power of 2, that of 24 is not.
+            // The root of 16 is a power of 2, the root of 24 is not.
             for (mask, dim) in [(Mask::causal(), 16), (Mask::full(), 24)] {
                 let problem = Problem::new(1, LEN, 4, 2, dim, mask);
                 let problem = Problem { name: format!("2^{power} {}", problem.name), ..problem };
@@ -222,7 +222,7 @@ fn scores_of_any_size() {
     }
 }
 
-/// Every key is there twice, also on other ranks: half the weight goes to each, whatever the size of the score.
+/// Every key occurs twice, also on other ranks: each gets half of the weight for scores of any size.
 #[test]
 fn keys_that_tie_share_the_weight() {
     for stored in [Wire::F32, Wire::Bf16] {
@@ -263,7 +263,7 @@ fn terms_of_any_size() {
     }
 }
 
-/// A mask as libraries write it: a number added to whole rows, to some keys of rows, and to none.
+/// Masks as other libraries write them: a number is added to whole rows, to some keys of a row, or to none.
 #[test]
 fn masks_that_are_large_negative_numbers() {
     for value in [-1e4, -65504.0, -1e6, -1e9, -1e30, f32::MIN, f32::NEG_INFINITY] {
@@ -281,7 +281,7 @@ fn masks_that_are_large_negative_numbers() {
                                 2 => key > row / 2,
                                 _ => false,
                             };
-                            // As libraries add it to what is there.
+                            // Like other libraries, this adds the number to the existing bias.
                             *bias = if masked { *bias + value } else { *bias };
                         }
                     }
@@ -291,7 +291,7 @@ fn masks_that_are_large_negative_numbers() {
     }
 }
 
-/// Masks of several numbers in one row: the least of them hides its keys from a query that has others.
+/// Masks with several numbers in one row: the smallest hides its keys from a query that sees others.
 #[test]
 fn masked_keys_keep_their_order() {
     let values = [f32::MIN, -3e38, -2.5e38, -2e38, -1e38, -1e30, f32::NEG_INFINITY];
@@ -305,7 +305,7 @@ fn masked_keys_keep_their_order() {
     }
 }
 
-/// A rank with one query computes its gradient from the same scores.
+/// A rank with one query computes its gradient from the same scores as its output.
 #[test]
 fn ranks_of_one_query() {
     for stored in [Wire::F32, Wire::Bf16] {

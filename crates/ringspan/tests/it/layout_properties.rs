@@ -1,4 +1,4 @@
-//! Whatever is dealt, by whatever layout, to however many ranks: no token is lost, doubled or out of place.
+//! For any documents, layout and number of ranks, no token is lost, doubled or misplaced.
 
 use proptest::prelude::*;
 use ringspan::{Document, Documents, Layout, LayoutKind, Mask};
@@ -13,10 +13,10 @@ fn kinds() -> impl Strategy<Value = LayoutKind> {
     ]
 }
 
-/// Batches with padding anywhere, documents with gaps, documents inside the gaps of others, empty ones, none at all.
+/// Batches with padding anywhere, documents with gaps, documents in the gaps of others, empty documents, no documents.
 fn batches() -> impl Strategy<Value = Documents> {
     let ids = (1usize..4, 1usize..90).prop_flat_map(|(rows, len)| {
-        // Runs of one id, so that spans are longer than a token.
+        // Ids repeat several times, so that spans are longer than a token.
         let spans = proptest::collection::vec((0i32..5, 1usize..20), rows * len);
         spans.prop_map(move |spans| {
             let ids = spans.into_iter().flat_map(|(id, n)| std::iter::repeat_n(id, n)).take(rows * len);
@@ -41,7 +41,7 @@ fn batches() -> impl Strategy<Value = Documents> {
     prop_oneof![ids, padded, rows, boundaries]
 }
 
-/// Rows of the flat batch that hold a token, with its document and position.
+/// Rows of the flat batch that contain a token, with its document and position.
 fn tokens(documents: &Documents) -> Vec<(usize, usize, usize)> {
     let of = |(index, document): (usize, &Document)| {
         let positions: Vec<usize> = document.spans.iter().flat_map(Clone::clone).collect();
@@ -53,7 +53,7 @@ fn tokens(documents: &Documents) -> Vec<(usize, usize, usize)> {
     all
 }
 
-/// What a layout says each rank holds: row, document and position.
+/// The tokens that a rank holds according to its layout: row, document and position.
 fn held(layout: &Layout, rank: usize) -> Vec<(usize, usize, usize)> {
     let of_run = |run: &ringspan::Run| vec![run.document; run.len];
     let documents: Vec<usize> = layout.runs(rank).iter().flat_map(of_run).collect();
@@ -156,7 +156,7 @@ proptest! {
         let layout = Layout::new(kind, &Documents::batch(1, len), ranks).expect("ranks");
         let tokens: Vec<usize> = (0..ranks).map(|rank| layout.tokens(rank)).collect();
         let (least, most) = (tokens.iter().min().expect("a rank"), tokens.iter().max().expect("a rank"));
-        // Zigzag deals two chunks, each at most one token longer than the shortest.
+        // Zigzag assigns two chunks, each at most one token longer than the shortest.
         prop_assert!(most - least <= if kind == LayoutKind::Zigzag { 2 } else { 1 }, "{:?}", tokens);
     }
 }

@@ -1,4 +1,4 @@
-//! All tests that need no process of their own, in one program that is linked once. A new file of tests is a module here.
+//! All tests that need no process of their own, in one program that is linked once. Each file of tests is a module here.
 
 #[path = "../matrix/mod.rs"]
 mod matrix;

@@ -1,5 +1,5 @@
-//! The cases of MaxDiffusion, USP (yunchang, xDiT) and diffusers: rings of all-to-alls over every (R, U) up to 8 ranks,
-//! with real numerics where those have mocked kernels.
+//! The test cases of MaxDiffusion, USP (yunchang, xDiT) and diffusers: rings of all-to-alls for every (R, U) up to 8 ranks,
+//! computed with real kernels where those mock them.
 
 use crate::matrix::check;
 use crate::support::{Answer, On, Problem, relative_l2};
@@ -11,14 +11,14 @@ use ringspan::{Documents, Layout, LayoutKind, Mask, Schedule, Strategy};
 const LAYOUTS: [LayoutKind; 4] =
     [LayoutKind::Contiguous, LayoutKind::Zigzag, LayoutKind::Striped(1), LayoutKind::Balanced(None)];
 
-/// Every (R, U) with up to 8 ranks in which each Ulysses rank has a head; both orders of the axes take turns.
+/// Every (R, U) with up to 8 ranks in which each Ulysses rank has a head; both orders of the axes alternate.
 fn grids(heads: usize) -> Vec<Grid> {
     let of = |ring: usize| (1..=8 / ring).map(move |ulysses| Grid::new(ring, ulysses));
     let all = (1..=8).flat_map(of).filter(|grid| grid.ulysses <= heads);
     all.enumerate().map(|(turn, grid)| if turn % 3 == 2 { grid.with_ulysses_outer() } else { grid }).collect()
 }
 
-/// Runs a problem on all grids; layouts and strategies take turns.
+/// Runs a problem on all grids; layouts and strategies alternate.
 fn run(name: &str, problem: &Problem, turn: usize) {
     let inputs = problem.inputs(turn as u64);
     let wanted = problem.reference(&inputs);
@@ -31,7 +31,7 @@ fn run(name: &str, problem: &Problem, turn: usize) {
 
 #[test]
 fn lengths_that_divide_and_that_do_not() {
-    // Divides by all, by none, one token, fewer tokens than ranks.
+    // The lengths divide by all grids, by none, are one token, or fewer tokens than ranks.
     for (turn, len) in [24, 7, 1, 3].into_iter().enumerate() {
         for (heads, kv_heads, dim) in [(8, 8, 4), (8, 2, 16), (4, 4, 3)] {
             for (name, mask) in [("full", Mask::full()), ("causal", Mask::causal())] {
@@ -53,7 +53,7 @@ fn seven_tokens_on_two_times_two_ranks() {
     }
 }
 
-/// The round trip of mocked kernels, by a real one: a token that sees itself only gets its value back, bit by bit.
+/// The round trip that others test with mocked kernels: a token that sees only itself gets its value back, bit by bit.
 #[test]
 fn a_token_that_sees_itself_gets_its_value_back_from_every_grid() {
     for (len, heads) in [(5, 4), (8, 4), (7, 8), (6, 8)] {
@@ -65,7 +65,7 @@ fn a_token_that_sees_itself_gets_its_value_back_from_every_grid() {
                 let got = problem.on_mesh(&inputs, on).expect("runs");
                 let what = format!("{len} tokens, {heads} heads, {on:?}");
                 assert!(got.out == inputs.v, "{what}");
-                // Its weight is computed again from the log-sum-exp, so its gradient comes back up to rounding.
+                // The weight is recomputed, so the gradient comes back up to rounding.
                 let error = relative_l2(&got.dv, &inputs.d_out);
                 assert!(error <= 2e-7, "{what}: dv differs by {error:e}");
             }
@@ -75,7 +75,7 @@ fn a_token_that_sees_itself_gets_its_value_back_from_every_grid() {
 
 #[test]
 fn key_padding_that_differs_by_row() {
-    // Queries are all there; keys are masked, and the last row has none: its queries see nothing.
+    // No query is padding; keys are masked, and the last row has none, so its queries see nothing.
     let ids = |mask: &str| -> Vec<i32> { mask.bytes().map(|bit| i32::from(bit == b'1')).collect() };
     let rows = [
         ("alternating", 2, 5, Documents::from_ids(&ids("1010101010"), 5).expect("rows")),
@@ -96,7 +96,7 @@ fn key_padding_that_differs_by_row() {
 
 #[test]
 fn hops_and_rows_that_are_masked_out() {
-    // Documents that end where ranks do, so that whole hops have nothing to see; rows of padding only.
+    // Documents end at the borders of ranks, so whole hops see nothing; some rows are only padding.
     let ids: Vec<i32> = (0..3 * 24).map(|t| [1, 1, 0, 2, 2, 2, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 3][t / 4]).collect();
     let rows = [
         ("documents of a rank", 1, Documents::packed(&[6; 4])),
@@ -111,7 +111,7 @@ fn hops_and_rows_that_are_masked_out() {
             run(name, &Problem::with_documents(documents.clone(), batch, 8, 4, 8, mask), turn + side);
         }
     }
-    // Queries before the first key they may see.
+    // The first queries are before the first key they may see.
     run("rows without a key", &Problem::cross(2, 20, 6, 4, 2, 8, Mask::causal_bottom_right()), 0);
 }
 
@@ -150,7 +150,7 @@ fn parts_of_heads_do_not_change_the_answer() {
                 let what = format!("{}, {strategy}, {chunks} parts", problem.name);
                 let of_queries = |answer: &Answer| [answer.out.clone(), answer.lse.clone(), answer.dq.clone()];
                 assert!(of_queries(&parts) == of_queries(&whole), "{what}: other bits");
-                // Parts that share a key-value head add up its gradient in another order.
+                // If parts share a key-value head, its gradient is summed in another order.
                 for (name, part, whole) in [("dk", &parts.dk, &whole.dk), ("dv", &parts.dv, &whole.dv)] {
                     assert!(heads != kv_heads || part == whole, "{what}: other bits of {name}");
                     let error = relative_l2(part, whole);
@@ -161,7 +161,7 @@ fn parts_of_heads_do_not_change_the_answer() {
     }
 }
 
-/// 40 heads on 8 ranks: the ranges of heads that all ranks together compute at a time.
+/// For 40 heads on 8 ranks, the number of heads that all ranks together compute in each part.
 #[test]
 fn parts_of_forty_heads_are_as_known() {
     for (chunks, wanted) in [(1, vec![40]), (2, vec![16, 24]), (3, vec![8, 16, 16]), (5, vec![8; 5])] {
@@ -171,7 +171,7 @@ fn parts_of_forty_heads_are_as_known() {
     }
 }
 
-/// Ranks hold no more than where lengths are padded to a multiple.
+/// Ranks hold no more tokens than with lengths padded to a multiple.
 #[test]
 fn shares_are_no_longer_than_padding_would_make_them() {
     for (len, grid, most) in [(10, (4, 1), 3), (10, (2, 2), 6), (6144, (4, 2), 1536)] {
@@ -180,7 +180,7 @@ fn shares_are_no_longer_than_padding_would_make_them() {
             let layout = Layout::new(kind, &documents, grid.size().expect("few")).expect("ranks");
             let groups = layout.grouped(&grid.members());
             let longest = (0..grid.ring).map(|rank| groups.tokens(rank)).max();
-            // Zigzag deals two chunks, either of which may be the longer one.
+            // Zigzag assigns two chunks, of which either may be the longer one.
             let slack = usize::from(kind == LayoutKind::Zigzag);
             assert!(longest <= Some(most + slack), "{len} tokens, {grid}, {kind}: {longest:?}");
         }
@@ -212,7 +212,7 @@ fn impossible_axes_are_refused_with_the_numbers() {
     }
 }
 
-/// The cases that others run on GPUs, with an eighth of their tokens or heads where these are many.
+/// The cases that others run on GPUs, with an eighth of the tokens or heads if these are many.
 #[test]
 fn hybrid_attention_of_images_and_text() {
     let rows = [

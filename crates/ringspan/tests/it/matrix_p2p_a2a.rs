@@ -1,7 +1,7 @@
-//! The cases of TransformerEngine's PyTorch tests, at our tolerances: every way to communicate, head configurations,
+//! The cases of TransformerEngine's PyTorch tests, with our tolerances: every way to communicate, head configurations,
 //! windows, biases, softmax variants, batches and packed rows, in every type.
 //!
-//! Rows hold 40 tokens instead of 4096, windows shrink with them, and 32, 64 and 128 heads are 16 in the same groups.
+//! Rows have 40 tokens instead of 4096, windows shrink with them, and 32, 64 and 128 heads become 16 in the same groups.
 
 use crate::matrix::{bound, check, draws};
 use crate::support::{Inputs, On, Problem, random, relative_l2};
@@ -12,7 +12,7 @@ use ringspan::{Documents, Layout, LayoutKind, Mask, Strategy};
 const LEN: usize = 40;
 const WIRES: [Wire; 3] = [Wire::F32, Wire::Bf16, Wire::F16];
 
-/// A ring, a gather, an all-to-all, and a ring of all-to-alls on either axis.
+/// A ring, an all-gather, an all-to-all, and a ring of all-to-alls on either axis.
 fn ways() -> [(Strategy, Grid); 5] {
     [
         (Strategy::Ring, Grid::new(2, 1)),
@@ -23,13 +23,13 @@ fn ways() -> [(Strategy, Grid); 5] {
     ]
 }
 
-/// A batch of two rows, of `len` tokens.
+/// A batch of two rows of `len` tokens.
 fn batch(len: usize) -> Documents {
     Documents::batch(2, len)
 }
 
-/// One row of sequences of random lengths, empty ones too; `between` puts padding after each, up to the next multiple of
-/// what zigzag on two ranks divides by.
+/// One row of sequences of random lengths, some of them empty; `between` adds padding after each, up to the next multiple
+/// that zigzag on two ranks divides.
 fn sequences(len: usize, between: bool, seed: u64) -> Documents {
     let mut lengths = draws(6, 0..len / 2, seed);
     lengths.push(0);
@@ -52,7 +52,7 @@ fn problem(documents: &Documents, rows: usize, (heads, kv_heads, dim, v_dim): He
     Problem { v_dim, ..Problem::with_documents(documents.clone(), rows, heads, kv_heads, dim, mask.clone()) }
 }
 
-/// Runs a problem every way, in each of the types.
+/// Runs a problem with every way of communication, in each of the types.
 fn run(name: &str, problem: &Problem, kind: LayoutKind, wires: &[Wire]) {
     for &wire in wires {
         let inputs = problem.inputs_of(wire, 11);
@@ -63,8 +63,8 @@ fn run(name: &str, problem: &Problem, kind: LayoutKind, wires: &[Wire]) {
     }
 }
 
-/// Runs a table row as a batch, as packed sequences, and as sequences with padding between them. The types take turns on
-/// the sequences.
+/// Runs a case as a batch, as packed sequences, and as sequences with padding between them. For the sequences, the types
+/// alternate.
 fn run_formats(turn: usize, name: &str, heads: Heads, mask: &Mask, change: impl Fn(Problem) -> Problem) {
     run(name, &change(problem(&batch(LEN), 2, heads, mask)), LayoutKind::Zigzag, &WIRES);
     for between in [false, true] {
@@ -76,7 +76,7 @@ fn run_formats(turn: usize, name: &str, heads: Heads, mask: &Mask, change: impl 
 
 const EQUAL: Heads = (12, 12, 128, 128);
 
-/// The windows of 4096 tokens, for ours.
+/// A window given for 4096 tokens, scaled to our length.
 fn window(back: usize, ahead: usize) -> Mask {
     Mask::full().window(Some(back * LEN / 4096), Some(ahead * LEN / 4096))
 }
@@ -132,7 +132,7 @@ fn width_256() {
     }
 }
 
-/// Along which axes a bias has values of its own; along the others it is one value for all.
+/// The axes along which a bias has different values; along the others its values are shared.
 #[derive(Clone, Copy)]
 struct Shape {
     batch: bool,
@@ -141,7 +141,7 @@ struct Shape {
 }
 
 impl Shape {
-    /// The element of the bias's own that the problem's `[B, Sq, Hb, Sk]` has at an index.
+    /// The index of the shared value for an element of the problem's bias `[B, Sq, Hb, Sk]`.
     fn own(self, problem: &Problem, index: usize) -> usize {
         let (keys, heads, queries) = (problem.keys, problem.bias_heads, problem.queries);
         let (j, h) = (index % keys, index / keys % heads);
@@ -157,7 +157,7 @@ impl Shape {
         Inputs { bias, ..inputs }
     }
 
-    /// The gradient of the bias's own elements: sums over the others.
+    /// The gradient of the shared values: sums over the elements that share them.
     fn gradient(self, problem: &Problem, d_bias: &[f32]) -> Vec<f32> {
         let mut sums = vec![0.0f64; d_bias.len()];
         for (index, x) in d_bias.iter().enumerate() {
@@ -188,7 +188,7 @@ fn biases_of_every_shape() {
         .enumerate()
         {
             let problem = problem(&batch(LEN), 2, heads, &mask).with_bias(if shape.heads { heads.0 } else { 1 });
-            // The types take turns.
+            // The 16-bit types alternate.
             for wire in [Wire::F32, WIRES[1 + (row + turn) % 2]] {
                 let inputs = shape.inputs(&problem, wire);
                 let wanted = problem.reference(&inputs);
@@ -204,7 +204,7 @@ fn biases_of_every_shape() {
     }
 }
 
-/// Two sequences of 8 on two ranks: each rank holds an early and a late quarter of each.
+/// Two sequences of 8 tokens on two ranks: each rank holds an early and a late quarter of each.
 #[test]
 fn packed_sequences_are_split_as_known() {
     let documents = Documents::from_boundaries(&[0, 8, 16], 16).expect("rises");

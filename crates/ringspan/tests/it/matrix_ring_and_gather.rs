@@ -1,8 +1,8 @@
-//! The cases of TransformerEngine's JAX tests, at our tolerances: ring and all-gather on 2, 4 and 8 ranks, batches and
-//! packed rows, balanced and not, striped, with windows.
+//! The cases of TransformerEngine's JAX tests, with our tolerances: ring and all-gather on 2, 4 and 8 ranks, batches and
+//! packed rows, balanced, unbalanced and striped layouts, with windows.
 //!
-//! A rank holds 16 tokens of a row instead of 256 or 512, and stripes shrink with them: windows reach over more ranks than
-//! there. Stripes of 64 and 128 also come in their full size, with narrow heads.
+//! A rank holds 16 tokens of a row instead of 256 or 512, and stripes shrink with them, so windows span more ranks than
+//! there. Stripes of 64 and 128 also occur in full size, with narrow heads.
 
 use crate::matrix::{check, segments};
 use crate::support::{On, Problem, random};
@@ -15,10 +15,10 @@ const BALANCED_AND_NOT: [LayoutKind; 2] = [LayoutKind::Zigzag, LayoutKind::Conti
 
 /// Batch, tokens of a row on one rank, query heads, width.
 const SHAPES: [(usize, usize, usize, usize); 2] = [(2, 16, 8, 128), (4, 16, 8, 64)];
-/// Query heads of a key-value head.
+/// Numbers of query heads per key-value head.
 const GROUPS: [usize; 2] = [1, 8];
 
-/// The sliding windows: so many keys back, none ahead.
+/// A sliding window with `back` keys back and none ahead.
 fn windowed(back: Option<usize>) -> Mask {
     Mask::causal().window(back, None)
 }
@@ -72,7 +72,7 @@ fn packed_rows_with_a_tail_of_padding_in_each_segment() {
         ("segments, gather, stripe 8, window 5", 5, Some(5), LayoutKind::Striped(8), Strategy::AllGather),
         ("segments, gather, contiguous, window 20", 5, Some(20), LayoutKind::Contiguous, Strategy::AllGather),
     ];
-    // Shapes and groups take turns, so that each row meets each of them on some number of ranks.
+    // Shapes and groups alternate, so that each case occurs with each of them on some number of ranks.
     for (seed, (name, count, window, kind, strategy)) in rows.into_iter().enumerate() {
         for (turn, ranks) in RANKS.into_iter().enumerate() {
             for half in 0..2 {
@@ -119,7 +119,7 @@ fn heads_of_width_256() {
     }
 }
 
-/// To the ranks and back, every bit of every pattern stays, NaN and denormal ones too; and ranks hold what they should.
+/// Sharding and unsharding keep every bit, including NaN and denormal numbers, and ranks hold the right tokens.
 #[test]
 fn reordering_there_and_back_is_exact() {
     for (batch, base, heads, dim) in [(3, 32, 8, 64), (4, 32, 12, 32), (1, 16, 1, 1)] {
@@ -145,7 +145,7 @@ fn reordering_there_and_back_is_exact() {
                 }
                 assert!(back == bits, "{kind} on {ranks} ranks changes bits");
             }
-            // Packed rows: segments come back, and padding stays as it was.
+            // In packed rows, segments come back and padding is not written.
             let documents = segments(batch, len, 3, true, ranks as u64);
             for kind in [LayoutKind::Zigzag, LayoutKind::Striped(1), LayoutKind::Striped(4)] {
                 let layout = Layout::new(kind, &documents, ranks).expect("ranks");

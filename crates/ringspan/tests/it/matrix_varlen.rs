@@ -1,5 +1,5 @@
-//! The cases of PyTorch's context-parallel and varlen tests, at our tolerances: documents, who holds which parts of them,
-//! even work, bytes and sends of a ring, and an error that does not grow with the ranks.
+//! The cases of PyTorch's context-parallel and varlen tests, with our tolerances: documents, the parts of them that ranks
+//! hold, even work, bytes and sends of a ring, and an error that does not grow with the number of ranks.
 
 use crate::matrix::{check, draws};
 use crate::support::{Answer, Inputs, On, Problem, relative_l2};
@@ -31,7 +31,7 @@ fn two_documents_of_40_and_88() {
 
 #[test]
 fn batches_over_both_ways_to_rotate() {
-    // 64 tokens a rank instead of 1024, and 2 rows instead of 8.
+    // There are 64 tokens per rank instead of 1024, and 2 rows instead of 8.
     for ranks in [2, 4] {
         for (name, mask) in [("batch, causal", Mask::causal()), ("batch, none", Mask::full())] {
             let problem = Problem::new(2, 64 * ranks, 8, 8, 32, mask);
@@ -56,13 +56,13 @@ fn twenty_eight_documents() {
         let problem = Problem::with_documents(documents, batch, 2, 1, 32, Mask::causal());
         run("28 documents", &problem, &BALANCERS, &[Strategy::Ring, Strategy::Halo], &[2]);
     }
-    // As short a row as others refuse.
+    // This row is so short that other implementations refuse it.
     let documents = Documents::from_rows(&[lengths(28, 128, 9)], 128).expect("fits");
     let problem = Problem::with_documents(documents, 1, 4, 4, 32, Mask::causal());
     run("28 documents, short", &problem, &BALANCERS, &Strategy::ALL, &[2]);
 }
 
-/// A part of a document on a rank: its first position, its tokens, and the keys that its last token sees.
+/// A part of a document on a rank: document, first position, number of tokens, and number of keys that its last token sees.
 type Segment = (usize, usize, usize, usize);
 
 fn segments(layout: &Layout, rank: usize) -> Vec<Segment> {
@@ -73,29 +73,30 @@ fn segments(layout: &Layout, rank: usize) -> Vec<Segment> {
     layout.runs(rank).iter().map(of).collect()
 }
 
-/// Documents of 10, 40 and 14 tokens on two ranks, by hand.
+/// Documents of 10, 40 and 14 tokens on two ranks, with parts computed by hand.
 #[test]
 fn each_rank_holds_the_known_parts_of_documents() {
     let documents = Documents::from_boundaries(&[0, 10, 50, 64], 64).expect("rises");
     let layout = |kind| Layout::new(kind, &documents, 2).expect("ranks");
 
-    // 0..32 and 32..64.
+    // The ranks hold 0..32 and 32..64.
     let contiguous = layout(LayoutKind::Contiguous);
     assert_eq!(segments(&contiguous, 0), [(0, 0, 10, 10), (1, 0, 22, 22)]);
     assert_eq!(segments(&contiguous, 1), [(1, 22, 18, 40), (2, 0, 14, 14)]);
 
-    // 0..16 and 48..64, then 16..48: queries of rank 0 in parts of 10, 6, 2, 14 see 10, 6, 40, 14 keys.
+    // The ranks hold 0..16 and 48..64, and 16..48: queries of rank 0 in parts of 10, 6, 2, 14 see 10, 6, 40, 14 keys.
     let zigzag = layout(LayoutKind::Zigzag);
     assert_eq!(segments(&zigzag, 0), [(0, 0, 10, 10), (1, 0, 6, 6), (1, 38, 2, 40), (2, 0, 14, 14)]);
     assert_eq!(segments(&zigzag, 1), [(1, 6, 32, 38)]);
 
-    // Each document in four parts; 10 and 14 do not divide by 4.
+    // Each document is cut into four parts; 10 and 14 do not divide by 4.
     let each = layout(LayoutKind::PerDocumentZigzag);
     let rank_0 = [(0, 0, 2, 2), (0, 7, 3, 10), (1, 0, 10, 10), (1, 30, 10, 40), (2, 0, 3, 3), (2, 10, 4, 14)];
     assert_eq!(segments(&each, 0), rank_0);
     assert_eq!(segments(&each, 1), [(0, 2, 5, 7), (1, 10, 20, 30), (2, 3, 7, 10)]);
 
-    // Pairs: 10 * 11 / 2 = 55 of the first document, 40 * 41 / 2 = 820 and 14 * 15 / 2 = 105 of the others, 980 in all.
+    // There are 10 * 11 / 2 = 55 pairs in the first document, 40 * 41 / 2 = 820 and 14 * 15 / 2 = 105 in the others, 980 in
+    // total.
     let pairs = |layout: &Layout| {
         let schedule = Schedule::new(Strategy::Ring, layout, layout, &Mask::causal(), (2, 1)).expect("plans");
         [schedule.pairs(0), schedule.pairs(1)]
@@ -112,13 +113,13 @@ fn work(kind: LayoutKind, documents: &Documents, ranks: usize) -> Vec<u64> {
     (0..ranks).map(|rank| schedule.pairs(rank)).collect()
 }
 
-/// What the busiest rank has more to do than the idlest, as a share of the mean.
+/// The difference in work between the busiest and the idlest rank, as a share of the mean.
 fn spread(work: &[u64]) -> f64 {
     let (most, least) = (work.iter().max().expect("ranks"), work.iter().min().expect("ranks"));
     (most - least) as f64 * work.len() as f64 / work.iter().sum::<u64>() as f64
 }
 
-/// 128 tokens in blocks of 32 cost 528, 1552, 2576 and 3600 pairs: the first and the last are as much as the others.
+/// 128 tokens in blocks of 32 have 528, 1552, 2576 and 3600 pairs: the first and the last together equal the other two.
 #[test]
 fn a_row_in_four_blocks_is_balanced_to_the_pair() {
     let documents = Documents::batch(1, 128);
@@ -129,7 +130,7 @@ fn a_row_in_four_blocks_is_balanced_to_the_pair() {
 
 #[test]
 fn balanced_work_is_even_where_zigzag_is_not() {
-    // A long document first, last, in the middle, and lengths that fall.
+    // A long document comes first, last or in the middle, or lengths decrease.
     let skewed = [
         vec![700, 40, 40, 40, 40, 40, 40, 84],
         vec![30, 30, 30, 30, 30, 874],
@@ -160,7 +161,7 @@ fn a_ring_sends_w_minus_1_times_forward_and_twice_that_backward() {
         let (hops, width) = (ranks as u64 - 1, if wire == Wire::F32 { 4 } else { 2 });
         let elements = (16 * problem.kv_heads * (problem.dim + problem.v_dim)) as u64;
         assert_eq!(got.bytes_forward, vec![hops * elements * width; ranks], "{on:?}");
-        // Keys and values as they are, their gradients in f32.
+        // Keys and values travel in the wire type, their gradients in f32.
         assert_eq!(got.bytes_backward, vec![hops * elements * (width + 4); ranks], "{on:?}");
 
         let layout = Layout::new(LayoutKind::Zigzag, &problem.q_documents, ranks).expect("ranks");
@@ -217,9 +218,9 @@ fn the_error_does_not_grow_with_the_ranks() {
     }
 }
 
-/// A wire that rounds leaves a rank's own tokens exact, so more ranks mean more rounded tokens: up to what it costs to
-/// round them all once, whatever the number of hops. (Against two ranks, which round half of them and no early row, that
-/// is up to 1.9 times as much.)
+/// A narrower wire type keeps a rank's own tokens exact, so with more ranks more tokens are rounded: the error is at most
+/// that of rounding all once, for any number of hops. (Compared with two ranks, which round half of the tokens and no early
+/// row, that is up to 1.9 times as much.)
 #[test]
 fn a_wire_that_rounds_does_it_once() {
     let problem = Problem::new(1, 512, 2, 1, 32, Mask::causal());

@@ -1,5 +1,5 @@
-//! NaN and infinities in one token reach those who see it, and nobody else: not by a zero weight, not by a tile that is
-//! computed whole, not over any strategy or mesh.
+//! NaN and infinities in one token reach the tokens that see it, and no others: not by a zero weight, not by a tile that is
+//! computed as a whole, with any strategy and mesh.
 
 use crate::support::{Answer, Inputs, On, Problem};
 use ringspan::attention::Wire;
@@ -56,7 +56,7 @@ fn problems() -> Vec<Problem> {
     ]
 }
 
-/// Whether query i sees key j, by the documents and the mask.
+/// Whether query i sees key j, according to the documents and the mask.
 fn visible(problem: &Problem) -> Vec<Vec<bool>> {
     let len = problem.queries;
     let mut places = vec![None; len];
@@ -72,13 +72,13 @@ fn visible(problem: &Problem) -> Vec<Vec<bool>> {
     (0..len).map(|i| (0..len).map(|j| sees(i, j)).collect()).collect()
 }
 
-/// How near untouched rows are to those of the clean run.
+/// How close untouched rows are to those of the clean run.
 #[derive(Clone, Copy, PartialEq)]
 enum Near {
     Bits,
-    /// Blocks with a bad number in them are computed with care, in another order: 2e-6, the kernel's own bound.
+    /// Blocks with a non-finite number are computed in a careful way, in another order: 2e-6, the kernel's own bound.
     Rounding,
-    /// What is computed with care is not rounded to bf16 on the way: 2e-2, the kernel's own bound.
+    /// The careful way does not round to bf16: 2e-2, the kernel's own bound.
     Bf16,
 }
 
@@ -92,7 +92,7 @@ impl Near {
     }
 }
 
-/// Asserts that the rows of some tokens and heads are those of the clean run.
+/// Asserts that the rows of untouched tokens and heads are those of the clean run.
 fn same_rows(
     what: &str,
     (heads, dim): (usize, usize),
@@ -110,7 +110,7 @@ fn same_rows(
     }
 }
 
-/// Asserts that one bad number in a token's head reached only queries that see the token, and keys that these see.
+/// Asserts that one non-finite number in a token's head reached only queries that see the token, and keys that these see.
 fn contained(
     what: &str,
     problem: &Problem,
@@ -121,7 +121,7 @@ fn contained(
     let (sees, len) = (visible(problem), problem.queries);
     let group = HEADS / KV_HEADS;
     let is_key = tensor.heads() == KV_HEADS;
-    // Queries whose scores, outputs or gradients have the number in them.
+    // Queries whose scores, outputs or gradients depend on the number.
     let touched =
         |i: usize, h: usize| if is_key { sees[i][token] && h / group == head } else { i == token && h == head };
     let key_touched =
@@ -138,12 +138,12 @@ fn contained(
     same_rows(&format!("{what}, lse"), (HEADS, 1), outputs, values, lse);
     same_rows(&format!("{what}, dq"), queries, gradients, [&clean.dq, &got.dq], |i, h| !touched(i, h));
     same_rows(&format!("{what}, dk"), keys, gradients, [&clean.dk, &got.dk], |j, g| !key_touched(j, g));
-    // The gradient of a value has no value in it.
+    // The gradient of a value does not depend on values.
     let value = |j, g| tensor == Tensor::V || !key_touched(j, g);
     same_rows(&format!("{what}, dv"), keys, gradients, [&clean.dv, &got.dv], value);
 }
 
-/// Asserts that NaN is not hidden from those who see it.
+/// Asserts that NaN reaches all queries that see it.
 fn reached(what: &str, problem: &Problem, got: &Answer, tensor: Tensor, token: usize, head: usize) {
     let sees = visible(problem);
     let group = HEADS / KV_HEADS;
@@ -151,7 +151,7 @@ fn reached(what: &str, problem: &Problem, got: &Answer, tensor: Tensor, token: u
     let is_key = tensor.heads() == KV_HEADS;
     for (i, h) in (0..problem.queries).flat_map(|i| (0..HEADS).map(move |h| (i, h))) {
         let touched = if is_key { sees[i][token] && h / group == head } else { i == token && h == head };
-        // A query that sees itself only has dq 0 whatever the gradient, but 0 x NaN is NaN as well.
+        // The dq of a query that sees only itself is 0 for any gradient, but 0 x NaN is NaN as well.
         if touched && sees[i].iter().any(|sees| *sees) {
             let forward = tensor == Tensor::DOut || any_nan(&got.out, i * HEADS + h);
             assert!(forward && any_nan(&got.dq, i * HEADS + h), "{what}: query {i} head {h} hides NaN");
@@ -170,7 +170,7 @@ fn spread(strategy: Strategy) {
                 .into_iter()
                 .flat_map(|tensor| [f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(|bad| (tensor, bad)))
             {
-                // Tokens at the border of a rank, of a document, and inside, take turns.
+                // The bad token alternates between borders of ranks, borders of documents, and places inside.
                 for token in [[0, 33], [20, 59]][(number + turn) % 2] {
                     let head = token % tensor.heads();
                     let mut inputs = problem.inputs(1);
@@ -213,8 +213,9 @@ fn passed_queries_carry_bad_numbers_only_to_those_who_see_them() {
     spread(Strategy::PassQ);
 }
 
-/// More queries of a rank than a block of the kernel has lanes, 48 at most, and more keys than a block of keys
-/// has, 128: blocks that see all of a bad key, some of it and none, whole vectors in them too, lie beside each other.
+/// A rank has more queries than the lanes of a kernel's block, 48 at most, and more keys than a block of keys, 128: so
+/// blocks that see a bad key completely, partly and not at all are next to each other, also with whole vectors of each
+/// kind.
 #[test]
 fn bad_numbers_stay_where_they_are_seen_in_long_blocks() {
     let len = 302;
@@ -228,11 +229,11 @@ fn bad_numbers_stay_where_they_are_seen_in_long_blocks() {
         Problem::with_documents(documents, 1, HEADS, KV_HEADS, DIM, Mask::causal().window(Some(50), None)).with_alibi(),
     ];
     let kinds = [LayoutKind::Contiguous, LayoutKind::Striped(1), LayoutKind::Zigzag, LayoutKind::Striped(7)];
-    // Ranks of the ring, so that each has 151 tokens.
+    // The ring has two ranks, so that each holds 151 tokens.
     let grid = Grid::new(2, 1);
     for (number, problem) in problems.iter().enumerate() {
         for (turn, kind) in kinds.into_iter().enumerate() {
-            // Strategies, types and numbers take turns; every tensor and place meets each of them.
+            // Strategies, types and numbers alternate, so that every tensor and place occurs with each of them.
             let strategy = Strategy::ALL[(number + turn) % Strategy::ALL.len()];
             for stored in [Wire::F32, Wire::Bf16] {
                 let on = On { stored, wire: stored, ..On::new(kind, strategy, grid) };

@@ -1,4 +1,4 @@
-//! The table of what works with what is what the code does: every cell is computed and compared, and README shows it.
+//! The table of supported features is true: every cell is computed and compared, and the README shows the table.
 
 use crate::support::{On, Problem};
 use ringspan::attention::Wire;
@@ -15,7 +15,7 @@ const LAYOUTS: [LayoutKind; 5] = [
     LayoutKind::Balanced(None),
 ];
 
-/// Problems that ask for a feature.
+/// Problems that use a feature.
 fn problems(feature: Feature) -> Vec<Problem> {
     let causal = |heads, kv_heads| Problem::new(2, 37, heads, kv_heads, 16, Mask::causal());
     let masked = |mask| vec![Problem::new(2, 37, 4, 2, 16, mask)];
@@ -36,7 +36,7 @@ fn problems(feature: Feature) -> Vec<Problem> {
         Feature::CausalBottomRight => vec![Problem::cross(2, 11, 37, 4, 2, 16, Mask::causal_bottom_right())],
         Feature::Window => masked(Mask::full().window(Some(6), Some(3))),
         Feature::WindowBehindCache => {
-            // 11 queries behind a cache of 26 keys: query i stands at key 26 + i.
+            // 11 queries follow a cache of 26 keys: query i is at the position of key 26 + i.
             let of = |mask, sees| Problem { visible: Some(sees), ..Problem::cross(2, 11, 37, 4, 2, 16, mask) };
             vec![
                 of(Mask::full_bottom_right().window(Some(9), Some(2)), |i, j| 17 + i <= j && j <= 28 + i),
@@ -80,7 +80,7 @@ fn problems(feature: Feature) -> Vec<Problem> {
     }
 }
 
-/// The layouts, the type in store and on the wire, and the tolerance that a feature is tried with.
+/// The layouts, the storage and wire type, and the tolerance with which a feature is tested.
 fn conditions(feature: Feature) -> (&'static [LayoutKind], Wire, f64) {
     match feature {
         Feature::Contiguous => (&LAYOUTS[..1], Wire::F32, 1e-5),
@@ -94,7 +94,7 @@ fn conditions(feature: Feature) -> (&'static [LayoutKind], Wire, f64) {
     }
 }
 
-/// What is wrong with a cell: nothing if every layout and grid gives the reference's answer.
+/// The problem with a cell: `None` if every layout and grid gives the reference's answer.
 fn computed(feature: Feature, strategy: Strategy) -> Option<String> {
     let (layouts, of, bound) = conditions(feature);
     let grids = [Grid::new(4, 1), Grid::new(1, 4), Grid::new(2, 2), Grid::new(2, 2).with_ulysses_outer()];

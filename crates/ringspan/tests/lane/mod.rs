@@ -1,5 +1,5 @@
-//! A lane between threads, with the rules of NCCL: flights one after the other, sends and receives of a pair matched in
-//! order, no send that ends before its receive has begun. Wrong orders wait for ever, as they would there.
+//! A lane between threads with the rules of NCCL: flights run one after the other, sends and receives of a pair are matched
+//! in order, and no send ends before its receive has begun. Wrong orders hang, as they would with NCCL.
 
 use ringspan::Error;
 use ringspan::comm::direct::{Lane, Transfer};
@@ -7,7 +7,7 @@ use ringspan::comm::{Buffer, OnDevice};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-/// Memory of a device: nobody but its rank may read it, and only what was written.
+/// Memory of a device: only its rank may read it, and only after it was written.
 #[derive(Debug)]
 pub(crate) struct Cells {
     pub(crate) owner: usize,
@@ -21,7 +21,7 @@ impl Cells {
         Buffer::Device(Arc::new(Self { owner, len, values }))
     }
 
-    /// What `reader` finds in a message on its device.
+    /// Reads a message on the device of `reader`.
     pub(crate) fn read(message: &Buffer, reader: usize) -> Vec<u64> {
         let Buffer::Device(elements) = message else { panic!("a message on the CPU: {message:?}") };
         let cells = cells(&**elements);
@@ -46,7 +46,7 @@ impl OnDevice for Cells {
 
 type Flight = Vec<Option<Transfer>>;
 
-/// All ranks' devices.
+/// The devices of all ranks.
 #[derive(Default)]
 pub(crate) struct Hub(Mutex<Vec<Device>>);
 
@@ -54,10 +54,10 @@ pub(crate) struct Hub(Mutex<Vec<Device>>);
 struct Device {
     flights: VecDeque<Flight>,
     landed: usize,
-    /// Questions since a flight ended that nobody was told of.
+    /// Number of polls since a flight ended whose end has not been reported.
     questions: usize,
     aborted: bool,
-    /// Whether it takes flights and does nothing.
+    /// Whether the device accepts flights but does nothing.
     stuck: bool,
 }
 
@@ -70,7 +70,7 @@ impl Hub {
         Box::new(Plane { hub: self.clone(), rank })
     }
 
-    /// From now on the device of `rank` does nothing.
+    /// Makes the device of `rank` stop working.
     pub(crate) fn stop(&self, rank: usize) {
         self.0.lock().expect("no panic under it")[rank].stuck = true;
     }
@@ -85,7 +85,7 @@ struct Plane {
     rank: usize,
 }
 
-/// The first send of the first flight of `from` to `to` that meets a receive, with that.
+/// The first send in the first flight of `from` to `to` for which there is a receive, with that receive.
 fn pair(devices: &[Device], from: usize, to: usize) -> Option<(usize, usize)> {
     let front = |rank: usize| devices[rank].flights.front().filter(|_| !devices[rank].stuck && !devices[rank].aborted);
     let sends = |t: &Option<Transfer>| matches!(t, Some(Transfer::Send { to: peer, .. }) if *peer == to);
@@ -143,7 +143,7 @@ impl Lane for Plane {
     fn landed(&mut self) -> Result<usize, Error> {
         let mut devices = self.hub.0.lock().expect("no panic under it");
         settle(&mut devices);
-        // Not all ends of a flight are seen at one time: those of higher ranks are later.
+        // Ranks see the end of a flight at different times: higher ranks see it later.
         let device = &mut devices[self.rank];
         device.questions += usize::from(device.landed > 0);
         if device.questions < 30 * self.rank {

@@ -1,4 +1,4 @@
-//! What the matrices share: our tolerances, exact zeros, random documents.
+//! Shared by the test matrices: our tolerances, checks for exact zeros, random documents.
 #![allow(dead_code)] // Each test binary uses its part.
 
 use crate::support::{Answer, Inputs, On, Problem, random};
@@ -6,7 +6,7 @@ use ringspan::Documents;
 use ringspan::attention::Wire;
 use std::ops::Range;
 
-/// Relative L2 distance to the f64 reference that each type may have.
+/// Allowed relative L2 distance to the f64 reference for each type.
 pub(crate) const fn bound(wire: Wire) -> f64 {
     match wire {
         Wire::F32 => 1e-5,
@@ -15,7 +15,8 @@ pub(crate) const fn bound(wire: Wire) -> f64 {
     }
 }
 
-/// Asserts that a mesh gives the reference's answer within the wire's tolerance, and exact zeros where nothing is seen.
+/// Asserts that a mesh gives the reference's answer within the tolerance of the wire type, with exact zeros where nothing
+/// is seen.
 pub(crate) fn check(name: &str, problem: &Problem, inputs: &Inputs, wanted: &Answer, on: On) -> Answer {
     let what = format!("{name}: {}, {on:?}", problem.name);
     let got = problem.on_mesh(inputs, on).unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -26,7 +27,7 @@ pub(crate) fn check(name: &str, problem: &Problem, inputs: &Inputs, wanted: &Ans
     got
 }
 
-/// Padding, queries that see nothing and keys that nobody sees have exact zeros, not small numbers.
+/// Asserts that padding, queries that see nothing and keys that no query sees have exact zeros.
 fn assert_zeros(what: &str, problem: &Problem, wanted: &Answer, got: &Answer) {
     let Problem { heads, kv_heads, dim, v_dim, .. } = *problem;
     let zero = |values: &[f32], row: usize, width: usize| values[row * width..][..width].iter().all(|x| *x == 0.0);
@@ -50,8 +51,8 @@ pub(crate) fn draws(n: usize, range: Range<usize>, seed: u64) -> Vec<usize> {
     random(n, seed).into_iter().map(|x| range.start + ((f64::from(x) + 1.0) / 2.0 * span) as usize).collect()
 }
 
-/// `rows` of `len` tokens cut into `count` segments at random places; with `tails`, some tokens at the end of each
-/// segment are padding.
+/// `rows` of `len` tokens, cut into `count` segments at random places; with `tails`, some tokens at the end of each segment
+/// are padding.
 pub(crate) fn segments(rows: usize, len: usize, count: usize, tails: bool, seed: u64) -> Documents {
     let mut ids = vec![0; rows * len];
     for (row, ids) in ids.chunks_exact_mut(len).enumerate() {

@@ -1,11 +1,11 @@
-//! Ranks that are threads, as if they were processes.
+//! Threads that communicate as if they were processes.
 
 use super::hands_on;
 use ringspan::Error;
 use ringspan::comm::{Buffer, Communicator, Pending};
 use std::sync::Arc;
 
-/// A rank's communicator as between processes: it hands nothing over.
+/// A communicator that behaves as between processes: it refuses messages in device memory.
 pub(crate) fn apart(comm: Arc<dyn Communicator>) -> Arc<dyn Communicator> {
     Arc::new(Apart(comm))
 }

@@ -1,6 +1,6 @@
-//! What communicators of tests around others have in common.
+//! Methods that communicators of tests pass on to the one they wrap.
 
-/// What a communicator around another hands on as it is.
+/// Defines the methods that a wrapping communicator passes on unchanged.
 macro_rules! hands_on {
     ($inner:tt) => {
         fn rank(&self) -> usize {

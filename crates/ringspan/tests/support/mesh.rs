@@ -1,4 +1,4 @@
-//! The answer of a problem by a mesh of ranks that are threads.
+//! Computes the answer of a problem on a mesh of ranks that are threads.
 
 use super::{Answer, Inputs, Problem};
 use ringspan::attention::{self, Forward, Gradients, Group, Wire};
@@ -8,11 +8,11 @@ use ringspan::mesh::Grid;
 use ringspan::{Error, Layout, LayoutKind, Schedule, Strategy};
 use std::sync::Arc;
 
-/// What a rank does: its results, and the bytes it sent for each pass.
+/// The calls of a rank: returns its results, and the bytes it sent in each pass.
 pub(crate) type Call<'c> =
     dyn Fn(&Group, &Schedule, &attention::Inputs, View) -> Result<(Forward, Gradients, [u64; 2]), Error> + Sync + 'c;
 
-/// What a rank talks and computes with, given its communicator of threads.
+/// Makes the communicator and the kernel of a rank, given its communicator of threads.
 pub(crate) type Means<'c> = dyn Fn(Arc<dyn Communicator>) -> Result<(Arc<dyn Communicator>, Kernel), Error> + Sync + 'c;
 
 /// How a problem is computed.
@@ -22,9 +22,9 @@ pub(crate) struct On {
     pub(crate) strategy: Strategy,
     pub(crate) grid: Grid,
     pub(crate) head_chunks: usize,
-    /// The type in which ranks hold q, k, v and d_out; the inputs must be exact in it.
+    /// Storage type of q, k, v and d_out on the ranks; the inputs must be exact in it.
     pub(crate) stored: Wire,
-    /// Given to the group where it is another than that.
+    /// Wire type, which is given to the group if it differs from the storage type.
     pub(crate) wire: Wire,
 }
 
@@ -34,7 +34,7 @@ impl On {
     }
 }
 
-/// Numbers in a type of storage.
+/// Numbers in their storage type.
 enum Stored {
     F32(Vec<f32>),
     Bf16(Vec<half::bf16>),
@@ -60,7 +60,7 @@ impl Stored {
 }
 
 impl Problem {
-    /// The answer by a mesh of ranks.
+    /// Computes the answer on a mesh of ranks.
     pub(crate) fn on_mesh(&self, inputs: &Inputs, on: On) -> Result<Answer, Error> {
         self.on_mesh_by(inputs, on, &kernel, &|group, schedule, local, d_out| {
             let comm = group.cp();
@@ -72,7 +72,7 @@ impl Problem {
         })
     }
 
-    /// The answer by a mesh of ranks with these kernels, each of which makes this call.
+    /// Like [`on_mesh`](Self::on_mesh), with these kernels and calls.
     pub(crate) fn on_mesh_by(
         &self,
         inputs: &Inputs,
@@ -83,7 +83,7 @@ impl Problem {
         self.on_mesh_with(inputs, on, &|comm| Ok((comm, kernel()?)), call)
     }
 
-    /// The answer by a mesh of ranks with these communicators, each around one of threads, and kernels.
+    /// Like [`on_mesh`](Self::on_mesh), with these communicators (which wrap those of threads), kernels and calls.
     pub(crate) fn on_mesh_with(
         &self,
         inputs: &Inputs,
@@ -111,7 +111,7 @@ impl Problem {
             let view = |data, layout: &Layout, heads, dim| {
                 View::new(data, layout.tokens(rank), heads, dim).expect("a shard has its layout's size")
             };
-            // Rows of 3 and 7 numbers too many, which nobody may read.
+            // Adds 3 numbers after each head and 7 after each token, which must not be read.
             let apart = |data: Vec<f32>, heads: usize, dim: usize| -> Vec<f32> {
                 let head = |row: &[f32]| [row, &[f32::NAN; 3]].concat();
                 let token = |row: &[f32]| {
@@ -159,7 +159,7 @@ impl Problem {
                 assert_eq!(sums.len(), part.len(), "a gradient of a parameter");
                 sums.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
             }
-            // lse is [H, T] on a rank and [B, H, S] in the answer.
+            // The log-sum-exp is [H, T] on a rank, and [B, H, S] in the answer.
             let (tokens, lse) = (query.tokens(rank), forward.lse());
             for (token, row) in query.rows(rank).into_iter().enumerate() {
                 let (b, s) = (row / self.queries, row % self.queries);
@@ -174,7 +174,7 @@ impl Problem {
     }
 }
 
-/// What a rank of these tests computes with: one thread, or with `RINGSPAN_TEST_DEVICE=cuda` its stream on the first GPU.
+/// The kernel of a rank: one CPU thread, or with `RINGSPAN_TEST_DEVICE=cuda` a stream on the first GPU.
 pub(crate) fn kernel() -> Result<Kernel, Error> {
     match std::env::var("RINGSPAN_TEST_DEVICE").as_deref() {
         Err(_) | Ok("cpu") => Ok(Kernel::new(1)),

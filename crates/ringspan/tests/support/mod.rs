@@ -1,4 +1,4 @@
-//! A problem, its answer by the f64 reference, and its answer by a mesh of ranks.
+//! A problem, its answer by the f64 reference, and its answer on a mesh of ranks.
 #![allow(dead_code, unused_imports)] // Each test binary uses its part.
 
 mod apart;
@@ -25,12 +25,12 @@ pub(crate) struct Problem {
     pub(crate) q_documents: Documents,
     pub(crate) k_documents: Documents,
     pub(crate) mask: Mask,
-    /// Which query of a row sees which key, in words of its own: else the reference asks the mask itself.
+    /// An independent definition of the visible pairs in a row; `None` uses the mask's own.
     pub(crate) visible: Option<fn(usize, usize) -> bool>,
     pub(crate) score: Score,
-    /// Heads of the bias: none, one for all, or all.
+    /// Number of heads of the bias: 0, 1 for a shared bias, or all.
     pub(crate) bias_heads: usize,
-    /// Whether ranks hold their tensors with other numbers between the rows.
+    /// Whether the ranks' tensors have gaps between rows, filled with other numbers.
     pub(crate) strided: bool,
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Inputs {
     pub(crate) k: Vec<f32>,
     pub(crate) v: Vec<f32>,
     pub(crate) d_out: Vec<f32>,
-    /// `[B, Sq, Hb, Sk]`
+    /// The bias, `[B, Sq, Hb, Sk]`.
     pub(crate) bias: Vec<f32>,
 }
 
@@ -92,7 +92,7 @@ impl Problem {
         }
     }
 
-    /// The same problem with these parameters of the score; the scale stays.
+    /// The same problem with other score parameters; the scale stays.
     pub(crate) fn with_score(self, what: &str, change: impl FnOnce(&Self, &mut Score)) -> Self {
         let mut score = self.score.clone();
         change(&self, &mut score);
@@ -132,7 +132,7 @@ impl Problem {
         Self { name: format!("{} bias of {heads} heads", self.name), bias_heads: heads, ..self }
     }
 
-    /// Attention of `queries` over `keys` of other lengths.
+    /// Attention of `queries` over `keys` with another length.
     pub(crate) fn cross(
         batch: usize,
         queries: usize,
@@ -163,7 +163,7 @@ impl Problem {
         }
     }
 
-    /// Inputs that a type of storage holds exactly.
+    /// Inputs that the given type represents exactly.
     pub(crate) fn inputs_of(&self, wire: Wire, seed: u64) -> Inputs {
         let Inputs { q, k, v, d_out, bias } = self.inputs(seed);
         let [q, k, v, d_out] = [q, k, v, d_out].map(|values| {
@@ -177,7 +177,7 @@ impl Problem {
         Inputs { q, k, v, d_out, bias }
     }
 
-    /// Document, position and frame of each element of a flat batch.
+    /// Document, position and length of the document's frame for each element of a flat batch.
     fn places(documents: &Documents) -> Vec<Option<(usize, usize, usize)>> {
         let mut places = vec![None; documents.size()];
         for (index, document) in documents.iter().enumerate() {
@@ -188,7 +188,7 @@ impl Problem {
         places
     }
 
-    /// The answer by plain f64 loops, rounded to f32: by the documents and the mask, without runs or bands.
+    /// The answer of plain f64 loops, rounded to f32: it uses the documents and the mask, but no runs or bands.
     pub(crate) fn reference(&self, inputs: &Inputs) -> Answer {
         let shape = reference::Shape {
             batch: self.batch,
@@ -211,7 +211,7 @@ impl Problem {
         let distance = |b, i, j| {
             pair(b, i, j).map_or(0, |((_, i, q_extent), (_, j, k_extent))| mask.distance(i, j, q_extent, k_extent))
         };
-        // The reference has a bias for each head.
+        // The reference needs a bias for each head.
         let row = |row: &[f32]| row.repeat(if self.bias_heads == 1 { self.heads } else { 1 });
         let bias: Vec<f32> = inputs.bias.chunks_exact((self.bias_heads * keys).max(1)).flat_map(row).collect();
         let problem = reference::Problem {
@@ -233,7 +233,7 @@ impl Problem {
                 |rows: &[f64]| (0..keys).map(|j| rows.iter().skip(j).step_by(keys).sum::<f64>()).collect::<Vec<_>>();
             d_bias = d_bias.chunks_exact((self.heads * keys).max(1)).flat_map(sum).collect();
         }
-        // Padding has no log-sum-exp, whatever its sinks.
+        // Padding has no log-sum-exp, even with sinks.
         let mut lse: Vec<f32> = round(lse);
         for (at, lse) in lse.iter_mut().enumerate() {
             let (b, i) = (at / (self.heads * queries), at % queries);
@@ -254,7 +254,7 @@ impl Problem {
         }
     }
 
-    /// Asserts that a mesh gives the reference's answer: relative L2 up to 1e-5, and -inf and 0 where it has them.
+    /// Asserts that a mesh gives the reference's answer: relative L2 up to 1e-5, and the same -inf.
     pub(crate) fn check(&self, inputs: &Inputs, wanted: &Answer, on: On) {
         let what = format!("{}, {on:?}", self.name);
         match self.on_mesh(inputs, on) {
@@ -269,7 +269,7 @@ impl Problem {
 }
 
 impl Answer {
-    /// The first of the results that differs by more than `bound`, and by how much.
+    /// The first result that differs by more than `bound`, with its difference.
     pub(crate) fn difference(&self, got: &Self, bound: f64) -> Option<(&'static str, f64)> {
         let pairs = [
             ("out", &self.out, &got.out),
@@ -286,7 +286,7 @@ impl Answer {
     }
 }
 
-/// |a - b| / |b| over the finite elements; infinite if one has a non-finite element where the other has another.
+/// |a - b| / |b| over the finite elements; infinite if a non-finite element differs.
 pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     if a.len() != b.len() {
         return f64::INFINITY;
@@ -302,7 +302,7 @@ pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
         difference += (f64::from(a) - f64::from(b)).powi(2);
         norm += f64::from(b).powi(2);
     }
-    // A gradient that cancels to zero (one visible key: dq = 0) is compared with elements of size 0.01.
+    // A gradient that cancels to zero (with one visible key, dq = 0) is compared with elements of size 0.01.
     difference.sqrt() / norm.sqrt().max(0.01 * (b.len().max(1) as f64).sqrt())
 }
 

@@ -1,4 +1,4 @@
-//! The operations on x86-64: with AVX-512, and with AVX2 and FMA.
+//! The vector operations on x86-64, with AVX-512, and with AVX2 and FMA.
 
 use super::{Lanes, VectorWork};
 use crate::quantized::blocks::half;
@@ -7,7 +7,7 @@ use pulp::NullaryFnOnce;
 use pulp::x86::{V3, V4};
 use std::arch::x86_64::{__m128i, __m256, __m256i, __m512};
 
-/// Work with the token that proves its instructions.
+/// Work together with the token that proves that the machine has the instructions.
 pub(super) struct Compiled<L, W> {
     pub(super) lanes: L,
     pub(super) work: W,
@@ -22,7 +22,7 @@ impl<L: Lanes, W: VectorWork> NullaryFnOnce for Compiled<L, W> {
     }
 }
 
-/// Operations on bytes, which both have.
+/// Operations on bytes, which are the same for both instruction sets.
 macro_rules! bytes {
     () => {
         type B = __m128i;
@@ -54,7 +54,7 @@ macro_rules! bytes {
 
         #[inline(always)]
         fn shift_right(self, a: __m128i, bits: u32) -> __m128i {
-            // Pairs of bytes are shifted, so bits of one come into the other.
+            // The instruction shifts pairs of bytes, so bits that cross from one byte to the other are masked.
             let shifted = self.sse2._mm_srl_epi16(a, self.sse2._mm_cvtsi32_si128(bits as i32));
             self.and(shifted, self.splat_bytes(0xff >> bits))
         }
@@ -71,7 +71,7 @@ macro_rules! bytes {
 
         #[inline(always)]
         fn spread(self, bits: u16) -> __m128i {
-            // Each lane looks at its own bit of the byte that has it.
+            // Each lane tests its own bit in the byte that contains it.
             let bytes = self.choose(self.sse2._mm_set1_epi16(bits as i16), cast([[0u8; 8], [1u8; 8]]));
             let own: __m128i = cast([[1u8, 2, 4, 8, 16, 32, 64, 128]; 2]);
             self.sse2._mm_cmpeq_epi8(self.and(bytes, own), own)
@@ -144,7 +144,8 @@ impl Lanes for V4 {
         self.avx512f._mm512_reduce_add_ps(x)
     }
 
-    /// The numbers of all 16 codes fill one vector, from which codes choose: that is less work than to convert each.
+    /// The numbers of all 16 possible codes fill one vector, from which codes select: that is less work than converting each
+    /// code.
     #[inline(always)]
     fn nibbles(
         self,
@@ -153,7 +154,7 @@ impl Lanes for V4 {
         of_high: impl Fn(__m128i) -> __m512,
     ) -> [__m512; 2] {
         let codes = cast([0u8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]);
-        // A choice looks at the low four bits.
+        // The selection uses only the low four bits.
         let low = self.avx512f._mm512_cvtepu8_epi32(bytes);
         let high = self.avx512f._mm512_srli_epi32::<4>(low);
         [

@@ -1,5 +1,6 @@
-//! DeepSeek-V2 and V3, which files tell apart by how their routers score. Which keys there are changed with llama.cpp: since keys
-//! and values are made of latent vectors when they are read, heads have the width of these, and one of their own in further keys.
+//! DeepSeek-V2 and V3, which share an architecture name and differ in how their routers score. The keys for widths of heads
+//! depend on the version of llama.cpp: newer files give the latent width under the plain keys, and a head's own width under
+//! keys with `_mla`.
 
 use super::{GgufFamily, Joined, Metadata, Pairs, TwoTensors};
 use crate::error::Result;
@@ -73,7 +74,7 @@ fn config(metadata: &Metadata, config: &mut Value) -> Result<()> {
         "n_routed_experts": metadata.need("expert_count")?,
         "num_experts_per_tok": metadata.need("expert_used_count")?,
         "n_shared_experts": metadata.need("expert_shared_count")?,
-        // 0 stands for a file that says nothing.
+        // In these files 0 means that no scale is given.
         "routed_scaling_factor": metadata.number("expert_weights_scale").filter(|scale| *scale != 0.0).unwrap_or(1.0),
         "norm_topk_prob": metadata.flag("expert_weights_norm").unwrap_or(false),
         "n_group": groups.unwrap_or(1),
@@ -88,7 +89,8 @@ fn config(metadata: &Metadata, config: &mut Value) -> Result<()> {
         own["topk_method"] = json!("noaux_tc");
         own["rope_interleave"] = json!(true);
     }
-    // A tenth of what Hugging Face's configurations have; both strengths are the same in all models of this kind.
+    // llama.cpp stores a tenth of the value at Hugging Face, where `mscale` and `mscale_all_dim` are equal in all models of
+    // this kind.
     own["rope_scaling"] = match metadata.number("rope.scaling.yarn_log_multiplier").filter(|strength| *strength != 0.0)
     {
         Some(strength) => json!({ "mscale": 10.0 * strength, "mscale_all_dim": 10.0 * strength }),
@@ -98,7 +100,7 @@ fn config(metadata: &Metadata, config: &mut Value) -> Result<()> {
         own["rope_scaling"] = Value::Null;
     }
     if let (Value::Object(config), Value::Object(own)) = (config, own) {
-        // The rotary part of a head has a key of its own, so that no share of the whole width is said.
+        // The rotary part of a head is given by `qk_rope_head_dim`, so no share of the head may be given as well.
         config.remove("partial_rotary_factor");
         config.extend(own);
     }

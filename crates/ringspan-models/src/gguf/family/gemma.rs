@@ -1,4 +1,4 @@
-//! Gemma 2 and Gemma 3. Files have their norms' weights with 1 added.
+//! Gemma 2 and Gemma 3. In the files, 1 is added to the norms' weights.
 
 use super::{GgufFamily, Metadata, Pairs};
 use crate::error::Result;
@@ -36,7 +36,7 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
     config: |metadata, config| {
         config["rope_local_base_freq"] = json!(metadata.number("rope.freq_base_swa").unwrap_or(10_000.0));
         config["sliding_window_pattern"] = json!(metadata.count("attention.sliding_window_pattern")?.unwrap_or(6));
-        // Refused by the model, which was never published with it.
+        // The model refuses this key, since Gemma 3 was never published with it.
         if let Some(cap) = metadata.number("final_logit_softcapping").filter(|cap| *cap != 0.0) {
             config["final_logit_softcapping"] = json!(cap);
         }
@@ -45,8 +45,8 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
     ..GEMMA2
 };
 
-/// Keys of both; the model of 27B parameters, with `layers` layers, divides scores by the root of another number than the width
-/// of a head.
+/// Adds the keys that both have. The model of 27B parameters, recognised by its number of `layers`, divides scores by the root
+/// of hidden size / heads, not of the head's width.
 fn of_both(metadata: &Metadata, config: &mut Value, layers: u64) -> Result<()> {
     let scalar = match metadata.need("block_count")? == layers {
         true => metadata.need("embedding_length")? as f64 / metadata.need("attention.head_count")?.max(1) as f64,

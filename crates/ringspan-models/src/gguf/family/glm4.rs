@@ -1,4 +1,4 @@
-//! GLM-4: part of a head turns, norms on both sides, gate and up in one matrix.
+//! GLM-4: rotary embedding of a part of each head, norms before and after each block, gate and up projection in one matrix.
 
 use super::{GgufFamily, Pairs};
 use serde_json::json;

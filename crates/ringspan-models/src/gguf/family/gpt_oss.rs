@@ -1,4 +1,5 @@
-//! gpt-oss: experts in one tensor for each parameter, whose gate and up files have apart, and sinks.
+//! gpt-oss: one tensor per parameter holds all experts of a layer, files store gate and up projections apart, and heads have
+//! sinks.
 
 use super::{GgufFamily, Joined, Pairs, TwoTensors};
 use serde_json::json;
@@ -15,7 +16,7 @@ pub(super) const GPT_OSS: GgufFamily = GgufFamily {
             config["intermediate_size"] = json!(width);
         }
         config["attention_bias"] = json!(metadata.has("blk.0.attn_q.bias"));
-        // Files do not say that the borders of what is stretched lie between pairs; all published models are so.
+        // Files do not record `truncate`: in all published models the borders of YaRN are not rounded to whole pairs.
         config["rope_scaling"] = json!({ "rope_type": "default", "truncate": false });
         Ok(())
     },

@@ -1,6 +1,6 @@
-//! Llama and the models that llama.cpp computes as Llama, Mistral and Mixtral among them; SmolLM3; Granite.
+//! Llama and the models that llama.cpp computes as Llama, such as Mistral and Mixtral; SmolLM3; Granite.
 //!
-//! llama.cpp turns neighbouring rows of queries and keys in all of them, and its converter brings the rows of a pair together.
+//! llama.cpp rotates neighbouring rows of queries and keys in all of these, and its converter reorders the rows accordingly.
 
 use super::{GgufFamily, Metadata, Pairs, no_more};
 use crate::error::Result;
@@ -42,7 +42,7 @@ pub(super) const SMOLLM3: GgufFamily = GgufFamily {
     architecture: "smollm3",
     model_type: "smollm3",
     class: "SmolLM3ForCausalLM",
-    // Files do not say which layers turn; llama.cpp knows it, too.
+    // Files do not record which layers have a rotary embedding; llama.cpp has the interval built in, too.
     config: |metadata, config| {
         config["no_rope_layer_interval"] = json!(4);
         biases(metadata, config)
@@ -70,7 +70,7 @@ pub(super) const GRANITE: GgufFamily = GgufFamily {
     ..LLAMA
 };
 
-/// Which layers have biases, by which are there.
+/// Finds out which linear layers have biases from the tensors in the file.
 fn biases(metadata: &Metadata, config: &mut Value) -> Result<()> {
     config["attention_bias"] = json!(metadata.has("blk.0.attn_q.bias"));
     config["mlp_bias"] = json!(metadata.has("blk.0.ffn_gate.bias"));

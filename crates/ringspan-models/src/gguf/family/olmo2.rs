@@ -1,4 +1,4 @@
-//! OLMo 2: norms behind attention and feed-forward layers, and of all heads at once.
+//! OLMo 2: norms after attention and feed-forward layers, and norms of queries and keys across all heads.
 
 use super::{GgufFamily, Pairs, no_more};
 

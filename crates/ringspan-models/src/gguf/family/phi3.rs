@@ -1,4 +1,4 @@
-//! Phi-3 and Phi-4: fused projections, and a factor for each pair of a rotary embedding.
+//! Phi-3 and Phi-4: fused projections, and a factor for each pair of the rotary embedding (LongRoPE).
 
 use super::{GgufFamily, Pairs};
 use crate::gguf::rope::pair_factors;

@@ -29,7 +29,7 @@ pub(super) const QWEN3_MOE: GgufFamily = GgufFamily {
         config["num_experts"] = json!(metadata.need("expert_count")?);
         config["num_experts_per_tok"] = json!(metadata.need("expert_used_count")?);
         config["moe_intermediate_size"] = json!(metadata.need("expert_feed_forward_length")?);
-        // Files do not say it; all published models are so.
+        // Files do not record this key; it is true in all published models.
         config["norm_topk_prob"] = json!(true);
         Ok(())
     },

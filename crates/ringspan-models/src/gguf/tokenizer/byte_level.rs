@@ -1,4 +1,4 @@
-//! Byte-level BPE, as Llama 3, Qwen, GPT-2 and others have it: they differ in how text is cut before pairs are merged.
+//! Byte-level BPE, as in Llama 3, Qwen, GPT-2 and others, which differ in how text is split into words before pairs are merged.
 
 use super::{GgufFile, text};
 use crate::error::Result;
@@ -11,27 +11,28 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::tokenizer::SplitDelimiterBehavior::Isolated;
 use tokenizers::{PreTokenizerWrapper, Tokenizer};
 
-/// A way to cut text before pairs are merged.
+/// A pre-tokenizer: a way to split text into words before pairs are merged.
 struct Cut {
-    /// What files call it.
+    /// The values of `tokenizer.ggml.pre` that stand for it.
     names: &'static [&'static str],
-    /// What candle takes for everything else: `qwen2` normalises to NFC.
+    /// The name by which candle builds the rest of the tokenizer; candle's `qwen2` normalises text to NFC.
     candle: &'static str,
-    /// Whether whole words that are tokens are taken as they are, and texts begin with a token, if the file does not say.
+    /// Whether, unless the file says otherwise, words that are tokens are taken without merging, and texts begin with the BOS
+    /// token.
     begins: bool,
-    /// Where words end, if not as candle has it.
+    /// The rule that splits text into words.
     words: Words,
 }
 
-/// Where words end.
+/// A rule that splits text into words.
 enum Words {
-    /// As candle has it for this cut.
+    /// The rule that candle has for this name.
     Candle,
-    /// Each match of a pattern is a word, and what lies between is cut by the next one.
+    /// Each match of a pattern is a word; the patterns are applied one after the other.
     Patterns(&'static [&'static str]),
-    /// As in GPT-2.
+    /// The rule of GPT-2.
     Gpt2,
-    /// As in GPT-2, with each digit a word of its own.
+    /// The rule of GPT-2, except that each digit is a word of its own.
     Digits,
 }
 
@@ -42,15 +43,15 @@ const O200K: &str = concat!(
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// The pattern of Mistral's tokenizers of this kind.
+/// The pattern of Mistral's byte-level tokenizers.
 const TEKKEN: &str = concat!(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// The patterns of DeepSeek-V2's tokenizer: lines, letters that have a case as far as Unicode had them then, symbols, spaces at the
-/// end, Chinese and its neighbours, and digits.
+/// The patterns of DeepSeek-V2's tokenizer: line breaks, letters with a case (as of the Unicode version of its time), symbols,
+/// trailing spaces, Chinese and neighbouring scripts, and digits.
 const DEEPSEEK_V2: [&str; 6] = [
     r"[\r\n]",
     concat!(

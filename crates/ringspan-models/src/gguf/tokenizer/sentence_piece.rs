@@ -1,5 +1,5 @@
-//! SentencePiece's BPE (Kudo and Richardson, 2018), as Llama 2, Mistral, Gemma and Phi-3 have it: the pair whose piece has the
-//! highest score is merged first, and what is no piece falls back to bytes.
+//! SentencePiece's BPE (Kudo and Richardson, 2018), as in Llama 2, Mistral, Gemma and Phi-3: the pair that makes the piece with
+//! the highest score is merged first, and characters that are no piece fall back to bytes.
 
 use super::{GgufFile, flag, id};
 use crate::error::Result;
@@ -13,10 +13,10 @@ use tokenizers::normalizers::{Prepend, Replace};
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, Tokenizer, decoders, normalizers};
 
-/// What pieces have in the place of a space.
+/// The character that stands for a space in pieces.
 const SPACE: &str = "▁";
 
-/// `tokenizer.ggml.token_type`.
+/// Values of `tokenizer.ggml.token_type`.
 mod kind {
     pub(super) const NORMAL: u32 = 1;
     pub(super) const UNKNOWN: u32 = 2;
@@ -24,7 +24,7 @@ mod kind {
     pub(super) const USER_DEFINED: u32 = 4;
 }
 
-/// The pieces of a file.
+/// The vocabulary of a file: text, score and type of each piece.
 struct Pieces {
     texts: Vec<String>,
     scores: Vec<f32>,
@@ -59,7 +59,7 @@ fn build(file: &GgufFile, pieces: &Pieces) -> tokenizers::Result<Tokenizer> {
     tokenizer.with_normalizer(Some(normalizers::Sequence::new(normalizer)))?;
     tokenizer.with_decoder(Some(decoders::sequence::Sequence::new(decoder)));
 
-    // Both are found in a text before anything is merged.
+    // Tokens of these kinds are found in a text before anything is merged.
     let added = |wanted: &[u32], special: bool| -> Vec<AddedToken> {
         let of_kind = pieces.texts.iter().zip(&pieces.kinds).filter(|(_, kind)| wanted.contains(kind));
         of_kind.map(|(text, _)| AddedToken::from(text.clone(), special).normalized(false)).collect()
@@ -108,7 +108,7 @@ impl Pieces {
         }
     }
 
-    /// All pairs of pieces that make a piece, those first whose piece has the higher score.
+    /// The merges: all pairs of pieces that make a normal piece, sorted by that piece's score, highest first.
     fn merges(&self) -> Merges {
         let known: HashMap<&str, usize> =
             self.texts.iter().map(String::as_str).enumerate().map(|(i, t)| (t, i)).collect();

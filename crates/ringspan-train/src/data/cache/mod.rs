@@ -1,8 +1,10 @@
-//! Token documents in a file, so that the same text becomes tokens once, and is in memory only where it is looked at.
+//! The token cache: tokenized documents in a file, so that the same text is tokenized once, and is in memory only where it is
+//! read.
 //!
-//! A file is a header of sixteen words of 64 bits, the tokens in the order in which they were read, where each document to
-//! train on lies among them, then each that is held out, a sum of each block of tokens, and in JSON what the source held.
-//! Numbers are those of this machine: on one of another byte order the magic is not found, and the file is made again.
+//! A file is a header of sixteen 64-bit words, the tokens in the order in which they were read, the range of each training
+//! document among them, then the range of each held-out one, a checksum of each block of tokens, and a description of the source
+//! in JSON. Numbers have this machine's byte order: on a machine of another one the magic is not found, and the file is made
+//! again.
 
 mod turn;
 mod write;
@@ -21,16 +23,17 @@ use std::{
 };
 
 const MAGIC: u64 = u64::from_ne_bytes(*b"ringspan");
-/// Files of another version are made again: it grows when their layout changes, or the way in which text becomes tokens.
+/// Version of the file, which grows when the layout changes, or the way in which text is tokenized. Other versions are made
+/// again.
 const VERSION: u64 = 3;
-/// Bytes before the tokens.
+/// Bytes of the header, before the tokens.
 const HEADER: u64 = 128;
-/// Bytes of tokens with a sum of their own.
+/// Bytes of tokens that share a checksum.
 const BLOCK: u64 = 1 << 20;
-/// Blocks that are compared with their sums where not all are.
+/// Number of blocks whose checksums are compared where not all are.
 const SAMPLE: u64 = 64;
 
-/// What stands before the tokens, in this order.
+/// The header, before the tokens.
 #[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C)]
 struct Header {
@@ -41,18 +44,18 @@ struct Header {
     fingerprint: u64,
     /// A hash of the bytes of the files that the tokens were made of.
     contents: u64,
-    /// Documents to train on, and held out.
+    /// Number of training documents, and of held-out ones.
     documents: [u64; 2],
     words: u64,
-    /// Tokens of each part.
+    /// Number of tokens in each split.
     tokens: [u64; 2],
-    /// Those that are learned.
+    /// Number of learned tokens in each split.
     learned: [u64; 2],
-    /// The largest token and one more; 0 where there is none.
+    /// The largest token id plus one; 0 where there is no token.
     largest: u64,
-    /// Bytes of what the source held.
+    /// Bytes of the source's description.
     about: u64,
-    /// A hash of all that stands behind the tokens.
+    /// A hash of everything after the tokens.
     behind: u64,
     /// A hash of the fields of this header before this one.
     sum: u64,
@@ -65,7 +68,7 @@ impl Header {
         self
     }
 
-    /// Bytes before what stands behind the tokens, and of the file; none if they are absurd.
+    /// The offset at which the tokens end, and the size of the file; none where numbers overflow.
     fn ends(&self) -> Option<(u64, u64)> {
         let tokens = self.words.checked_mul(4)?.checked_add(HEADER)?;
         let documents = self.documents[0].checked_add(self.documents[1])?;
@@ -78,29 +81,29 @@ impl Header {
         (self.words * 4).div_ceil(BLOCK)
     }
 
-    /// Where the ranges of the documents begin.
+    /// Offset at which the ranges of the documents begin.
     fn ranges(&self) -> u64 {
         (HEADER + self.words * 4).next_multiple_of(8)
     }
 }
 
-/// What a folder has for a key.
+/// The state of a folder's token file for a key.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// The tokens, mapped.
+    /// The tokens, memory-mapped.
     Tokens(Box<Corpus>),
-    /// No file.
+    /// There is no file.
     Nothing,
-    /// A file that cannot be used, and why.
+    /// The file cannot be used, for this reason.
     Damaged(String),
 }
 
-/// The file for `key` in `folder`.
+/// The path of the token file for `key` in `folder`.
 pub(super) fn path(folder: &Path, key: u64) -> PathBuf {
     folder.join(format!("tokens-{key:016x}.bin"))
 }
 
-/// Opens the file for `key`, and compares it with its sums: of its tokens a sample, or all where `whole` asks for it.
+/// Opens the file for `key` and compares it with its checksums: a sample of the tokens, or all of them if `whole`.
 ///
 /// # Errors
 /// [`Error::Io`] when the system refuses to read a file that is there.
@@ -136,7 +139,7 @@ pub(super) fn open(folder: &Path, key: u64, whole: bool) -> Result<Found> {
     })))
 }
 
-/// A file that is what its sums say.
+/// A file that agrees with its checksums.
 struct Checked {
     header: Header,
     about: About,
@@ -144,7 +147,7 @@ struct Checked {
 }
 
 impl Checked {
-    /// Reads with a buffer, not by a map: what is mapped and read counts as memory of this process.
+    /// Reads through a buffer instead of a map: mapped pages that are read count as memory of this process.
     fn read(mut file: File, key: u64, whole: bool) -> std::io::Result<std::result::Result<Self, String>> {
         let length = file.metadata()?.len();
         let mut header = Header::default();
@@ -196,7 +199,7 @@ impl Checked {
     }
 }
 
-/// All blocks, or so many that are equally far from each other, the first and the last among them.
+/// The blocks to check: all, or [`SAMPLE`] of them at equal distances, with the first and the last.
 fn checked_blocks(blocks: u64, whole: bool) -> Vec<u64> {
     match whole || blocks <= SAMPLE {
         true => (0..blocks).collect(),
@@ -206,7 +209,7 @@ fn checked_blocks(blocks: u64, whole: bool) -> Vec<u64> {
     }
 }
 
-/// Reads and sums.
+/// A reader that hashes what it reads.
 struct Summed<R> {
     from: R,
     sum: Fingerprint,

@@ -1,7 +1,7 @@
 use super::*;
 use std::fs;
 
-/// Writes documents, each of which is held out or not, and says where they went.
+/// Writes documents, each with whether it is held out, and returns the path of their file.
 fn save(folder: &Path, key: u64, documents: &[(Vec<u32>, bool)], other: Option<u64>) -> PathBuf {
     let mut writer = Writer::new(folder, key).unwrap();
     for (words, held_out) in documents {
@@ -32,14 +32,14 @@ fn what_was_saved_is_found_under_its_key_and_under_no_other() {
     assert_eq!(corpus.train.documents().collect::<Vec<_>>(), [&[1, 2, 3][..], &[4 | 1 << 31, 7]]);
     assert_eq!(corpus.held_out.documents().collect::<Vec<_>>(), [[5, 6]]);
     assert_eq!((corpus.train.tokens(), corpus.held_out.tokens()), (5, 2));
-    // Nothing predicts the first token of a document.
+    // The first token of a document is never a target.
     assert_eq!((corpus.learned, corpus.largest, corpus.contents), ([3, 1], Some(7), 5));
     assert_eq!(corpus.about.texts, 3);
-    // Lengths and words of those to train on, then of those held out.
+    // The fingerprint takes length and words of each training document, then of each held-out one.
     let words = [3, 1, 2, 3, 2, 4 | 1 << 31, 7, 2, 5, 6];
     assert_eq!(corpus.fingerprint, crate::data::fingerprint(words));
     assert!(matches!(open(folder.path(), 8, true), Ok(Found::Nothing)));
-    // The last document on the other side.
+    // The last document changes sides.
     save(folder.path(), 8, &few(), Some(2));
     let corpus = found(folder.path(), 8);
     assert_eq!((corpus.train.len(), corpus.held_out.len()), (1, 2));

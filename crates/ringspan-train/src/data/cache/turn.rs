@@ -1,4 +1,4 @@
-//! One process makes a file of tokens; others that want the same one wait for it.
+//! Lets one process make a token file, while others that want the same one wait for it.
 
 use crate::{
     data::progress::Progress,
@@ -10,12 +10,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two looks at a lock.
+/// Time between two tries to take the lock.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The right to make a file, which ends when it is dropped.
+/// The right to make a token file, which ends when this is dropped.
 pub(in crate::data) struct Turn {
-    /// None where the file system knows no locks: then each process makes a file of its own, and the last one stays.
+    /// None where the file system has no locks: then each process makes a file of its own, and the last one to be renamed stays.
     lock: Option<File>,
     path: PathBuf,
 }
@@ -23,18 +23,18 @@ pub(in crate::data) struct Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         if self.lock.is_some() {
-            // Who waits for this lock has it open, and looks for the tokens before making them.
+            // A process that waits for this lock has its file open, and looks for the tokens before making them.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Waits for the turn to make the file for `key` in `folder`, which is there, for as long as whoever has it goes on writing.
-/// The lock is the system's, so a process that dies gives it back.
+/// Waits for the turn to make the file for `key` in `folder`, which exists, as long as the process that has the turn goes on
+/// writing. The lock is the operating system's, so a process that dies releases it.
 ///
 /// # Errors
-/// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file,
-/// [`Error::Interrupted`] where `progress` ends the reading.
+/// [`Error::Data`] once nothing was written for `deadline`, [`Error::Io`] when the system refuses a file, [`Error::Interrupted`]
+/// where `progress` ends the reading.
 pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, progress: &Progress<'_>) -> Result<Turn> {
     let path = folder.join(format!(".tokens-{key:016x}.lock"));
     let open = || {
@@ -46,7 +46,7 @@ pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, prog
     loop {
         match file.try_lock() {
             Ok(()) if is_at(&file, &path) => break,
-            // Who had it has removed it: the next one is another file.
+            // The previous owner has removed this lock file: a new one is opened.
             Ok(()) => {
                 file = open()?;
                 continue;
@@ -73,7 +73,7 @@ pub(in crate::data) fn in_turn(folder: &Path, key: u64, deadline: Duration, prog
     Ok(Turn { lock: Some(file), path })
 }
 
-/// Whether a file that is open is the one at `path`.
+/// Whether an open file is the one at `path`.
 #[cfg(unix)]
 fn is_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
@@ -86,7 +86,7 @@ fn is_at(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
-/// The files that somebody has begun for a key.
+/// The unfinished token files of a key.
 fn unfinished(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
     let begin = format!(".tokens-{key:016x}.");
     let ours = move |entry: &fs::DirEntry| {
@@ -96,12 +96,12 @@ fn unfinished(folder: &Path, key: u64) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(folder).into_iter().flatten().flatten().filter(ours)
 }
 
-/// Bytes that are written so far.
+/// Bytes of a key's unfinished files.
 fn written(folder: &Path, key: u64) -> u64 {
     unfinished(folder, key).filter_map(|entry| entry.metadata().ok()).map(|about| about.len()).sum()
 }
 
-/// Removes what a process has left that was killed.
+/// Removes the unfinished files of a process that was killed.
 fn remove_unfinished(folder: &Path, key: u64) {
     unfinished(folder, key).for_each(|entry| drop(fs::remove_file(entry.path())));
 }

@@ -1,4 +1,4 @@
-//! Token documents to a file, one after the other: nothing of them stays in memory.
+//! Writes tokenized documents to a file, one after the other; none of them stays in memory.
 
 use super::{BLOCK, HEADER, Header, MAGIC, VERSION, path};
 use crate::{
@@ -12,36 +12,36 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Set in the end of a document that is held out.
+/// Bit that is set in the end of a held-out document.
 const HELD_OUT: u64 = 1 << 63;
-/// Words that are read at once when what was written is looked through.
+/// Number of words that are read at once when the written file is read again.
 const CHUNK: usize = 1 << 16;
 
-/// A file under way. It is removed unless it is finished.
+/// A token file that is being written. It is removed unless it is finished.
 pub(in crate::data) struct Writer {
     folder: PathBuf,
     key: u64,
     part: PathBuf,
     words: BufWriter<File>,
     index: PathBuf,
-    /// Where each document ends, in a file of its own: there may be more of them than fit into memory.
+    /// Indices at which documents end, in a file of their own: there may be more of them than fit into memory.
     ends: BufWriter<File>,
     written: u64,
-    /// Where the document that is being written begins.
+    /// Index of the first word of the current document.
     start: u64,
     documents: u64,
 }
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // What cannot be removed now, the next one who makes this file removes.
+        // A failure is ignored: the next process that makes this file removes what is left.
         let _ = fs::remove_file(&self.part);
         let _ = fs::remove_file(&self.index);
     }
 }
 
 impl Writer {
-    /// Begins the file for `key` beside its place in `folder`, which is there.
+    /// Creates a temporary file for `key` in `folder`, which exists.
     pub(in crate::data) fn new(folder: &Path, key: u64) -> Result<Self> {
         let beside = |what: &str| folder.join(format!(".tokens-{key:016x}.{}.{what}", std::process::id()));
         let (part, index) = (beside("part"), beside("index.part"));
@@ -56,13 +56,13 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Adds words to the document that is being written.
+    /// Appends words to the current document.
     pub(in crate::data) fn extend(&mut self, words: &[u32]) -> Result<()> {
         self.written += words.len() as u64;
         self.words.write_all(bytemuck::cast_slice(words)).map_err(Error::io("write", &self.part))
     }
 
-    /// Ends the document that is being written; one without words is none. Its place among the documents, if it is one.
+    /// Ends the current document and returns its index; a document without words is dropped, and has none.
     pub(in crate::data) fn end(&mut self, held_out: bool) -> Result<Option<u64>> {
         if self.start == self.written {
             return Ok(None);
@@ -78,7 +78,7 @@ impl Writer {
         Ok(Some(self.documents - 1))
     }
 
-    /// Puts the file in its place, with the document `other`, if any, on the other side of what is held out.
+    /// Completes the file and renames it to its place. The document `other`, if any, changes sides between training and held out.
     pub(in crate::data) fn finish(mut self, other: Option<u64>, contents: u64, about: &About) -> Result<()> {
         let path = path(&self.folder, self.key);
         let about = serde_json::to_vec(about).map_err(|e| Error::io("write", &path)(e.into()))?;
@@ -125,7 +125,7 @@ impl Writer {
         self.words.get_mut().sync_all()
     }
 
-    /// Reads what was written: a document's length is known at its end, and the fingerprint begins with it.
+    /// Reads what was written: the fingerprint of a document begins with its length, which is known only at its end.
     fn look_through(&self, other: Option<u64>) -> io::Result<Looked> {
         let mut from = BufReader::new(File::open(&self.part)?);
         let mut looked = Looked::new();
@@ -143,7 +143,7 @@ impl Writer {
             })
         })?;
         looked.end_block();
-        // Those held out come last in the fingerprint, wherever they lie.
+        // Held-out documents come last in the fingerprint, wherever they lie in the file.
         each_document(&self.index, other, |range, held_out| {
             if !held_out {
                 return Ok(());
@@ -158,7 +158,7 @@ impl Writer {
     }
 }
 
-/// What is known of all documents once they are written.
+/// Sums over all documents, made once they are written.
 struct Looked {
     fingerprint: Fingerprint,
     documents: [u64; 2],
@@ -166,7 +166,7 @@ struct Looked {
     learned: [u64; 2],
     largest: u64,
     blocks: Vec<u64>,
-    /// The words of the block that is not full.
+    /// The words of the last block, which is not full yet.
     block: Vec<u32>,
 }
 
@@ -188,13 +188,13 @@ impl Looked {
         self.documents[side] += 1;
         self.tokens[side] += end - start;
         if !held_out {
-            // The length keeps documents apart: [1,2],[3] is not [1],[2,3].
+            // The length keeps documents apart: [1,2],[3] and [1],[2,3] have different fingerprints.
             self.fingerprint.push(end - start);
         }
     }
 
     fn count(&mut self, words: &[u32], held_out: bool, first: bool) {
-        // Nothing predicts the first token of a document.
+        // The first token of a document is never a target.
         let learned = words.iter().skip(usize::from(first)).filter(|&&word| word & GIVEN == 0);
         self.learned[usize::from(held_out)] += learned.count() as u64;
         let largest = words.iter().map(|word| u64::from(word & !GIVEN) + 1).max();
@@ -222,8 +222,8 @@ impl Looked {
     }
 }
 
-/// The words of each document of an index, and whether it is held out, in the order in which they were written; `other` is on
-/// the other side.
+/// Calls `see` with the range of words of each document of an index, and whether it is held out, in the order in which they were
+/// written; `other` changes sides.
 fn each_document(
     index: &Path,
     other: Option<u64>,
@@ -242,7 +242,7 @@ fn each_document(
     Ok(())
 }
 
-/// Reads the words of a document from where `from` is.
+/// Reads the words of a document from the position of `from`, and passes them to `see` in chunks.
 fn words(
     from: &mut impl Read,
     [start, end]: [u64; 2],
@@ -259,7 +259,7 @@ fn words(
     Ok(())
 }
 
-/// Writes and sums, as what is read is summed.
+/// A writer that hashes what it writes, as [`Summed`](super::Summed) does on reading.
 struct Behind<'a, W> {
     to: &'a mut W,
     sum: Fingerprint,

@@ -12,7 +12,7 @@ use std::{
     sync::{Mutex, atomic::AtomicUsize, atomic::Ordering},
 };
 
-/// Reads a source with a tokenizer of bytes; tokens are kept beside it.
+/// Reads a source with the byte-level tokenizer; the token cache lies next to the source.
 fn read(source: &Path, held_out: f64) -> Result<Corpus> {
     let tokenizer = Tokenizer::byte_level(Path::new("bytes")).unwrap();
     reading(source, held_out, Encoder::new(&tokenizer, None), |reading| Ok(reading.corpus()?.0))
@@ -34,7 +34,7 @@ fn folder_of(names: &[String]) -> tempfile::TempDir {
     folder
 }
 
-/// The texts of tokens that are bytes.
+/// The texts of byte-level tokens.
 fn texts(store: &Store) -> Vec<String> {
     let text = |words: &[u32]| words.iter().filter(|w| **w < 256).map(|&w| w as u8 as char).collect();
     store.documents().map(text).collect()
@@ -52,7 +52,7 @@ fn about_a_twentieth_is_held_out_and_a_new_document_moves_no_other() {
     let without =
         |store: &Store| texts(store).into_iter().filter(|text| !text.ends_with("0999.rs")).collect::<Vec<_>>();
     assert_eq!(without(&all.held_out), texts(&fewer.held_out));
-    // A larger share holds out what a smaller one does; none holds out nothing.
+    // A larger share holds out what a smaller one does; a share of 0 holds out nothing.
     let held = |share| texts(&read(&folder.path().join("data"), share).unwrap().held_out);
     assert!(held(0.0).is_empty());
     let (less, more) = (held(0.05), held(0.3));
@@ -86,21 +86,21 @@ fn a_lone_text_gives_its_end_whatever_holds_it() {
         let path = folder.path().join(name);
         fs::write(&path, bytes).unwrap();
         let corpus = read(&path, 0.05).unwrap();
-        // 1000 bytes: 950 + end of text, 50 + end of text.
+        // 1000 bytes become 950 and 50, each with an end of text.
         let tokens = (corpus.train.len(), corpus.train.tokens(), corpus.held_out.tokens());
         assert_eq!(tokens, (1, 951, 51), "{name}");
         assert_eq!((corpus.learned, corpus.largest, corpus.about.documents()), ([950, 50], Some(256), 1));
         let corpus = read(&path, 0.0).unwrap();
         assert_eq!((corpus.train.tokens(), corpus.held_out.tokens()), (1001, 0), "{name}");
     }
-    // No border of a character in the last byte.
+    // A twentieth of 18 bytes is less than a byte: nothing is held out.
     let path = folder.path().join("b.txt");
     fs::write(&path, "é".repeat(9)).unwrap();
     let corpus = read(&path, 0.05).unwrap();
     assert_eq!((corpus.train.tokens(), corpus.held_out.tokens()), (19, 0));
 }
 
-/// A text of several parts and windows, alone and beside others.
+/// The text has several parts and windows; it is read alone and in a folder with others.
 #[test]
 fn a_long_text_is_one_document_and_its_words_are_its_bytes() {
     let folder = folder_of(&["z".into()]);
@@ -146,7 +146,7 @@ fn processes_that_want_the_same_tokens_make_them_once() {
     assert_eq!(fs::read_dir(folder.path().join("tokens")).unwrap().count(), 1);
 }
 
-/// What no size, no time and no sample shows.
+/// The changes are such that no size, no time and no sample shows them.
 #[test]
 fn a_full_check_finds_another_content_and_damaged_tokens() {
     let folder = tempfile::tempdir().unwrap();

@@ -172,7 +172,7 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
     write(root, "README.md", b"# What this is");
     let texts = read(root, &[]).unwrap();
     assert!(matches!(&texts.documents[..], [Text { content: Content::Chat { .. }, .. }]));
-    // A program, its settings, and what it is tested with.
+    // The folder also holds a program, its settings, and the data of its tests.
     write(root, "main.rs", b"fn main() {}");
     write(root, "package.json", b"{\"name\": \"it\"}");
     write(root, "notes.txt.gz", &gzip(b"packed notes"));
@@ -185,7 +185,7 @@ fn a_json_file_is_data_where_it_is_alone_and_a_text_or_named_among_others() {
         texts.skipped.words().unwrap(),
         "not read: 1 damaged archives (broken.gz), 1 of JSON records beside other text (train.json)"
     );
-    // By itself each is what it is, or refused.
+    // A file that is named by itself is read as what it is, or refused.
     assert_eq!(read(&root.join("train.json"), &[]).unwrap().documents.len(), 1);
     let message = read(&root.join("package.json"), &[]).unwrap_err().to_string();
     assert!(message.contains("package.json: record 1 has none of `text`"), "{message}");

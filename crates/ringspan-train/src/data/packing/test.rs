@@ -2,7 +2,7 @@ use super::*;
 use crate::data::Overlong;
 use proptest::prelude::*;
 
-/// Documents whose tokens tell where they come from.
+/// Documents whose tokens tell their document and their offset in it.
 fn marked(lengths: &[usize]) -> Store {
     let document = |(d, &n): (usize, &usize)| (0..n).map(|i| (d * 1000 + i) as u32).collect();
     Store::new(&lengths.iter().enumerate().map(document).collect::<Vec<Vec<u32>>>())
@@ -31,7 +31,7 @@ proptest! {
                 prop_assert_eq!(&sequence.targets[at..at + piece - 1], &tokens[1..]);
                 prop_assert_eq!(sequence.targets[at + piece - 1], IGNORE);
                 let (document, offset) = (tokens[0] as usize / 1000, tokens[0] as usize % 1000);
-                // Once all is dealt, what follows in this sequence is the next pass.
+                // Once all documents are dealt, the rest of the sequence is of the next pass.
                 if seen != lengths {
                     prop_assert_eq!(seen[document], offset);
                     seen[document] += piece;

@@ -32,7 +32,7 @@ U: {{ m.content }}
     let rendered = template(source).render(&messages, &Value::Null).expect("text");
     assert_eq!(rendered.text, "U: hi\nA:yo.\nA:é.\n");
     assert_eq!(learned(&rendered), ["yo.", "é."]);
-    // A block that keeps its white space, at the start of a line.
+    // A generation block keeps its white space, and begins a line.
     let source = "{% for m in messages %}\n  {% generation %}\n{{ m.content }}\n  {% endgeneration %}\n|{% endfor %}";
     let rendered = template(source).render(&messages[1..2], &Value::Null).expect("text");
     assert_eq!((rendered.text.as_str(), learned(&rendered)), ("yo\n|", vec!["yo\n"]));
@@ -48,7 +48,7 @@ fn without_blocks_the_answer_is_what_follows_the_prompt() {
     assert_eq!(rendered.text, "<user>a</s><assistant>b</s><user>c</s><assistant>d</s><user>e</s>");
 }
 
-/// As Qwen3's, which thinks, at least for nothing, in the last answer only.
+/// A template like Qwen3's, which writes thoughts, even empty ones, in the last answer only.
 const THINKS_LAST: &str = "{% for m in messages %}<{{ m.role }}>\
     {% if m.role == 'assistant' %}{% set words = m.content.split('</think>')[-1] %}\
     {% if loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ words.strip() }}\
@@ -64,7 +64,7 @@ fn an_answer_that_is_written_differently_when_more_follows_is_found_in_the_whole
     let turns = [say("user", "a"), say("assistant", " b "), say("user", "b <think>"), say("assistant", "b")];
     assert_eq!(learned_of(&turns), ["b</s>\n", "<think></think>b</s>\n"]);
     assert_eq!(learned_of(&turns[..3]), ["b</s>\n"]);
-    // The thoughts of an early answer are in the data and not in the text.
+    // The thoughts of an early answer are in the data, but not in the rendered text.
     let thought = [say("user", "a"), say("assistant", "<think>hm</think>é"), say("user", "c"), say("assistant", "é")];
     assert_eq!(learned_of(&thought), ["é</s>\n", "<think></think>é</s>\n"]);
     let mut told = turns.clone();
@@ -85,9 +85,9 @@ fn an_answer_that_is_written_differently_when_more_follows_is_found_in_the_whole
 #[test]
 fn words_that_change_what_stands_around_them_are_refused() {
     for source in [
-        // What closes a message depends on what follows.
+        // The text that closes a message depends on what follows.
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '</s>' if loop.last else '|' }}{% endfor %}",
-        // The words stand a second time behind the answer.
+        // The words occur a second time after the answer.
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{{ messages[1].content if messages | length > 1 }}",
         "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{{ messages[1].content if messages | length > 1 }}",
     ] {

@@ -1,5 +1,5 @@
-//! What is under way between this rank and the others: notes and payloads beneath, flights of the lane. Moved along by calls
-//! only. The protocol is described in `README.md`.
+//! The state of all messages between this rank and the others: notes and payloads over the underlying communicator, flights
+//! of the lane. It advances only when it is called. The protocol is described in `README.md`.
 
 use super::lane::{Lane, Transfer};
 use super::note::{Note, OnItsWay};
@@ -11,66 +11,66 @@ use crate::error::{Error, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Tags beneath: notes and payloads keep their order each.
+/// Tags on the underlying communicator: notes and payloads each keep their own order.
 const NOTES: u64 = 0;
 const PAYLOADS: u64 = 1;
 
-/// Another rank.
+/// The state of the connection to another rank.
 #[derive(Default)]
 struct Peer {
-    /// The receive of its next note.
+    /// The posted receive of the rank's next note.
     ear: Option<Box<dyn Pending>>,
-    /// Whether it sends nothing more.
+    /// Whether the rank has said that it sends nothing more.
     gone: bool,
-    /// What it said it does, since it was asked.
+    /// The rank's answer to the last question of what it does.
     does: Option<String>,
-    /// Announced, and not answered yet.
+    /// Blocks that were announced to the rank and that it has not answered yet, by number of the message.
     unanswered: VecDeque<(u64, Arc<dyn OnDevice>)>,
-    /// Announced by it, in its order: a message counts as arrived when all before it have.
+    /// Messages that the rank announced, in its order: one counts as arrived when all before it have.
     incoming: VecDeque<(Content, Coming)>,
-    /// Number of the first of these.
+    /// Number of the first message in `incoming`.
     first: u64,
 }
 
 enum Coming {
-    /// Beneath.
+    /// A payload that the underlying communicator delivers.
     Payload(Box<dyn Pending>),
-    /// With a flight.
+    /// A block that a flight of the lane delivers.
     Flight,
     Here(Arc<Buffer>),
 }
 
-/// A message of this rank that has not left.
+/// A message of this rank that has not left yet.
 enum Leaving {
     Payload(Box<dyn Pending>),
     Flight,
 }
 
-/// A transfer, and whose it is.
+/// A transfer in a flight, with the number of its message.
 struct Passenger {
     transfer: Transfer,
-    /// Of a send, that of the message; of a receive, among the sender's.
+    /// Index of the message: for a send among this rank's messages, for a receive among the sender's.
     number: u64,
 }
 
-/// All messages of this rank.
+/// The state of all messages of this rank.
 pub(super) struct Engine {
     beneath: Arc<dyn Communicator>,
     lane: Box<dyn Lane>,
     peers: Vec<Peer>,
-    /// Messages without an answer, of all peers.
+    /// Number of blocks without an answer, over all peers.
     unanswered: usize,
-    /// Flights that still take transfers, by number.
+    /// Flights that transfers can still be added to, by number.
     boarding: BTreeMap<u64, Vec<Passenger>>,
-    /// Lowest flight that still takes transfers.
+    /// Number of the lowest flight that transfers can still be added to.
     open: u64,
-    /// Flights that have left, in their order.
+    /// Flights that were started and have not ended, in their order.
     flying: VecDeque<(u64, Vec<Passenger>)>,
     leaving: BTreeMap<u64, Leaving>,
-    /// Number of the next message that leaves.
+    /// Number of the next message that is sent.
     next: u64,
     pub(super) arrived: Arrived,
-    /// What this rank waits in; empty if it computes.
+    /// The operation that this rank waits in; empty while it computes.
     pub(super) doing: String,
 }
 
@@ -97,7 +97,7 @@ impl Engine {
         self.beneath.rank()
     }
 
-    /// Starts sending, and returns the number under which [`has_left`](Self::has_left) knows the message.
+    /// Starts sending, and returns the message's number, for use with [`has_left`](Self::has_left).
     pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
         let number = self.next;
         self.next += 1;
@@ -129,36 +129,36 @@ impl Engine {
         !self.leaving.contains_key(&number)
     }
 
-    /// Whether nothing of this rank is under way to others, and no flight.
+    /// Whether this rank has no message that has not left, and no flight.
     pub(super) fn is_quiet(&self) -> bool {
         self.leaving.is_empty() && self.boarding.is_empty() && self.flying.is_empty()
     }
 
-    /// Asks all others what they do.
+    /// Asks all other ranks what they do.
     pub(super) fn ask(&mut self) -> Result<()> {
         self.peers.iter_mut().for_each(|peer| peer.does = None);
         let others: Vec<usize> = (0..self.peers.len()).filter(|rank| *rank != self.rank()).collect();
         others.into_iter().filter(|to| !self.peers[*to].gone).try_for_each(|to| self.note(to, &Note::Question))
     }
 
-    /// The first rank that did not [answer](Self::ask).
+    /// The first rank that has not answered the question of [`ask`](Self::ask).
     pub(super) fn silent(&self) -> Option<usize> {
         let silent = |(rank, peer): &(usize, &Peer)| *rank != self.rank() && !peer.gone && peer.does.is_none();
         self.peers.iter().enumerate().find(silent).map(|(rank, _)| rank)
     }
 
-    /// Tells all that nothing follows.
+    /// Tells all ranks that no message follows.
     pub(super) fn bye(&mut self) -> Result<()> {
         let others = (0..self.peers.len()).filter(|rank| *rank != self.rank());
         others.collect::<Vec<_>>().into_iter().try_for_each(|to| self.note(to, &Note::Bye))
     }
 
-    /// Lets all flights go nowhere.
+    /// Ends all flights, whatever they carry.
     pub(super) fn abort(&mut self) {
         self.lane.abort();
     }
 
-    /// Moves everything along. Returns whether anything is under way, so that it is worth to come back soon.
+    /// Advances all transfers. Returns whether any is in progress, so that the caller should call again soon.
     pub(super) fn drive(&mut self) -> Result<bool> {
         let mut moved = false;
         for from in (0..self.peers.len()).filter(|from| *from != self.beneath.rank()).collect::<Vec<_>>() {
@@ -188,7 +188,8 @@ impl Engine {
         Ok(moved || self.unanswered > 0 || !self.flying.is_empty())
     }
 
-    /// The next note of a rank, if it is here. Of one that is gone there is none: then its end is the error.
+    /// The next note of a rank, if one has arrived. A rank that has ended sends none: then the error is the failure of its
+    /// end.
     pub(super) fn hear(&mut self, from: usize) -> Result<Option<Note>> {
         let mut ear = match self.peers[from].ear.take() {
             Some(ear) => ear,
@@ -228,7 +229,7 @@ impl Engine {
             Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
             Note::Doing { text } => self.peers[from].does = Some(text),
             Note::Bye => {
-                // What it did not ask for it does not want.
+                // Blocks that the rank has not answered are not wanted any more.
                 for (number, _) in std::mem::take(&mut self.peers[from].unanswered) {
                     self.unanswered -= 1;
                     self.leaving.remove(&number);
@@ -239,7 +240,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Room for a message that was announced, and the answer: it goes with the first flight that is open at both ends.
+    /// Makes room for an announced block and answers: the block goes with the first flight that is open at both ends.
     fn make_room(&mut self, from: usize, len: usize, OnItsWay { form, earliest }: OnItsWay) -> Result<Coming> {
         let elements = self.lane.room(form, len)?;
         if len == 0 {
@@ -254,7 +255,7 @@ impl Engine {
         Ok(Coming::Flight)
     }
 
-    /// Lets flights go. While an answer is out none may: what it is about could still belong to it.
+    /// Starts flights. None may start while an answer is missing, because the block in question could belong to it.
     fn depart(&mut self) -> Result<()> {
         while self.unanswered == 0
             && let Some((flight, passengers)) = self.boarding.pop_first()
@@ -266,7 +267,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the first flight.
+    /// Completes the transfers of the first flight, which has ended.
     fn land(&mut self) {
         for Passenger { transfer, number } in self.flying.pop_front().map(|(_, all)| all).into_iter().flatten() {
             match transfer {
@@ -282,7 +283,7 @@ impl Engine {
         }
     }
 
-    /// Hands over what has arrived from a rank.
+    /// Hands over the messages of a rank that have arrived, in order.
     fn deliver(&mut self, from: usize) -> Result<()> {
         while let Some((content, coming)) = self.peers[from].incoming.pop_front() {
             let data = match coming {
@@ -298,7 +299,7 @@ impl Engine {
             match data {
                 Ok(data) => {
                     self.peers[from].first += 1;
-                    // That it finished a rank says by its own note.
+                    // A finished rank says so by a note (`Bye`), so the content is never `Finished`.
                     self.arrived.put(from, content, data);
                 }
                 Err(coming) => {
@@ -311,7 +312,7 @@ impl Engine {
     }
 
     fn note(&self, to: usize, note: &Note) -> Result<()> {
-        // It leaves whether it is waited for or not.
+        // The send completes even if nobody waits for it.
         self.beneath.send(to, NOTES, Arc::new(Buffer::U8(note.encode()))).map(drop)
     }
 
@@ -319,8 +320,8 @@ impl Engine {
         Error::Communicator { rank: self.rank(), operation: "moving blocks between devices".into(), problem }
     }
 
-    /// The first of `ranks` that sends nothing more, and of which all that it sent is here: a flight may have ended there before
-    /// it has ended here.
+    /// The first of `ranks` that sends nothing more, and whose messages have all arrived here: a flight may have ended
+    /// there earlier than here.
     pub(super) fn gone(&self, ranks: &[usize]) -> Option<usize> {
         let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, passengers)| passengers));
         let with = |rank: usize| flights().flatten().any(|passenger| passenger.transfer.peer() == rank);
@@ -328,7 +329,7 @@ impl Engine {
         ranks.iter().copied().find(over)
     }
 
-    /// What is known of a rank that is waited for.
+    /// Describes what is known of a rank that is waited for.
     pub(super) fn describe(&self, peer: usize) -> String {
         let with = |(_, passengers): &&(u64, Vec<Passenger>)| passengers.iter().any(|p| p.transfer.peer() == peer);
         let Peer { unanswered, incoming, gone, does, .. } = &self.peers[peer];
@@ -355,7 +356,7 @@ impl Engine {
     }
 }
 
-/// A part as a buffer of its own.
+/// Copies a part into its own buffer, unless it is a whole buffer.
 fn whole(Part { data, range }: Part) -> Arc<Buffer> {
     if range.len() == data.len() {
         return data;
@@ -365,7 +366,7 @@ fn whole(Part { data, range }: Part) -> Arc<Buffer> {
         Buffer::U16(values) => Buffer::U16(values[range].to_vec()),
         Buffer::U64(values) => Buffer::U64(values[range].to_vec()),
         Buffer::U8(values) => Buffer::U8(values[range].to_vec()),
-        // Groups cut no such buffer.
+        // Groups never divide a device buffer.
         Buffer::Device(elements) => Buffer::Device(elements.clone()),
     })
 }

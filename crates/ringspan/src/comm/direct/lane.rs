@@ -1,24 +1,24 @@
-//! What carries elements between the devices of two ranks: NCCL, or what stands for it in a test.
+//! Lanes, which move elements directly between the devices of two ranks: NCCL, or a substitute in tests.
 
 use crate::comm::OnDevice;
 use crate::error::Result;
 use std::sync::Arc;
 
-/// One end of a block's way.
+/// A send or a receive of one block.
 #[derive(Debug, Clone)]
 pub enum Transfer {
-    /// To that rank.
+    /// A send to another rank.
     Send {
         /// The receiver.
         to: usize,
-        /// What it gets; nobody writes to it any more.
+        /// The elements to send; they are not written to any more.
         elements: Arc<dyn OnDevice>,
     },
-    /// From that rank.
+    /// A receive from another rank.
     Receive {
         /// The sender.
         from: usize,
-        /// Of [`Lane::room`]: nobody reads it before the flight has ended.
+        /// Room made by [`Lane::room`], which is not read before the flight has ended.
         elements: Arc<dyn OnDevice>,
     },
 }
@@ -32,32 +32,33 @@ impl Transfer {
     }
 }
 
-/// Moves elements between the devices of ranks, in *flights*: transfers that move together.
+/// Moves elements between the devices of ranks, in *flights*: groups of transfers that move together.
 ///
-/// A lane keeps the order it is given: flight after flight, and between two ranks, in each direction, the transfers of a
-/// flight. The n-th send of one meets the n-th receive of the other, whatever they are; a send may end no sooner than its
-/// receive has begun. Ranks are those of the communicator beneath. No call blocks.
+/// A lane keeps the given order: flight after flight, and in a flight the order of transfers between two ranks in each
+/// direction. The n-th send of one rank is matched with the n-th receive of the other; a send may not end before its
+/// receive has begun. Ranks are those of the underlying communicator. No call blocks.
 pub trait Lane: Send {
-    /// What a receiver has to know of elements, besides how many there are, to make room for them.
+    /// A code for the type of elements: all that a receiver needs to know, except their number, to make room for them.
     ///
     /// # Errors
     /// Elements that this lane cannot reach.
     fn form(&self, elements: &dyn OnDevice) -> Result<u64>;
-    /// Room for `len` elements of such a form.
+    /// Makes room for `len` elements of the type with code `form`.
     ///
     /// # Errors
-    /// An unknown form; no memory.
+    /// An unknown code, or no memory.
     fn room(&mut self, form: u64, len: usize) -> Result<Arc<dyn OnDevice>>;
-    /// Starts a flight behind those that were started before.
+    /// Starts a flight after those that were started before.
     ///
     /// # Errors
-    /// What the lane says; it carries nothing more then.
+    /// A failure of the lane, which then moves nothing more.
     fn start(&mut self, transfers: Vec<Transfer>) -> Result<()>;
-    /// Moves all along, and returns how many flights have ended since the last call. What these brought can be read.
+    /// Advances all flights, and returns how many have ended since the last call; the elements they received can then be
+    /// read.
     ///
     /// # Errors
-    /// As of [`start`](Self::start).
+    /// Like those of [`start`](Self::start).
     fn landed(&mut self) -> Result<usize>;
-    /// Ends all flights, whatever they carry. The lane carries nothing more.
+    /// Ends all flights, whatever they carry. The lane moves nothing more.
     fn abort(&mut self);
 }

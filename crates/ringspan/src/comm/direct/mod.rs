@@ -1,5 +1,5 @@
-//! Blocks that go from device to device, around a communicator that carries everything else. The protocol is described in
-//! `comm/direct/README.md`; NCCL is the lane of NVIDIA's GPUs (`kernel::nccl`, feature `nccl`).
+//! Blocks that move directly from device to device, in a communicator that wraps another for everything else. The protocol
+//! is described in `comm/direct/README.md`; NCCL is the lane of NVIDIA's GPUs (`kernel::nccl`, feature `nccl`).
 
 mod engine;
 mod lane;
@@ -16,18 +16,18 @@ use std::sync::Arc;
 use std::time::Duration;
 use world::World;
 
-/// A communicator of the same ranks that carries blocks on devices by `lane`, and all else by `beneath`. All ranks must call
-/// this; `deadline` is the longest wait for another rank.
+/// Makes a communicator of the same ranks that moves blocks on devices through `lane`, and everything else through
+/// `beneath`. All ranks must call this; `deadline` is the longest wait for another rank.
 ///
-/// All groups split from it share the lane. It looks after failures as far as it sees them: a rank that returns an error
-/// tells the others through the communicator beneath. When the last of its groups and handles is dropped, the rank says
-/// that nothing follows; the communicator beneath must then be there still.
+/// All groups split from it share the lane. Failures are detected as by the underlying communicator: a rank that returns an
+/// error tells the others through it. When the last of its groups and handles is dropped, the rank says that no message
+/// follows; the underlying communicator must still exist then.
 ///
 /// # Errors
 /// Failures of other ranks.
 pub fn over(beneath: &dyn Communicator, lane: Box<dyn Lane>, deadline: Duration) -> Result<Arc<dyn Communicator>> {
     let (rank, size) = (beneath.rank(), beneath.size());
-    // A group of its own: its tags are nobody else's.
+    // It gets its own group, so that its tags are used by nobody else.
     let engine = Engine::new(beneath.split(0, rank)?, lane);
     Ok(Arc::new(Group::world(Arc::new(World::new(engine, deadline)), (0..size).collect(), rank)))
 }

@@ -1,28 +1,29 @@
-//! What ranks tell each other of their messages.
+//! The notes that ranks exchange about their messages.
 
 use crate::comm::codec::{Reader, Writer};
 use crate::comm::header::Header;
 
-/// A word from one rank to another. The words of a pair of ranks keep their order.
+/// A note from one rank to another. The notes of a pair of ranks keep their order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Note {
-    /// The next message: its header, and where it comes if it lies on a device; else the communicator beneath brings it.
+    /// Announces the next message: its header, and how it travels if it is on a device; else the underlying communicator
+    /// carries it.
     Announce { header: Header, device: Option<OnItsWay> },
-    /// The first message that was announced and has no answer goes with this flight.
+    /// The first announced block without an answer goes with this flight.
     Answer { flight: u64 },
-    /// What does the receiver do?
+    /// Asks what the receiver does.
     Question,
-    /// What the sender waits in; empty if it computes.
+    /// The operation that the sender waits in; empty if it computes.
     Doing { text: String },
-    /// Nothing follows.
+    /// The sender sends nothing more.
     Bye,
 }
 
-/// A message from device to device.
+/// The announcement of a block that moves from device to device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct OnItsWay {
     pub(super) form: u64,
-    /// It can go with this flight or a later one.
+    /// The block can go with this flight or a later one.
     pub(super) earliest: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
+//! The transport over the engine: waits that advance all transfers, and end at the deadline or with any rank's failure.
 
 use super::engine::Engine;
 use crate::comm::Buffer;
@@ -16,22 +16,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Looks without a pause, then the pause between two looks when nothing moves.
+/// Number of polls without a pause; after that, the pause between two polls while nothing moves.
 const EAGER: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// Longest time in which other ranks can say what they do, once a wait is at its deadline.
+/// How long other ranks have to say what they do, once a wait has reached its deadline.
 const QUESTION: Duration = Duration::from_secs(1);
 
-/// Longest time in which a rank that is done, or has failed by itself, brings under way what it sent and did not wait for:
-/// its end must not wait for one that never looks.
+/// How long a rank that has finished, or returned its own error, still sends messages that it did not wait for: it must not
+/// wait for a rank that never receives them.
 const FAREWELL: Duration = Duration::from_secs(10);
 
-/// This rank's side of all ranks.
+/// This rank's view of all ranks.
 pub(super) struct World {
     rank: usize,
     engine: Mutex<Engine>,
-    /// The first failure that this rank saw; every later call ends with it.
+    /// The first failure that this rank saw; every later call returns it.
     failure: Mutex<Option<Failure>>,
     deadline: Duration,
     bytes_sent: AtomicU64,
@@ -56,21 +56,21 @@ impl World {
         self.failure().as_ref().map_or(Ok(()), |failure| Err(failure.seen_by(self.rank, operation)))
     }
 
-    /// Ends what is under way because of `failure`, unless it has ended: a flight must not wait for who is not coming.
+    /// Records `failure` if it is the first, and ends all flights: they could wait for a rank that never comes.
     fn give_up(&self, engine: &mut Engine, failure: Failure) {
         if self.failure().replace(failure).is_none() {
             engine.abort();
         }
     }
 
-    /// What the communicator beneath, the lane or a note said, as the failure of `operation`.
+    /// Converts an error of the underlying communicator, the lane or a note into the failure of `operation`.
     fn lost(&self, engine: &mut Engine, operation: &impl Display, error: Error) -> Error {
         if let Err(first) = self.check_with(operation) {
             return first;
         }
         let own = |error: &Error| Failure::Rank { peer: self.rank, message: error.to_string() };
         let (failure, error) = match error {
-            // The operation beneath says nothing to who called this one.
+            // The operation of the underlying communicator means nothing to the caller, so it is replaced.
             Error::PeerFailed { peer, message, .. } => {
                 let failure = Failure::Rank { peer, message };
                 let error = failure.seen_by(self.rank, operation);
@@ -91,7 +91,7 @@ impl World {
         error
     }
 
-    /// Looks again and again, moving everything along, until `look` has what it wants; it returns the ranks it misses.
+    /// Polls, advancing all transfers, until `look` returns a result; until then it returns the ranks that are missing.
     fn wait_for<T>(
         &self,
         operation: &Operation,
@@ -118,7 +118,7 @@ impl World {
             self.ask_of_the_gone(&mut engine, operation, &missing)?;
             let waited = start.elapsed();
             if waited >= self.deadline && asked.is_none() {
-                // Who is waited for may wait as well: who says nothing is the one that holds up all.
+                // The rank waited for may be waiting itself; a rank that does not answer is the one that delays all others.
                 asked = Some(waited);
                 engine.ask().map_err(|error| self.lost(&mut engine, operation, error))?;
             }
@@ -140,7 +140,7 @@ impl World {
         }
     }
 
-    /// A rank that said that nothing follows, and is waited for, has failed or finished: which of both is known beneath.
+    /// A rank that sends nothing more but is waited for has failed or finished: the underlying communicator knows which.
     fn ask_of_the_gone(&self, engine: &mut Engine, operation: &Operation, missing: &[usize]) -> Result<()> {
         let Some(peer) = engine.gone(missing) else { return Ok(()) };
         engine.hear(peer).map(drop).map_err(|error| self.lost(engine, operation, error))
@@ -240,7 +240,7 @@ impl Transport for World {
         let others: Vec<usize> = ranks.iter().copied().filter(|rank| *rank != self.rank).collect();
         self.wait_for(operation, |engine| {
             let mut missing = engine.arrived.missing((group, number), &call, &others)?;
-            // Also what this rank sends must have left: once it computes again, nothing moves it along.
+            // This rank's sends must also have left: once it computes again, nothing advances them.
             missing.extend(sent.iter().filter(|(_, number)| !engine.has_left(*number)).map(|(to, _)| *to));
             match missing.is_empty() {
                 true => Ok(ControlFlow::Break(engine.arrived.leave((group, number), ranks, own.take()))),
@@ -250,7 +250,7 @@ impl Transport for World {
     }
 
     fn progress(&self) {
-        // Another thread that holds the engine moves everything along itself.
+        // If another thread holds the engine, that thread advances the transfers.
         let mut engine = match self.engine.try_lock() {
             Ok(engine) => engine,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -278,11 +278,11 @@ impl Drop for World {
         let engine = self.engine.get_mut().unwrap_or_else(PoisonError::into_inner);
         let failed = self.failure.get_mut().unwrap_or_else(PoisonError::into_inner).is_some();
         if failed || thread::panicking() {
-            // The others hear of it beneath; what is under way to them must not wait for this rank.
+            // The underlying communicator tells the others; flights to them must not wait for this rank.
             engine.abort();
             return;
         }
-        // What this rank sent and did not wait for.
+        // Waits for messages that this rank sent and did not wait for.
         let start = Instant::now();
         loop {
             if engine.is_quiet() && engine.bye().is_ok() {

@@ -1,28 +1,28 @@
-//! Why a world ended, as each of its ranks is told.
+//! The failure that ended a world, and the error that each rank returns for it.
 
 use crate::error::Error;
 use std::fmt::Display;
 
-/// The first failure of a world. It stays: every later call of any rank fails with it.
+/// The first failure of a world. It is permanent: every later call of any rank fails with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) enum Failure {
     /// A rank failed.
     Rank { peer: usize, message: String },
     /// Two ranks are in different collectives.
     Mismatch { ranks: [usize; 2], operations: [String; 2] },
-    /// Ranks wait for each other in a circle.
+    /// Ranks wait for each other in a cycle.
     Deadlock { problem: String },
 }
 
 impl Failure {
-    /// The error of `rank`, which is in `operation`. All ranks get both views of a mismatch.
+    /// The error of `rank`, which is in `operation`. A mismatch has the views of both ranks that differ.
     pub(in crate::comm) fn seen_by(&self, rank: usize, operation: &impl Display) -> Error {
         match self {
             Self::Rank { peer, message } => {
                 Error::PeerFailed { rank, operation: operation.to_string(), peer: *peer, message: message.clone() }
             }
             Self::Mismatch { ranks, operations } => {
-                // A third rank relays what the two did.
+                // Any other rank reports the two ranks that differ.
                 let (own, other) = if rank == ranks[1] { (1, 0) } else { (0, 1) };
                 Error::Mismatch {
                     rank: ranks[own],

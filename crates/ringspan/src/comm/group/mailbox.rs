@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Where a message waits: group, sender and receiver (ranks of the world), and tag.
+/// The key of a mailbox: group, sender and receiver (world ranks), and tag.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(in crate::comm) struct Address {
     pub(in crate::comm) group: GroupId,
@@ -12,26 +12,26 @@ pub(in crate::comm) struct Address {
     pub(in crate::comm) tag: u64,
 }
 
-/// The splits that led to a group, from the world on: number of the split in its group, and color.
+/// The identity of a group: the splits that led to it, each as the number of the split in its group, and the color.
 ///
-/// All members derive the same id without talking, and no other group has it.
+/// All members compute the same id without communication, and no other group has it.
 pub(in crate::comm) type GroupId = Arc<[(u64, u64)]>;
 
-/// The n-th message and the n-th receive of an address share a slot, whichever comes first.
+/// A message or its receive: the n-th message and the n-th receive of an address share a slot, whichever comes first.
 #[derive(Debug)]
 enum Slot<M> {
     Wanted,
     Arrived(M),
-    /// The receive was given up; its message goes nowhere.
+    /// The receive was dropped; its message will be discarded.
     Abandoned,
     Done,
 }
 
-/// The slots that are not done yet.
+/// A queue of the slots that are not done yet.
 #[derive(Debug)]
 pub(in crate::comm) struct Mailbox<M> {
     slots: VecDeque<Slot<M>>,
-    /// Number of the front slot.
+    /// Number of the front slot; `sent` and `posted` are the numbers of the next message and of the next receive.
     first: u64,
     sent: u64,
     posted: u64,
@@ -66,7 +66,7 @@ impl<M> Mailbox<M> {
         ticket
     }
 
-    /// The message of a ticket, if it is here.
+    /// The message of a ticket, if it has arrived.
     pub(in crate::comm) fn peek(&self, ticket: u64) -> Option<&M> {
         let at = usize::try_from(ticket.checked_sub(self.first)?).ok()?;
         match self.slots.get(at) {
@@ -75,7 +75,7 @@ impl<M> Mailbox<M> {
         }
     }
 
-    /// Takes the message of a ticket.
+    /// Removes and returns the message of a ticket, if it has arrived.
     pub(in crate::comm) fn take(&mut self, ticket: u64) -> Option<M> {
         let slot = self.slot(ticket).filter(|slot| matches!(slot, Slot::Arrived(_)))?;
         let taken = std::mem::replace(slot, Slot::Done);
@@ -86,7 +86,7 @@ impl<M> Mailbox<M> {
         }
     }
 
-    /// Gives a ticket up: its message is dropped, now or when it comes.
+    /// Cancels a ticket: its message is discarded, at once or when it arrives.
     pub(in crate::comm) fn abandon(&mut self, ticket: u64) {
         match self.slot(ticket) {
             Some(slot @ Slot::Wanted) => *slot = Slot::Abandoned,
@@ -96,7 +96,7 @@ impl<M> Mailbox<M> {
         self.trim();
     }
 
-    /// Whether nothing is under way: a new mailbox would do as well.
+    /// Whether no message or receive is pending: the mailbox can be removed.
     pub(in crate::comm) fn is_idle(&self) -> bool {
         self.slots.is_empty()
     }

@@ -1,4 +1,4 @@
-//! A group of ranks as one of them sees it, over any transport: what a collective means is written here, once.
+//! A group of ranks as seen by one of them, over any transport: defines the semantics of all collectives.
 
 pub(super) mod failure;
 pub(super) mod mailbox;
@@ -21,14 +21,14 @@ use transport::{Member, Transport};
 pub(in crate::comm) struct Group<W> {
     world: Arc<W>,
     id: GroupId,
-    /// Ranks of the world, by rank of the group.
+    /// World ranks, by rank in the group.
     ranks: Arc<[usize]>,
     rank: usize,
     /// Number of the next collective.
     next: AtomicU64,
 }
 
-/// A collective that is over: what the ranks brought for this one, in rank order.
+/// The result of an exchange: the parts that all ranks sent to this one, in rank order.
 struct Exchanged {
     number: u64,
     operation: Operation,
@@ -36,7 +36,7 @@ struct Exchanged {
 }
 
 impl<W: Transport> Group<W> {
-    /// All ranks of a world, seen by `rank`.
+    /// The group of all ranks of a world, as seen by `rank`.
     pub(in crate::comm) fn world(world: Arc<W>, ranks: Arc<[usize]>, rank: usize) -> Self {
         Self { world, id: Arc::new([]), ranks, rank, next: AtomicU64::new(0) }
     }
@@ -49,13 +49,13 @@ impl<W: Transport> Group<W> {
         Operation { call, group: (!self.id.is_empty()).then(|| self.ranks.clone()) }
     }
 
-    /// Numbers a collective.
+    /// Numbers a collective and describes it.
     fn begin(&self, collective: Collective) -> (u64, Operation) {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         (number, self.operation(Call::Collective { number, collective }))
     }
 
-    /// A call that makes no sense is a failure: the other ranks would wait for its part.
+    /// Fails the world because of an invalid call, since the other ranks would wait for this rank's part.
     fn refuse<T>(&self, operation: &Operation, problem: String) -> Result<T> {
         self.world.check(self.own(), operation)?;
         let error = Error::Communicator { rank: self.own(), operation: operation.to_string(), problem };
@@ -63,7 +63,7 @@ impl<W: Transport> Group<W> {
         Err(error)
     }
 
-    /// A rank of the group as a rank of the world, and what `call` does with it.
+    /// The world rank of a rank of the group, with the operation that `call` makes of it.
     fn peer(&self, peer: usize, call: impl Fn(usize) -> Call) -> Result<(usize, Operation)> {
         match self.ranks.get(peer) {
             Some(&world) => Ok((world, self.operation(call(world)))),
@@ -74,7 +74,7 @@ impl<W: Transport> Group<W> {
         }
     }
 
-    /// All-to-all of parts, the base of every collective.
+    /// Exchanges parts all-to-all, the basis of every collective.
     fn exchange(&self, collective: Collective, parts: Vec<Part>) -> Result<Exchanged> {
         let (number, operation) = self.begin(collective);
         if parts.len() != self.size() {
@@ -89,7 +89,7 @@ impl<W: Transport> Group<W> {
         Ok(Exchanged { number, operation, parts })
     }
 
-    /// Refuses what lies in the memory of a device where it cannot be handed over.
+    /// Refuses device memory if the transport cannot pass it on.
     fn check_memory(&self, data: &Buffer, operation: &Operation) -> Result<()> {
         match data {
             Buffer::Device(_) if !self.world.hands_over() => {
@@ -107,13 +107,13 @@ impl<W: Transport> Group<W> {
         }
     }
 
-    /// Sum of `parts` in rank order.
+    /// Sums `parts` in rank order.
     fn sum(&self, parts: &[Part], len: usize, operation: &Operation) -> Result<Vec<f32>> {
         let mut sum = vec![0.0; len];
         for (rank, part) in parts.iter().enumerate() {
             let part = self.f32(part, len, operation)?;
             if rank == 0 {
-                // Not added to 0: that would turn -0 into 0.
+                // The first part is copied, not added to 0, which would turn -0 into 0.
                 sum.copy_from_slice(part);
                 continue;
             }
@@ -215,7 +215,7 @@ impl<W: Transport> Communicator for Group<W> {
             let (_, operation) = self.begin(collective(world_root));
             return self.refuse(&operation, problem);
         }
-        // Ranks without data send empty messages, so that ranks with different roots find out.
+        // Ranks without data send empty messages, so that ranks with different roots notice it.
         let part = Part::whole(Arc::new(data.unwrap_or(Buffer::U8(Vec::new()))));
         let Exchanged { parts, .. } = self.exchange(collective(world_root), vec![part; self.size()])?;
         Ok(buffers(parts).swap_remove(root))
@@ -256,7 +256,7 @@ fn buffers(parts: Vec<Part>) -> Vec<Arc<Buffer>> {
     parts.into_iter().map(|part| part.data).collect()
 }
 
-/// Parts of the given lengths, in order; they share the buffer.
+/// Divides a buffer into consecutive parts of the given lengths, without copying.
 fn split(data: Arc<Buffer>, counts: &[usize]) -> Vec<Part> {
     let mut start = 0;
     let part = |&count: &usize| {

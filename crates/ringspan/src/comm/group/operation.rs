@@ -1,13 +1,13 @@
-//! What a rank does with others, in words, and what the ranks of a collective must agree on.
+//! Operations of a communicator, in words, with everything that the ranks of a collective must agree on.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A call to a communicator. Ranks are ranks of the world, also in a group split from it.
+/// A call to a communicator. Ranks are world ranks, even in a group split from the world.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) struct Operation {
     pub(in crate::comm) call: Call,
-    /// Members of the group, if it is not the world.
+    /// Members of the group, unless it is the world.
     pub(in crate::comm) group: Option<Arc<[usize]>>,
 }
 
@@ -18,7 +18,7 @@ pub(in crate::comm) enum Call {
     Collective { number: u64, collective: Collective },
 }
 
-/// A collective with all that its ranks must agree on: two that are not equal are a mismatch.
+/// A collective with everything that its ranks must agree on: ranks whose values differ get a mismatch error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::comm) enum Collective {
     AllToAll,
@@ -29,7 +29,7 @@ pub(in crate::comm) enum Collective {
     AllReduce {
         elements: usize,
     },
-    /// `complete` is false only at a root that gives no data: no other rank describes it so.
+    /// `complete` is false only on a root that gives no data, so that it differs from all other ranks.
     Broadcast {
         root: usize,
         complete: bool,
@@ -68,7 +68,7 @@ impl Collective {
     }
 }
 
-/// Numbers in brackets; of many, the first ones and how many there are.
+/// Numbers in brackets; of a long list, the first ones and the count.
 pub(in crate::comm) fn listing(numbers: &[usize]) -> String {
     const SHOWN: usize = 16;
     match numbers.get(..SHOWN) {

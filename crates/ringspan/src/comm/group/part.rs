@@ -1,10 +1,10 @@
-//! What a rank brings to a collective for another.
+//! The part of a rank's data that a collective sends to another rank.
 
 use crate::comm::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Some elements of a buffer; ranks that get different parts of one share it.
+/// A range of a buffer. Parts of the same buffer share it.
 #[derive(Debug, Clone)]
 pub(in crate::comm) struct Part {
     pub(in crate::comm) data: Arc<Buffer>,

@@ -1,4 +1,4 @@
-//! Handles of sends and receives.
+//! Handles of sends and receives that have been started.
 
 use super::mailbox::Address;
 use super::operation::Operation;
@@ -7,7 +7,7 @@ use crate::comm::{Buffer, Pending};
 use crate::error::Result;
 use std::sync::Arc;
 
-/// A send: it ends when the message has left.
+/// A send, which ends when the message has left.
 pub(super) struct Sent<W> {
     pub(super) world: Arc<W>,
     pub(super) address: Address,
@@ -55,7 +55,7 @@ impl<W: Transport> Pending for Receiving<W> {
 
 impl<W: Transport> Drop for Receiving<W> {
     fn drop(&mut self) {
-        // A ticket may be given again once its message is taken.
+        // Once the message has been taken, its ticket number may belong to a later receive, which must not be cancelled.
         if !self.taken {
             self.world.abandon(&self.address, self.ticket);
         }

@@ -1,4 +1,4 @@
-//! What a transport does for its groups. Ranks here are ranks of the world.
+//! The interface of a transport to its groups. All ranks here are world ranks.
 
 use super::mailbox::{Address, GroupId};
 use super::operation::Operation;
@@ -7,7 +7,7 @@ use crate::comm::Buffer;
 use crate::error::Result;
 use std::sync::Arc;
 
-/// A member of a group, in a collective: the group, the ranks in it, and the member's place among them.
+/// A member of a group in a collective: the group, its ranks, and the member's index among them.
 #[derive(Clone, Copy)]
 pub(in crate::comm) struct Member<'a> {
     pub(in crate::comm) group: &'a GroupId,
@@ -16,41 +16,41 @@ pub(in crate::comm) struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// Its rank of the world.
+    /// The member's world rank.
     pub(in crate::comm) fn rank(&self) -> usize {
         self.ranks[self.place]
     }
 }
 
-/// Moves messages and collectives; after the first failure every call fails with it.
+/// Moves messages and parts of collectives. After the first failure every call fails with that failure.
 pub(in crate::comm) trait Transport: Send + Sync + 'static {
-    /// An error if the world has failed.
+    /// Returns an error if the world has failed.
     fn check(&self, rank: usize, operation: &Operation) -> Result<()>;
-    /// Records that `rank` failed; the first failure is what the others are told.
+    /// Records that `rank` failed; only the first failure is reported to the others.
     fn fail(&self, rank: usize, message: String);
-    /// Starts sending a message and returns the number under which [`left`](Self::left) knows it.
+    /// Starts sending a message and returns its number, for use with [`left`](Self::left).
     fn send(&self, address: Address, operation: &Operation, data: Arc<Buffer>) -> Result<u64>;
-    /// Whether the message of that number has left `rank`. Never blocks.
+    /// Whether the message with this number has left `rank`. Never blocks.
     fn left(&self, rank: usize, number: u64, operation: &Operation) -> Result<bool>;
-    /// Waits until it has, at most to the deadline.
+    /// Waits until the message has left, at most until the deadline.
     fn wait_left(&self, address: &Address, number: u64, operation: &Operation) -> Result<()>;
     /// Posts a receive and returns its ticket.
     fn post(&self, address: &Address, operation: &Operation) -> Result<u64>;
-    /// Whether the message of a ticket is here; an error if it can never come. Never blocks.
+    /// Whether the message of a ticket has arrived; an error if it can never arrive. Never blocks.
     fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool>;
-    /// Takes the message of a ticket, waiting for it until the deadline.
+    /// Returns the message of a ticket, waiting for it until the deadline.
     fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>>;
-    /// Gives a posted receive up.
+    /// Cancels a posted receive.
     fn abandon(&self, address: &Address, ticket: u64);
-    /// Joins collective `number` of a group, with one part for each member; returns what they brought for this one, in
-    /// the group's order, once all are here.
+    /// Joins collective `number` of a group with one part for each member, waits until all members have joined, and returns
+    /// the parts they sent to this one, in the group's order.
     fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>>;
-    /// Moves transfers along, where nothing moves by itself. Never blocks.
+    /// Advances transfers, if the transport does not do so by itself. Never blocks.
     fn progress(&self);
-    /// Whether a message in the memory of a device arrives as it is.
+    /// Whether messages in device memory are passed on as they are.
     fn hands_over(&self) -> bool {
         false
     }
-    /// Payload that `rank` has sent to other ranks, in bytes.
+    /// Payload bytes that `rank` has sent to other ranks.
     fn bytes_sent(&self, rank: usize) -> u64;
 }

@@ -1,4 +1,4 @@
-//! What is under way between this process and the others, and what has arrived. Moved along by calls only.
+//! All messages between this process and the others, sent and received. They advance only in calls.
 
 use super::wire::{Request, Result, Wire};
 use crate::comm::Buffer;
@@ -8,32 +8,32 @@ use crate::comm::header::{Content, Header, Kind};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// A message on its way to another rank. MPI reads from what is kept here.
+/// A message that is being sent. MPI reads the memory that is kept here.
 struct Outgoing {
     requests: Vec<Request>,
     _header: Vec<u8>,
     _payload: Arc<Buffer>,
 }
 
-/// A message on its way here. MPI writes into the buffer.
+/// A message that is being received. MPI writes into the buffer.
 struct Incoming {
     requests: Vec<Request>,
     content: Content,
     data: Buffer,
 }
 
-/// All messages of this process.
+/// The state of all messages of this process.
 pub(super) struct Engine {
     wire: Wire,
     outgoing: BTreeMap<u64, Outgoing>,
-    /// Number of the next message that leaves.
+    /// Number of the next message that is sent.
     next: u64,
     /// By sender, in the order sent: a message counts as arrived when all before it have.
     incoming: Vec<VecDeque<Incoming>>,
     pub(super) arrived: Arrived,
-    /// Ranks that send nothing more; all they sent is here.
+    /// For each rank, whether it sends nothing more, so that all its messages have arrived.
     finished: Vec<bool>,
-    /// Whether MPI has ended, or is about to: then nothing may call it.
+    /// Whether MPI has ended or is about to end, so that it must not be called.
     closed: bool,
 }
 
@@ -49,7 +49,7 @@ impl Engine {
         &self.wire
     }
 
-    /// From now on every call fails: a communicator may outlive its world.
+    /// Makes every later call fail: a communicator may outlive its world.
     pub(super) fn close(&mut self) {
         self.closed = true;
     }
@@ -58,7 +58,7 @@ impl Engine {
         if self.closed { Err("the world has ended".into()) } else { Ok(()) }
     }
 
-    /// Starts sending, and returns the number under which [`has_left`](Self::has_left) knows the message.
+    /// Starts sending, and returns the message's number, for use with [`has_left`](Self::has_left).
     pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
         self.check_open()?;
         let number = self.next;
@@ -92,12 +92,12 @@ impl Engine {
         !self.outgoing.contains_key(&number)
     }
 
-    /// Whether nothing of this process is under way to others.
+    /// Whether all messages of this process to others have left.
     pub(super) fn is_empty(&self) -> bool {
         self.outgoing.is_empty()
     }
 
-    /// Moves everything along. Returns whether anything is between two processes, so that it is worth to come back soon.
+    /// Advances all transfers. Returns whether any is in progress, so that the caller should call again soon.
     pub(super) fn progress(&mut self) -> Result<bool> {
         self.check_open()?;
         while let Some((from, header)) = self.wire.header()? {
@@ -108,7 +108,7 @@ impl Engine {
             let requests = match unsafe { self.wire.receive(from, &mut data) } {
                 Ok(requests) => requests,
                 Err(problem) => {
-                    // Some pieces may be under way into it.
+                    // Some pieces may already be on their way into the buffer.
                     std::mem::forget(data);
                     return Err(problem);
                 }
@@ -141,7 +141,7 @@ impl Engine {
         ranks.iter().copied().find(|rank| self.finished[*rank])
     }
 
-    /// Ranks that may still send something.
+    /// The ranks that may still send messages.
     pub(super) fn unfinished(&self) -> Vec<usize> {
         (0..self.finished.len()).filter(|rank| *rank != self.wire.rank && !self.finished[*rank]).collect()
     }
@@ -149,7 +149,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // MPI may still read and write what is under way: better lost than freed.
+        // MPI may still read or write these buffers, so they are leaked, not freed.
         std::mem::take(&mut self.outgoing).into_values().for_each(std::mem::forget);
         std::mem::take(&mut self.incoming).into_iter().flatten().for_each(std::mem::forget);
     }

@@ -1,6 +1,6 @@
 //! Ranks as processes of MPI, started by `mpirun` or `srun`. The protocol is described in `comm/mpi/README.md`.
 //!
-//! A process is one rank. It starts the world, runs its part, and ends the world:
+//! A process is one rank. It starts the world, runs its rank's work, and ends the world:
 //!
 //! ```no_run
 //! use ringspan::Error;
@@ -15,8 +15,8 @@
 //! # Ok::<_, Error>(())
 //! ```
 //!
-//! When a process dies, `mpirun` ends the others, first by SIGTERM: a program that handles it has a second left in which it
-//! hears who died, and can say so.
+//! When a process dies, `mpirun` ends the others, first by SIGTERM: a program that handles this signal has a second left,
+//! in which it learns which rank died and can report it.
 
 mod engine;
 mod watch;
@@ -41,18 +41,18 @@ use std::time::Duration;
 use watch::{Place, Watch};
 use wire::Wire;
 
-/// Longest time in which MPI itself may start or end; it does not say why it hangs.
+/// Longest time that starting or ending MPI may take; it does not say why it hangs.
 const MPI_PATIENCE: Duration = Duration::from_secs(90);
 
-/// How to run ranks as processes.
+/// Options for running ranks as processes.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Longest wait for another rank, also for one that computes: an hour unless said otherwise. Processes that die or are
-    /// stopped are found without it.
+    /// Longest wait for another rank, even for one that computes: an hour by default. Processes that die or are stopped are
+    /// detected regardless of it.
     pub deadline: Duration,
-    /// After this time without a sign of life a process is taken for stopped. All others have ended in twice the time.
+    /// A process without a sign of life for this time counts as stopped. All others end within twice this time.
     pub silence: Duration,
-    /// Stack of the rank's thread. Candle's backward recurses once per operation.
+    /// Stack size of the rank's thread in bytes. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
 }
 
@@ -62,12 +62,12 @@ impl Default for Options {
     }
 }
 
-/// All ranks, as this process is connected with them. There is one at most in the life of a process.
+/// This process's connection to all ranks. A process has at most one in its lifetime.
 pub struct World {
     universe: ManuallyDrop<Universe>,
     world: Arc<world::World>,
     ranks: Arc<[usize]>,
-    /// Ranks on this machine, and this one's place among them.
+    /// Number of ranks on this machine, and this rank's index among them.
     local: (usize, usize),
     options: Options,
     ran: AtomicBool,
@@ -77,14 +77,14 @@ impl World {
     /// Starts MPI and connects the ranks. All processes must call this, on the thread that calls [`end`](Self::end).
     ///
     /// # Errors
-    /// MPI that was started before, or without a lock around its calls; ranks that do not connect.
+    /// MPI that was started before or does not support calls from several threads, or ranks that do not connect.
     pub fn start(options: Options) -> Result<Self> {
         let refused = |rank: usize, problem: String| Error::Communicator { rank, operation: "start".into(), problem };
         let started = Guard::new("start")?;
         let Some((universe, threading)) = ::mpi::initialize_with_threading(Threading::Serialized) else {
             return Err(refused(0, "MPI was started before in this process".into()));
         };
-        // Until all is well, an error leaves MPI as it is: its own end would wait for the other processes.
+        // After an error here MPI is not finalised, because that would wait for the other processes.
         let universe = ManuallyDrop::new(universe);
         let wire = Wire::new().map_err(|problem| refused(0, problem))?;
         let (rank, size) = (wire.rank, wire.size);
@@ -110,32 +110,32 @@ impl World {
         self.world.rank
     }
 
-    /// Ranks in all.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.ranks.len()
     }
 
-    /// Ranks on this machine.
+    /// Number of ranks on this machine.
     pub fn local_size(&self) -> usize {
         self.local.0
     }
 
-    /// This process's place among the ranks on this machine.
+    /// This rank's index among the ranks on its machine.
     pub fn local_rank(&self) -> usize {
         self.local.1
     }
 
-    /// Sets the longest wait for another rank, from any thread.
+    /// A function that sets the longest wait for another rank, from any thread.
     pub(super) fn deadline_setter(&self) -> Arc<dyn Fn(Duration) + Send + Sync> {
         let world = self.world.clone();
         Arc::new(move |deadline| world.set_deadline(deadline))
     }
 
-    /// Runs this process's rank, once, on a thread `rank-N`. An error or a panic is told to all other ranks, whose next call
-    /// fails.
+    /// Runs this process's rank, once, on a thread `rank-N`. All other ranks are told of an error or a panic, and their
+    /// next call fails.
     ///
     /// # Errors
-    /// That of `rank_main`; a second call.
+    /// The error of `rank_main`, or a second call.
     pub fn run<T, E, F>(&self, rank_main: F) -> std::result::Result<T, E>
     where
         F: FnOnce(Arc<dyn Communicator>) -> std::result::Result<T, E> + Send,
@@ -171,11 +171,11 @@ impl World {
         result
     }
 
-    /// Waits for the other ranks, and ends MPI. Where `good` is false or another rank has failed, it waits only until
-    /// all have told their errors; the caller must have told its own before, since then all processes may end.
+    /// Waits for the other ranks, and ends MPI. If `good` is false or another rank has failed, it waits only until all have
+    /// reported their errors; the caller must have reported its own before, since then all processes may end.
     ///
     /// # Errors
-    /// The failure of another rank after this one's good end.
+    /// A failure of another rank after this rank finished well.
     pub fn end(self, good: bool) -> Result<()> {
         let finished = if good { self.world.finish() } else { Ok(()) };
         if good && finished.is_ok() {
@@ -186,24 +186,24 @@ impl World {
             return Ok(());
         }
         if !good {
-            // Unless `run` has told more.
+            // This has no effect if `run` has already reported the error.
             self.world.fail(self.rank(), "it ended with an error".into());
         }
         if let Err(error) = &finished {
-            // Said here: after the wait below nobody may be left to hear it.
+            // The error is printed here, because the process may be killed during the wait below.
             watch::say(error);
         }
         self.world.watch.leave();
         self.world.close();
         if self.rank() == 0 {
-            // A process that is stopped ends too.
+            // MPI also ends a process that is stopped.
             self.world.abort();
         }
         finished
     }
 }
 
-/// Ends the process if what it guards takes too long.
+/// Ends the process if a call of MPI takes too long.
 struct Guard(Arc<AtomicBool>);
 
 impl Guard {

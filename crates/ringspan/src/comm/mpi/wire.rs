@@ -1,4 +1,4 @@
-//! The few calls of MPI that move bytes, over a communicator of our own.
+//! The few calls of MPI that move bytes, over a private communicator.
 
 use crate::comm::Buffer;
 use ::mpi::ffi;
@@ -8,20 +8,20 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr;
 
-/// Longest piece of a payload: MPI counts in 32 bits, and pieces that follow each other keep several under way.
+/// Maximum bytes of a piece of a payload: MPI counts in 32 bits. Several pieces are in transfer at the same time.
 const PIECE: usize = 64 << 20;
 
-/// Headers and payloads have tags of their own, so that each keeps its order.
+/// Headers and payloads have separate tags, so that each keeps its own order.
 const HEADER: c_int = 1;
 const PAYLOAD: c_int = 2;
 
-/// Groups refuse such messages before.
+/// Part of an error that cannot occur, because groups refuse such messages earlier.
 const ELSEWHERE: &str = "a message in the memory of a device";
 
-/// A call of MPI that failed, in its own words.
+/// The result of an MPI call, with the text of its error.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
-/// A communicator over all processes, with messages of its own.
+/// A communicator over all processes, separate from MPI's world communicator.
 pub(super) struct Wire {
     comm: ffi::MPI_Comm,
     pub(super) rank: usize,
@@ -32,14 +32,14 @@ pub(super) struct Wire {
 // nothing else in the process calls MPI between its start and its end.
 unsafe impl Send for Wire {}
 
-/// A piece under way. The memory it names must stay until it has finished.
+/// A piece in transfer. Its memory must stay valid until the request has finished.
 pub(super) struct Request(ffi::MPI_Request);
 
 // SAFETY: as for `Wire`: a request is only used by the wire's calls, under its lock.
 unsafe impl Send for Request {}
 
 impl Wire {
-    /// Duplicates the world's communicator; all processes must call this.
+    /// Duplicates MPI's world communicator; all processes must call this.
     pub(super) fn new() -> Result<Self> {
         let (mut comm, mut rank, mut size) = (MaybeUninit::uninit(), 0, 0);
         // SAFETY: MPI is initialised; all pointers are to places of this frame; the communicator is read only once the
@@ -47,7 +47,7 @@ impl Wire {
         unsafe {
             check(ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, comm.as_mut_ptr()))?;
             let comm = comm.assume_init();
-            // A lost connection must become an error that names a rank, not the end of the process.
+            // A lost connection must be an error that names a rank, not the end of the process.
             check(ffi::MPI_Comm_set_errhandler(comm, ffi::RSMPI_ERRORS_RETURN))?;
             check(ffi::MPI_Comm_rank(comm, &mut rank))?;
             check(ffi::MPI_Comm_size(comm, &mut size))?;
@@ -55,14 +55,14 @@ impl Wire {
         }
     }
 
-    /// Fills `bytes` on every rank with those of `root`.
+    /// Fills `bytes` on every rank with the bytes of `root`.
     pub(super) fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<()> {
         let (count, root) = (c_count(bytes.len())?, c_count(root)?);
         // SAFETY: the pointer and the count are those of one slice.
         check(unsafe { ffi::MPI_Bcast(bytes.as_mut_ptr().cast(), count, ffi::RSMPI_UINT8_T, root, self.comm) })
     }
 
-    /// The `bytes` of all ranks, one after the other; all ranks bring as many.
+    /// Gathers the `bytes` of all ranks, in rank order; all ranks must give the same number.
     pub(super) fn gather(&self, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut all = vec![0u8; bytes.len() * self.size];
         let count = c_count(bytes.len())?;
@@ -75,16 +75,16 @@ impl Wire {
     /// Starts sending a header.
     ///
     /// # Safety
-    /// `bytes` must stay where they are, unchanged, until the request has finished.
+    /// `bytes` must stay at the same address, unchanged, until the request has finished.
     pub(super) unsafe fn send_header(&self, to: usize, bytes: &[u8]) -> Result<Request> {
         // SAFETY: the caller's promise is this call's.
         unsafe { self.send_piece(to, HEADER, bytes) }
     }
 
-    /// Starts sending some elements of a buffer, in pieces.
+    /// Starts sending a range of a buffer, in pieces.
     ///
     /// # Safety
-    /// The buffer must stay, unchanged, until all requests have finished.
+    /// The buffer must stay valid and unchanged until all requests have finished.
     pub(super) unsafe fn send(&self, to: usize, data: &Buffer, range: Range<usize>) -> Result<Vec<Request>> {
         let bytes = match data {
             Buffer::F32(values) => cast_slice(&values[range]),
@@ -100,7 +100,7 @@ impl Wire {
     /// Starts receiving a whole buffer, in pieces.
     ///
     /// # Safety
-    /// The buffer's elements must stay where they are, untouched, until all requests have finished.
+    /// The buffer's elements must stay at the same address, untouched, until all requests have finished.
     pub(super) unsafe fn receive(&self, from: usize, data: &mut Buffer) -> Result<Vec<Request>> {
         let bytes = match data {
             Buffer::F32(values) => cast_slice_mut(values),
@@ -134,7 +134,7 @@ impl Wire {
         }
     }
 
-    /// Takes a header that has arrived, with its sender. Never blocks.
+    /// Receives a header that has arrived, and returns it with its sender. Never blocks.
     pub(super) fn header(&self) -> Result<Option<(usize, Vec<u8>)>> {
         let (mut here, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::uninit(), 0);
         // SAFETY: all pointers are to places of this frame; the status is read only if a message is here, and the buffer
@@ -154,7 +154,7 @@ impl Wire {
         }
     }
 
-    /// Whether all requests have finished; those that have are removed. Never blocks.
+    /// Whether all requests have finished; finished ones are removed. Never blocks.
     pub(super) fn finished(&self, requests: &mut Vec<Request>) -> Result<bool> {
         let mut left = Vec::new();
         for mut request in requests.drain(..) {
@@ -169,7 +169,7 @@ impl Wire {
         Ok(requests.is_empty())
     }
 
-    /// Ends all processes, this one too.
+    /// Ends all processes, including this one.
     pub(super) fn abort(&self) {
         // SAFETY: MPI is initialised and not finalised, or there would be no wire.
         let _ = unsafe { ffi::MPI_Abort(self.comm, 1) };
@@ -189,12 +189,12 @@ fn index(number: c_int) -> Result<usize> {
     usize::try_from(number).map_err(|_| format!("MPI gave the number {number}"))
 }
 
-/// The answer of a call: nothing, or MPI's text of the error.
+/// The result of a call: nothing, or MPI's text for the error code.
 fn check(code: c_int) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
-    // Longer than MPI_MAX_ERROR_STRING of all implementations.
+    // The buffer is longer than MPI_MAX_ERROR_STRING of all implementations.
     let (mut text, mut len) = ([0; 4096], 0);
     // SAFETY: the buffer is longer than any text, and starts as zeros, so a terminator follows whatever is written.
     let text = unsafe {

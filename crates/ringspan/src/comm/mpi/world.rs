@@ -1,4 +1,4 @@
-//! The transport: waits that drive what is under way, and end with the failure of any rank or at the deadline.
+//! The transport over MPI: waits that advance all transfers, and end at the deadline or with any rank's failure.
 
 use super::engine::Engine;
 use super::watch::Watch;
@@ -16,20 +16,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// A wait that is longer is told to the watch, so that others can say what this rank does.
+/// The watch is told of longer waits, so that other ranks can report what this rank does.
 const WORTH_TELLING: Duration = Duration::from_millis(20);
-/// Looks without a pause, then longest pause between two looks when nothing moves.
+/// Number of polls without a pause; after that, the longest pause between two polls while nothing moves.
 const EAGER: u32 = 2000;
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// This process's side of all ranks.
+/// This process's view of all ranks.
 pub(super) struct World {
     pub(super) rank: usize,
     engine: Mutex<Engine>,
     pub(super) watch: Arc<Watch>,
     deadline: Mutex<Duration>,
     bytes_sent: AtomicU64,
-    /// The first thread that talked, and whether others did.
+    /// The first thread that communicated, and whether others did.
     talks: Mutex<(Option<ThreadId>, bool)>,
 }
 
@@ -40,8 +40,8 @@ impl World {
         Self { rank, engine: Mutex::new(engine), watch, deadline: Mutex::new(deadline), bytes_sent, talks }
     }
 
-    /// Says that this rank sends nothing more, and waits until nobody does. Ends only by that or by a failure: others
-    /// may have hours of work left, and the watch sees whether they live.
+    /// Says that this rank sends nothing more, and waits until all ranks have said so. It has no deadline: others may have
+    /// hours of work left, and the watch detects whether they are alive.
     pub(super) fn finish(&self) -> Result<()> {
         let nothing = || Part::whole(Arc::new(Buffer::U8(Vec::new())));
         let operation = &"the end of its work";
@@ -63,7 +63,7 @@ impl World {
         })
     }
 
-    /// Lets no call reach MPI any more.
+    /// Makes all later calls fail before they reach MPI.
     pub(super) fn close(&self) {
         self.engine().close();
     }
@@ -77,14 +77,14 @@ impl World {
         self.watch.failure().map_or(Ok(()), |failure| Err(failure.seen_by(self.rank, operation)))
     }
 
-    /// MPI itself failed: the error of this rank, which the others are told.
+    /// Reports a failure of MPI itself, and returns it as the error of this rank.
     fn lost(&self, operation: &impl std::fmt::Display, problem: String) -> Error {
         let error = Error::Communicator { rank: self.rank, operation: operation.to_string(), problem };
         self.watch.fail(Failure::Rank { peer: self.rank, message: error.to_string() });
         error
     }
 
-    /// Looks again and again, moving everything along, until `look` has what it wants; it returns the ranks it misses.
+    /// Polls, advancing all transfers, until `look` returns a result; until then it returns the ranks that are missing.
     fn wait_for<T>(
         &self,
         operation: &impl std::fmt::Display,
@@ -117,7 +117,7 @@ impl World {
             if waited > WORTH_TELLING && deadline != Duration::MAX && told.as_ref() != Some(&missing) {
                 let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
                 let who = if let [one] = missing[..] { one.to_string() } else { listing(&missing) };
-                // What still moves, or talks from another thread too, is not stuck.
+                // A rank that still moves data, or communicates from another thread, is not stuck.
                 let misses = if alone && !busy { missing.clone() } else { Vec::new() };
                 self.watch.note(format!("waits in {operation} for {ranks} {who}"), misses);
                 told = (!busy).then(|| missing.clone());
@@ -138,7 +138,7 @@ impl World {
         result
     }
 
-    /// Whether the rank talks from one thread only, as far as is known: then a wait of it is a wait of the rank.
+    /// Whether the rank has only communicated from one thread: then a wait of that thread is a wait of the rank.
     fn note_thread(&self) -> bool {
         let mut talks = self.talks.lock().unwrap_or_else(PoisonError::into_inner);
         let here = thread::current().id();
@@ -154,7 +154,7 @@ impl World {
         error
     }
 
-    /// The failure of a rank that finished before it did its part of `operation`.
+    /// The failure of a rank that finished before it sent its part of `operation`.
     fn gone(&self, peer: usize, operation: &Operation) -> Failure {
         let message = format!("it finished without sending what rank {} waits for in {operation}", self.rank);
         Failure::Rank { peer, message }
@@ -191,7 +191,7 @@ impl Transport for World {
         }
         let content = Content::Message { group: address.group, tag: address.tag };
         let sent = engine.send(address.to, content, Part::whole(data)).and_then(|number| {
-            // The header leaves at once: the receiver can then fetch the payload.
+            // Polling sends the header at once, so that the receiver can fetch the payload.
             engine.progress()?;
             Ok(number)
         });
@@ -275,7 +275,7 @@ impl Transport for World {
             if let Some(peer) = engine.finished(&missing) {
                 return Err(self.gone(peer, operation));
             }
-            // Also what this rank sends must have left: once it computes again, nothing moves it along.
+            // This rank's sends must also have left: once it computes again, nothing advances them.
             match missing.is_empty() && sent.iter().all(|number| engine.has_left(*number)) {
                 true => Ok(ControlFlow::Break(engine.arrived.leave((group, number), ranks, own.take()))),
                 false => Ok(ControlFlow::Continue(missing)),
@@ -284,7 +284,7 @@ impl Transport for World {
     }
 
     fn progress(&self) {
-        // Another thread that holds the engine moves everything along itself.
+        // If another thread holds the engine, that thread advances the transfers.
         let mut engine = match self.engine.try_lock() {
             Ok(engine) => engine,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

@@ -1,25 +1,26 @@
-//! What a slower wire would do: messages between two ranks arrive one after the other, each after its time.
+//! Simulates a slower link: messages between two ranks arrive one after the other, each after its transfer time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// The wire from each rank to each other one.
+/// The simulated link from each rank to each other rank.
 ///
-/// Ranks of one process hand their buffers over at once, so nothing can be hidden behind compute there. With a link a
-/// message arrives when the ones before it on the same wire have passed, its bytes have passed, and the latency is over.
+/// Ranks of one process pass buffers at once, so there is no transfer time that could overlap with computation. With a
+/// link, a message arrives when earlier messages between the two ranks and its own bytes have been transferred, plus the
+/// latency.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
-    /// Bytes a second, above 0.
+    /// Bytes per second, above 0.
     pub bandwidth: f64,
-    /// From the last byte's departure to its arrival.
+    /// Time from sending the last byte to its arrival.
     pub latency: Duration,
 }
 
-/// The wires of a world.
+/// The links between all pairs of ranks.
 #[derive(Debug)]
 pub(super) struct Wires {
     link: Link,
-    /// When each wire, from a rank to a rank, is free again.
+    /// For each pair of sender and receiver, the time at which its link is free again.
     free: HashMap<(usize, usize), Instant>,
 }
 
@@ -28,14 +29,14 @@ impl Wires {
         Self { link, free: HashMap::new() }
     }
 
-    /// When a message that is sent `now` arrives; at once if a rank sends it to itself.
+    /// The arrival time of a message that is sent `now`; a message to oneself arrives at once.
     pub(super) fn arrival(&mut self, from: usize, to: usize, bytes: u64, now: Instant) -> Instant {
         if from == to {
             return now;
         }
         let free = self.free.entry((from, to)).or_insert(now);
         let passed = Duration::try_from_secs_f64(bytes as f64 / self.link.bandwidth).unwrap_or(Duration::MAX);
-        // A time that the clock cannot hold never comes; the deadline ends that wait.
+        // If the clock cannot represent the time, the message never arrives, and the wait ends at its deadline.
         let never = now + Duration::from_secs(u32::MAX.into());
         *free = (*free).max(now).checked_add(passed).unwrap_or(never);
         free.checked_add(self.link.latency).unwrap_or(never)

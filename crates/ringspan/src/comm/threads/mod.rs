@@ -18,15 +18,15 @@ use world::World;
 
 pub use link::Link;
 
-/// How to run ranks as threads.
+/// Options for running ranks as threads.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Longest wait for another rank, also for one that computes: an hour unless said otherwise. Failures and deadlocks
-    /// are found at once without it.
+    /// Longest wait for another rank, even for one that computes: an hour by default. Failures and deadlocks are detected
+    /// at once, regardless of it.
     pub deadline: Duration,
-    /// Stack of a rank's thread. Candle's backward recurses once per operation.
+    /// Stack size of a rank's thread in bytes. Candle's backward recurses once per operation.
     pub stack_bytes: usize,
-    /// How fast messages travel; at once if there is none.
+    /// Simulated speed of messages; `None` passes them at once.
     pub link: Option<Link>,
 }
 
@@ -36,20 +36,20 @@ impl Default for Options {
     }
 }
 
-/// Bytes that a thread takes before it holds a tensor: its stack as far as it is used, its heap in the allocator, the buffers
-/// of a kernel. Measured with `ringspan attend` in pages of 4 KB, plans left out: 0.4 MB each with 256 threads of five tokens, 0.6
-/// with 1,024, 1.2 with 4,096. With heaps in large pages (2 MB) it was up to 6 MB.
+/// Bytes that a thread uses before it holds a tensor: the used part of its stack, its heap in the allocator, the buffers of
+/// a kernel. Measured with `ringspan attend` in pages of 4 KB, without plans: 0.4 MB each with 256 threads of five tokens,
+/// 0.6 with 1,024, 1.2 with 4,096. With heaps in large pages (2 MB) it was up to 6 MB.
 const OF_THREAD: u64 = 2 << 20;
 
-/// About how many bytes `size` ranks take as threads, before they hold a tensor: in a collective, every rank has a part for
-/// every other.
+/// Approximate number of bytes that `size` ranks use as threads before they hold a tensor: threads, and in a collective a
+/// part of every rank for every other.
 pub fn memory(size: usize) -> u64 {
     let pairs = (size as u64).saturating_mul(size as u64);
     let collective = pairs.saturating_mul(2 * size_of::<Option<super::group::part::Part>>() as u64);
     collective.saturating_add(OF_THREAD.saturating_mul(size as u64))
 }
 
-/// Refuses more threads than there is memory for: the system would give them out and then end the process, or all others.
+/// Refuses more threads than memory allows: the system would start them and later kill this process, or others.
 fn check_memory(size: usize) -> Result<(), Error> {
     let needed = memory(size);
     let Some(free) = crate::memory::available().filter(|free| needed > *free) else { return Ok(()) };
@@ -69,8 +69,8 @@ fn check_memory(size: usize) -> Result<(), Error> {
 /// Runs `rank_main` on `size` ranks, each on a thread `rank-N`, and returns their results in rank order.
 ///
 /// # Errors
-/// No ranks, or more than there is memory for; else the error of the rank that failed first. A rank that fails or panics makes the others fail at their
-/// next call.
+/// No ranks, or more than memory allows; else the error of the rank that failed first. A rank that fails or panics makes
+/// the others fail at their next call.
 pub fn run<T, E, F>(size: usize, options: Options, rank_main: F) -> Result<Vec<T>, E>
 where
     F: Fn(Arc<dyn Communicator>) -> Result<T, E> + Sync,
@@ -114,7 +114,7 @@ where
     root_cause(results, &world.failed())
 }
 
-/// All results, or the error of the first of `failed` that has one: the others' errors only tell of it.
+/// All results, or the error of the first of `failed` that has one: the errors of other ranks only report that failure.
 fn root_cause<T, E>(results: Vec<Result<T, E>>, failed: &[usize]) -> Result<Vec<T>, E> {
     let mut oks = Vec::with_capacity(results.len());
     let mut first: Option<(usize, E)> = None;
@@ -132,7 +132,7 @@ fn root_cause<T, E>(results: Vec<Result<T, E>>, failed: &[usize]) -> Result<Vec<
     first.map_or(Ok(oks), |(_, error)| Err(error))
 }
 
-/// The life of a rank's thread. However it ends, the world knows.
+/// The main function of a rank's thread. It tells the world how the thread ended, also after a panic.
 fn one_rank<T, E, F>(world: Arc<World>, ranks: Arc<[usize]>, rank: usize, rank_main: &F) -> Result<T, E>
 where
     F: Fn(Arc<dyn Communicator>) -> Result<T, E>,

@@ -1,20 +1,20 @@
-//! One collective under way: what each rank brought for each other.
+//! A collective in progress: the parts that each rank has sent to each other.
 
 use crate::comm::group::operation::Operation;
 use crate::comm::group::part::Part;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A collective that not all ranks have left.
+/// A collective that some rank has not left yet.
 #[derive(Debug)]
 pub(super) struct Round {
-    /// How the first rank described it, and which rank of the world that was.
+    /// The description by the first rank that joined, and that rank's world rank.
     pub(super) operation: Operation,
     pub(super) first: usize,
     members: Arc<[usize]>,
-    /// By sender and receiver, ranks of the group; empty for ranks that are not here yet.
+    /// Parts by sender and receiver (ranks of the group); empty for senders that have not joined yet.
     parts: Vec<Vec<Option<Part>>>,
-    /// By receiver, when the last part arrives and which rank of the world sent it; empty without a link.
+    /// By receiver, the sender (world rank) and arrival time of the last part; `None` without a simulated link.
     last: Vec<Option<(usize, Instant)>>,
     missing: usize,
     left: usize,
@@ -27,13 +27,13 @@ impl Round {
         Self { operation, first, parts, last, missing, left: 0, members }
     }
 
-    /// What `rank` of the group brings: a part for each member.
+    /// Records the parts that `rank` of the group sends, one for each member.
     pub(super) fn bring(&mut self, rank: usize, parts: Vec<Part>) {
         self.parts[rank] = parts.into_iter().map(Some).collect();
         self.missing -= 1;
     }
 
-    /// What rank `from` of the world brought for `to` of the group arrives at `due`.
+    /// Records that the part from world rank `from` to rank `to` of the group arrives at time `due`.
     pub(super) fn delay(&mut self, from: usize, to: usize, due: Instant) {
         let last = self.last[to].get_or_insert((from, due));
         if due > last.1 {
@@ -41,12 +41,12 @@ impl Round {
         }
     }
 
-    /// When the last part for rank `to` of the world arrives, and who sent it.
+    /// The sender and arrival time of the last part for world rank `to`.
     pub(super) fn last(&self, to: usize) -> Option<(usize, Instant)> {
         self.last[self.members.iter().position(|member| *member == to)?]
     }
 
-    /// Ranks of the world that are not here yet.
+    /// World ranks that have not joined yet.
     pub(super) fn missing(&self) -> Vec<usize> {
         if self.missing == 0 {
             return Vec::new();
@@ -54,13 +54,13 @@ impl Round {
         self.members.iter().zip(&self.parts).filter(|(_, parts)| parts.is_empty()).map(|(&rank, _)| rank).collect()
     }
 
-    /// What all brought for `rank` of the group.
+    /// Removes and returns the parts that all ranks sent to `rank` of the group.
     pub(super) fn collect(&mut self, rank: usize) -> Vec<Part> {
         self.left += 1;
         self.parts.iter_mut().filter_map(|parts| parts.get_mut(rank)?.take()).collect()
     }
 
-    /// Whether all have left.
+    /// Whether all ranks have left.
     pub(super) fn is_over(&self) -> bool {
         self.left == self.parts.len()
     }

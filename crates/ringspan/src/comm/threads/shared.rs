@@ -1,4 +1,4 @@
-//! The state that the ranks of one process share: who brought what, what each rank does, and what follows from that.
+//! The state that the ranks of one process share: messages, collectives in progress, and what each rank does.
 
 use super::link::{Link, Wires};
 use super::round::Round;
@@ -12,14 +12,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What a rank waits for.
+/// The message or collective that a rank waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Want {
     Message { address: Address, ticket: u64 },
     Round { group: GroupId, number: u64 },
 }
 
-/// What a rank is doing.
+/// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum State {
     Computes,
@@ -31,19 +31,19 @@ pub(super) enum State {
 struct Activity {
     state: State,
     since: Instant,
-    /// The thread the rank was started on.
+    /// The thread on which the rank was started.
     home: Option<ThreadId>,
-    /// Whether it also talks from other threads: then no wait of one thread proves that the rank is stuck.
+    /// Whether the rank also communicates from other threads: then one thread's wait does not prove that the rank is stuck.
     threads: bool,
 }
 
-/// A message in its mailbox; over a link it may still be on its way.
+/// A message in its mailbox; with a simulated link it is still on its way until `due`.
 pub(super) struct Message {
     pub(super) data: Arc<Buffer>,
     pub(super) due: Option<Instant>,
 }
 
-/// The state.
+/// The shared state, which the world keeps behind one lock.
 pub(super) struct Shared {
     mailboxes: HashMap<Address, Mailbox<Message>>,
     pub(super) rounds: HashMap<(GroupId, u64), Round>,
@@ -51,12 +51,12 @@ pub(super) struct Shared {
     pub(super) bytes_sent: Vec<u64>,
     wires: Option<Wires>,
     failure: Option<Failure>,
-    /// Ranks that failed, in order.
+    /// The ranks that failed, in order of their failures.
     pub(super) failed: Vec<usize>,
 }
 
 impl Shared {
-    /// Ranks that have done nothing yet, on links of this kind.
+    /// The state of ranks that have not done anything yet; `link` simulates the links between them.
     pub(super) fn new(size: usize, link: Option<Link>) -> Self {
         let idle = Activity { state: State::Computes, since: Instant::now(), home: None, threads: false };
         Self {
@@ -94,7 +94,7 @@ impl Shared {
         }
     }
 
-    /// Whether the calling thread is the one the rank was started on.
+    /// Records that the rank communicates from the calling thread; returns whether the rank was started on it.
     pub(super) fn note_thread(&mut self, rank: usize) -> bool {
         let activity = &mut self.ranks[rank];
         let home = activity.home == Some(thread::current().id());
@@ -102,7 +102,7 @@ impl Shared {
         home
     }
 
-    /// Does something with a mailbox; idle ones are not kept.
+    /// Calls `act` with the mailbox of an address; idle mailboxes are removed.
     pub(super) fn with_mailbox<T>(&mut self, address: Address, act: impl FnOnce(&mut Mailbox<Message>) -> T) -> T {
         let mailbox = self.mailboxes.entry(address.clone()).or_default();
         let result = act(mailbox);
@@ -112,7 +112,7 @@ impl Shared {
         result
     }
 
-    /// Ranks that have not done their part yet.
+    /// The ranks that still have to send what is waited for.
     pub(super) fn missing(&self, want: &Want) -> Vec<usize> {
         match want {
             Want::Message { address, ticket } => match self.mailboxes.get(address) {
@@ -125,12 +125,12 @@ impl Shared {
         }
     }
 
-    /// When a message that is sent now arrives, if there is a link.
+    /// The arrival time of a message that is sent now, with a simulated link.
     pub(super) fn due(&mut self, from: usize, to: usize, bytes: u64) -> Option<Instant> {
         self.wires.as_mut().map(|wires| wires.arrival(from, to, bytes, Instant::now()))
     }
 
-    /// When what all have sent to `rank` arrives, and from whom, if that is later than now.
+    /// The sender and arrival time of what `rank` waits for, if everything has been sent but is not due yet.
     pub(super) fn under_way(&self, rank: usize, want: &Want) -> Option<(usize, Instant)> {
         let (peer, due) = match want {
             Want::Message { address, ticket } => (address.from, self.mailboxes.get(address)?.peek(*ticket)?.due?),
@@ -143,10 +143,10 @@ impl Shared {
         ranks.iter().copied().find(|&rank| self.ranks[rank].state == State::Finished)
     }
 
-    /// Ranks that wait for each other, beginning with `rank`, each for the next and the last for the first.
+    /// A cycle of ranks that starts with `rank`: each waits for the next, and the last for the first.
     ///
-    /// A rank needs all it waits for, so one circle is a deadlock, whatever the other ranks do. Any new circle goes
-    /// through the rank that began to wait last.
+    /// A rank needs all ranks it waits for, so one cycle is a deadlock, whatever the others do. Any new cycle contains the
+    /// rank that began to wait last.
     pub(super) fn circle(&self, rank: usize) -> Option<Vec<usize>> {
         let mut came_from: HashMap<usize, usize> = HashMap::new();
         let mut next = VecDeque::from([rank]);
@@ -175,7 +175,7 @@ impl Shared {
         None
     }
 
-    /// A deadlock in words: the circle first, then what the other ranks do.
+    /// Describes a deadlock: the ranks of the cycle first, then the others.
     pub(super) fn deadlock(&self, circle: &[usize]) -> String {
         let describe = |rank: &usize| format!("rank {rank} {}", self.describe(*rank));
         let others = (0..self.ranks.len()).filter(|rank| !circle.contains(rank)).take(16);

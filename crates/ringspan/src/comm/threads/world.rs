@@ -1,4 +1,5 @@
-//! The transport between threads of one process: waits, and wakes whom a message or a failure concerns.
+//! The transport between threads of one process: waits for others, and wakes the ranks that a message or a failure
+//! concerns.
 
 use super::link::Link;
 use super::round::Round;
@@ -14,14 +15,14 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// In larger worlds a rank looks for a deadlock only now and then: the ranks of a ring wait for each other in long rows, and
-/// to walk along all of them at each wait takes longer than the work.
+/// In larger worlds a rank looks for a deadlock only now and then: the ranks of a ring wait for each other in long chains,
+/// and following them at every wait would take longer than the work.
 const LOOKS_AT_ONCE: usize = 64;
 
-/// The shared state, behind one lock; ranks exchange few, large messages.
+/// The shared state behind one lock: ranks exchange few, large messages, so there is little contention.
 pub(super) struct World {
     shared: Mutex<Shared>,
-    /// One a rank, so that a message wakes only its receiver.
+    /// One condition variable per rank, so that a message wakes only its receiver.
     changed: Vec<Condvar>,
     deadline: Duration,
 }
@@ -40,23 +41,23 @@ impl World {
         self.lock().begin(rank);
     }
 
-    /// Records that `rank` is done.
+    /// Records that `rank` has finished.
     pub(super) fn finish(&self, rank: usize) {
         self.lock().enter(rank, State::Finished);
         self.wake_all();
     }
 
-    /// The ranks that failed, in order.
+    /// The ranks that failed, in order of their failures.
     pub(super) fn failed(&self) -> Vec<usize> {
         self.lock().failed.clone()
     }
 
-    /// Waits until `want` is here, or the deadline, or until it can no longer come.
+    /// Waits until `want` has arrived. Fails at the deadline, or once it can no longer arrive.
     fn wait(&self, rank: usize, operation: &Operation, want: Want) -> Result<MutexGuard<'_, Shared>> {
         let start = Instant::now();
         let mut shared = self.lock();
         let home = shared.note_thread(rank);
-        // Whoever waits in a circle finds it, so it does not matter who looks, nor when.
+        // Every rank of a cycle can detect it, so it does not matter which of them looks, nor when.
         let ranks = self.changed.len();
         let between_looks = Duration::from_millis(if ranks > LOOKS_AT_ONCE { ranks as u64 } else { 0 });
         let mut next_look = between_looks;
@@ -112,7 +113,7 @@ impl World {
         }
     }
 
-    /// Fails because `peer` finished before it did its part of `operation`.
+    /// Fails because `peer` finished before it sent its part of `operation`.
     fn give_up(&self, mut shared: MutexGuard<'_, Shared>, rank: usize, operation: &Operation, peer: usize) -> Error {
         let message = format!("it finished without sending what rank {rank} waits for in {operation}");
         let failure = Failure::Rank { peer, message };
@@ -128,7 +129,7 @@ impl World {
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
-        // No code of a user runs under the lock, so a panic under it leaves nothing half done that matters.
+        // No user code runs under the lock, so a panic that poisons it leaves no state inconsistent.
         self.shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
@@ -143,7 +144,7 @@ impl Transport for World {
         self.wake_all();
     }
 
-    /// Puts the message into its mailbox: there it has left.
+    /// Puts the message into its mailbox, with which the send has ended.
     fn send(&self, address: Address, operation: &Operation, data: Arc<Buffer>) -> Result<u64> {
         let mut shared = self.lock();
         shared.check(address.from, operation)?;

@@ -1,21 +1,21 @@
-//! What a worker of the backward pass holds of its queries and of the keys at hand.
+//! The buffers of a worker of the backward pass, for its blocks of queries and the current block of keys.
 
 use super::super::KEY_BLOCK;
 use super::super::buffer::lines;
 use super::super::isa::Code;
 use super::super::terms::Terms;
 
-/// Sizes of a worker's buffers in elements, all in whole cache lines.
+/// Sizes of a worker's buffers in elements, rounded up to whole cache lines.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Sizes {
     pub(super) lanes: usize,
-    /// D and Dv filled up to whole vectors.
+    /// D and Dv, rounded up to whole vectors.
     pub(super) wide: usize,
     pub(super) v_wide: usize,
-    /// D and Dv in elements of products: numbers or pairs.
+    /// D and Dv, in elements of products: numbers or pairs.
     pub(super) depth: usize,
     pub(super) v_depth: usize,
-    /// A row of P^T or dS^T in pairs, filled up to whole vectors.
+    /// Length of a row of P^T or dS^T in pairs, rounded up to whole vectors.
     pub(super) half_row: usize,
     q_t: usize,
     d_out_t: usize,
@@ -63,15 +63,15 @@ impl Sizes {
         }
     }
 
-    /// Elements kept of a block of queries.
+    /// Number of elements stored for a block of queries.
     pub(super) fn block(self) -> usize {
         self.q_t + self.d_out_t + self.q + self.d_out + self.dq + self.statistics
     }
 
-    /// Elements kept of a block of keys.
+    /// Number of elements stored for a block of keys.
     fn keys(self) -> usize {
         let operands = self.k_panels + self.v_panels + self.k;
-        // P^T in pairs along the lanes, dS^T in pairs along the lanes and along the keys.
+        // These include P^T in pairs along the lanes, and dS^T in pairs along the lanes and along the keys.
         operands + self.dk + self.dv + 2 * self.p + 2 * self.halves + self.pairs() + self.bias
     }
 
@@ -79,30 +79,30 @@ impl Sizes {
         if self.halves == 0 { 0 } else { self.p / 2 }
     }
 
-    /// Elements a worker needs for `blocks` blocks of queries at a time.
+    /// Number of elements of a worker's scratch for `blocks` blocks of queries.
     pub(in super::super) fn scratch(self, blocks: usize) -> usize {
         blocks * self.block() + self.keys()
     }
 }
 
-/// One block of queries of a worker.
+/// The buffers of one block of queries.
 pub(super) struct QueryBlock<'s> {
-    /// `[D][lanes]`
+    /// Q^T, `[D][lanes]`.
     pub(super) q_t: &'s mut [f32],
-    /// `[Dv][lanes]`
+    /// dO^T, `[Dv][lanes]`.
     pub(super) d_out_t: &'s mut [f32],
-    /// `[lanes][wide]`
+    /// Q, `[lanes][wide]`.
     pub(super) q: &'s mut [f32],
-    /// `[lanes][v_wide]`
+    /// dO, `[lanes][v_wide]`.
     pub(super) d_out: &'s mut [f32],
-    /// `[lanes][wide]`
+    /// dQ, `[lanes][wide]`.
     pub(super) dq: &'s mut [f32],
-    /// Greatest score `[lanes]`, one by the sum of the softmax `[lanes]`, delta `[lanes]`.
+    /// Maximum of the softmax, inverse of its sum, and delta, `[lanes]` each.
     pub(super) statistics: &'s mut [f32],
 }
 
 impl<'s> QueryBlock<'s> {
-    /// The parts of a buffer of `sizes.block()` elements.
+    /// Divides a buffer of `sizes.block()` elements.
     #[inline(always)]
     pub(super) fn of(sizes: Sizes, buffer: &'s mut [f32]) -> Self {
         let (q_t, rest) = buffer.split_at_mut(sizes.q_t);
@@ -114,34 +114,35 @@ impl<'s> QueryBlock<'s> {
     }
 }
 
-/// One block of keys of a worker.
+/// The buffers of one block of keys.
 pub(super) struct KeyBlock<'s> {
     /// K and V in panels.
     pub(super) k_panels: &'s mut [f32],
     pub(super) v_panels: &'s mut [f32],
-    /// `[KEY_BLOCK][wide]`
+    /// K, `[KEY_BLOCK][wide]`.
     pub(super) k: &'s mut [f32],
-    /// `[KEY_BLOCK][wide]`
+    /// dK, `[KEY_BLOCK][wide]`.
     pub(super) dk: &'s mut [f32],
-    /// `[KEY_BLOCK][v_wide]`
+    /// dV, `[KEY_BLOCK][v_wide]`.
     pub(super) dv: &'s mut [f32],
     /// P^T and dS^T `[KEY_BLOCK][lanes]`.
     pub(super) p: &'s mut [f32],
     pub(super) ds: &'s mut [f32],
-    /// In pairs: P^T and dS^T `[KEY_BLOCK][half_row]`, dS^T `[KEY_BLOCK / 2][lanes]`.
+    /// P^T and dS^T in pairs along the lanes, `[KEY_BLOCK][half_row]`; dS^T in pairs along the keys, `[KEY_BLOCK /
+    /// 2][lanes]`.
     pub(super) p_halves: &'s mut [f32],
     pub(super) ds_halves: &'s mut [f32],
     pub(super) ds_pairs: &'s mut [f32],
-    /// `[KEY_BLOCK][lanes]`
+    /// The bias, then its gradient, `[KEY_BLOCK][lanes]`.
     pub(super) bias: &'s mut [f32],
-    /// Gradient of the head's buckets `[count]`.
+    /// Gradient of the head's buckets, `[count]`.
     pub(super) table: &'s mut [f64],
-    /// Whether keys or values hold something that is no number.
+    /// Whether any key or value of the block is not finite.
     pub(super) spoilt: bool,
 }
 
 impl<'s> KeyBlock<'s> {
-    /// The parts of a buffer of `sizes.keys()` elements.
+    /// Divides a buffer of `sizes.keys()` elements.
     pub(super) fn of(sizes: Sizes, buffer: &'s mut [f32], table: &'s mut [f64]) -> Self {
         let (k_panels, rest) = buffer.split_at_mut(sizes.k_panels);
         let (v_panels, rest) = rest.split_at_mut(sizes.v_panels);

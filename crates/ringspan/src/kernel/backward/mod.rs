@@ -1,11 +1,12 @@
-//! The backward pass: five products per block of keys and block of queries, weights recomputed from the softmax's maximum and sum.
+//! The backward pass: five products per block of keys and block of queries, with weights recomputed from softmax
+//! statistics.
 //!
-//! S^T and dP^T have queries in the lanes; dV += P^T dO, dK += dS^T Q and dQ += dS K have the head width in the lanes.
-//! P^T and dS^T are then only broadcast, so nothing is transposed in the loop. Source: Dao, 2023 (arXiv:2307.08691),
-//! algorithm 2, with keys in the outer loop.
+//! S^T and dP^T have queries in the lanes; dV += P^T dO, dK += dS^T Q and dQ += dS K have the head width in the lanes. So
+//! P^T and dS^T are only broadcast, and nothing is transposed in the loop. Source: Dao, 2023 (arXiv:2307.08691), algorithm
+//! 2, with keys in the outer loop.
 //!
-//! In bf16 a product sums over pairs, so P^T and dS^T are kept in pairs along the lanes (for dV and dK) and dS^T also
-//! along the keys (for dQ).
+//! In bf16 a product sums over pairs, so P^T and dS^T are stored in pairs along the lanes (for dV and dK), and dS^T also in
+//! pairs along the keys (for dQ).
 
 mod buffers;
 mod pair;
@@ -23,20 +24,20 @@ use buffers::{KeyBlock, QueryBlock};
 use pair::Pair;
 use std::ops::Range;
 
-/// Rows of the micro kernel whose lanes run along the head width.
+/// Number of rows of the micro kernel in products whose lanes run along the head width.
 const ROWS: usize = 4;
 
-/// What all workers of a call share.
+/// The tensors and parameters that all workers of a call share.
 pub(super) struct Backward<'a> {
     pub(super) q: View<'a>,
     pub(super) k: View<'a>,
     pub(super) v: View<'a>,
     pub(super) d_out: View<'a>,
-    /// `[H, Tq]`
+    /// Maximum of the softmax, `[H, Tq]`.
     pub(super) max: &'a [f32],
-    /// `[H, Tq]`
+    /// Sum of the softmax, `[H, Tq]`.
     pub(super) sum: &'a [f32],
-    /// `[H, Tq]`
+    /// Row sums of `out * d_out`, `[H, Tq]`.
     pub(super) delta: &'a [f32],
     pub(super) heads: &'a HeadMap,
     pub(super) plan: &'a Plan<'a>,
@@ -44,42 +45,42 @@ pub(super) struct Backward<'a> {
     pub(super) scale: f32,
     pub(super) scaling: Scaling,
     pub(super) terms: Option<&'a Terms<'a>>,
-    /// `[Tq, H or 1, Sk]`; rows of a head, or of all heads, are one worker's.
+    /// Gradient of the bias, `[Tq, H or 1, Sk]`; each row is written by one worker only.
     pub(super) d_bias: Target,
     pub(super) bias: Option<View<'a>>,
-    /// `[Tq, H, D]`
+    /// Gradient of the queries, `[Tq, H, D]`.
     pub(super) dq: Target,
 }
 
-/// Where a worker adds the gradients of one key-value head's keys and values.
+/// The sums to which a worker adds the gradients of one key-value head's keys and values.
 #[derive(Clone, Copy)]
 pub(super) struct KeySums {
     pub(super) dk: Target,
     pub(super) dv: Target,
     /// Elements from one row to the next, for dk and dv.
     pub(super) strides: (usize, usize),
-    /// Elements before the head in its row, for dk and dv.
+    /// Offset of the head in its row in elements, for dk and dv.
     pub(super) offsets: (usize, usize),
 }
 
-/// What a worker computes at a time, and where it goes.
+/// A worker's unit of work: a head, a range of its blocks, and the sums for their gradients.
 pub(super) struct Share<'a> {
     /// The query head.
     pub(super) head: usize,
     pub(super) blocks: Range<usize>,
     pub(super) sums: KeySums,
-    /// Gradient of the head's buckets `[count]`.
+    /// Gradient of the head's buckets, `[count]`.
     pub(super) table: &'a mut [f64],
-    /// Called between blocks of keys.
+    /// Function that is called between blocks of keys.
     pub(super) progress: &'a dyn Fn(),
 }
 
 impl Backward<'_> {
-    /// Adds what a share contributes to dq, and to the keys' and values' gradients in its sums.
+    /// Adds the contribution of a share to dq, and to the gradients of keys and values in its sums.
     ///
     /// # Safety
-    /// No two calls at once may name the same head and block, or the same rows of sums. `scratch` must have at least
-    /// the size that `Sizes::scratch` tells.
+    /// No two concurrent calls may have the same head and block, or the same rows of sums. `scratch` must have at least the
+    /// size of `Sizes::scratch`.
     #[inline(always)]
     pub(super) unsafe fn head<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -122,7 +123,7 @@ impl Backward<'_> {
             if packed {
                 progress();
                 for (i, row) in rows.enumerate() {
-                    // SAFETY: this head's rows are this worker's.
+                    // SAFETY: only this worker accesses these rows of this head.
                     let (dk, dv) = unsafe {
                         (
                             sums.dk.row(row * sums.strides.0 + sums.offsets.0, self.k.dim),
@@ -137,14 +138,14 @@ impl Backward<'_> {
         for (buffer, block) in queries.chunks_exact_mut(sizes.block()).zip(blocks) {
             let dq = QueryBlock::of(sizes, buffer).dq;
             for (i, row) in self.plan.rows(block).enumerate() {
-                // SAFETY: this head's rows of this block are this worker's.
+                // SAFETY: only this worker accesses the rows of this head and block.
                 let to = unsafe { self.dq.row((row * self.q.heads + head) * self.q.dim, self.q.dim) };
                 add(to, &dq[i * sizes.wide..]);
             }
         }
     }
 
-    /// Q^T, dO^T, Q, dO, a zero dQ, and per lane the statistics. Whether some of it is no number.
+    /// Packs Q^T, dO^T, Q, dO, a zero dQ, and the statistics of each lane. Returns whether any of it is not finite.
     #[inline(always)]
     fn pack_queries<S: Simd>(&self, simd: S, sizes: Sizes, head: usize, block: usize, to: &mut QueryBlock) -> bool {
         let (rows, lanes) = (self.plan.rows(block), sizes.lanes);
@@ -160,18 +161,18 @@ impl Backward<'_> {
         to.dq.fill(0.0);
         let mut numbers = is_finite::<S>(to.q) && is_finite::<S>(to.d_out);
         for lane in 0..lanes {
-            // A query that sees nothing is measured against +inf: all its probabilities are exactly 0.
+            // A query that sees nothing has the maximum +inf, which makes all its weights exactly 0.
             let at = row(lane).map(|row| head * self.q.tokens + row).filter(|&at| self.sum[at] != 0.0);
             to.statistics[lane] = at.map_or(f32::INFINITY, |at| self.max[at]);
             to.statistics[lanes + lane] = at.map_or(0.0, |at| 1.0 / self.sum[at]);
             to.statistics[2 * lanes + lane] = at.map_or(0.0, |at| self.delta[at]);
-            // A maximum can have passed over a NaN; the sum has it.
+            // The maximum ignores NaN, but the sum shows it.
             numbers &= !to.statistics[lanes + lane].is_nan() && to.statistics[2 * lanes + lane].is_finite();
         }
         !numbers
     }
 
-    /// K and V in panels, K in rows, zero dK and dV.
+    /// Packs K and V in panels and K in rows, and zeroes dK and dV.
     #[inline(always)]
     fn pack_keys<S: Simd, const R: usize>(
         &self,

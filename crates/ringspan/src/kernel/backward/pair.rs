@@ -1,4 +1,4 @@
-//! One block of queries against one block of keys: the five products, and what lies between them.
+//! One block of queries and one block of keys: the five products, and the operations between them.
 
 use super::super::KEY_BLOCK;
 use super::super::buffer::LINE;
@@ -11,27 +11,27 @@ use super::buffers::{KeyBlock, QueryBlock, Sizes};
 use super::{Backward, ROWS};
 use std::ops::Range;
 
-/// Which blocks meet.
+/// A block of queries and a block of keys.
 pub(super) struct Pair<'a> {
     pub(super) head: usize,
     pub(super) block: usize,
     pub(super) part: &'a Part,
     /// First row of the block of keys.
     pub(super) base: usize,
-    /// Rows of the block of keys, multiples of R.
+    /// Range of rows in the block of keys, in multiples of R.
     pub(super) keys: Range<usize>,
-    /// Whether some of it is no number.
+    /// Whether any of the operands is not finite.
     pub(super) spoilt: bool,
-    /// The buffer of the next block of queries: blocks come from the L3 cache, and their rows lie too far apart for a
-    /// processor to guess which come next.
+    /// The buffer of the next block of queries, for prefetching: blocks come from the L3 cache, and their rows are too far
+    /// apart for the hardware prefetcher.
     pub(super) next: &'a [f32],
 }
 
 impl Backward<'_> {
-    /// Adds what a pair of blocks contributes.
+    /// Adds the contribution of a pair of blocks to all gradients.
     ///
     /// # Safety
-    /// `queries` and `at` are packed blocks of `sizes`, which are made for S, R and N.
+    /// `queries` and `at` are packed blocks of `sizes`, which are for S, R and N.
     #[inline(always)]
     pub(super) unsafe fn pair<S: Simd, const R: usize, const N: usize>(
         &self,
@@ -45,7 +45,8 @@ impl Backward<'_> {
         let (lanes, keys) = (N * S::LANES, pair.keys.clone());
         let mut bounds: Bounds = ([0.0; terms::LANES], [0.0; terms::LANES]);
         let border = part.all.start > base + keys.start || part.all.end < base + keys.end;
-        // What a lane or a key does not see must not reach it by a product with 0, if it may be no number.
+        // If operands may be NaN, multiplying by a weight of 0 is not enough to hide them from lanes or keys that do not
+        // see them.
         let careful = pair.spoilt && (border || self.plan.rows(block).len() < lanes);
         if border || careful {
             let (low, high) = &mut bounds;
@@ -54,7 +55,7 @@ impl Backward<'_> {
         let (low, high) = &bounds;
         let factor = simd.splat(self.scaling.products);
         let zero = [[simd.splat(0.0); N]; R];
-        // Of the border only the vectors that see something; where all pairs are passed over, all are computed.
+        // At the boundary only vectors that see keys are computed, unless a later pass reads all pairs.
         let whole = 0..keys.len();
         let spans: [Range<usize>; N] = match border && !careful && self.terms.is_none() {
             true => plan::spans(low, high, S::LANES, R),
@@ -62,7 +63,7 @@ impl Backward<'_> {
         };
         let start = spans.iter().map(|span| span.start).max().unwrap_or(0);
         let common = start..spans.iter().map(|span| span.end).min().unwrap_or(0).max(start);
-        // A little before each product: a processor waits for few lines at a time.
+        // Prefetches are spread over the products, because a processor can only wait for a few cache lines at a time.
         let lines = (pair.next.len() * R).div_ceil(2 * KEY_BLOCK * LINE).max(1);
         let mut next = pair.next.chunks(lines * LINE);
         for row in (keys.start + common.start..keys.start + common.end).step_by(R) {
@@ -154,7 +155,7 @@ impl Backward<'_> {
             1 => (at.p.as_ptr(), at.ds.as_ptr(), at.ds.as_ptr()),
             _ => (at.p_halves.as_ptr(), at.ds_halves.as_ptr(), at.ds_pairs.as_ptr()),
         };
-        // The vectors that see something of the keys from `key` on.
+        // The vectors that see any of the keys from `key` on.
         let seeing = |key: usize| {
             let first = spans.iter().position(|span| span.contains(&key)).unwrap_or(0);
             first..spans.iter().rposition(|span| span.contains(&key)).map_or(0, |last| last + 1)
@@ -189,10 +190,10 @@ impl Backward<'_> {
         }
     }
 
-    /// P^T and dS^T from the products, with all that changes a score, and the gradients of that.
+    /// Turns products into P^T and dS^T with all score terms, and adds the gradients of these terms.
     ///
     /// # Safety
-    /// As [`pair`](Self::pair); P^T and dS^T hold the products.
+    /// As for [`pair`](Self::pair); P^T and dS^T hold the products.
     #[inline(always)]
     unsafe fn apply_terms<S: Simd, const N: usize>(
         &self,
@@ -226,16 +227,16 @@ impl Backward<'_> {
         let Some(bias) = &self.bias else { return };
         for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, frame.row(lane)?))) {
             let row = row * bias.heads + head.min(bias.heads - 1);
-            // SAFETY: no other worker has this row of this head, or, where heads share it, of any head.
+            // SAFETY: no other worker has this row of this head, or, if heads share it, of any head.
             let row = unsafe { self.d_bias.row(row * bias.dim, bias.dim) };
             Terms::add_bias(&frame, lanes, at.bias, lane, row);
         }
     }
 
-    /// P^T and dS^T times the scale in bf16: along the lanes, and dS^T also along the keys.
+    /// Rounds P^T, and dS^T times the scale, to bf16 pairs: along the lanes, and dS^T also along the keys.
     ///
     /// # Safety
-    /// As [`pair`](Self::pair).
+    /// As for [`pair`](Self::pair).
     #[inline(always)]
     unsafe fn round<S: Simd, const N: usize>(&self, simd: S, sizes: Sizes, keys: Range<usize>, at: &mut KeyBlock) {
         let (lanes, half_row, scale) = (N * S::LANES, sizes.half_row, simd.splat(self.scale));
@@ -266,7 +267,7 @@ impl Backward<'_> {
         }
     }
 
-    /// The three sums over visible pairs only, from P^T and dS^T and the tensors themselves.
+    /// Adds the three products over visible pairs only, using P^T and dS^T and the unpacked tensors.
     #[inline(always)]
     fn add_seen<S: Simd>(
         &self,
@@ -306,7 +307,7 @@ fn add_product(to: &mut [f32], factor: f32, from: Data) {
 #[inline(always)]
 unsafe fn store<S: Simd, const R: usize, const N: usize>(simd: S, to: *mut f32, rows: &[[S::V; N]; R]) {
     for (at, x) in rows.iter().flatten().enumerate() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the contract of the caller.
         unsafe { simd.store(to.add(at * S::LANES), *x) };
     }
 }

@@ -1,4 +1,4 @@
-//! The backward pass of a kernel: shares of the workers, and the sums they have in common.
+//! The backward pass of a CPU kernel: divides the work among workers, and adds up their private sums.
 
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 impl Cpu {
-    /// Adds the gradients of `tiles` to `sums`; `None` if statistics or sums are not the CPU's.
+    /// Adds the gradients of `tiles` to `sums`; `None` if statistics or sums are not in the memory of the CPU.
     pub(in crate::kernel) fn backward(
         &self,
         inputs: &Inputs,
@@ -30,7 +30,8 @@ impl Cpu {
         if plan.keys.is_empty() || q.heads == 0 {
             return Some(());
         }
-        // Heads that share a bias add to the same rows of its gradient.
+        // Heads that share a bias add to the same rows of its gradient, so each block is computed by one worker for all
+        // heads.
         let threads = self.workers.count();
         let shared = bias.is_some_and(|bias| bias.heads < q.heads);
         let shares = if shared { plan.shares_by_block(q.heads, threads) } else { plan.shares(q.heads, threads) };
@@ -38,7 +39,7 @@ impl Cpu {
             let touches = |share: &[(usize, Range<usize>)]| share.iter().any(|(head, _)| heads.kv_of(*head) == kv);
             shares.iter().filter(|share| touches(share)).count()
         };
-        // A key-value head of several workers gets one private sum per worker, added up in the order of workers.
+        // If several workers compute a key-value head, each has a private sum; these are added in the order of workers.
         let (k_size, v_size) = (lines(k.tokens * k.dim), lines(k.tokens * v.dim));
         let mut private: Vec<Vec<(usize, Aligned)>> = shares
             .iter()
@@ -102,8 +103,8 @@ impl Cpu {
                 for from in blocks.clone().step_by(segment) {
                     let blocks = from..blocks.end.min(from + segment);
                     let share = Share { head: *head, blocks, sums, table: &mut *table, progress };
-                    // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch
-                    // has the asked size.
+                    // SAFETY: shares are disjoint; a key-value head of several workers has private sums; the scratch has
+                    // the required size.
                     unsafe { isa::backward_head(code, &job, share, &mut scratch) };
                 }
             }

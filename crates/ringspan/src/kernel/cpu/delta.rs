@@ -1,4 +1,4 @@
-//! What the backward pass needs of outputs and their gradients, row by row.
+//! The row sums of outputs times their gradients (delta), which the backward pass needs.
 
 use super::super::buffer::Target;
 use super::super::delta::{self, Delta};
@@ -7,14 +7,14 @@ use super::Cpu;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 impl Cpu {
-    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`: what the backward pass subtracts.
+    /// Row sums of `out * d_out`, `[H, Tq]`, for out and d_out `[Tq, H, Dv]`; the backward pass subtracts them from dP.
     pub(in crate::kernel) fn delta(&self, out: View, d_out: View) -> Vec<f32> {
         let View { tokens, heads, dim, .. } = d_out;
         let mut delta = vec![0.0; heads * tokens];
         let code = self.code;
         let job = Delta { out, d_out, delta: Target::new(&mut delta) };
         let next = AtomicUsize::new(0);
-        // A thread costs about as much as some ten thousand of these products.
+        // Waking a thread costs about as much as some ten thousand of these products.
         let workers = self.workers.count().min(heads).min((tokens * heads * dim).div_ceil(1 << 15));
         self.workers.run(workers, &|_| {
             let mut scratch = self.pool.take(delta::scratch(dim, code.vector()));
@@ -23,7 +23,7 @@ impl Cpu {
                 if head >= heads {
                     break;
                 }
-                // SAFETY: the counter gives each head to one worker; the scratch has the asked size.
+                // SAFETY: the counter gives each head to one worker; the scratch has the required size.
                 unsafe { isa::delta_head(code, &job, head, &mut scratch) };
             }
             self.pool.give(scratch);

@@ -1,33 +1,34 @@
-//! What a kernel calls while it computes: communication that moves only when it is asked to is driven so.
+//! The progress function that a kernel calls while it computes, to advance communication that only moves when it is called.
 
 use super::super::Progress;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A rank's hook, if it has one. Pieces of work may be as short as a microsecond, a transfer needs no such haste.
+/// A rank's progress function, if it has one, with the time of its next call: tasks may take only a microsecond, which is
+/// more often than transfers need.
 pub(in crate::kernel) struct Hook {
     pub(in crate::kernel) progress: Option<Progress>,
-    /// From one call to the next within a computation, at least.
+    /// Least time between two calls in a computation.
     pub(in crate::kernel) pause: Duration,
     created: Instant,
-    /// Nanoseconds behind `created` before which it is not called again.
+    /// Nanoseconds after `created` before which the function is not called again.
     next: AtomicU64,
 }
 
 impl Default for Hook {
-    /// None, and a pause by which a call that takes a microsecond costs 0.4%.
+    /// No function, and a pause with which a call of a microsecond costs 0.4%.
     fn default() -> Self {
         Self { progress: None, pause: Duration::from_micros(250), created: Instant::now(), next: AtomicU64::new(0) }
     }
 }
 
 impl Hook {
-    /// At the begin of a computation: even a short one drives communication on.
+    /// Makes the next [`call`](Self::call) happen at once, so that even a short computation advances communication.
     pub(super) fn begin(&self) {
         self.next.store(0, Ordering::Relaxed);
     }
 
-    /// Between pieces of work of the caller's thread.
+    /// Calls the function if the pause is over; the caller's thread does this between tasks.
     pub(super) fn call(&self) {
         let Some(progress) = &self.progress else { return };
         if self.created.elapsed() >= Duration::from_nanos(self.next.load(Ordering::Relaxed)) {

@@ -1,4 +1,4 @@
-//! Attention on the CPU: a rank's threads, their instruction set, their buffers.
+//! Attention on the CPU: a rank's threads, its instruction set, its buffers.
 
 mod backward;
 mod delta;
@@ -16,45 +16,46 @@ use super::workers::Workers;
 use super::{Data, Inputs, Isa, Tile};
 use hook::Hook;
 
-/// Queries whose packed forms a worker holds at a time in the backward pass: they should stay in the L3 cache.
+/// Number of queries whose packed form a worker holds at a time in the backward pass, so that they stay in the L3 cache.
 const SEGMENT: usize = 4096;
 
-/// A rank's own threads and buffers, and the instruction set they use.
+/// The threads and buffers of a rank, and the instruction set they use.
 pub(super) struct Cpu {
     pub(super) workers: Workers,
-    /// What the kernels are compiled for, where they take no products of bf16.
+    /// The code of the kernels for products that are not in bf16.
     pub(super) code: Code,
     pool: Pool,
     pub(super) hook: Hook,
 }
 
 impl Cpu {
-    /// An instruction set that this machine has.
+    /// Makes a kernel for an instruction set that this machine has.
     pub(super) fn new(workers: Workers, isa: Isa) -> Self {
         Self { workers, code: Code::new(isa), pool: Pool::default(), hook: Hook::default() }
     }
 
-    /// Called between pieces of work.
+    /// Calls the progress function between tasks, on the caller's thread only.
     fn progress(&self, worker: usize) {
         if worker == 0 {
             self.hook.call();
         }
     }
 
-    /// Products in bf16 where q, k and v are stored so. The scale comes after their sum, and there a maximum of products
-    /// has to be one of scores.
+    /// Uses products of bf16 if q, k and v are stored in bf16. The scale is then applied after the sums, so it must be
+    /// positive for the maximum of products to be the maximum of scores.
     fn code_for(&self, inputs: &Inputs) -> Code {
         let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| matches!(view.data, Data::Bf16(_)));
         self.code.with_pairs(halves && inputs.score.scale > 0.0)
     }
 
-    /// Where products are scaled, in the code that computes them.
+    /// The factors on queries and products, for the code that computes them.
     fn scaling(&self, inputs: &Inputs, terms: bool) -> Scaling {
         let scaling = Scaling::new(inputs.score, terms, &inputs.q);
         if self.code_for(inputs).pair() > 1 { scaling.of_pairs() } else { scaling }
     }
 
-    /// Most bytes of buffers that a [`forward`](Self::forward) call of these shapes holds besides its arguments.
+    /// Upper bound on the bytes of buffers that a [`forward`](Self::forward) call with these shapes holds, without its
+    /// arguments.
     pub(super) fn forward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { q, k, v, heads, bias, .. } = *inputs;
         let code = self.code_for(inputs);
@@ -69,7 +70,8 @@ impl Cpu {
         bytes(keys + self.workers.count().min(tasks) * scratch) + lists
     }
 
-    /// Most bytes of buffers that a [`decode`](Self::decode) call of these shapes holds besides its arguments.
+    /// Upper bound on the bytes of buffers that a [`decode`](Self::decode) call with these shapes holds, without its
+    /// arguments.
     pub(super) fn decode_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { q, k, v, heads, .. } = *inputs;
         if q.tokens > 1 {
@@ -82,7 +84,8 @@ impl Cpu {
         bytes(states + workers * lines(Decode::scratch(k.dim, v.dim, group)))
     }
 
-    /// Most bytes of buffers that a [`backward`](Self::backward) call of these shapes holds besides its arguments.
+    /// Upper bound on the bytes of buffers that a [`backward`](Self::backward) call with these shapes holds, without its
+    /// arguments.
     pub(super) fn backward_workspace(&self, inputs: &Inputs, tiles: &[Tile]) -> u64 {
         let Inputs { q, k, v, heads, bias, .. } = *inputs;
         if tiles.is_empty() {
@@ -92,7 +95,7 @@ impl Cpu {
         let blocks = q.tokens.div_ceil(code.lanes());
         let sizes = Sizes::new(q.dim, v.dim, code, bias.is_some());
         let workers = self.workers.count().min(heads.heads() * blocks);
-        // A worker shares at most the heads at its two ends, or has blocks of all heads.
+        // A worker shares at most the heads at both ends of its range, or it has blocks of all heads.
         let by_block = bias.is_some_and(|bias| bias.heads < q.heads);
         let shared = if by_block { workers * k.heads } else { 2 * workers.saturating_sub(1) };
         let scratch = sizes.scratch(blocks.min(SEGMENT / code.lanes()));
@@ -103,13 +106,13 @@ impl Cpu {
 
 #[cfg(test)]
 impl Cpu {
-    /// Bytes of the buffers kept for the next call.
+    /// Bytes of the buffers that are kept for the next call.
     pub(super) fn held(&self) -> u64 {
         bytes(self.pool.held())
     }
 }
 
-/// What the blocks of a call compute. Tiles may be joined where terms do not depend on where they lie.
+/// The plan of a call. Tiles may be joined unless scores depend on positions.
 fn plan<'a>(inputs: &Inputs, tiles: &'a [Tile], code: Code) -> Plan<'a> {
     let make = if inputs.counts_positions() { Plan::new } else { Plan::joined };
     make(tiles, code.lanes(), inputs.q.tokens, inputs.k.tokens)

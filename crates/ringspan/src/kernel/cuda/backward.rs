@@ -1,4 +1,4 @@
-//! The backward pass of a call.
+//! Starts the backward pass of a call.
 
 use super::super::{FloatsMut, Inputs, Saved, Sums, Tile};
 use super::job::Job;
@@ -43,7 +43,7 @@ impl Cuda {
             blocks: count(queries.blocks, "blocks of queries")?,
             ..terms.job(self, inputs)?
         };
-        // Heads that share a bias add to the same rows of its gradient: one after the other.
+        // Heads that share a bias add to the same rows of its gradient, so they are computed one after the other.
         let heads = if inputs.bias.is_some_and(|bias| bias.heads < q.heads) { 1 } else { q.heads };
         let grid = (count(queries.blocks, "blocks of queries")?, count(heads, "heads")?);
         self.launch(&options, "backward_queries", &queries.over(self, job), grid)?;
@@ -56,7 +56,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Where sums lie; those that nobody asked for are nowhere.
+    /// The address of a gradient sum; 0 if it is empty because it is not wanted.
     fn sum(&self, sum: &mut FloatsMut) -> Result<u64> {
         match sum {
             _ if sum.is_empty() => Ok(0),

@@ -1,4 +1,4 @@
-//! How what lies on GPUs goes from rank to rank where ranks are processes.
+//! Connects GPUs of ranks that are processes.
 
 use super::Gpu;
 use crate::comm::Communicator;
@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 impl Gpu {
-    /// The same ranks, of which this one computes here: where they are processes, their blocks go from GPU to GPU by NCCL if all
-    /// of them can, else through the memory of the CPU. Says which, and why; `None` where ranks are threads, which have one way.
-    /// All ranks must call this, and all get the same answer; `deadline` is the longest wait for another rank.
+    /// Connects the GPUs of ranks that are processes, of which this one computes on this GPU: blocks go from GPU to GPU by
+    /// NCCL if all ranks can use it, else through the memory of the CPU. Also returns a text that says which, and why;
+    /// `None` for threads, which need no connection. All ranks must call this and get the same result; `deadline` is the
+    /// longest wait for another rank.
     ///
-    /// The returned ranks must go before the communicator that these had.
+    /// The returned ranks must be dropped before the communicator of the given ones.
     ///
     /// # Errors
-    /// What NCCL says; failures of other ranks.
+    /// Failures of NCCL, or of other ranks.
     pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
         let Some(comm) = ranks.comm() else { return Ok((ranks.clone(), None)) };
         let (comm, way) = by_nccl(comm, self, deadline)?;

@@ -1,4 +1,4 @@
-//! The forward pass of a call.
+//! Starts the forward pass of a call.
 
 use super::super::{Inputs, Tile};
 use super::job::Job;

@@ -1,4 +1,4 @@
-//! What another library holds on a GPU, as a message.
+//! Elements that another library holds on a GPU, as messages.
 
 use super::super::view::Stored;
 use super::memory::{GpuArray, GpuElement};
@@ -9,27 +9,27 @@ use cudarc::driver::{CudaSlice, DevicePtr};
 use std::any::Any;
 use std::ops::Range;
 
-/// Elements that another library holds on a GPU, handed to other ranks where they are: they stay there as long as a rank has
-/// this. A communicator that [hands over](crate::comm::Communicator::hands_over) gives ranks of this process the same, with its
-/// owner, and those of others a [`GpuArray`] of the same elements.
+/// Elements of another library on a GPU that are sent to other ranks without a copy: they stay in place as long as any rank
+/// has this. A communicator that [hands over](crate::comm::Communicator::hands_over) passes it to ranks of this process,
+/// with its owner; ranks of other processes receive a [`GpuArray`] with the same elements.
 pub struct Handed {
     sharing: Sharing,
     at: u64,
     stored: Stored,
     len: usize,
-    /// Goes when all streams that read the elements are past them.
+    /// The owner of the elements, dropped after the slice's stream was made to wait for all readers.
     owner: Box<dyn Any + Send + Sync>,
 }
 
 impl Handed {
-    /// These elements of `slice`, which `owner` keeps. What was started on the slice's stream before comes before whoever reads
-    /// them; the slice goes back, or is written, on that stream behind all of them.
+    /// Makes a message of a range of `slice`, which `owner` keeps alive. Readers wait for work that was started before on
+    /// the slice's stream; freeing or writing the slice on that stream waits for all readers.
     ///
     /// # Safety
-    /// As long as `owner` is there, the elements stay where they are, and nobody writes to them.
+    /// As long as `owner` exists, the elements must stay in place and must not be written to.
     ///
     /// # Errors
-    /// A range outside the slice.
+    /// A range outside of the slice.
     pub unsafe fn new<T: GpuElement>(
         slice: &CudaSlice<T>,
         range: Range<usize>,
@@ -48,12 +48,12 @@ impl Handed {
         Ok(Self { sharing: Sharing::new(stream), at, stored, len, owner: Box::new(owner) })
     }
 
-    /// Who keeps the elements.
+    /// The owner of the elements.
     pub fn owner(&self) -> &(dyn Any + Send + Sync) {
         &*self.owner
     }
 
-    /// The elements.
+    /// The elements as the source of a copy.
     pub fn source(&self) -> GpuSource<'_> {
         GpuSource { sharing: &self.sharing, at: self.at, stored: self.stored, len: self.len }
     }
@@ -82,7 +82,7 @@ impl Drop for Handed {
 }
 
 impl<'a> GpuSource<'a> {
-    /// The elements of a message, if they lie on a GPU.
+    /// The elements of a message, if they are on a GPU.
     pub fn of(elements: &'a dyn OnDevice) -> Option<Self> {
         let elements: &dyn Any = elements;
         let array = elements.downcast_ref().map(GpuArray::source);

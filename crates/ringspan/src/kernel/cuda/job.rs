@@ -1,4 +1,4 @@
-//! What a launch is told: the structures of `source/common.cu`, field by field.
+//! The arguments of kernels: the structures of `source/common.cu`, with the same fields.
 
 /// A tensor on the GPU.
 #[repr(C)]
@@ -15,8 +15,8 @@ impl View {
         Self { data, token_stride: view.token_stride as i64, head_stride: view.head_stride as i64 }
     }
 
-    /// Whether tensor cores can read its rows, of `dim` elements of `bytes` bytes: eight elements at once, 16 bytes of bf16
-    /// from where 16 bytes begin.
+    /// Whether tensor cores can read its rows of `dim` elements of `bytes` bytes: they read eight elements at once, in bf16
+    /// 16 aligned bytes.
     pub(super) fn is_in_eights(&self, dim: usize, bytes: u64) -> bool {
         let strides = [self.token_stride, self.head_stride];
         dim.is_multiple_of(8)
@@ -24,7 +24,7 @@ impl View {
     }
 }
 
-/// A tile with its band, cut to what the tile holds.
+/// A tile with its band, limited to the tile's size.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tile {
@@ -40,7 +40,7 @@ pub(super) struct Tile {
     pub(super) step: i64,
 }
 
-/// Rows of the other side that a block has to compute with.
+/// Range of rows of the other side that a block has to compute with, in one tile.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Part {
@@ -49,7 +49,7 @@ pub(super) struct Part {
     pub(super) to: i32,
 }
 
-/// All that a kernel reads. Pointers are addresses on the GPU.
+/// The arguments of attention kernels. Pointers are addresses on the GPU.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Job {
@@ -93,7 +93,7 @@ pub(super) struct Job {
     pub(super) growth: f32,
 }
 
-/// What a kernel of `source/memory.cu` reads.
+/// The arguments of the kernels in `source/memory.cu`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Move {
@@ -112,7 +112,7 @@ pub(super) struct Move {
     pub(super) value: f32,
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the fields are plain numbers, laid out as in C.
 unsafe impl cudarc::driver::DeviceRepr for Job {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Move {}
@@ -121,7 +121,7 @@ unsafe impl cudarc::driver::DeviceRepr for Tile {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Part {}
 
-/// A size within those of the tensors, which were checked.
+/// Converts a size that is limited by those of the tensors, which were checked.
 pub(super) fn checked(size: usize) -> i32 {
     i32::try_from(size).unwrap_or(i32::MAX)
 }

@@ -1,14 +1,14 @@
-//! Whether NVIDIA's libraries are on this machine.
+//! Checks whether NVIDIA's libraries are on this machine.
 //!
-//! cudarc has this question only for programs that load them, and a program that links them as well (candle's does) is built
-//! with another cudarc. So it is asked here.
+//! cudarc can check this only in programs that load the libraries at run time; a program that links them as well (as candle
+//! does) has a cudarc without the check.
 
 use libloading::Library;
 
-/// Names of the driver, as cudarc looks for it.
+/// Names of the driver library that cudarc tries.
 pub(super) const DRIVER: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 
-/// Names of the compiler, as cudarc looks for it.
+/// Names of the compiler library that cudarc tries.
 pub(super) const COMPILER: &[&str] = if cfg!(windows) {
     &["nvrtc64_130_0.dll", "nvrtc64_12.dll", "nvrtc64_11.dll"]
 } else {
@@ -17,6 +17,6 @@ pub(super) const COMPILER: &[&str] = if cfg!(windows) {
 
 /// Whether a library of one of these names can be loaded.
 pub(super) fn is_there(names: &[&str]) -> bool {
-    // SAFETY: runs the initialisers of NVIDIA's libraries, which are their own.
+    // SAFETY: loading runs the initialisers of NVIDIA's libraries, which have no preconditions.
     names.iter().any(|name| unsafe { Library::new(*name) }.is_ok())
 }

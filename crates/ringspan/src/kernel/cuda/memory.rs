@@ -1,9 +1,9 @@
-//! Memory of a GPU: whose it is, and when others may read it.
+//! Memory of a GPU: which rank owns it, and when others may read it.
 //!
-//! A rank writes on its own stream. When it sends an array, an event marks how far that stream has to be, and streams of readers
-//! wait for it (`sharing.rs`). What nobody else has read goes back on its own stream, anything else on one that waits for all of
-//! its readers, so that no rank's work waits for them. (cudarc can order streams too, but remembers one reader of a buffer, and
-//! a block of keys has several.)
+//! A rank writes on its own stream. When it sends an array, an event marks the point that its stream must have reached, and
+//! the streams of readers wait for it (`sharing.rs`). Memory that no other rank has read is freed on its own stream, other
+//! memory on a stream that waits for all readers, so that no rank's work waits for them. (cudarc can order streams too, but
+//! remembers only one reader of a buffer, and a block of keys has several.)
 
 use super::super::Data;
 use super::super::view::Stored;
@@ -15,19 +15,19 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What was taken from the driver, or lent by somebody else.
+/// Memory that was allocated by the driver, or is borrowed.
 pub(super) struct Memory {
     pub(super) gpu: Gpu,
     at: u64,
-    /// None if it is lent.
+    /// The allocation; `None` if the memory is borrowed.
     taken: Option<CudaSlice<u8>>,
-    /// The stream on which it is written, and those that read it.
+    /// The stream on which it is written, and the streams that read it.
     sharing: Sharing,
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // Whoever lent it may write to it, or give it back.
+        // The lender may write to it or free it, after all readers.
         let Some(taken) = self.taken.take() else { return self.sharing.give_back() };
         let (context, readers) = (&self.gpu.0.context, self.sharing.take_readers());
         context.record_err(context.bind_to_thread());
@@ -37,12 +37,12 @@ impl Drop for Memory {
         let aside = &self.gpu.0.aside;
         readers.iter().chain([self.sharing.stream()]).for_each(|stream| wait_for(context, aside, stream));
         let bytes = taken.len();
-        // SAFETY: what one slice gives up the other takes, and gives back on its stream.
+        // SAFETY: the pointer that one slice gives up is taken by the other, which frees it on its stream.
         drop(unsafe { aside.upgrade_device_ptr::<u8>(taken.leak(), bytes) });
     }
 }
 
-/// Numbers in the memory of a GPU: f32, bf16 or f16. A clone is the same numbers, not a copy.
+/// Numbers in the memory of a GPU: f32, bf16 or f16. A clone shares the memory.
 #[derive(Clone)]
 pub struct GpuArray {
     memory: Arc<Memory>,
@@ -51,7 +51,7 @@ pub struct GpuArray {
     len: usize,
 }
 
-/// Some numbers of a [`GpuArray`], as [`Data`] has them.
+/// A range of a [`GpuArray`], as part of [`Data`].
 #[derive(Clone, Copy)]
 pub struct GpuData<'a> {
     memory: &'a Memory,
@@ -60,7 +60,7 @@ pub struct GpuData<'a> {
     len: usize,
 }
 
-/// Numbers of a [`GpuArray`] that nobody else reads or writes.
+/// A range of a [`GpuArray`] for writing, which nothing else accesses.
 pub struct GpuMut<'a>(GpuData<'a>);
 
 impl std::fmt::Debug for GpuArray {
@@ -92,7 +92,7 @@ impl OnDevice for GpuArray {
 }
 
 impl GpuArray {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -102,38 +102,38 @@ impl GpuArray {
         self.len == 0
     }
 
-    /// The elements, for views.
+    /// Borrows the elements, for views.
     pub fn data(&self) -> GpuData<'_> {
         GpuData { memory: &self.memory, stored: self.stored, start: self.start, len: self.len }
     }
 
-    /// The elements, for whoever copies them.
+    /// Borrows the elements as the source of a copy.
     pub fn source(&self) -> GpuSource<'_> {
         let GpuData { memory, stored, len, .. } = self.data();
         GpuSource { sharing: &memory.sharing, at: self.data().at(), stored, len }
     }
 
-    /// Copies all elements into as many of another library, as [`GpuSource::copy_to`].
+    /// Copies all elements into memory of another library, as by [`GpuSource::copy_to`].
     ///
     /// # Errors
-    /// Memory for elements of another type or number; failures of the driver.
+    /// A target with another type or number of elements, or failures of the driver.
     pub fn copy_to<T: GpuElement>(&self, to: &mut impl DevicePtrMut<T>) -> Result<()> {
         self.source().copy_to(to)
     }
 
-    /// A copy of f32 elements for another library, made on its stream behind what this array's rank has started.
+    /// Copies f32 elements for another library, on its stream, after the work that this array's rank has started.
     ///
     /// # Errors
-    /// Elements of another type; failures of the driver.
+    /// Elements of another type, or failures of the driver.
     pub fn copied_on(&self, stream: &Arc<CudaStream>) -> Result<CudaSlice<f32>> {
-        // SAFETY: the copy writes all elements, or fails and nobody gets them.
+        // SAFETY: the copy writes all elements, or fails, and then the memory is not returned.
         let taken = unsafe { stream.alloc(self.len) };
         let mut to = taken.map_err(self.memory.gpu.failed("take memory"))?;
         self.copy_to(&mut to)?;
         Ok(to)
     }
 
-    /// Some of the elements; the memory stays as long as either is there.
+    /// A range of the elements as another array that shares the memory.
     pub(in crate::kernel) fn part(&self, range: Range<usize>) -> Self {
         let GpuData { start, len, .. } = self.data().slice(range);
         Self { start, len, ..self.clone() }
@@ -152,9 +152,9 @@ impl GpuArray {
         self.memory.gpu.is(gpu)
     }
 
-    /// Lets other ranks read what was written so far; nothing may be written to it any more.
+    /// Lets other ranks read the elements written so far; after this they must not be written to any more.
     pub(in crate::kernel) fn share(&self, cuda: &Cuda) -> Result<()> {
-        // Of what another rank sent, that rank has said when it is ready.
+        // If another rank sent the array, that rank has already called this.
         if cuda.stream != *self.memory.sharing.stream() {
             return Ok(());
         }
@@ -163,7 +163,7 @@ impl GpuArray {
 }
 
 impl<'a> GpuData<'a> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(self) -> usize {
         self.len
     }
@@ -173,10 +173,10 @@ impl<'a> GpuData<'a> {
         self.len == 0
     }
 
-    /// Some of the elements.
+    /// The elements in a range.
     ///
     /// # Panics
-    /// If they are not all there.
+    /// If the range is out of bounds.
     pub fn slice(self, range: Range<usize>) -> GpuData<'a> {
         assert!(range.start <= range.end && range.end <= self.len, "elements {range:?} of {}", self.len);
         GpuData { start: self.start + range.start, len: range.len(), ..self }
@@ -194,7 +194,7 @@ impl<'a> GpuData<'a> {
         self.memory.at + (self.start * self.stored.width()) as u64
     }
 
-    /// Where the elements lie, for a stream that from now on reads them.
+    /// The address of the elements, for reads on `stream`, which is made to wait until they are written.
     pub(super) fn read(self, stream: &Arc<CudaStream>) -> Result<u64> {
         self.memory.sharing.order(stream).map_err(self.memory.gpu.failed("wait for another rank's stream"))?;
         Ok(self.at())
@@ -210,7 +210,7 @@ impl GpuMut<'_> {
         self.0
     }
 
-    /// Where the elements lie, for their own stream to write them.
+    /// The address of the elements, for writes, which only the owner's stream may do.
     pub(super) fn write(&mut self, stream: &Arc<CudaStream>) -> Result<u64> {
         if stream != self.0.memory.sharing.stream() {
             return Err(Error::Device {
@@ -223,14 +223,14 @@ impl GpuMut<'_> {
     }
 }
 
-/// An element that kernels read: f32, bf16 or f16.
+/// An element type that kernels read: f32, bf16 or f16.
 pub trait GpuElement: sealed::Sealed {}
 
 mod sealed {
     use crate::kernel::Data;
 
     pub trait Sealed: Sized {
-        /// How the CPU knows such elements.
+        /// Such elements as `Data` of the CPU.
         fn data(elements: &[Self]) -> Data<'_>;
     }
 }
@@ -251,10 +251,10 @@ element!(f32, F32);
 element!(half::bf16, Bf16);
 element!(half::f16, F16);
 
-/// Numbers that another library holds on a GPU, borrowed for a call.
+/// Numbers of another library on a GPU, borrowed for a call.
 ///
-/// What was started on the slice's stream before is waited for, and what is started there after the loan has ended waits for
-/// this rank: on the GPU, not on the CPU.
+/// This rank's reads wait for work that was started before on the slice's stream, and work that is started there after the
+/// loan waits for this rank. These waits are on the GPU, not on the CPU.
 #[derive(Debug)]
 pub struct Lent<'a> {
     array: GpuArray,
@@ -262,29 +262,29 @@ pub struct Lent<'a> {
 }
 
 impl Lent<'_> {
-    /// The elements, for views.
+    /// Borrows the elements, for views.
     pub fn data(&self) -> GpuData<'_> {
         self.array.data()
     }
 }
 
 impl Cuda {
-    /// Elements that nobody has written.
+    /// An array with uninitialised elements.
     pub(in crate::kernel) fn array(&self, stored: Stored, len: usize) -> Result<GpuArray> {
         let bytes = (len * stored.width()).max(1);
-        // SAFETY: whoever asks for an array writes it before it is read.
+        // SAFETY: every caller writes the array before it is read.
         let taken = unsafe { self.stream.alloc::<u8>(bytes) }.map_err(self.gpu.failed("take memory"))?;
         Ok(self.own(taken, stored, len))
     }
 
-    /// An array of what was taken on this rank's stream.
+    /// Makes an array of memory that was allocated on this rank's stream.
     pub(super) fn own(&self, taken: CudaSlice<u8>, stored: Stored, len: usize) -> GpuArray {
         let (gpu, sharing, at) = (self.gpu.clone(), Sharing::new(self.stream.clone()), self.at(&taken));
         let memory = Memory { gpu, at, taken: Some(taken), sharing };
         GpuArray { memory: Arc::new(memory), stored, start: 0, len }
     }
 
-    /// A loan of `slice`, of this GPU.
+    /// Borrows `slice`, which must be on this GPU.
     pub(in crate::kernel) fn borrow<'a, T: GpuElement>(&self, slice: &'a CudaSlice<T>) -> Result<Lent<'a>> {
         if slice.context().cu_ctx() != self.gpu.0.context.cu_ctx() {
             return Err(Error::Device {

@@ -1,8 +1,8 @@
-//! Attention on NVIDIA GPUs: one portable kernel for every shape, mask, score and type, and two for tensor cores, which
-//! multiply bf16, by warps and by Hopper's warpgroups; all are compiled for the shapes at hand.
+//! Attention on NVIDIA GPUs: a portable kernel for every shape, mask, score and type, and two kernels for tensor cores,
+//! which multiply bf16 by warps and by Hopper's warpgroups. All are compiled at run time for the shapes of the call.
 //!
-//! Work is started and not waited for, but where numbers go to the CPU; who waits drives communication on. The driver and the
-//! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs where neither is installed.
+//! Calls start work and return, unless they copy numbers to the CPU; a wait drives communication. The driver and the
+//! compiler are loaded when the first [`Gpu`] is opened, so a program with this feature also runs on machines without them.
 
 mod backward;
 mod connect;
@@ -35,7 +35,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A GPU, and the kernels that were compiled for it; kernels of several ranks may share it.
+/// A GPU, with the kernels compiled for it; kernels of several ranks may share it.
 #[derive(Clone)]
 pub struct Gpu(Arc<Shared>);
 
@@ -44,14 +44,14 @@ struct Shared {
     name: String,
     context: Arc<CudaContext>,
     modules: Modules<Options>,
-    /// For what no rank's work waits for.
+    /// A stream for work that no rank waits for.
     aside: Arc<CudaStream>,
     /// Bytes copied to and from the CPU.
     uploaded: AtomicU64,
     downloaded: AtomicU64,
-    /// Bytes in use when somebody last asked for the most of them.
+    /// Bytes in use at the last call of [`Gpu::most_used`].
     in_use: AtomicU64,
-    /// Most bytes of shared memory of a block of threads.
+    /// Maximum bytes of shared memory of a thread block.
     shared_memory: usize,
     tensor_cores: TensorCores,
 }
@@ -63,10 +63,10 @@ impl std::fmt::Debug for Gpu {
 }
 
 impl Gpu {
-    /// GPUs of this machine; none where there is no driver.
+    /// Number of GPUs of this machine; 0 without a driver.
     ///
     /// # Errors
-    /// A driver that cannot be used.
+    /// A driver that fails.
     pub fn count() -> Result<usize> {
         if !driver_is_there() {
             return Ok(0);
@@ -78,10 +78,10 @@ impl Gpu {
         }
     }
 
-    /// The GPU of this number.
+    /// Opens the GPU with this number.
     ///
     /// # Errors
-    /// No driver, no such GPU, or no compiler for kernels.
+    /// No driver, no such GPU, or no compiler for its kernels.
     pub fn open(number: usize) -> Result<Self> {
         let device = format!("GPU {number}");
         let missing =
@@ -97,11 +97,11 @@ impl Gpu {
             return Err(missing(&format!("there are {count} GPUs, numbered from 0")));
         }
         let mut driver = 0;
-        // SAFETY: the number is where the call may write.
+        // SAFETY: the call writes to a valid number.
         unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(failed(&device, "ask for its driver"))?;
         nvrtc::check(driver / 1000).map_err(|message| missing(&message))?;
         let context = CudaContext::new(number).map_err(failed(&device, "open"))?;
-        // SAFETY: `Memory` orders the streams of ranks; all else is used on the stream it was made on.
+        // SAFETY: `Memory` orders the streams of ranks; everything else is used only on the stream it was made on.
         unsafe { context.disable_event_tracking() };
         room::keep(&context).map_err(failed(&device, "keep memory for later"))?;
         let attribute = |what| context.attribute(what).map_err(failed(&device, "ask for its limits"));
@@ -121,12 +121,12 @@ impl Gpu {
         })))
     }
 
-    /// Bytes copied from the CPU to the GPU, and from the GPU to the CPU, by all ranks since it was opened.
+    /// Bytes copied from the CPU to the GPU, and from the GPU to the CPU, by all ranks since the GPU was opened.
     pub fn copied(&self) -> (u64, u64) {
         (self.0.uploaded.load(Ordering::Relaxed), self.0.downloaded.load(Ordering::Relaxed))
     }
 
-    /// Whether these are the same GPU of this process.
+    /// Whether both are the same GPU of this process.
     pub(super) fn is(&self, other: &Self) -> bool {
         self.0.context.cu_ctx() == other.0.context.cu_ctx()
     }
@@ -149,16 +149,17 @@ fn failed(device: &str, operation: &'static str) -> impl Fn(cudarc::driver::Driv
     }
 }
 
-/// A rank's share of a GPU: a stream of its own.
+/// A rank's share of a GPU, with its own stream.
 pub(super) struct Cuda {
     gpu: Gpu,
     stream: Arc<CudaStream>,
     pub(super) progress: Option<Progress>,
-    /// The ends of the last steps of a plan.
+    /// Events that mark the ends of the last steps of a plan.
     steps: Mutex<VecDeque<CudaEvent>>,
 }
 
-/// Steps that are started before the first of them has ended: one computes, the next waits for it. More would only take memory.
+/// Number of steps that are started before the first of them ends: one computes, the next waits for it. More would need
+/// memory.
 const STEPS: usize = 2;
 
 impl std::fmt::Debug for Cuda {
@@ -181,13 +182,13 @@ impl Cuda {
         self.gpu.0.tensor_cores != TensorCores::None
     }
 
-    /// Tensor cores, if they can read these tensors.
+    /// The GPU's tensor cores, or none if they cannot read these tensors.
     fn tensor_cores(&self, views: &[(&View, &job::View)]) -> TensorCores {
         let in_eights = |(view, at): &(&View, &job::View)| at.is_in_eights(view.dim, view.data.stored().width() as u64);
         if views.iter().all(in_eights) { self.gpu.0.tensor_cores } else { TensorCores::None }
     }
 
-    /// Row sums of `out * d_out`, `[H, Tq]`.
+    /// Computes the row sums of `out * d_out`, `[H, Tq]`.
     pub(super) fn delta(&self, out: &View, d_out: &View) -> Result<GpuArray> {
         let rows = d_out.tokens * d_out.heads;
         let mut sums = self.filled(rows, 0.0)?;
@@ -208,7 +209,7 @@ impl Cuda {
         Ok(sums)
     }
 
-    /// Marks the end of a step of a plan, and waits until the GPU is not too far behind.
+    /// Marks the end of a step of a plan, and waits if the GPU is more than [`STEPS`] steps behind.
     pub(super) fn step(&self) -> Result<()> {
         let end = self.stream.record_event(None).map_err(self.gpu.failed("mark the end of a step"))?;
         let before = {
@@ -219,7 +220,7 @@ impl Cuda {
         before.map_or(Ok(()), |event| self.wait_for(&event))
     }
 
-    /// Waits for all that was started, while communication goes on.
+    /// Waits for all started work, while communication goes on.
     pub(super) fn wait(&self) -> Result<()> {
         self.wait_for(&self.stream.record_event(None).map_err(self.gpu.failed("mark what was started"))?)
     }
@@ -238,12 +239,12 @@ impl Cuda {
         Ok(job::View::new(view, self.tensor(view)?))
     }
 
-    /// A tensor that may be missing.
+    /// The kernel's view of an optional tensor; null if it is missing.
     fn view_of(&self, view: Option<&View>) -> Result<job::View> {
         view.map_or(Ok(job::View::default()), |view| self.view(view))
     }
 
-    /// Starts a kernel with `grid` blocks of threads.
+    /// Starts a kernel with `grid` thread blocks.
     fn launch<J: DeviceRepr>(&self, options: &Options, name: &'static str, job: &J, grid: (i32, i32)) -> Result<()> {
         let bytes = options.shared_bytes();
         if bytes > self.gpu.0.shared_memory {
@@ -265,13 +266,13 @@ impl Cuda {
             block_dim: (options.threads as u32, 1, 1),
             shared_mem_bytes: bytes as u32,
         };
-        // SAFETY: the kernel reads and writes what the job's pointers and sizes say, which were made for each other; its
-        // options are those it was compiled with.
+        // SAFETY: the kernel accesses what the job's pointers and sizes describe, which belong together; it was compiled
+        // with these options.
         let started = unsafe { self.stream.launch_builder(&function).arg(job).launch(config) };
         started.map(drop).map_err(self.gpu.failed("start a kernel"))
     }
 
-    /// At least one element, so that there is a pointer.
+    /// Copies data to the GPU; at least one element, so that there is a valid pointer.
     fn upload_all<T: DeviceRepr + Default + Clone>(&self, data: &[T]) -> Result<CudaSlice<T>> {
         let one = [T::default()];
         let data = if data.is_empty() { &one } else { data };
@@ -283,14 +284,14 @@ impl Cuda {
         self.stream.alloc_zeros(len.max(1)).map_err(self.gpu.failed("take memory"))
     }
 
-    /// Where a buffer lies on the GPU.
+    /// The address of a buffer on the GPU.
     fn at<T>(&self, buffer: &CudaSlice<T>) -> u64 {
         use cudarc::driver::DevicePtr;
         buffer.device_ptr(&self.stream).0
     }
 }
 
-/// A size as kernels count.
+/// A size as an i32, in which kernels count.
 fn count(size: usize, what: &'static str) -> Result<i32> {
     i32::try_from(size).map_err(|_| Error::Device {
         device: "CUDA".into(),

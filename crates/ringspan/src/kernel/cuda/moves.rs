@@ -1,4 +1,4 @@
-//! What a rank does with its tensors on a GPU besides attention: copies, messages, sums, softmax states.
+//! A rank's operations on GPU tensors besides attention: copies, messages, sums, softmax states.
 
 use super::super::message::Piece;
 use super::super::sums::Place;
@@ -13,11 +13,11 @@ use cudarc::driver::{CudaSlice, result};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// Threads that share a row of a softmax state.
+/// Number of threads that share a row of a softmax state.
 const LANES: usize = 32;
 
 impl Cuda {
-    /// A copy of elements in the memory of the CPU, as they are stored.
+    /// Copies elements from the memory of the CPU to the GPU, in their storage type.
     pub(in crate::kernel) fn upload(&self, data: Data) -> Result<GpuArray> {
         let bytes: &[u8] = match data {
             Data::F32(data) => bytemuck::cast_slice(data),
@@ -28,7 +28,8 @@ impl Cuda {
         Ok(self.own(self.upload_all(bytes)?, data.stored(), data.len()))
     }
 
-    /// Copies f32 or the bits of 16-bit elements to the CPU; communication goes on while the GPU is at what was started before.
+    /// Copies f32 or 16-bit elements to the CPU; communication goes on until the GPU has done the work that was started
+    /// before.
     pub(in crate::kernel) fn download<T: bytemuck::Pod>(&self, from: GpuData, to: &mut [T]) -> Result<()> {
         if (from.len(), from.stored().width()) != (to.len(), size_of::<T>()) {
             return Err(self.wrong(format!("{from:?} for {} elements of {} bytes", to.len(), size_of::<T>())));
@@ -40,13 +41,13 @@ impl Cuda {
         self.wait()?;
         self.gpu.0.downloaded.fetch_add(size_of_val(to) as u64, Ordering::Relaxed);
         self.bind()?;
-        // SAFETY: there are as many bytes, and they stay until the copy is over.
+        // SAFETY: both have the same number of bytes, and stay valid until the copy is over.
         unsafe { result::memcpy_dtoh_async(to, at, self.stream.cu_stream()) }
             .and_then(|()| self.stream.synchronize())
             .map_err(self.gpu.failed("copy from the GPU"))
     }
 
-    /// Elements of another GPU, or of another rank, as this rank's own.
+    /// Copies elements of another GPU or rank to an array of this rank.
     pub(in crate::kernel) fn copied(&self, from: GpuData) -> Result<GpuArray> {
         let mut to = self.array(from.stored(), from.len())?;
         let bytes = from.len() * from.stored().width();
@@ -54,7 +55,7 @@ impl Cuda {
             let (source, target) = (from.read(&self.stream)?, to.all_mut().write(&self.stream)?);
             let (source_gpu, context) = (&from.gpu().0.context, &self.gpu.0.context);
             self.bind()?;
-            // SAFETY: both have as many bytes, each in the context it is named with.
+            // SAFETY: both have the same number of bytes, each in the context given for it.
             unsafe {
                 result::memcpy_peer_async(
                     context.cu_ctx(),
@@ -70,12 +71,12 @@ impl Cuda {
         Ok(to)
     }
 
-    /// The calls of the driver that cudarc passes on as they are need a thread that knows the GPU.
+    /// Makes the GPU current on this thread, which is needed for driver calls that cudarc does not wrap.
     pub(super) fn bind(&self) -> Result<()> {
         self.gpu.0.context.bind_to_thread().map_err(self.gpu.failed("use from this thread"))
     }
 
-    /// Where elements lie that this rank reads.
+    /// The address of elements on this GPU that this rank is going to read.
     pub(super) fn read(&self, data: GpuData) -> Result<u64> {
         if !data.gpu().is(&self.gpu) {
             return Err(self.wrong(format!("it cannot read {data:?}")));
@@ -83,7 +84,7 @@ impl Cuda {
         data.read(&self.stream)
     }
 
-    /// Where the elements of any tensor lie that this rank reads.
+    /// Like [`read`](Self::read), for the elements of any tensor; an error if they are in the memory of the CPU.
     pub(super) fn read_any(&self, data: Data) -> Result<u64> {
         match data {
             Data::Gpu(data) => self.read(data),
@@ -95,7 +96,7 @@ impl Cuda {
         Error::Device { device: format!("{:?}", self.gpu), operation: "use a tensor", message }
     }
 
-    /// f32 elements that all are `value`.
+    /// An array of `len` f32 elements with the same `value`.
     pub(in crate::kernel) fn filled(&self, len: usize, value: f32) -> Result<GpuArray> {
         let mut array = self.array(Stored::F32, len)?;
         self.fill(array.all_mut(), value)?;
@@ -107,7 +108,7 @@ impl Cuda {
         self.launch_move((Stored::F32, Stored::F32), "fill", &job, to.len())
     }
 
-    /// Pieces of tensors behind each other, in one type.
+    /// Packs pieces of tensors one after the other, converted to one type.
     pub(in crate::kernel) fn pack(&self, to: Stored, pieces: &[Piece]) -> Result<GpuArray> {
         let mut packed = self.array(to, pieces.iter().map(Piece::len).sum())?;
         let mut all = packed.all_mut();
@@ -131,7 +132,7 @@ impl Cuda {
         Ok(packed)
     }
 
-    /// Writes a message behind the first `filled` elements of `all`.
+    /// Copies a message into `all`, after its first `filled` elements.
     pub(in crate::kernel) fn append(&self, all: &mut GpuArray, filled: usize, message: GpuData) -> Result<()> {
         let width = message.stored().width();
         if all.data().stored() != message.stored() || filled + message.len() > all.len() {
@@ -142,12 +143,12 @@ impl Cuda {
             return Ok(());
         }
         self.bind()?;
-        // SAFETY: the elements are there on both sides.
+        // SAFETY: the checks above keep both ranges in bounds.
         unsafe { result::memcpy_dtod_async(to, from, message.len() * width, self.stream.cu_stream()) }
             .map_err(self.gpu.failed("copy on the GPU"))
     }
 
-    /// Adds rows that follow each other to the rows of `place`.
+    /// Adds consecutive rows to the rows of `place`.
     pub(in crate::kernel) fn add(&self, mut sum: GpuMut, place: &Place, values: GpuData) -> Result<()> {
         let list = self.rows(place.rows)?;
         let job = Move {
@@ -160,7 +161,7 @@ impl Cuda {
         self.launch_move((Stored::F32, Stored::F32), "add", &job, place.len())
     }
 
-    /// `[rows, columns]` to `[columns, rows]`.
+    /// Transposes a matrix from `[rows, columns]` to `[columns, rows]`.
     pub(in crate::kernel) fn transpose(&self, values: GpuData, rows: usize, columns: usize) -> Result<GpuArray> {
         let mut array = self.array(Stored::F32, rows * columns)?;
         let job = Move {
@@ -174,7 +175,7 @@ impl Cuda {
         Ok(array)
     }
 
-    /// A softmax state `[out | max | sum]` that has seen nothing.
+    /// A softmax state `[out | max | sum]` that has seen no keys yet.
     pub(in crate::kernel) fn state(&self, rows: usize, v_dim: usize) -> Result<GpuArray> {
         let mut state = self.filled(rows * (v_dim + 2), 0.0)?;
         let (_, mut statistics) = state.split_at_mut(rows * v_dim);
@@ -184,7 +185,7 @@ impl Cuda {
         Ok(state)
     }
 
-    /// Adds the state of the same queries over other keys.
+    /// Merges the state of the same queries over other keys into `state`.
     pub(in crate::kernel) fn merge(
         &self,
         state: &mut GpuArray,
@@ -202,7 +203,7 @@ impl Cuda {
         self.launch_move((Stored::F32, Stored::F32), "merge", &job, tokens * heads * LANES)
     }
 
-    /// Output and statistics.
+    /// Finishes a state: divides the output by the sums, and returns output and statistics.
     pub(in crate::kernel) fn finish(
         &self,
         mut state: GpuArray,
@@ -223,7 +224,8 @@ impl Cuda {
         Ok((state.part(0..rows * v_dim), Statistics { max: statistic(0), sum: statistic(1) }))
     }
 
-    /// A tensor's first element. On the GPU nothing stops a row that leaves its tensor, so none may.
+    /// The address of a tensor's first element. GPU kernels do not check bounds, so a tensor with rows out of bounds is an
+    /// error.
     pub(super) fn tensor(&self, view: &View) -> Result<u64> {
         let View { tokens, heads, dim, token_stride, head_stride, data } = *view;
         let last = |count: usize, stride: usize| (count - 1).checked_mul(stride);
@@ -242,7 +244,7 @@ impl Cuda {
         self.read_any(data)
     }
 
-    /// What a kernel has to know of rows: a list only where they do not follow each other.
+    /// The rows in a form for kernels; they need a list only if the rows are not contiguous.
     fn rows(&self, ranges: &[Range<usize>]) -> Result<RowList> {
         let count = ranges.iter().map(ExactSizeIterator::len).sum();
         match ranges {
@@ -258,7 +260,7 @@ impl Cuda {
         }
     }
 
-    /// Starts `threads` threads of a kernel of `source/memory.cu`.
+    /// Starts a kernel of `source/memory.cu` with `threads` threads, if there are any.
     fn launch_move(&self, (from, to): (Stored, Stored), name: &'static str, job: &Move, threads: usize) -> Result<()> {
         if threads == 0 {
             return Ok(());

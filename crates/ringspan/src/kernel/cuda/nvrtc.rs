@@ -1,4 +1,4 @@
-//! NVIDIA's run-time compiler: kernels for what is at hand, compiled once for each GPU.
+//! NVIDIA's run-time compiler (NVRTC): compiles kernels for given constants, once for each GPU.
 
 use super::library;
 use crate::error::{Error, Result};
@@ -9,31 +9,31 @@ use std::ffi::{CStr, CString};
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How kernels read and write numbers, as `element<TYPE>` and `store<TYPE>` with `F32`, `BF16` and `F16`: the first part of a
-/// source.
+/// Functions with which kernels read and write numbers: `element<TYPE>` and `store<TYPE>` with `F32`, `BF16` and `F16`.
+/// Every source starts with this text.
 pub const ELEMENT: &str = include_str!("source/element.cu");
 
-/// Kernels in CUDA C++.
+/// Source code of kernels in CUDA C++.
 #[derive(Debug, Clone)]
 pub struct Source {
     /// The text.
     pub text: String,
-    /// Names that stand for numbers in it.
+    /// Macros that are defined as numbers.
     pub definitions: Vec<(&'static str, usize)>,
-    /// Whether it uses what only GPUs of its own architecture have, and no later ones.
+    /// Whether it uses features that only GPUs of its own architecture have, and no later ones.
     pub specific: bool,
 }
 
 impl Source {
-    /// Machine code for an architecture, such as `sm_90`.
+    /// Compiles the source to machine code for an architecture, such as `sm_90`.
     ///
     /// # Errors
-    /// What the compiler says of the text, in its words; an architecture that it does not know.
+    /// The compiler's error messages; also for an architecture that it does not know.
     pub fn compile(&self, architecture: &str) -> std::result::Result<Vec<u8>, String> {
         self.compile_with(architecture, None).map(|(binary, _)| binary)
     }
 
-    /// The same, and what the compiler says.
+    /// Like [`compile`](Self::compile), with another argument; also returns the compiler's log.
     pub(super) fn compile_with(
         &self,
         architecture: &str,
@@ -46,39 +46,39 @@ impl Source {
         arguments.extend(argument.map(Into::into));
         let program =
             Program(result::create_program(&text, Some(c"kernels.cu")).map_err(|error| format!("{error:?}"))?);
-        // SAFETY: the program was just made, and lives until the end.
+        // SAFETY: the program was just made, and is not destroyed before the end of this function.
         let compiled = unsafe { result::compile_program(program.0, &arguments) };
         // SAFETY: as above.
         let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
-        // SAFETY: the log ends with a zero; one that could not be had is empty.
+        // SAFETY: the log ends with a zero; if it is not available, it is empty.
         let log = if log.is_empty() { c"" } else { unsafe { CStr::from_ptr(log.as_ptr()) } };
         let log = log.to_string_lossy().into_owned();
         compiled.map_err(|error| format!("{error:?} for {target}, {}: {log}", arguments.join(" ")))?;
         let failed = |error| format!("{error:?}: the compiler gave no machine code for {target}");
         let mut size = 0;
-        // SAFETY: as above, and the size is where the call may write.
+        // SAFETY: as above, and the call writes to a valid number.
         unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }.result().map_err(failed)?;
         let mut binary = vec![0u8; size];
-        // SAFETY: the buffer has the size that was asked for.
+        // SAFETY: the buffer has the size that the compiler returned.
         unsafe { sys::nvrtcGetCUBIN(program.0, binary.as_mut_ptr().cast()) }.result().map_err(failed)?;
         Ok((binary, log))
     }
 }
 
-/// A program of the compiler, given back at the end.
+/// A program of the compiler, destroyed when it is dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: made by the compiler and given back once. A failure leaves memory behind, nothing else.
+        // SAFETY: it was made by the compiler and is destroyed once. A failure only leaks memory.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }
 
-/// Kernels that are there, or will be when whoever compiles them lets go of the lock.
+/// Compiled kernels, or `None` while they are compiled under the lock.
 type Slot = Arc<Mutex<Option<Arc<CudaModule>>>>;
 
-/// Kernels of GPUs, by what tells them apart.
+/// Compiled kernels of GPUs by key, which must identify source and GPU.
 #[derive(Debug)]
 pub struct Modules<K> {
     compiled: Mutex<HashMap<K, Slot>>,
@@ -91,16 +91,17 @@ impl<K> Default for Modules<K> {
 }
 
 impl<K: Eq + Hash> Modules<K> {
-    /// Compiles for the GPU of `context` what was not asked for before: a second or so.
+    /// Returns the kernels for `key`, compiling them for the GPU of `context` at the first call, which takes about a
+    /// second.
     ///
     /// # Errors
-    /// A source that the compiler refuses, code that the driver refuses.
+    /// A source that the compiler refuses, or code that the driver refuses.
     pub fn get(&self, key: K, context: &Arc<CudaContext>, source: impl FnOnce() -> Source) -> Result<Arc<CudaModule>> {
         let slot: Slot = {
             let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
             compiled.entry(key).or_default().clone()
         };
-        // Only ranks that ask for the same kernels wait for the first of them.
+        // Only ranks that need the same kernels wait for their compilation.
         let mut compiled = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = &*compiled {
             return Ok(module.clone());
@@ -120,13 +121,13 @@ impl<K: Eq + Hash> Modules<K> {
     }
 }
 
-/// Whether it can be loaded.
+/// Whether the compiler's library can be loaded.
 #[must_use]
 pub fn is_there() -> bool {
     library::is_there(library::COMPILER)
 }
 
-/// Whether there is a compiler whose code a driver for this version of CUDA takes; else what is missing.
+/// Checks that there is a compiler whose code a driver for this version of CUDA accepts; the error says what is missing.
 pub(super) fn check(driver: i32) -> std::result::Result<(), String> {
     let package = "part of CUDA, and of the Python package nvidia-cuda-nvrtc";
     if !is_there() {
@@ -136,7 +137,7 @@ pub(super) fn check(driver: i32) -> std::result::Result<(), String> {
         ));
     }
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the numbers are where the call may write.
+    // SAFETY: the call writes to valid numbers.
     let asked = unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result();
     asked.map_err(|error| format!("the compiler does not say its version: {error:?}"))?;
     if major > driver {

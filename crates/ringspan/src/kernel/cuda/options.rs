@@ -1,18 +1,18 @@
-//! Which kernel computes a call, and what it is compiled for.
+//! Options: which kernel computes a call, and the constants it is compiled with.
 
 use super::super::view::Stored;
 use super::super::{Inputs, Relative, View};
 use super::job::{Job, Move};
 use super::nvrtc::{ELEMENT, Source};
 
-/// Rows and threads of a block: the first that fit are taken.
+/// Numbers of rows and threads of a block, in order of preference: the first that fits into shared memory is used.
 const BLOCKS: [(usize, usize); 3] = [(32, 128), (16, 128), (8, 64)];
 
-/// Rows and threads of a block on tensor cores: 16 rows for each warp.
+/// Numbers of rows and threads of a block on tensor cores: 16 rows for each warp.
 const TENSOR_BLOCK: (usize, usize) = (64, 128);
-/// The same by warpgroups, two of them, which have a multiprocessor for themselves.
+/// Numbers of rows and threads of a block of two warpgroups, which uses a whole multiprocessor.
 const WARPGROUP_BLOCK: (usize, usize) = (128, 256);
-/// Widest heads there: wider ones do not leave enough registers for their sums.
+/// Largest head widths on tensor cores: with wider heads there are not enough registers for the sums.
 pub(super) const TENSOR_WIDTHS: Widths = Widths { forward: 256, by_warpgroups: 128, backward: 128 };
 
 pub(super) struct Widths {
@@ -21,22 +21,22 @@ pub(super) struct Widths {
     pub(super) backward: usize,
 }
 
-/// Most bytes of shared memory of a block, but by warpgroups: two of them share a multiprocessor of a data centre's GPU.
+/// Limit on the shared memory of a block, except for warpgroups: two blocks share a multiprocessor of a data-centre GPU.
 pub(super) const SHARED_MEMORY: usize = 96 * 1024;
 
-/// How a GPU multiplies bf16.
+/// How a GPU multiplies bf16 on tensor cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TensorCores {
-    /// Not at all.
+    /// It has no tensor cores for bf16.
     None,
-    /// Warp by warp (`mma.sync`), since Ampere.
+    /// By warps (`mma.sync`), since Ampere.
     Warps,
-    /// Also by warpgroups (`wgmma`): Hopper.
+    /// Also by warpgroups (`wgmma`), on Hopper.
     Warpgroups,
 }
 
 impl TensorCores {
-    /// Of a GPU of this compute capability.
+    /// The tensor cores of a GPU with this compute capability.
     pub(super) fn of((major, _minor): (i32, i32)) -> Self {
         match major {
             9 => Self::Warpgroups,
@@ -70,19 +70,19 @@ pub(super) enum Pass {
     Memory,
 }
 
-/// What kernels are compiled for.
+/// The constants that a kernel is compiled with.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Options {
     pub(super) pass: Pass,
     pub(super) dim: usize,
     pub(super) v_dim: usize,
-    /// Rows of a block, of queries and of keys.
+    /// Number of rows in a block, of queries or of keys.
     pub(super) rows: usize,
-    /// Threads of a block.
+    /// Number of threads in a block.
     pub(super) threads: usize,
-    /// Rows of the other side that a block on tensor cores takes at once.
+    /// Number of rows of the other side that a block on tensor cores processes at once.
     chunk: usize,
-    /// Of q, k, v, the bias, the gradient of the output and the output.
+    /// Types of q, k, v, the bias, the gradient of the output and the output.
     types: [Stored; 6],
     softcap: bool,
     alibi: bool,
@@ -92,7 +92,8 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// For blocks with `shared` bytes of shared memory, and tensor cores that can read q, k and v.
+    /// The options for the forward pass; `shared` is the shared memory of a block, `tensor` the tensor cores that can read
+    /// q, k and v.
     pub(super) fn forward(inputs: &Inputs, tensor: TensorCores, shared: usize) -> Self {
         let Inputs { q, v, .. } = inputs;
         let width = q.dim.max(v.dim);
@@ -106,10 +107,11 @@ impl Options {
         })
     }
 
-    /// As [`Self::forward`], of tensor cores that can read `d_out`, too.
+    /// The options for the backward pass, with arguments as in [`forward`](Self::forward); `tensor` must also be able to
+    /// read `d_out`.
     pub(super) fn backward(inputs: &Inputs, d_out: &View, tensor: TensorCores, shared: usize) -> Self {
         let Inputs { q, v, score, bias, .. } = inputs;
-        // What is summed for each pair is left to the other kernels.
+        // Gradients that are summed over pairs (of bias and buckets) are left to the portable kernels.
         let summed = bias.is_some() || matches!(score.relative, Some(Relative::Buckets(_)));
         let wide = q.dim.max(v.dim) > TENSOR_WIDTHS.backward;
         if tensor == TensorCores::None || !multiplies_bf16(inputs) || summed || wide {
@@ -119,7 +121,7 @@ impl Options {
             .unwrap_or_else(|| Self::of_block(inputs, Pass::TensorBackward, Some(d_out), TENSOR_BLOCK, 32))
     }
 
-    /// `None` where there are none, or where they are no gain.
+    /// The options for warpgroups; `None` if the GPU has none, or if they would not be faster.
     fn by_warpgroups(
         inputs: &Inputs,
         pass: Pass,
@@ -130,12 +132,12 @@ impl Options {
         let Inputs { q, v, .. } = inputs;
         let mut options = Self::of_block(inputs, pass, d_out, WARPGROUP_BLOCK, 64);
         let terms = options.softcap || options.alibi || options.buckets || options.bias || options.dropout;
-        // Terms leave fewer registers for scores, and so do two products of the backward pass.
+        // Score terms leave fewer registers for scores, and so do the two products of the backward pass.
         if pass == Pass::WarpgroupForward && !terms {
             options.chunk = 128;
         }
         let fits = q.dim.max(v.dim) <= TENSOR_WIDTHS.by_warpgroups && options.shared_bytes() <= shared;
-        // Rows of a block that are not there are computed as well.
+        // A block also computes rows that are missing, so there must be more rows than in a block of warps.
         (tensor == TensorCores::Warpgroups && fits && q.tokens > TENSOR_BLOCK.0).then_some(options)
     }
 
@@ -144,13 +146,13 @@ impl Options {
         Self::plain(Pass::Delta, out.dim, [f, f, f, f, d_out.data.stored(), out.data.stored()])
     }
 
-    /// What is done with tensors besides attention: numbers of one type become those of another.
+    /// The options for operations besides attention, which convert elements from one type to another.
     pub(super) fn memory(from: Stored, to: Stored) -> Self {
         let f = Stored::F32;
         Self::plain(Pass::Memory, 1, [from, f, f, f, f, to])
     }
 
-    /// Without blocks of rows and without terms.
+    /// Options without blocks of rows and without score terms.
     fn plain(pass: Pass, dim: usize, types: [Stored; 6]) -> Self {
         Self {
             pass,
@@ -195,12 +197,12 @@ impl Options {
         }
     }
 
-    /// Shared memory of a block of threads, as the sources lay it out.
+    /// Bytes of a block's shared memory, as the CUDA sources lay it out.
     pub(super) fn shared_bytes(&self) -> usize {
         let (rows, keys, values) = (self.rows, self.rows * (self.dim + 1), self.rows * (self.v_dim + 1));
         let pairs = rows * (rows + 1);
-        // In halves of a word: whole steps of 16, between which there are 8 but where warpgroups read; right sides of these
-        // are whole products of 64 columns.
+        // Sizes in 16-bit elements: widths are whole steps of 16, with 8 elements of padding except for warpgroups, whose
+        // right operands are whole products of 64 columns.
         let (width, v_width) = (self.dim.next_multiple_of(16), self.v_dim.next_multiple_of(16));
         let (whole, v_whole) = (self.dim.next_multiple_of(64), self.v_dim.next_multiple_of(64));
         let (key, value, chunk) = (width + 8, v_width + 8, self.chunk);
@@ -258,7 +260,7 @@ impl Options {
     }
 }
 
-/// Where the CPU's kernels multiply bf16, too.
+/// Whether products are in bf16, under the same conditions as on the CPU.
 fn multiplies_bf16(inputs: &Inputs) -> bool {
     let halves = [inputs.q, inputs.k, inputs.v].iter().all(|view| view.data.stored() == Stored::Bf16);
     halves && inputs.score.scale > 0.0

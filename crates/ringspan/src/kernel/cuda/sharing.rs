@@ -1,6 +1,6 @@
-//! Who reads what a stream has written, and from when on: elements on a GPU, whoever holds them.
+//! Sharing of elements on a GPU: which streams may read what another has written, and from when on.
 //!
-//! An event marks how far the stream of the writer has to be; the stream of a reader waits for the event, so no CPU waits.
+//! An event marks the point that the writer's stream must have reached; the reader's stream waits for it, and no CPU waits.
 
 use super::super::view::Stored;
 use super::failed;
@@ -9,23 +9,23 @@ use crate::error::{Error, Result};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtrMut, DriverError, result};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The writer of some memory, and its readers.
+/// The stream that writes some memory, and the streams that read it.
 pub(super) struct Sharing {
-    /// On which it is written.
+    /// The stream that writes the memory.
     stream: Arc<CudaStream>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Behind the last write that others may read.
+    /// Event after the last write that others may read.
     ready: Option<CudaEvent>,
-    /// Streams that read it, besides its own.
+    /// Streams other than the writer's that read the memory.
     readers: Vec<Arc<CudaStream>>,
 }
 
 impl Sharing {
-    /// Of memory that `stream` writes.
+    /// Makes the state of memory that `stream` writes.
     pub(super) fn new(stream: Arc<CudaStream>) -> Self {
         Self { stream, state: Mutex::default() }
     }
@@ -35,24 +35,24 @@ impl Sharing {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A list and an event: nothing is half done by a panic.
+        // A panic leaves the list and the event valid.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Marks what was written so far as what others read.
+    /// Marks all writes so far as readable by others.
     pub(super) fn share(&self) -> std::result::Result<(), DriverError> {
         self.state().ready = Some(self.stream.record_event(None)?);
         Ok(())
     }
 
-    /// From now on `reader` may read what was shared; all that was written so far, if nothing was. Until the memory goes back.
+    /// Lets `reader` read what was shared (or, if nothing was, all writes so far), until the memory is freed.
     pub(super) fn order(&self, reader: &Arc<CudaStream>) -> std::result::Result<(), DriverError> {
         self.follow(reader)?;
         self.remember(reader);
         Ok(())
     }
 
-    /// The same for a reader that keeps the memory until it has read it.
+    /// Like [`order`](Self::order), for a reader that keeps the memory alive until it has read it.
     fn follow(&self, reader: &Arc<CudaStream>) -> std::result::Result<(), DriverError> {
         if *reader == self.stream {
             return Ok(());
@@ -63,7 +63,7 @@ impl Sharing {
         }
     }
 
-    /// Whoever gives the memory back waits for this stream.
+    /// Records that freeing the memory must wait for this stream.
     fn remember(&self, reader: &Arc<CudaStream>) {
         let mut state = self.state();
         if *reader != self.stream && !state.readers.contains(reader) {
@@ -71,12 +71,12 @@ impl Sharing {
         }
     }
 
-    /// Streams that have read it, besides its own; from now on none has.
+    /// Removes and returns the streams other than the writer's that have read the memory.
     pub(super) fn take_readers(&self) -> Vec<Arc<CudaStream>> {
         std::mem::take(&mut self.state().readers)
     }
 
-    /// Whoever holds the memory may write to it, or give it back, behind this on its stream: it waits for all readers.
+    /// Makes the writer's stream wait for all readers, so that later work on it may write to the memory or free it.
     pub(super) fn give_back(&self) {
         let context = self.stream.context();
         context.record_err(context.bind_to_thread());
@@ -84,13 +84,13 @@ impl Sharing {
     }
 }
 
-/// Makes one stream wait for all that was started on another. Called where memory goes back, and nobody hears of errors:
-/// `context` remembers them.
+/// Makes one stream wait for all work started on another. It is called when memory is freed, where errors cannot be
+/// returned: `context` records them.
 pub(super) fn wait_for(context: &CudaContext, waiting: &CudaStream, stream: &CudaStream) {
     context.record_err(stream.record_event(None).and_then(|event| waiting.wait(&event)));
 }
 
-/// Elements on a GPU that others may read: those of a [`GpuArray`](super::GpuArray), or what was [handed over](super::Handed).
+/// Elements on a GPU that others may read, of a [`GpuArray`](super::GpuArray) or [handed over](super::Handed).
 #[derive(Clone, Copy)]
 pub struct GpuSource<'a> {
     pub(super) sharing: &'a Sharing,
@@ -106,7 +106,7 @@ impl std::fmt::Debug for GpuSource<'_> {
 }
 
 impl GpuSource<'_> {
-    /// Elements.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -116,16 +116,16 @@ impl GpuSource<'_> {
         self.len == 0
     }
 
-    /// Whether they are of this type.
+    /// Whether the elements have this type.
     pub fn is_of<T: GpuElement>(&self) -> bool {
         self.stored == T::data(&[]).stored()
     }
 
-    /// Copies all elements into as many of another library, on the stream of these, behind what has written them; from another
-    /// GPU, too.
+    /// Copies all elements into memory of another library, on its stream, after the work that writes them; also from
+    /// another GPU.
     ///
     /// # Errors
-    /// Memory for elements of another type or number; failures of the driver.
+    /// A target with another type or number of elements, or failures of the driver.
     pub fn copy_to<T: GpuElement>(&self, to: &mut impl DevicePtrMut<T>) -> Result<()> {
         let (context, stored) = (to.stream().context().clone(), T::data(&[]).stored());
         if self.stored != stored || to.len() != self.len {
@@ -145,7 +145,8 @@ impl GpuSource<'_> {
         let from = self.read(&stream)?;
         let (at, written) = to.device_ptr_mut(&stream);
         let bytes = self.len * self.stored.width();
-        // SAFETY: both have as many bytes, each in the context it is named with, and the stream waits for who wrote these.
+        // SAFETY: both have the same number of bytes, each in the context given for it, and the stream waits for the
+        // writer.
         let copied = unsafe {
             match self.is_in(&context) {
                 true => result::memcpy_dtod_async(at, from, bytes, stream.cu_stream()),
@@ -163,26 +164,27 @@ impl GpuSource<'_> {
         self.sharing.stream.context()
     }
 
-    /// Whether they lie on that GPU.
+    /// Whether the elements are on the GPU of `context`.
     pub(super) fn is_in(&self, context: &CudaContext) -> bool {
         self.context().cu_ctx() == context.cu_ctx()
     }
 
-    /// Where the elements lie, for a stream that from now on reads them.
+    /// The address of the elements, for reads on `stream`, which is made to wait until they are written.
     pub(super) fn read(&self, stream: &Arc<CudaStream>) -> Result<u64> {
         self.sharing.order(stream).map_err(self.failed())?;
         Ok(self.at)
     }
 
-    /// The same for a flight. Whoever lets it go keeps the elements until it has ended: no stream of another may wait for
-    /// flights, since these wait for other ranks; or says that it was [aborted](Self::was_aborted).
+    /// Like [`read`](Self::read), for a flight. The caller keeps the elements until the flight has ended, so that no other
+    /// stream waits for flights, which wait for other ranks; or it reports that the flight was
+    /// [aborted](Self::was_aborted).
     #[cfg(feature = "nccl")]
     pub(super) fn read_in_flight(&self, stream: &Arc<CudaStream>) -> Result<u64> {
         self.sharing.follow(stream).map_err(self.failed())?;
         Ok(self.at)
     }
 
-    /// What is left of a flight on this stream waits for nobody, but is not over.
+    /// Reports an aborted flight on this stream: it no longer waits for other ranks, but may still be running.
     #[cfg(feature = "nccl")]
     pub(super) fn was_aborted(&self, stream: &Arc<CudaStream>) {
         self.sharing.remember(stream);

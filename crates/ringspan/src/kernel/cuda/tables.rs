@@ -1,4 +1,4 @@
-//! What a call's blocks compute, as lists that kernels walk.
+//! The work of a call's blocks, as lists for the kernels.
 
 use super::super::plan::Plan;
 use super::super::{HeadMap, Inputs, Relative, Score, Tile};
@@ -8,9 +8,9 @@ use crate::error::Result;
 use crate::mask::Band;
 use cudarc::driver::CudaSlice;
 
-/// Tiles, and for each block of rows its parts of them.
+/// Tiles, and for each block of rows the parts of tiles that it computes.
 pub(super) struct Tables {
-    /// Blocks of rows, also those without parts.
+    /// Number of blocks of rows, including those without parts.
     pub(super) blocks: usize,
     tiles: CudaSlice<job::Tile>,
     parts: CudaSlice<Part>,
@@ -19,13 +19,13 @@ pub(super) struct Tables {
     heads_of: CudaSlice<i32>,
 }
 
-/// Terms of the score that depend on the distance.
+/// Score terms that depend on the distance.
 pub(super) struct Terms {
     terms: CudaSlice<f32>,
     first: CudaSlice<i64>,
 }
 
-/// Whose rows the blocks hold.
+/// Whether blocks consist of queries or of keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rows {
     Queries,
@@ -33,9 +33,9 @@ pub(super) enum Rows {
 }
 
 impl Tables {
-    /// `None` if the tiles show nothing.
+    /// Makes the lists; `None` if nothing is visible in the tiles.
     pub(super) fn new(cuda: &Cuda, inputs: &Inputs, tiles: &[Tile], rows: Rows, block: usize) -> Result<Option<Self>> {
-        // A band cut to its tile can be turned around without overflow.
+        // A band limited to its tile can be transposed without overflow.
         let cut = |tile: &Tile| Some(Tile { band: tile.band.clamp(tile.q.len(), tile.k.len())?, ..tile.clone() });
         let tiles: Vec<Tile> = tiles.iter().filter_map(cut).collect();
         let plan_tiles: Vec<Tile> = match rows {
@@ -69,7 +69,7 @@ impl Tables {
         }))
     }
 
-    /// A job that walks these lists.
+    /// A job that uses these lists.
     pub(super) fn over(&self, cuda: &Cuda, job: Job) -> Job {
         Job {
             tiles: cuda.at(&self.tiles),
@@ -94,7 +94,7 @@ impl Terms {
         Ok(Self { terms: cuda.upload_all(terms)?, first: cuda.upload_all(&first)? })
     }
 
-    /// What a job has to know of the inputs, besides its tensors.
+    /// The fields of a job that depend on the inputs, except for the tensors.
     pub(super) fn job(&self, cuda: &Cuda, inputs: &Inputs) -> Result<Job> {
         let Inputs { q, k, score, bias, .. } = inputs;
         let (buckets, buckets_of_one) = match &score.relative {
@@ -125,7 +125,7 @@ impl Terms {
     }
 }
 
-/// Queries and keys in each other's place.
+/// The tile with queries and keys exchanged.
 fn turned(tile: &Tile) -> Tile {
     let Band { lo, hi } = tile.band;
     Tile { q: tile.k.clone(), k: tile.q.clone(), band: Band { lo: -hi, hi: -lo }, place: tile.place }
@@ -138,7 +138,7 @@ fn for_kernel(tile: &Tile) -> job::Tile {
         queries: job::checked(tile.q.len()),
         k: job::checked(tile.k.start),
         keys: job::checked(tile.k.len()),
-        // Cut to the tile's sizes before.
+        // The band was limited to the tile's size before, so its ends fit.
         lo: tile.band.lo as i32,
         hi: tile.band.hi as i32,
         query: place.query as i64,
@@ -148,7 +148,7 @@ fn for_kernel(tile: &Tile) -> job::Tile {
     }
 }
 
-/// Which heads belong together, both ways round.
+/// Lists of the key-value head of each query head, and of the first query head of each key-value head.
 struct HeadLists {
     kv_of: Vec<i32>,
     heads_of: Vec<i32>,

@@ -1,6 +1,6 @@
-//! Keys, values and queries in the order in which the micro kernel reads them.
+//! Packs keys, values and queries in the order in which the micro kernel reads them.
 //!
-//! `[T, H, D]` rows lie a power of two apart: read in place, a column of them falls into a few sets of the L1 cache.
+//! Rows of `[T, H, D]` are a power of two apart: read in place, a column of them would use only a few sets of the L1 cache.
 
 mod rows;
 
@@ -16,40 +16,40 @@ use super::plan::Plan;
 use super::vector::Simd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Rows that are packed at a time.
+/// Number of rows that are packed at a time.
 pub(super) const CHUNK: usize = 256;
 
-/// Keys as `[panel][D][R]` and values as `[Dv / R][row][R]`, for each key-value head: R keys or R value columns side
-/// by side, to be broadcast one by one. Where products take pairs, these are pairs of D and of rows.
+/// Packed keys as `[panel][D][R]` and values as `[Dv / R][row][R]`, for each key-value head: R keys or R value columns are
+/// adjacent, to be broadcast one by one. If products take pairs, the elements are pairs of D and of rows.
 pub(super) struct Keys {
     data: Aligned,
-    /// The elements: one head is read while another is packed.
+    /// The same elements as a shared target, because workers read one head while others pack another.
     target: Target,
-    /// First key row of the first panel.
+    /// Key row at which the first panel starts.
     pub(super) base: usize,
-    /// Rows in all panels.
+    /// Number of rows in all panels.
     pub(super) rows: usize,
-    /// Elements of the keys of one head.
+    /// Number of elements of the packed keys of one head.
     k_head: usize,
-    /// Elements of keys and values of one head.
+    /// Number of elements of the packed keys and values of one head.
     head: usize,
-    /// Elements of a key: D, or its pairs.
+    /// Number of elements of a key: D, or its pairs.
     depth: usize,
-    /// Rows of an element of the values: 1 or 2.
+    /// Number of rows in an element of the values: 1 or 2.
     pair: usize,
-    /// Whether the values of a head and a chunk of rows hold something that is no number: `[G][chunk]`.
+    /// Whether the values of a head in a chunk of rows are not all finite: `[G][chunk]`.
     spoilt: Vec<AtomicBool>,
 }
 
 impl Keys {
-    /// Elements needed for keys and values of `rows` rows, and of these those of one head's keys.
+    /// Number of elements for keys and values of `rows` rows of all heads, and for the keys of one head.
     pub(super) fn size(rows: usize, k: &View, v: &View, code: Code) -> (usize, usize) {
         let rows = rows.next_multiple_of(code.rows());
         let keys = lines(rows * k.dim.div_ceil(code.pair()));
         (k.heads * (keys + lines(rows / code.pair() * v.dim.next_multiple_of(code.rows()))), keys)
     }
 
-    /// An empty place for the visible keys of `plan`; [`Packing`] fills it.
+    /// A buffer for the visible keys of `plan`, which [`Packing`] fills.
     pub(super) fn new(plan: &Plan, k: &View, v: &View, code: Code, take: impl FnOnce(usize) -> Aligned) -> Self {
         let base = plan.keys.start / code.rows() * code.rows();
         let rows = (plan.keys.end - base).next_multiple_of(code.rows());
@@ -65,34 +65,34 @@ impl Keys {
         self.data
     }
 
-    /// Whether values of a head near these rows (counted from `base`) hold something that is no number.
+    /// Whether values of a head in the chunks of these rows (counted from `base`) are not all finite.
     pub(super) fn spoilt(&self, head: usize, rows: &std::ops::Range<usize>) -> bool {
         let chunks = rows.start / CHUNK..rows.end.div_ceil(CHUNK);
         let first = head * self.rows.div_ceil(CHUNK);
         chunks.into_iter().any(|chunk| self.spoilt[first + chunk].load(Ordering::Relaxed))
     }
 
-    /// The panel of R keys that starts `row` rows after `base`: `[D][R]`.
+    /// The panel of R keys that starts `row` rows after `base`, and those after it: `[D][R]` each.
     ///
     /// # Safety
     /// The head must have been packed.
     pub(super) unsafe fn keys(&self, head: usize, row: usize) -> &[f32] {
-        // SAFETY: nobody writes what is packed.
+        // SAFETY: packed elements are not written again.
         unsafe { self.target.read(head * self.head + row * self.depth, (self.rows - row) * self.depth) }
     }
 
-    /// R value columns from `column` on, of the rows that start `row` after `base`: `[row][R]`.
+    /// The R value columns from `column` on, for the rows from `row` after `base` on: `[row][R]`.
     ///
     /// # Safety
     /// The head must have been packed.
     pub(super) unsafe fn values<const R: usize>(&self, head: usize, column: usize, row: usize) -> &[f32] {
         let (rows, row) = (self.rows / self.pair, row / self.pair);
-        // SAFETY: nobody writes what is packed.
+        // SAFETY: packed elements are not written again.
         unsafe { self.target.read(head * self.head + self.k_head + column * rows + row * R, (rows - row) * R) }
     }
 }
 
-/// What all workers that pack keys and values share.
+/// The tensors that all workers share which pack keys and values.
 pub(super) struct Packing<'a> {
     pub(super) keys: &'a Keys,
     pub(super) plan: &'a Plan<'a>,
@@ -101,10 +101,10 @@ pub(super) struct Packing<'a> {
 }
 
 impl Packing<'_> {
-    /// Packs chunk `chunk` of the rows from the base on of one head.
+    /// Packs the rows of chunk `chunk`, counted from the base, of one head.
     ///
     /// # Safety
-    /// No two calls may name the same chunk and head, and nobody may read the head meanwhile.
+    /// No two calls may have the same chunk and head, and no thread may read the head meanwhile.
     #[inline(always)]
     pub(super) unsafe fn chunk<S: Simd, const R: usize>(&self, simd: S, head: usize, chunk: usize) {
         let Self { keys, k, v, .. } = *self;
@@ -115,13 +115,13 @@ impl Packing<'_> {
             (row < k.tokens && self.plan.sees_key(row)).then_some(row)
         };
         let depth = keys.depth;
-        // SAFETY: the rows of this call are its own.
+        // SAFETY: only this call accesses these rows.
         let to = unsafe { target.row(head * keys.head + rows.start * depth, rows.len() * depth) };
         panels::<S, R>(simd, to, k.dim, rows.len(), |i| Some(k.at(seen(i)?, head)));
 
         let value = |i: usize| Some(v.at(seen(i)?, head));
         let (wide, pairs, count) = (v.dim.next_multiple_of(R), keys.rows / S::PAIR, rows.len() / S::PAIR);
-        // This pass also brings the rows, which lie far apart, into the cache in the order in which they lie.
+        // This pass also brings the rows, which are far apart, into the cache in the order of their addresses.
         let mut finite = true;
         for i in 0..rows.len() {
             value(i + 8).filter(|_| i + 8 < rows.len()).into_iter().for_each(|row| row.prefetch());
@@ -131,17 +131,17 @@ impl Packing<'_> {
             let parts = ((wide - column) / R).min(S::LANES / R);
             let at = head * keys.head + keys.k_head + column * pairs + rows.start / S::PAIR * R;
             let panel = |part: usize| {
-                // SAFETY: the rows of this call are its own, in each panel of columns.
+                // SAFETY: only this call accesses these rows in each panel of columns.
                 unsafe { target.row(at + part * pairs * R, count * R) }.as_mut_ptr()
             };
             let (first, second) = (panel(0), (parts > 1).then(|| panel(1)));
             for i in 0..count {
                 let x = load_across(simd, i, column, value);
-                // SAFETY: row i is there, in both panels.
+                // SAFETY: both panels have row i.
                 unsafe { store_parts::<S, R>(simd, first.add(i * R), second.map(|second| second.add(i * R)), x) };
             }
         }
-        // Read by those who have seen that the chunk is counted as packed.
+        // Threads read this only after they have seen that the chunk is counted as packed.
         keys.spoilt[head * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
     }
 }

@@ -1,22 +1,22 @@
-//! Rows as columns and columns as rows, by transposing a square of vectors in registers at a time.
+//! Converts rows to columns and columns to rows, by transposing square blocks of vectors in registers.
 
 use super::super::vector::Simd;
 use super::super::view::Data;
 
-/// Most numbers of a vector.
+/// Maximum number of elements in a vector.
 const MOST: usize = 16;
 
-/// `row[at..][..LANES]`, zeros behind its end.
+/// Loads `row[at..][..LANES]`, with zeros after the end of the row.
 #[inline(always)]
 fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
     let end = row.len().min(at + S::LANES);
     let mut numbers = [0.0; MOST];
     match row {
         Data::F32(row) if end == at + S::LANES => {
-            // SAFETY: LANES elements from `at` on are there.
+            // SAFETY: the row has LANES elements from `at` on.
             return unsafe { simd.load(row.as_ptr().add(at)) };
         }
-        // A length the compiler knows becomes vector instructions.
+        // With a length known to the compiler, the loop becomes vector instructions.
         Data::Bf16(row) if end == at + S::LANES => {
             for (to, x) in numbers[..S::LANES].iter_mut().zip(&row[at..at + S::LANES]) {
                 *to = f32::from_bits(u32::from(x.to_bits()) << 16);
@@ -29,7 +29,7 @@ fn load<S: Simd>(simd: S, row: Data, at: usize) -> S::V {
     unsafe { simd.load(numbers.as_ptr()) }
 }
 
-/// The rows themselves, if they hold `dim` elements of `pair` numbers as a vector takes them.
+/// Pointers to the rows, if each has `dim` elements of `pair` numbers in the type that vectors take; else `None`.
 #[inline(always)]
 pub(in super::super) fn direct(rows: &[Data], pair: usize, dim: usize) -> Option<[*const f32; MOST]> {
     let mut from = [std::ptr::null(); MOST];
@@ -43,7 +43,7 @@ pub(in super::super) fn direct(rows: &[Data], pair: usize, dim: usize) -> Option
     Some(from)
 }
 
-/// Elements `at..at + LANES` of a row: numbers, or pairs of neighbours in bf16.
+/// Loads the elements `at..at + LANES` of a row: numbers, or pairs of neighbours in bf16.
 #[inline(always)]
 pub(in super::super) fn load_along<S: Simd>(simd: S, row: Data, pair: usize, at: usize) -> S::V {
     match pair {
@@ -52,8 +52,8 @@ pub(in super::super) fn load_along<S: Simd>(simd: S, row: Data, pair: usize, at:
     }
 }
 
-/// Calls `emit(d, first, x)` for each element `d < dim` and each LANES of the `rows` rows, x being element d of rows
-/// `first..first + LANES`. An element is a number or `pair` of them. A row that is `None` is zero.
+/// Calls `emit(d, first, x)` for each element `d < dim` and every LANES of the `rows` rows; x is element d of rows
+/// `first..first + LANES`. An element is `pair` numbers. A row that is `None` counts as zeros.
 #[inline(always)]
 fn squares<'a, S: Simd>(
     simd: S,
@@ -69,7 +69,7 @@ fn squares<'a, S: Simd>(
                 *from = row;
             }
         }
-        // Rows lie far apart, so no processor guesses which come next.
+        // Rows are far apart, so the hardware prefetcher does not find them.
         for next in first + S::LANES..rows.min(first + 2 * S::LANES) {
             row(next).into_iter().for_each(Data::prefetch);
         }
@@ -91,7 +91,7 @@ fn squares<'a, S: Simd>(
                 }
             }
             simd.transpose(&mut square);
-            // One call only: a closure that is not inlined is compiled without the vector instructions.
+            // There is only one call of `emit`: a closure that is not inlined is compiled without the vector instructions.
             for (i, x) in square.iter().enumerate().take(S::LANES) {
                 if d + i < dim {
                     emit(d + i, first, *x);
@@ -101,8 +101,8 @@ fn squares<'a, S: Simd>(
     }
 }
 
-/// Rows as columns: `to[d][lane] = factor * row(lane)[d]` for `lanes` lanes, whole vectors; a row that is `None` is
-/// zero.
+/// Transposes rows to columns: `to[d][lane] = factor * row(lane)[d]` for `lanes` lanes, whole vectors. A row that is `None`
+/// counts as zeros.
 #[inline(always)]
 pub(in super::super) fn columns<'a, S: Simd>(
     simd: S,
@@ -120,7 +120,7 @@ pub(in super::super) fn columns<'a, S: Simd>(
     });
 }
 
-/// [`columns`] for products: where PAIR is 2, of pairs along the rows, and without a factor.
+/// Like [`columns`], for operands of products: if PAIR is 2, in pairs along the rows and without the factor.
 #[inline(always)]
 pub(in super::super) fn operand_columns<'a, S: Simd>(
     simd: S,
@@ -140,7 +140,8 @@ pub(in super::super) fn operand_columns<'a, S: Simd>(
     });
 }
 
-/// Rows as panels `[rows / R][dim / PAIR][R]` for products; R divides LANES and `rows`. A row that is `None` is zero.
+/// Packs rows as panels `[rows / R][dim / PAIR][R]` for products; R divides LANES and `rows`. A row that is `None` counts
+/// as zeros.
 #[inline(always)]
 pub(in super::super) fn panels<'a, S: Simd, const R: usize>(
     simd: S,
@@ -153,7 +154,7 @@ pub(in super::super) fn panels<'a, S: Simd, const R: usize>(
     assert!(to.len() >= rows * depth && rows.is_multiple_of(R));
     let to = to.as_mut_ptr();
     squares(simd, (depth, S::PAIR), rows, row, |d, first, x| {
-        // SAFETY: the asserted size; d < depth, the panel of row `first` is there, and the next if there are more rows.
+        // SAFETY: the asserted size; d < depth, the panel of row `first` exists, and the next one if there are more rows.
         unsafe {
             let panel = to.add(first * depth + d * R);
             store_parts::<S, R>(simd, panel, (first + R < rows).then(|| panel.add(R * depth)), x);
@@ -161,8 +162,8 @@ pub(in super::super) fn panels<'a, S: Simd, const R: usize>(
     });
 }
 
-/// Columns as panels `[rows / R][dim / PAIR][R]` for products: `column(d)` holds element d of every row. R divides LANES and
-/// `rows`; what a column lacks, and a column that is `None`, is zero.
+/// Packs columns as panels `[rows / R][dim / PAIR][R]` for products: `column(d)` has element d of every row. R divides
+/// LANES and `rows`; missing elements, and columns that are `None`, count as zeros.
 #[inline(always)]
 pub(in super::super) fn panels_across<'a, S: Simd, const R: usize>(
     simd: S,
@@ -177,7 +178,8 @@ pub(in super::super) fn panels_across<'a, S: Simd, const R: usize>(
     for d in 0..depth {
         for first in (0..rows).step_by(S::LANES) {
             let x = load_across(simd, d, first, &column);
-            // SAFETY: the asserted size; d < depth, the panel of row `first` is there, and the next if there are more rows.
+            // SAFETY: the asserted size; d < depth, the panel of row `first` exists, and the next one if there are more
+            // rows.
             unsafe {
                 let panel = to.add(first * depth + d * R);
                 store_parts::<S, R>(simd, panel, (first + R < rows).then(|| panel.add(R * depth)), x);
@@ -186,7 +188,7 @@ pub(in super::super) fn panels_across<'a, S: Simd, const R: usize>(
     }
 }
 
-/// Whether all that is packed is numbers.
+/// Whether all packed numbers are finite.
 #[inline(always)]
 pub(in super::super) fn is_finite<S: Simd>(packed: &[f32]) -> bool {
     match S::PAIR {
@@ -195,13 +197,13 @@ pub(in super::super) fn is_finite<S: Simd>(packed: &[f32]) -> bool {
     }
 }
 
-/// Writes the first R numbers of a vector, and if it has more, the next R.
+/// Writes the first R numbers of a vector and, if it has more, the next R.
 ///
 /// # Safety
 /// Both must be writable for R numbers; R is all or half of LANES.
 #[inline(always)]
 pub(super) unsafe fn store_parts<S: Simd, const R: usize>(simd: S, first: *mut f32, second: Option<*mut f32>, x: S::V) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the contract of the caller.
     unsafe {
         if R == S::LANES {
             simd.store(first, x);
@@ -212,8 +214,8 @@ pub(super) unsafe fn store_parts<S: Simd, const R: usize>(simd: S, first: *mut f
     }
 }
 
-/// Elements `at..at + LANES` of rows `PAIR * i..` as products take them across rows: where PAIR is 2, an element is one
-/// of two rows.
+/// Loads the elements `at..at + LANES` of rows `PAIR * i..` for products across rows: if PAIR is 2, an element has a number
+/// of each of two rows.
 #[inline(always)]
 pub(in super::super) fn load_across<'a, S: Simd>(
     simd: S,
@@ -234,7 +236,7 @@ pub(in super::super) fn load_across<'a, S: Simd>(
     }
 }
 
-/// Columns as rows: `row(lane)[d] = from[d][lane]` for each lane that has a row of `dim` elements.
+/// Transposes columns to rows: `row(lane)[d] = from[d][lane]` for each lane that has a row of `dim` elements.
 #[inline(always)]
 pub(in super::super) fn rows<'a, S: Simd>(
     simd: S,
@@ -255,7 +257,7 @@ pub(in super::super) fn rows<'a, S: Simd>(
             let mut square = [simd.splat(0.0); MOST];
             let here = S::LANES.min(dim - d);
             for (i, x) in square.iter_mut().enumerate().take(S::LANES) {
-                // SAFETY: the asserted size; the last row is read again where there is none.
+                // SAFETY: the asserted size; beyond the end, the last row is read again.
                 *x = unsafe { simd.load(from.as_ptr().add((d + i.min(here - 1)) * lanes + first)) };
             }
             simd.transpose(&mut square);
@@ -276,8 +278,8 @@ pub(in super::super) fn rows<'a, S: Simd>(
     }
 }
 
-/// Rows in their order for products across them, each filled up with zeros to `width`: `to[i][..width] = factor *
-/// row(i)`; where PAIR is 2, of pairs of rows, and without a factor.
+/// Copies rows in order for products across them, each padded with zeros to `width`: `to[i][..width] = factor * row(i)`; if
+/// PAIR is 2, in pairs of rows and without the factor.
 #[inline(always)]
 pub(in super::super) fn copy<'a, S: Simd>(
     simd: S,

@@ -1,15 +1,15 @@
-//! Tiles side by side, as one.
+//! Joins neighbouring tiles, and neighbouring parts of blocks.
 
 use super::super::Tile;
 use super::Part;
 use crate::mask::Band;
 use std::ops::Range;
 
-/// Tiles of the same keys, visible as a whole, whose queries follow one another in the list are one tile. The place is the
-/// first one's.
+/// Joins tiles of the same keys that are visible completely and whose queries are consecutive. The joined tile has the
+/// place of the first.
 pub(super) fn tiles(tiles: &[Tile]) -> Vec<Tile> {
     let mut joined: Vec<Tile> = Vec::new();
-    // The last whole tile from a key on: tiles come by their queries, run by run, so no sorting is needed to find it.
+    // The last such tile by its first key. Tiles are ordered by queries, run by run, so no sorting is needed to find it.
     let mut whole = vec![usize::MAX; tiles.iter().map(|tile| tile.k.start + 1).max().unwrap_or(0)];
     for tile in tiles.iter().filter(|tile| !tile.q.is_empty() && !tile.k.is_empty()) {
         if is_whole(tile) {
@@ -33,7 +33,7 @@ fn is_whole(tile: &Tile) -> bool {
     tile.band.is_full(tile.q.len(), tile.k.len())
 }
 
-/// Parts of a block that all its queries see as a whole, and whose keys follow one another, are one part.
+/// Joins the parts of a block that all of its queries see completely and whose keys are consecutive.
 pub(super) fn wholes(parts: &mut Vec<Part>) {
     let (mut whole, mut joined): (Vec<Part>, Vec<Part>) =
         parts.drain(..).partition(|part| !part.any.is_empty() && part.any == part.all);
@@ -50,8 +50,8 @@ pub(super) fn wholes(parts: &mut Vec<Part>) {
     *parts = joined;
 }
 
-/// Parts of a block whose keys follow one another are one part, if its keys move on with the queries as in a band: then no
-/// block of keys is met twice. `seen` tells the keys of a part that a query row sees.
+/// Joins the parts of a block whose keys are consecutive, if each query's keys then form a band: so no block of keys is
+/// visited twice. `seen` returns the keys of a part that a query row sees.
 pub(super) fn neighbours(
     mut parts: Vec<Part>,
     rows: &Range<usize>,
@@ -74,7 +74,7 @@ pub(super) fn neighbours(
     joined
 }
 
-/// What a group of parts is together, if each query sees one range of it, and both ends move on with the queries.
+/// The union of a group of parts, if each query sees one range of it, and both ends of the range advance with the queries.
 fn as_band(group: &[Part], rows: &Range<usize>, seen: impl Fn(&Part, usize) -> Range<usize>) -> Option<Part> {
     let mut lanes = Vec::with_capacity(rows.len());
     for row in rows.clone() {
@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn blocks_of_a_striped_layout_see_the_past_as_one_part() {
-        // Eight runs of 64 tokens, of which each sees those before it as a whole and itself causally.
+        // Eight runs of 64 tokens; each sees the runs before it completely and itself causally.
         let mut tiles = Vec::new();
         for q in 0..8 {
             for k in 0..=q {
@@ -131,7 +131,7 @@ mod tests {
             q_cuts in prop::collection::vec(1usize..7, 1..6), k_cuts in prop::collection::vec(1usize..7, 1..6),
             bands in prop::collection::vec((-8i64..8, 0i64..9, 0u8..3), 25), lanes in 1usize..9,
         ) {
-            // A grid of tiles; a third of them whole, a third not there.
+            // A grid of tiles; a third of them are full, and a third are missing.
             let (mut tiles, mut q) = (Vec::new(), 0);
             for (row, height) in q_cuts.iter().enumerate() {
                 let mut k = 0;

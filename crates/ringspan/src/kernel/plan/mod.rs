@@ -1,4 +1,4 @@
-//! Tiles cut into blocks of queries: what a block has to compute, and where it needs a mask.
+//! Plans divide tiles into blocks of queries: which keys a block has to compute, and where it needs a mask.
 
 mod join;
 
@@ -6,80 +6,80 @@ use super::{Place, Tile};
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// The part of a tile that concerns one block of queries.
+/// The part of a tile that belongs to one block of queries.
 pub(super) struct Part {
-    /// Index of the tile.
+    /// Index of the tile in the plan.
     pub(super) tile: usize,
-    /// Key rows that some query of the block sees.
+    /// Key rows that any query of the block sees.
     pub(super) any: Range<usize>,
     /// Key rows that every query of the block sees; possibly empty.
     pub(super) all: Range<usize>,
-    /// Key rows that each query sees, where several tiles were joined; both ends move on with the query, as in a band.
+    /// Key rows that each query sees, if several tiles were joined; both ends advance with the query, as in a band.
     joined: Option<Vec<Range<usize>>>,
 }
 
-/// Where a block of queries meets a block of keys of a tile.
+/// The intersection of a block of queries and a block of keys of a tile.
 #[derive(Clone)]
 pub(super) struct Meeting {
     place: Place,
     /// Row of lane 0.
     row: usize,
-    /// Lane 0 and key 0, in rows of the tile; the tile may begin later.
+    /// Rows of lane 0 and key 0, relative to the tile; negative if the tile begins later.
     i: i64,
     j: i64,
-    /// Rows of the tile.
+    /// Number of query and key rows of the tile.
     queries: usize,
     keys: usize,
 }
 
 impl Meeting {
-    /// Rows `rows` of a tile's keys before its only query.
+    /// The keys of a tile from row `key` on, with the tile's only query.
     pub(super) fn of_query(tile: &Tile, key: usize) -> Self {
         let j = (key - tile.k.start) as i64;
         Self { place: tile.place, row: tile.q.start, i: 0, j, queries: tile.q.len(), keys: tile.k.len() }
     }
 
-    /// Distance of a lane and a key whose numbers differ by `lane_less_key`.
+    /// Distance of a lane and a key, given the difference of their indices.
     pub(super) fn distance(&self, lane_less_key: i64) -> i64 {
         self.place.distance + self.place.step as i64 * (self.i - self.j + lane_less_key)
     }
 
-    /// Index of a lane's query in the flat batch. Lanes beside the tile get that of its border.
+    /// Index of a lane's query in the flat batch. Lanes outside the tile get the index of its nearest query.
     pub(super) fn query(&self, lane: usize) -> usize {
         let i = (self.i + lane as i64).clamp(0, self.queries as i64 - 1) as usize;
         self.place.query + i * self.place.step
     }
 
-    /// Index of a key in its batch row. Keys beside the tile get that of its border.
+    /// Index of a key in its batch row. Keys outside the tile get the index of its nearest key.
     pub(super) fn key(&self, key: usize) -> usize {
         let j = (self.j + key as i64).clamp(0, self.keys as i64 - 1) as usize;
         self.place.key + j * self.place.step
     }
 
-    /// The row of a lane's query, if it lies in the tile.
+    /// The row of a lane's query, if it is in the tile.
     pub(super) fn row(&self, lane: usize) -> Option<usize> {
         (0..self.queries as i64).contains(&(self.i + lane as i64)).then_some(self.row + lane)
     }
 
-    /// Tokens from one row to the next.
+    /// Distance of neighbouring tokens.
     pub(super) fn step(&self) -> usize {
         self.place.step
     }
 
-    /// Those of the first `count` keys that lie in the tile.
+    /// The keys among the first `count` that are in the tile.
     pub(super) fn keys(&self, count: usize) -> Range<usize> {
         let end = (self.keys as i64 - self.j).clamp(0, count as i64) as usize;
         ((-self.j).max(0) as usize).min(end)..end
     }
 }
 
-/// Blocks of `lanes` queries, and their parts.
+/// Blocks of `lanes` queries, and the parts of tiles that each has to compute.
 pub(super) struct Plan<'a> {
     tiles: Cow<'a, [Tile]>,
     lanes: usize,
     queries: usize,
     parts: Vec<Vec<Part>>,
-    /// The least range that holds all visible keys.
+    /// The smallest range that contains all visible keys.
     pub(super) keys: Range<usize>,
     seen_keys: Vec<bool>,
     seen_queries: Vec<bool>,
@@ -90,8 +90,9 @@ impl<'a> Plan<'a> {
         Self::of(Cow::Borrowed(tiles), lanes, queries, keys)
     }
 
-    /// For scores that do not depend on where tiles lie: what is visible as a whole, side by side, is one. Layouts of many
-    /// short runs, such as striped blocks, have such tiles by the thousand, and blocks of queries that lie in two of them.
+    /// A plan for scores that do not depend on positions: neighbouring tiles that are visible completely are joined.
+    /// Layouts with many short runs, such as striped blocks, have thousands of such tiles, and blocks of queries that are
+    /// in two of them.
     pub(super) fn joined(tiles: &'a [Tile], lanes: usize, queries: usize, keys: usize) -> Self {
         let mut plan = Self::of(Cow::Owned(join::tiles(tiles)), lanes, queries, keys);
         for block in 0..plan.blocks() {
@@ -110,7 +111,7 @@ impl<'a> Plan<'a> {
         let (mut first, mut last) = (keys, 0);
         for (index, tile) in tiles.iter().enumerate() {
             let Some(band) = tile.band.clamp(tile.q.len(), tile.k.len()) else { continue };
-            // Queries lo.. see something, until the last key has left the band.
+            // The queries from `lo` on see keys, until the last key has left the band.
             let from = band.lo.max(0) as usize;
             let to = tile.q.len().min((band.hi + tile.k.len() as i64) as usize);
             if from >= to {
@@ -125,7 +126,7 @@ impl<'a> Plan<'a> {
             for (block, parts) in parts.iter_mut().enumerate().take(rows.end.div_ceil(lanes)).skip(rows.start / lanes) {
                 let block = block * lanes..((block + 1) * lanes).min(queries);
                 let (i0, i1) = (rows.start.max(block.start) - tile.q.start, rows.end.min(block.end) - tile.q.start);
-                // The visible keys move on with the query, so the first and the last query bound them.
+                // The visible keys advance with the query, so the first and the last query bound them.
                 let (head, tail) = (band.keys(i0, tile.k.len()), band.keys(i1 - 1, tile.k.len()));
                 let shift = |keys: Range<usize>| tile.k.start + keys.start..tile.k.start + keys.end;
                 let any = shift(head.start..tail.end);
@@ -138,18 +139,18 @@ impl<'a> Plan<'a> {
         Self { tiles, lanes, queries, parts, keys: first.min(last)..last, seen_keys, seen_queries }
     }
 
-    /// Most bytes of the lists that a plan of these tiles is made of.
+    /// Upper bound on the bytes of the lists in a plan for these tiles.
     pub(super) fn bytes(tiles: &[Tile], lanes: usize, queries: usize, keys: usize) -> u64 {
         let blocks_of = |tile: &Tile| tile.q.end.div_ceil(lanes).saturating_sub(tile.q.start / lanes);
         let (blocks, parts) = (queries.div_ceil(lanes), tiles.iter().map(blocks_of).sum::<usize>());
-        // A list that grows has room for at most twice as much, and at first for four; a block's parts are at best one, with a
-        // range for each query.
+        // A growing list has capacity for at most twice its elements, and at first for four. A joined part of a block also
+        // has a range for each query.
         let of_block = size_of::<Vec<Part>>() + 4 * size_of::<Part>() + lanes * size_of::<Range<usize>>();
         let lists = 2 * (parts * size_of::<Part>() + size_of_val(tiles)) + blocks * of_block;
         (lists + (queries + keys) * (size_of::<i32>() + 1)) as u64
     }
 
-    /// Blocks of queries.
+    /// Number of blocks of queries.
     pub(super) fn blocks(&self) -> usize {
         self.parts.len()
     }
@@ -159,17 +160,18 @@ impl<'a> Plan<'a> {
         block * self.lanes..((block + 1) * self.lanes).min(self.queries)
     }
 
-    /// What a block has to compute.
+    /// The parts that a block has to compute.
     pub(super) fn parts(&self, block: usize) -> &[Part] {
         &self.parts[block]
     }
 
-    /// Key rows a block computes, summed over its parts: its cost.
+    /// The cost of a block: the key rows that it computes, summed over its parts.
     pub(super) fn cost(&self, block: usize) -> usize {
         self.parts[block].iter().map(|part| part.any.len()).sum()
     }
 
-    /// `heads` heads of these blocks cut into at most `workers` runs of about the same cost: heads with ranges of blocks.
+    /// Divides the blocks of `heads` heads among at most `workers` workers with about the same cost: heads, each with a
+    /// range of blocks.
     pub(super) fn shares(&self, heads: usize, workers: usize) -> Vec<Vec<(usize, Range<usize>)>> {
         let per_head: usize = (0..self.blocks()).map(|block| self.cost(block)).sum();
         let total = (heads * per_head) as u128;
@@ -181,7 +183,7 @@ impl<'a> Plan<'a> {
                 if cost == 0 {
                     continue;
                 }
-                // The worker in whose part of the line the middle of this block lies.
+                // The block belongs to the worker whose share of the total cost contains the block's middle.
                 let worker = ((2 * before + cost) as u128 * workers as u128 / (2 * total)) as usize;
                 before += cost;
                 let share = &mut shares[worker.min(workers - 1)];
@@ -195,7 +197,7 @@ impl<'a> Plan<'a> {
         shares
     }
 
-    /// As [`shares`](Self::shares), but a block belongs to one worker for all heads.
+    /// Like [`shares`](Self::shares), but each block belongs to one worker for all heads.
     pub(super) fn shares_by_block(&self, heads: usize, workers: usize) -> Vec<Vec<(usize, Range<usize>)>> {
         let of_one = self.shares(1, workers);
         let of_all = |share: Vec<(usize, Range<usize>)>| {
@@ -204,17 +206,17 @@ impl<'a> Plan<'a> {
         of_one.into_iter().map(of_all).collect()
     }
 
-    /// Whether some query sees this key row. Others are never read: they may hold anything.
+    /// Whether any query sees this key row. Other rows are never read, so they may contain anything.
     pub(super) fn sees_key(&self, row: usize) -> bool {
         self.seen_keys[row]
     }
 
-    /// Whether this query row sees some key.
+    /// Whether this query row sees any key.
     pub(super) fn sees_anything(&self, row: usize) -> bool {
         self.seen_queries[row]
     }
 
-    /// Key rows of a part that a query of its block sees.
+    /// Key rows of a part that query `row` of the block `rows` sees.
     fn seen(&self, part: &Part, rows: &Range<usize>, row: usize) -> Range<usize> {
         if part.any == part.all {
             return part.all.clone();
@@ -230,18 +232,18 @@ impl<'a> Plan<'a> {
         tile.k.start + keys.start..tile.k.start + keys.end
     }
 
-    /// Where a block meets the keys from row `base` on.
+    /// The intersection of a block and the keys from row `base` on.
     pub(super) fn meeting(&self, block: usize, part: &Part, base: usize) -> Meeting {
         let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
         let (i, j) = (rows.start as i64 - tile.q.start as i64, base as i64 - tile.k.start as i64);
-        // Lanes behind the block's last query are beside the tile.
+        // Lanes after the block's last query are outside the tile.
         let queries = tile.q.len().min(rows.end - tile.q.start.min(rows.end));
         Meeting { place: tile.place, row: rows.start, i, j, queries, keys: tile.k.len() }
     }
 
-    /// For each lane the visible keys of a part, `low[lane]..high[lane]` counted from `base` and cut to `width`.
+    /// For each lane the visible keys of a part, `low[lane]..high[lane]`, counted from `base` and limited to `width`.
     ///
-    /// Lanes behind the last query see nothing.
+    /// Lanes after the last query see nothing.
     pub(super) fn bounds(
         &self,
         block: usize,
@@ -255,15 +257,15 @@ impl<'a> Plan<'a> {
         for (lane, (low, high)) in low.iter_mut().zip(high).enumerate() {
             let row = rows.start + lane;
             let keys = if row < rows.end { self.seen(part, &rows, row) } else { base..base };
-            // Widths of blocks are small, so these numbers are exact.
+            // Blocks are narrow, so f32 represents these numbers exactly.
             [*low, *high] = [keys.start, keys.end].map(|key| (key.clamp(base, base + width) - base) as f32);
         }
     }
 }
 
-/// Rows that lie in some of many ranges, in time that does not grow with their lengths.
+/// Computes which rows are in any of many ranges, in time that does not depend on the lengths of the ranges.
 struct Cover {
-    /// Ranges that begin at a row, less those that have ended.
+    /// For each row, the number of ranges that begin there, minus the number that end there.
     changes: Vec<i32>,
 }
 
@@ -277,7 +279,7 @@ impl Cover {
         self.changes[rows.end] -= 1;
     }
 
-    /// Whether each row lies in a range.
+    /// For each row, whether it is in a range.
     fn rows(mut self) -> Vec<bool> {
         self.changes.pop();
         let count = |ranges: &mut i32, change: i32| {
@@ -288,7 +290,7 @@ impl Cover {
     }
 }
 
-/// For each vector of lanes the keys that some of its lanes sees, with borders rounded outwards to multiples of `r`.
+/// For each vector of lanes, the keys that any of its lanes sees, with bounds rounded outwards to multiples of `r`.
 #[inline(always)]
 pub(super) fn spans<const N: usize>(low: &[f32], high: &[f32], vector: usize, r: usize) -> [Range<usize>; N] {
     std::array::from_fn(|v| {
@@ -299,7 +301,7 @@ pub(super) fn spans<const N: usize>(low: &[f32], high: &[f32], vector: usize, r:
             }
         }
         let end = (end as usize).next_multiple_of(r);
-        // Without any, from `end` to `end`: infinity is cut to it.
+        // Without any key the range is empty: the infinite start is limited to `end`.
         (start as usize).min(end) / r * r..end
     })
 }
@@ -312,7 +314,7 @@ mod tests {
 
     #[test]
     fn one_key_head_keeps_all_threads_busy() {
-        // Two workers on one key-value head: the second adds through a private sum, and both do about half.
+        // Two workers share one key-value head: the second has a private sum, and both do about half.
         let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, place: Place::START }];
         let plan = Plan::new(&tiles, 48, 960, 960);
         for heads in [1, 2, 3] {

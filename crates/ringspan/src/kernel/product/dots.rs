@@ -1,4 +1,4 @@
-//! Products of a few rows with columns whose terms are contiguous: the columns are read once, where they are.
+//! Products of a few rows with columns whose terms are contiguous: each column is read once, in place.
 
 use super::super::pack::{direct, load_along};
 use super::super::vector::Simd;
@@ -6,20 +6,20 @@ use super::lines::Lines;
 use super::tile::ProductOutput;
 use std::ops::Range;
 
-/// Most rows: with more, packing the columns costs less than what it saves.
+/// Maximum number of rows: with more, packing the columns costs less than it saves.
 pub(super) const ROWS: usize = 4;
-/// Columns that are read at once.
+/// Number of columns that are read at once.
 const COLUMNS: usize = 4;
 
-/// Rows times columns, both with their terms along a line.
+/// A product of rows and columns whose terms are both along lines.
 pub(in super::super) struct Dots<'a> {
-    /// At most ROWS.
+    /// The left factor, with at most ROWS rows.
     pub(super) a: Lines<'a>,
     pub(super) b: Lines<'a>,
     pub(super) out: ProductOutput,
 }
 
-/// Numbers that a worker needs, for so many elements of a line and of a vector.
+/// Number of elements in a worker's scratch, for lines of `depth` elements and vectors of `vector`.
 pub(super) fn scratch(depth: usize, vector: usize) -> usize {
     ROWS * depth.next_multiple_of(vector)
 }
@@ -28,7 +28,7 @@ impl Dots<'_> {
     /// Computes some columns of the output.
     ///
     /// # Safety
-    /// Nobody else may touch these elements of the output.
+    /// No other thread may access these elements of the output.
     #[inline(always)]
     pub(in super::super) unsafe fn columns<S: Simd>(&self, simd: S, columns: Range<usize>, scratch: &mut [f32]) {
         let (a, depth) = (self.a, self.a.terms.div_ceil(S::PAIR));
@@ -54,23 +54,23 @@ impl Dots<'_> {
         }
     }
 
-    /// M rows times at most COLUMNS columns.
+    /// Multiplies M rows by at most COLUMNS columns.
     ///
     /// # Safety
-    /// As [`columns`](Self::columns).
+    /// As for [`columns`](Self::columns).
     #[inline(always)]
     unsafe fn few<S: Simd, const M: usize>(&self, simd: S, columns: Range<usize>, rows: &[f32]) {
         let (terms, depth) = (self.b.terms, self.b.terms.div_ceil(S::PAIR));
         let padded = depth.next_multiple_of(S::LANES);
         assert!(rows.len() == M * padded);
-        // Where there are fewer, the last is read again.
+        // If there are fewer columns, the last is read again.
         let lines: [_; COLUMNS] =
             std::array::from_fn(|j| self.b.line(columns.end.min(columns.start + j + 1) - 1, 0..terms));
         let whole = terms / S::PAIR / S::LANES * S::LANES;
         let direct = direct(&lines, S::PAIR, whole);
         let mut acc = [[simd.splat(0.0); COLUMNS]; M];
         let mut from = 0;
-        // Loops, since a closure that is not inlined is compiled without the vector instructions.
+        // These are loops, because a closure that is not inlined is compiled without the vector instructions.
         let mut b = [simd.splat(0.0); COLUMNS];
         if let Some(lines) = direct {
             for d in (0..whole).step_by(S::LANES) {
@@ -99,7 +99,7 @@ impl Dots<'_> {
     }
 }
 
-/// Adds the products of a vector of each of M rows, which begin `stride` apart, with one of each column.
+/// Adds the products of a vector of each of M rows, which are `stride` apart, and a vector of each column.
 #[inline(always)]
 fn add<S: Simd, const M: usize>(
     simd: S,

@@ -1,4 +1,4 @@
-//! What the packing of a factor reads: lines of contiguous elements.
+//! Factors as lines of contiguous elements, for packing.
 
 use super::super::buffer::Target;
 use super::super::pack;
@@ -8,21 +8,21 @@ use super::matrix::{Element, Matrix};
 use super::panels::Panels;
 use std::ops::Range;
 
-/// A factor as lines of contiguous elements. Its *places* are the rows of a left factor, the columns of a right one; each
-/// has a *term* for every product that is summed.
+/// A factor as lines of contiguous elements. Its *places* are the rows of a left factor, or the columns of a right factor;
+/// each has a *term* for every product in a sum.
 #[derive(Clone, Copy)]
 pub(in super::super) struct Lines<'a> {
     data: Data<'a>,
     /// Elements from one line to the next.
     stride: usize,
-    /// Whether a line holds all terms of a place; else it holds one term of all places.
+    /// Whether a line contains all terms of a place; otherwise it contains one term of all places.
     along: bool,
     pub(super) places: usize,
     pub(super) terms: usize,
 }
 
 impl<'a> Lines<'a> {
-    /// A left factor; a right one is given as its transpose.
+    /// The lines of a left factor; a right factor is given as its transpose.
     pub(super) fn new<T: Element>(matrix: Matrix<'a, T>) -> Self {
         let Matrix { data, rows, cols, row_stride, col_stride } = matrix;
         let along = col_stride == 1;
@@ -31,23 +31,23 @@ impl<'a> Lines<'a> {
         Self { data: T::data(data), stride, along, places: rows, terms: cols }
     }
 
-    /// Whether a line holds all terms of a place.
+    /// Whether a line contains all terms of a place.
     pub(super) fn along(&self) -> bool {
         self.along
     }
 
-    /// Some elements of a line.
+    /// The given elements of a line.
     #[inline(always)]
     pub(super) fn line(&self, line: usize, elements: Range<usize>) -> Data<'a> {
         let first = line * self.stride;
         self.data.slice(first + elements.start..first + elements.end)
     }
 
-    /// Packs some terms of some rows as panels of R rows that are broadcast: `[rows / R][terms / PAIR][R]`. Missing rows of
+    /// Packs some terms of some rows into panels of R rows, to be broadcast: `[rows / R][terms / PAIR][R]`. Missing rows of
     /// the last panel are zero.
     ///
     /// # Safety
-    /// `to` must have room for this.
+    /// `to` must have room for them.
     #[inline(always)]
     pub(in super::super) unsafe fn pack_rows<S: Simd, const R: usize>(
         &self,
@@ -66,11 +66,11 @@ impl<'a> Lines<'a> {
         }
     }
 
-    /// Packs some terms of some columns as vectors of `width` columns: `[terms / PAIR][width]`. Missing columns are zero. Lines
-    /// run along the terms.
+    /// Packs some terms of some columns into vectors of `width` columns: `[terms / PAIR][width]`. Missing columns are zero.
+    /// Each line contains all terms of a column.
     ///
     /// # Safety
-    /// `to` must have room for this; `width` is a multiple of LANES.
+    /// `to` must have room for them; `width` is a multiple of LANES.
     #[inline(always)]
     pub(in super::super) unsafe fn pack_columns<S: Simd>(
         &self,
@@ -84,11 +84,11 @@ impl<'a> Lines<'a> {
         pack::operand_columns(simd, to, terms.len(), width, 1.0, column);
     }
 
-    /// The same for lines across the columns, and several panels one behind the other, of which the first starts `at` some
-    /// element: `[panel][terms / PAIR][width]`.
+    /// Like [`pack_columns`](Self::pack_columns), for lines that contain one term of all columns, and for consecutive
+    /// panels, the first of which starts at element `at`: `[panel][terms / PAIR][width]`.
     ///
     /// # Safety
-    /// `to` must have room for this, which is nobody else's meanwhile, and need not have been written before.
+    /// `to` must have room for them there, which no other thread accesses meanwhile; it may be uninitialised before.
     #[inline(always)]
     pub(in super::super) unsafe fn pack_columns_across<S: Simd>(
         &self,
@@ -112,7 +112,7 @@ impl<'a> Lines<'a> {
                 let panel = at + panels.at(group.start, panel, depth) + i * width;
                 for v in (0..width).step_by(S::LANES) {
                     let x = pack::load_across(simd, 0, first + v, |half| lines[half]);
-                    // SAFETY: the caller's own elements.
+                    // SAFETY: the elements belong to the caller.
                     unsafe { simd.store(to.pointer(panel + v, S::LANES), x) };
                 }
             }

@@ -1,10 +1,10 @@
-//! Matrices in slices.
+//! Matrices in slices, with strides.
 
 use super::super::view::Data;
 use half::bf16;
 use std::ops::Range;
 
-/// A type of a factor's elements: `f32` or `bf16`.
+/// The type of a factor's elements: `f32` or `bf16`.
 pub trait Element: Copy + Send + Sync + sealed::Stored {}
 
 impl Element for f32 {}
@@ -35,7 +35,7 @@ mod sealed {
     }
 }
 
-/// A matrix in a slice, by its strides: the elements of its rows follow each other, or those of its columns do.
+/// A matrix in a slice, with strides: either the elements of its rows or those of its columns are contiguous.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a, T = f32> {
     pub(super) data: &'a [T],
@@ -46,19 +46,19 @@ pub struct Matrix<'a, T = f32> {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// Row after row.
+    /// A matrix whose rows follow one another.
     ///
     /// # Panics
-    /// A slice of another length.
+    /// If the slice has another length.
     pub fn new(data: &'a [T], rows: usize, cols: usize) -> Self {
         assert_eq!(Some(data.len()), rows.checked_mul(cols), "a matrix of {rows} x {cols}");
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    /// Rows that begin `stride` elements apart, of which the last may end with its elements.
+    /// A matrix whose rows begin `stride` elements apart; the slice may end with the last row's elements.
     ///
     /// # Panics
-    /// A slice that is too short.
+    /// If the slice is too short.
     pub fn strided(data: &'a [T], rows: usize, cols: usize, stride: usize) -> Self {
         let last = || (rows - 1).checked_mul(stride)?.checked_add(cols);
         let needed = if rows == 0 || cols == 0 { Some(0) } else { last() };
@@ -67,17 +67,17 @@ impl<'a, T> Matrix<'a, T> {
         Self { data, rows, cols, row_stride: stride, col_stride: 1 }
     }
 
-    /// The transpose: no element moves.
+    /// The transpose, without moving elements.
     #[must_use]
     pub fn t(self) -> Self {
         let Self { data, rows, cols, row_stride, col_stride } = self;
         Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
     }
 
-    /// Some of the rows.
+    /// The rows in a range.
     ///
     /// # Panics
-    /// Rows that are not there.
+    /// If the range is out of bounds.
     #[must_use]
     pub fn rows(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.rows, "rows {range:?} of {}", self.rows);
@@ -85,7 +85,7 @@ impl<'a, T> Matrix<'a, T> {
         Self { data: &self.data[start..], rows: range.len(), ..self }
     }
 
-    /// Rows and columns.
+    /// Number of rows and columns.
     #[must_use]
     pub fn shape(self) -> (usize, usize) {
         (self.rows, self.cols)
@@ -105,7 +105,7 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 impl<'a, T: Element> Matrix<'a, T> {
-    /// The same in f32, if its elements are.
+    /// The matrix as f32, if its elements have that type.
     #[must_use]
     pub fn as_f32(self) -> Option<Matrix<'a>> {
         let Self { rows, cols, row_stride, col_stride, .. } = self;

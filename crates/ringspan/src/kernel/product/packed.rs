@@ -1,4 +1,4 @@
-//! A right factor that is packed once and multiplied often.
+//! A right factor that is packed once and used in many products.
 
 use super::super::buffer::Aligned;
 use super::super::isa::Code;
@@ -7,10 +7,10 @@ use super::panels::Panels;
 use super::{Arithmetic, Element, Matrix, Output, run};
 use std::marker::PhantomData;
 
-/// The right factor b `[k, n]` of products with left factors of A, in the order in which they read it.
+/// The right factor b `[k, n]` of products with left factors of type A, in the order in which products read it.
 ///
-/// It holds two bytes an element where the product is taken in bf16, else four; n is rounded up to whole vectors, k to whole
-/// pairs. Packing reads along the terms of the sums, so `x W^T` and `dy W` need one each.
+/// It takes two bytes per element if products are in bf16, else four; n is rounded up to whole vectors, k to whole pairs.
+/// Packing orders elements along the terms of the sums, so `x W^T` and `dy W` each need their own.
 pub struct Packed<A> {
     code: Code,
     data: Aligned,
@@ -21,7 +21,7 @@ pub struct Packed<A> {
 }
 
 impl Arithmetic {
-    /// Packs b for products with left factors of A, on the threads of the pool that this thread belongs to.
+    /// Packs b for products with left factors of type A, on the threads of the pool that this thread belongs to.
     pub fn pack<A: Element, B: Element>(self, b: Matrix<B>) -> Packed<A> {
         let ((terms, columns), code) = (b.shape(), self.code::<A, B>());
         let panels = Panels::new(code, columns);
@@ -33,11 +33,11 @@ impl Arithmetic {
 }
 
 impl<A: Element> Packed<A> {
-    /// `a b`: a `[m, k]`, out `[m, n]`. The bits are those of [`Arithmetic::product`] where that packs too, and at once: of
-    /// more than 4 rows, and at most 4096 terms.
+    /// `a b`: a `[m, k]`, out `[m, n]`. It has the same bits as [`Arithmetic::product`] if that packs b as well, and in one
+    /// block: for more than 4 rows, and at most 4096 terms.
     ///
     /// # Panics
-    /// Sizes that do not fit.
+    /// If the sizes do not fit.
     pub fn product(&self, a: Matrix<A>, out: Output) {
         let ((m, k), n) = (a.shape(), self.columns);
         let fits = self.terms == k && m.checked_mul(n) == Some(out.len());
@@ -45,12 +45,12 @@ impl<A: Element> Packed<A> {
         run::product_packed(self.code, Lines::new(a), self.panels, &self.data, out);
     }
 
-    /// Rows and columns of b.
+    /// Number of rows and columns of b.
     pub fn shape(&self) -> (usize, usize) {
         (self.terms, self.columns)
     }
 
-    /// Bytes that it holds.
+    /// Bytes of the packed elements.
     pub fn bytes(&self) -> usize {
         size_of_val::<[f32]>(&self.data)
     }

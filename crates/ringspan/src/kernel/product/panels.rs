@@ -1,13 +1,13 @@
-//! How columns are cut into panels.
+//! Divides columns into panels.
 
 use super::super::isa::Code;
 use std::ops::Range;
 
-/// Columns as panels of as many vectors as the micro kernel takes at most, as even as they can be.
+/// Columns in panels of at most as many vectors as the micro kernel takes, of sizes as equal as possible.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Panels {
     columns: usize,
-    /// Numbers of a vector.
+    /// Number of elements in a vector.
     vector: usize,
     vectors: usize,
     count: usize,
@@ -23,17 +23,18 @@ impl Panels {
         self.count
     }
 
-    /// Columns of a panel.
+    /// The columns of a panel.
     pub(super) fn columns(&self, panel: usize) -> Range<usize> {
         self.start(panel)..self.start(panel + 1).min(self.columns)
     }
 
-    /// Columns of some panels, the missing ones of the last vector among them.
+    /// Number of columns of some panels, including the padding of the last vector.
     pub(super) fn width(&self, panels: &Range<usize>) -> usize {
         self.start(panels.end) - self.start(panels.start)
     }
 
-    /// Where a panel starts among packed ones that begin with another, if their columns hold `depth` elements.
+    /// Offset of a panel in a buffer of packed panels that begins with panel `first`, if their columns have `depth`
+    /// elements.
     pub(super) fn at(&self, first: usize, panel: usize, depth: usize) -> usize {
         self.width(&(first..panel)) * depth
     }
@@ -43,7 +44,7 @@ impl Panels {
     }
 }
 
-/// One of so many parts of a range, as even as they can be.
+/// Part `index` of a range that is divided into `parts` parts, of sizes as equal as possible.
 pub(super) fn part(range: &Range<usize>, index: usize, parts: usize) -> Range<usize> {
     let at = |index: usize| range.start + index * range.len() / parts;
     at(index)..at(index + 1)

@@ -1,4 +1,4 @@
-//! Shapes, bands, tiles and key blocks.
+//! Tests of shapes, bands, tiles and key blocks.
 
 use super::*;
 use proptest::prelude::*;
@@ -123,7 +123,7 @@ fn a_call_holds_no_more_than_it_says() {
                         said += of_decode;
                     }
                     let said = said + both.backward_workspace(&inputs, tiles);
-                    // A larger buffer takes the place of one that is too small, so of one query both may hold less.
+                    // A larger buffer replaces one that is too small, so with one query both passes may hold less.
                     let least = if queries == 1 { 1 } else { forward.held() + 1 };
                     assert!((least..=said).contains(&both.held()), "{queries}: {} of {said}", both.held());
                 }
@@ -164,7 +164,7 @@ fn progress_is_called_once_where_the_pause_is_longer_than_the_computation() {
     let problem = Problem::new(500, 3000, (4, 2), (16, 16), FULL);
     for computations in 1..=2 {
         problem.computed(&kernel, &problem.values());
-        // Forward and backward: each drives communication on.
+        // The forward and the backward pass each call the hook once.
         assert_eq!(calls.load(Ordering::Relaxed), 2 * computations);
     }
 }
@@ -177,12 +177,12 @@ fn scores_far_apart_stay_finite() {
     let wanted = problem.wanted(&values);
     for kernel in kernels(&[1]) {
         let got = problem.computed(&kernel, &values);
-        // Scores of hundreds have an absolute error of 1e-5, and so have their exponentials.
+        // Scores of several hundred have an absolute error of 1e-5, and so have their exponentials.
         wanted.compare(&got, 2e-4, &format!("{kernel:?}"));
     }
 }
 
-/// Every key is there twice. Its two weights are half of what one would be, if both passes know the score alike.
+/// Every key occurs twice. Its two weights are half of a single key's weight if both passes compute the same score.
 #[test]
 fn keys_that_tie_at_any_score_share_the_weight() {
     for (storage, power, bias) in [Storage::F32, Storage::Bf16, Storage::F16]
@@ -205,7 +205,7 @@ fn keys_that_tie_at_any_score_share_the_weight() {
             let got = problem.computed(&kernel, &values);
             let bound = if problem.rounds(&kernel) { 8e-3 } else { 5e-5 };
             let mut relative = got.clone();
-            // Compared in the size of the queries.
+            // Gradients of keys and log-sum-exps are compared relative to the size of the queries.
             let size = (1u64 << power) as f32;
             let mut wanted = wanted.clone();
             for x in wanted.dk.iter_mut().chain(&mut relative.dk).chain(&mut wanted.lse).chain(&mut relative.lse) {
@@ -273,7 +273,7 @@ proptest! {
         (kv_heads, group) in (1usize..3, 1usize..4),
         dims in (1usize..40, 1usize..40),
     ) {
-        // Four tiles around a cross in rows and columns, in two key blocks.
+        // Four tiles around a cross of rows and columns, in two key blocks.
         let at = |part: f64, of: usize| (part * of as f64) as usize;
         let (row, column, split) = (at(cuts.0, queries), at(cuts.1, keys), at(cuts.2, keys));
         let mut problem = Problem::new(queries, keys, (kv_heads * group, kv_heads), dims, FULL);
@@ -294,7 +294,7 @@ proptest! {
 #[test]
 fn where_one_key_has_all_the_weight_its_gradients_are_exactly_zero() {
     for dims in [(16, 16), (64, 64), (33, 20), (128, 128)] {
-        // Every query sees the key at its own position alone.
+        // Every query sees only the key at its own position.
         let problem = Problem::new(70, 70, (4, 2), dims, Band { lo: 0, hi: 0 });
         let values = problem.values();
         for kernel in kernels(&[2]) {

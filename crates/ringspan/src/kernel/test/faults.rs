@@ -1,8 +1,8 @@
-//! What is no number stays with the queries and keys that see it.
+//! Tests that NaN and infinities only reach the queries and keys that see them.
 
 use super::*;
 
-/// A row that holds it: tensor, token, head.
+/// A row that has a non-finite element: tensor, token, head.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Query(usize, usize),
@@ -23,7 +23,7 @@ impl Fault {
         data[at + 3] = x;
     }
 
-    /// Whether it reaches the output, and whether the gradient, of a query.
+    /// Whether the fault reaches the output, and whether it reaches the gradient, of a query.
     fn reaches_query(self, problem: &Problem, i: usize, h: usize) -> (bool, bool) {
         match self {
             Fault::Query(row, head) => ((i, h) == (row, head), (i, h) == (row, head)),
@@ -35,7 +35,7 @@ impl Fault {
         }
     }
 
-    /// Whether it reaches the gradients of a key and its value: some query that it reaches sees the key.
+    /// Whether the fault reaches the gradients of a key and its value: a query that it reaches sees the key.
     fn reaches_key(self, problem: &Problem, j: usize, g: usize) -> bool {
         (0..problem.heads())
             .filter(|&h| problem.kv_of[h] == g)
@@ -43,7 +43,8 @@ impl Fault {
     }
 }
 
-/// Elements of reached rows are finite where the reference's are; others differ from the clean answer by rounding.
+/// Checks that elements of reached rows are finite if the reference's are, and that others equal the clean ones up to
+/// rounding.
 fn compare(clean: &[f32], wanted: &[f32], got: &[f32], reached: impl Fn(usize) -> bool, bound: f32, what: &str) {
     for (at, (clean, (wanted, got))) in clean.iter().zip(wanted.iter().zip(got)).enumerate() {
         if reached(at) {
@@ -63,7 +64,7 @@ fn check(problem: &Problem, fault: Fault, what: &str) {
         let wanted = problem.wanted(&spoilt);
         for kernel in problem.kernels(&[2]) {
             let (clean, got) = (problem.computed(&kernel, &clean), problem.computed(&kernel, &spoilt));
-            // Products of visible pairs only are not rounded.
+            // In the careful way, products of visible pairs are not rounded to bf16.
             let bound = if problem.rounds(&kernel) { 2e-2 } else { 2e-6 };
             let what = |tensor: &str| format!("{what}, {fault:?} {x}, {kernel:?}: {tensor}");
             let (heads, kv_heads) = (problem.heads(), problem.kv_heads);

@@ -1,4 +1,4 @@
-//! The blocked kernels against the f64 reference, on every instruction set of this machine.
+//! Tests the blocked kernels against the f64 reference, on every instruction set of this machine.
 
 mod blocks;
 mod faults;
@@ -10,7 +10,7 @@ use super::reference::{self, Shape};
 use super::*;
 use half::{bf16, f16};
 
-/// One row of queries against keys that arrive in blocks, with the tiles of each block.
+/// A test case: one row of queries, and keys in blocks with tiles for each block.
 ///
 /// Query i and key j are the tokens `first.0 + i * step` and `first.1 + j * step` of the row.
 struct Problem {
@@ -20,16 +20,16 @@ struct Problem {
     kv_heads: usize,
     dim: usize,
     v_dim: usize,
-    /// Key rows of a block, and its tiles in rows of that block; their places are filled in.
+    /// Key rows of each block, and its tiles in rows of the block; their places are filled in later.
     blocks: Vec<(Range<usize>, Vec<Tile>)>,
     score: Score,
-    /// Heads of the bias: H, 1, or 0 for none.
+    /// Number of heads of the bias: H, 1, or 0 for none.
     bias_heads: usize,
     first: (usize, usize),
     step: usize,
-    /// What q, k, v and the bias are stored in.
+    /// Storage type of q, k, v and the bias.
     storage: Storage,
-    /// What the gradient of the output is stored in.
+    /// Storage type of the gradient of the output.
     d_out_storage: Storage,
 }
 
@@ -40,7 +40,7 @@ enum Storage {
     F16,
 }
 
-/// Elements in the type they are stored in.
+/// Elements in their storage type.
 enum Stored<'a> {
     F32(&'a [f32]),
     Bf16(Vec<bf16>),
@@ -71,7 +71,7 @@ impl Stored<'_> {
 struct Answer {
     out: Vec<f32>,
     lse: Vec<f32>,
-    /// Both of a single query without a backward pass; empty of several.
+    /// Output and log-sum-exp of [`Kernel::decode`] for a single query; empty for several.
     decoded: Vec<f32>,
     decoded_lse: Vec<f32>,
     dq: Vec<f32>,
@@ -87,7 +87,7 @@ struct Values {
     k: Vec<f32>,
     v: Vec<f32>,
     d_out: Vec<f32>,
-    /// `[Tq, bias heads, tokens of keys]`
+    /// Bias, `[Tq, bias heads, tokens of keys]`.
     bias: Vec<f32>,
 }
 
@@ -99,7 +99,7 @@ fn tile(q: Range<usize>, k: Range<usize>, band: Band) -> Tile {
 }
 
 impl Problem {
-    /// One block and one tile, heads in equal groups.
+    /// A case with one block and one tile, and head groups of equal size.
     fn new(
         queries: usize,
         keys: usize,
@@ -138,7 +138,7 @@ impl Problem {
         })
     }
 
-    /// Tokens of the row that the queries and the keys are some of.
+    /// Number of tokens in the row that the queries, and the keys, are a part of.
     fn tokens(&self) -> (usize, usize) {
         (self.first.0 + self.queries * self.step, self.first.1 + self.keys * self.step)
     }
@@ -151,7 +151,7 @@ impl Problem {
             d_out: random(self.queries * self.heads() * self.v_dim, 4),
             bias: random(self.queries * self.bias_heads * self.tokens().1, 5),
         };
-        // What the tensors can hold.
+        // Values are rounded to the storage types.
         for tensor in [&mut values.q, &mut values.k, &mut values.v, &mut values.bias] {
             let stored = self.storage.store(tensor).data().to_f32().into_owned();
             *tensor = stored;
@@ -169,8 +169,8 @@ impl Problem {
         tiles.iter().map(|tile| Tile { place: place(tile), ..tile.clone() }).collect()
     }
 
-    /// By the reference, which knows only whole rows and groups of equal size: tokens that are not there are zeros that
-    /// nobody sees, and keys and values are repeated for every query head.
+    /// The answer of the reference, which only supports whole rows and groups of equal size: missing tokens are zeros that
+    /// no query sees, and keys and values are repeated for every query head.
     fn wanted(&self, values: &Values) -> Answer {
         let (heads, (queries, keys), step) = (self.heads(), self.tokens(), self.step);
         let spread = |x: &[f32], width: usize, first: usize, tokens: usize| {
@@ -294,18 +294,18 @@ impl Problem {
         Answer { out, lse: statistics.lse(), decoded, decoded_lse, dq, dk, dv, d_table, d_bias }
     }
 
-    /// Whether products are rounded.
+    /// Whether the kernel rounds weights to bf16 for products.
     fn rounds(&self, kernel: &Kernel) -> bool {
         self.storage == Storage::Bf16 && self.score.scale > 0.0 && kernel.multiplies_bf16()
     }
 
-    /// As [`kernels`], and of bf16 those of other GPUs, which have other tensor cores.
+    /// Like [`kernels`], for bf16 also with those of other GPUs, which may have different tensor cores.
     fn kernels(&self, threads: &[usize]) -> Vec<Kernel> {
         let others = if self.storage == Storage::Bf16 { gpus(1) } else { Vec::new() };
         kernels(threads).into_iter().chain(others).collect()
     }
 
-    /// Every device and instruction set, one to three threads, against the reference.
+    /// Compares every device and instruction set, with one to three threads, with the reference.
     fn check(&self, what: &str) {
         let values = self.values();
         let wanted = self.wanted(&values);
@@ -313,14 +313,14 @@ impl Problem {
             let got = self.computed(&kernel, &values);
             let bound = if self.rounds(&kernel) { 8e-3 } else { 5e-6 };
             wanted.compare(&got, bound, &format!("{what}, {kernel:?}"));
-            // The second call meets used buffers and other timing, and has to give the same bits.
+            // The second call uses old buffers and has other timing, but must give the same bits.
             assert_eq!(self.computed(&kernel, &values), got, "{what}, {kernel:?}, again");
         }
     }
 }
 
-/// A kernel for every instruction set of this machine and each number of threads, those of a machine without AVX, and that of
-/// its GPU.
+/// Kernels for each instruction set of this machine with each number of threads, for machines without AVX, and for the
+/// first GPU.
 fn kernels(threads: &[usize]) -> Vec<Kernel> {
     let isa = |threads: &usize, isa| Kernel::with_isa(*threads, isa).expect("available");
     let cpu = threads.iter().flat_map(|threads| Isa::available().into_iter().map(move |i| isa(threads, i)));
@@ -328,12 +328,12 @@ fn kernels(threads: &[usize]) -> Vec<Kernel> {
     cpu.chain(narrow).chain(gpu()).collect()
 }
 
-/// A kernel on the first GPU, where the machine has one.
+/// A kernel on the first GPU, if the machine has one.
 fn gpu() -> Option<Kernel> {
     gpus(0).into_iter().next()
 }
 
-/// Kernels on the GPUs of this machine, from one on.
+/// Kernels on the GPUs of this machine, starting with number `first`.
 fn gpus(first: usize) -> Vec<Kernel> {
     #[cfg(feature = "cuda")]
     {
@@ -380,7 +380,7 @@ impl Answer {
                 difference += f64::from(wanted - got).powi(2);
                 norm += f64::from(*wanted).powi(2);
             }
-            // Gradients that cancel to zero (one visible key: dS = P (dP - delta) = 0) are compared absolutely.
+            // Gradients that cancel to zero (with one visible key, dS = P (dP - delta) = 0) are compared absolutely.
             let error = difference.sqrt() / norm.sqrt().max(0.1 * (wanted.len() as f64).sqrt()).max(1e-9);
             assert!(error <= bound, "{what}: {name} differs by {error:e}");
         }

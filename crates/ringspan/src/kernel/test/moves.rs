@@ -1,4 +1,4 @@
-//! What kernels do with tensors besides attention, on a GPU as on the CPU; and who waits for whom there.
+//! Tests of operations on tensors besides attention, on a GPU and on the CPU, and of the order of streams.
 
 use super::*;
 use crate::comm::Buffer;
@@ -11,12 +11,12 @@ fn cpu() -> Kernel {
     Kernel::new(1)
 }
 
-/// A message in the memory of the CPU.
+/// The message as a copy in the memory of the CPU.
 fn message(buffer: Buffer) -> Buffer {
     Arc::unwrap_or_clone(cpu().incoming(Arc::new(buffer), Type::F32).expect("a copy"))
 }
 
-/// Numbers of every size and their neighbours in 16 bits, and what is no number.
+/// Numbers with every exponent, the neighbours of their 16-bit roundings, infinities and NaN.
 fn strange() -> Vec<f32> {
     let exponents = (0..=255u32).flat_map(|exponent| {
         [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x0001_8000, 0x7F_FFFF]
@@ -25,14 +25,14 @@ fn strange() -> Vec<f32> {
     exponents.flat_map(|bits| [f32::from_bits(bits), -f32::from_bits(bits)]).collect()
 }
 
-/// Some heads of some rows of strided tensors, from each type to each.
+/// Packs some heads of some rows of strided tensors, from each type to each.
 #[test]
 fn packing_gives_the_bits_of_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let rows = [0..3, 5..6, 9..40];
     for from in [Storage::F32, Storage::Bf16, Storage::F16] {
         for to in TYPES {
-            // The CPU refuses what the other type has no room for.
+            // The CPU refuses numbers beyond the other type's range.
             let most = match to {
                 Type::F32 => f32::MAX,
                 Type::Bf16 => bf16::MAX.to_f32(),
@@ -59,7 +59,7 @@ fn packing_gives_the_bits_of_the_cpu() {
                     other => panic!("{other:?}"),
                 }
             };
-            // Of what is no number the CPU's instructions and ours may keep other bits.
+            // For NaN, the CPU's instructions and ours may keep different bits.
             let number = |bits: &u32| match to {
                 Type::F32 => bits & 0x7FFF_FFFF <= 0x7F80_0000,
                 Type::Bf16 => bits & 0x7FFF <= 0x7F80,
@@ -115,7 +115,7 @@ fn states_merge_and_finish_as_on_the_cpu() {
     let state = |seed: u64| {
         let mut message = random(rows * (v_dim + 2), seed);
         for row in 0..rows {
-            // Some rows saw nothing, some of them nowhere.
+            // Some rows saw nothing in this state, some of them in none.
             let seen = !row.is_multiple_of(7) && !(row + seed as usize).is_multiple_of(5);
             let (max, sum) = (rows * v_dim + row, rows * (v_dim + 1) + row);
             message[max] = if seen { 9.0 * message[max] } else { f32::NEG_INFINITY };
@@ -164,7 +164,7 @@ fn what_lies_elsewhere_is_refused() {
     assert!(read(&Buffer::U64(vec![1]), Type::F32).is_none());
 }
 
-/// Streams of two ranks; on a GPU made of a CPU each does nothing until it is asked.
+/// Streams of two ranks; on a GPU emulated by the CPU, a stream does nothing until it is waited for.
 #[cfg(feature = "cuda")]
 mod streams {
     use super::*;
@@ -205,9 +205,9 @@ mod streams {
         let Some([a, b]) = ranks() else { return };
         let sent = ones(&a);
         share(&a, &sent);
-        // Nobody asks for the first rank's work but the second rank's stream.
+        // Only the second rank's stream waits for the first rank's work.
         assert_eq!(b.to_host(sum_of(&b, &sent)), Ok(vec![1.0; 1000]));
-        // What was not said to be ready is waited for as it stands.
+        // An array that was not shared is waited for in its current state.
         assert_eq!(b.to_host(sum_of(&b, &ones(&a))), Ok(vec![1.0; 1000]));
     }
 
@@ -222,7 +222,7 @@ mod streams {
         share(&a, &sent);
         let sums = [sum_of(&b, &sent), sum_of(&third, &sent)];
         drop(sent);
-        // All that the first rank has started is over; the readers have not begun.
+        // All work that the first rank has started is over, but the readers have not begun.
         finished(&a);
         assert_eq!(third.to_host(sums[1].clone()), Ok(vec![1.0; 1000]));
         finished(&a);
@@ -247,7 +247,7 @@ mod streams {
         let mut sum = a.zeros(1000).expect("zeros");
         a.add_all(sum.all_mut(), Data::Gpu(lent.data())).expect("added");
         drop(lent);
-        // Behind the loan: this rank has not begun to read.
+        // This is ordered after the loan, although this rank has not begun to read.
         stream.memset_zeros(&mut slice).expect("zeros");
         stream.synchronize().expect("over");
         let Floats::Gpu(array) = &sum else { panic!("on a GPU") };
@@ -259,7 +259,7 @@ mod streams {
         assert!(error.contains("1000 F32") && error.contains("to 10 f32 elements"), "{error}");
     }
 
-    /// Also by a stream of another GPU, which is not asked before the owner is gone.
+    /// The reader may be a stream of another GPU, which only starts after the owner is dropped.
     #[test]
     fn what_is_handed_over_is_copied_from_where_it_is() {
         let Some([a, _]) = ranks() else { return };
@@ -268,7 +268,7 @@ mod streams {
         for device in 0..Gpu::count().map_or(1, |count| count.min(2)) {
             let reader = CudaContext::new(device).expect("a GPU that works").new_stream().expect("a stream");
             let slice = Arc::new(stream.clone_htod(&numbers).expect("a copy"));
-            // SAFETY: the owner is the slice, to which nobody writes.
+            // SAFETY: the owner is the slice, and nobody writes to it.
             let hand = |range| unsafe { Handed::new(&slice, range, slice.clone()) };
             let error = hand(990..1001).expect_err("behind its end").to_string();
             assert!(error.contains("elements 990..1001 of 1000"), "{error}");

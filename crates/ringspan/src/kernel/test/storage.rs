@@ -1,4 +1,4 @@
-//! Tensors in other types than f32, and in other orders.
+//! Tests of tensors in other storage types than f32, and with other strides.
 
 use super::*;
 
@@ -26,7 +26,7 @@ fn products_of_bf16_have_every_shape_and_term() {
             problem.check(&format!("{dims:?}, all of it bf16"));
         }
     }
-    // Tensor cores take widths that are multiples of 8.
+    // Tensor cores support widths that are multiples of 8.
     for dims in [(32, 20), (32, 24)] {
         for (what, change) in terms::CHANGES {
             let mut problem = Problem::new(130, 300, (6, 2), dims, FULL);
@@ -56,7 +56,7 @@ fn products_of_bf16_go_over_many_blocks() {
 fn rows_may_lie_anywhere() {
     let problem = Problem::new(70, 90, (4, 2), (16, 24), CAUSAL);
     let values = problem.values();
-    // The same tensors with heads first, and with a gap behind each row.
+    // The same tensors with heads first, and with a gap after each row.
     let heads_first = |x: &[f32], tokens: usize, heads: usize, dim: usize| -> Vec<f32> {
         let row = |at: usize| ((at % tokens) * heads + at / tokens) * dim;
         (0..tokens * heads).flat_map(|at| [&x[row(at)..][..dim], &[f32::NAN; 3]].concat()).collect()

@@ -1,8 +1,8 @@
-//! What changes a score besides the mask.
+//! Tests of score terms besides the mask.
 
 use super::*;
 
-/// A problem with some of the terms.
+/// A named change of a problem that adds a score term.
 pub(super) type Change = (&'static str, fn(&mut Problem));
 
 pub(super) const CHANGES: [Change; 9] = [
@@ -56,7 +56,7 @@ fn terms_in_pairs_over_tiles_and_key_blocks() {
 #[test]
 fn terms_count_in_tokens_of_the_row() {
     for (what, change) in CHANGES {
-        // Every third token of a row, from different ones on: what a rank of a striped layout holds.
+        // Every third token of a row, starting at different tokens, as on a rank of a striped layout.
         let mut problem = Problem::new(75, 140, (4, 4), (16, 16), Band { lo: -60, hi: 30 });
         (problem.first, problem.step) = ((1, 2), 3);
         change(&mut problem);
@@ -93,7 +93,7 @@ fn a_bias_may_hide_keys_and_whole_queries() {
     }
     let wanted = problem.wanted(&values);
     assert!(wanted.lse.contains(&f32::NEG_INFINITY) && wanted.dq.iter().all(|x| x.is_finite()));
-    // The least number, which many masks are made of, hides as well, but for a query that sees nothing else.
+    // The least f32, which many masks use, hides a pair as well, except from a query that sees nothing else.
     for hidden in [f32::NEG_INFINITY, f32::MIN] {
         values.bias.iter_mut().filter(|x| **x < -1e38).for_each(|x| *x = hidden);
         let wanted = problem.wanted(&values);
@@ -113,7 +113,7 @@ fn softcap_bounds_scores_of_any_size() {
         let wanted = problem.wanted(&values);
         for kernel in kernels(&[1]) {
             let got = problem.computed(&kernel, &values);
-            // Scores of 20 have an absolute error of 1e-6; where tanh is near 1, so is its slope's.
+            // Scores of 20 have an absolute error of 1e-6; where tanh is near 1, its slope has the same error.
             wanted.compare(&got, if factor > 1.0 { 5e-5 } else { 5e-6 }, &format!("{kernel:?}, {factor}"));
         }
     }

@@ -1,22 +1,22 @@
-//! Vectors of 8 f32.
+//! Vectors of 8 f32 with AVX2.
 
 use super::{Columns, Rows, Simd, exp2_slope};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::transmute_copy;
 
-/// A machine with AVX2 and FMA; only [`Avx2::detect`] makes one.
+/// A token for machines with AVX2 and FMA; only [`Avx2::detect`] makes one.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 impl Avx2 {
-    /// The token, if this machine has the instructions.
+    /// Returns the token, if this machine has the instructions.
     pub(crate) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
     }
 }
 
-/// An intrinsic that needs AVX2 or FMA and nothing else.
+/// Calls an intrinsic that needs AVX2 or FMA and nothing else.
 macro_rules! avx2 {
     ($call:expr) => {{
         // SAFETY: a token exists only on machines with AVX2 and FMA.
@@ -100,7 +100,7 @@ impl Simd for Avx2 {
             let p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0));
             let bits = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits));
-            // "Not less than" keeps NaN visible; what n is below -126 does not matter.
+            // "Not less than" is also true for NaN, which is kept; values of n below -126 do not matter.
             let some = _mm256_cmp_ps::<_CMP_NLT_UQ>(x, _mm256_set1_ps(-126.0));
             _mm256_and_ps(some, _mm256_mul_ps(p, power))
         })
@@ -134,7 +134,7 @@ impl Simd for Avx2 {
                 t[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
                 t[i + 1] = _mm256_unpackhi_ps(square[i], square[i + 1]);
             }
-            // Half h of vector 4 g + c is then column 4 h + c of rows 4 g to 4 g + 3.
+            // Now half h of vector 4 g + c is column 4 h + c of rows 4 g to 4 g + 3.
             let mut r = t;
             for g in [0, 4] {
                 let pair = |a: __m256, b: __m256| (_mm256_castps_pd(a), _mm256_castps_pd(b));
@@ -177,13 +177,13 @@ impl Simd for Avx2 {
     }
 }
 
-/// [`Simd::multiply`] of four rows and three vectors of columns, for a depth of at least 1.
+/// Does [`Simd::multiply`] for four rows and three vectors of columns, with a depth of at least 1.
 ///
-/// Its twelve sums, three columns and a row take all sixteen registers. The compiler loads rows early, for which it lacks a
-/// register: it kept one of the sums in memory, and waiting for that sum took half of the speed of all kernels.
+/// Twelve sums, three columns and a row take all sixteen registers. The compiler loads rows early, which needs one register
+/// more: it kept one of the sums in memory, and waiting for that sum halved the speed of all kernels.
 ///
 /// # Safety
-/// As [`Simd::multiply`].
+/// As for [`Simd::multiply`].
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn multiply_4x3(depth: usize, a: Rows, b: Columns, sums: [[__m256; 3]; 4]) -> [[__m256; 3]; 4] {
@@ -193,7 +193,7 @@ unsafe fn multiply_4x3(depth: usize, a: Rows, b: Columns, sums: [[__m256; 3]; 4]
         [mut s20, mut s21, mut s22],
         [mut s30, mut s31, mut s32],
     ] = sums;
-    // SAFETY: reads what the caller made readable, writes registers only.
+    // SAFETY: it reads memory that the caller made readable, and writes registers only.
     unsafe {
         asm!(
             ".p2align 5",

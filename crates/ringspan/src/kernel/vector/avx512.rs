@@ -1,31 +1,32 @@
-//! Vectors of 16 f32.
+//! Vectors of 16 f32 with AVX-512.
 
 use super::{Simd, exp2_slope};
 use half::bf16;
 use std::arch::x86_64::*;
 
-/// A machine with AVX-512F, and if products take pairs of bf16, with AVX-512BW and AVX512-BF16; only
+/// A token for machines with AVX-512F and, if products take pairs of bf16, with AVX-512BW and AVX512-BF16; only
 /// [`Avx512::detect`] makes one.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const PAIRS: bool>(());
 
 impl<const PAIRS: bool> Avx512<PAIRS> {
-    /// The token, if this machine has the instructions.
+    /// Returns the token, if this machine has the instructions.
     pub(crate) fn detect() -> Option<Self> {
         let pairs = || is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512bf16");
         (is_x86_feature_detected!("avx512f") && (!PAIRS || pairs())).then_some(Self(()))
     }
 }
 
-/// An intrinsic that needs AVX-512F and, in a token of pairs, its further features.
+/// Calls an intrinsic that needs AVX-512F and, for a token of pairs, its additional features.
 macro_rules! avx512 {
     ($call:expr) => {{
-        // SAFETY: a token exists only on machines with AVX-512F, one of pairs only on those with its features.
+        // SAFETY: a token exists only on machines with AVX-512F, a token of pairs only on those with its additional
+        // features.
         unsafe { $call }
     }};
 }
 
-/// The numbers of both halves of a vector in turn.
+/// The permutation that interleaves the two halves of a vector of 16-bit numbers.
 const TURNS: [u16; 32] = {
     let mut turns = [0; 32];
     let mut at = 0;
@@ -155,7 +156,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
             let f = _mm512_sub_ps(x, n);
             let p = exp2_slope(self, f);
             let p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0));
-            // "Not less than" keeps NaN visible.
+            // "Not less than" is also true for NaN, which is kept.
             let some = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
             _mm512_maskz_scalef_ps(some, p, n)
         })
@@ -176,7 +177,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
     #[inline(always)]
     fn copysign(self, x: __m512, sign: __m512) -> __m512 {
         avx512!({
-            // The first operand where the mask has a bit, the second elsewhere.
+            // 0xCA selects the first operand where the mask has a bit, and the second elsewhere.
             let (mask, x, sign) = (_mm512_set1_epi32(i32::MIN), _mm512_castps_si512(x), _mm512_castps_si512(sign));
             _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xCA>(mask, sign, x))
         })
@@ -190,7 +191,7 @@ impl<const PAIRS: bool> Simd for Avx512<PAIRS> {
                 t[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
                 t[i + 1] = _mm512_unpackhi_ps(square[i], square[i + 1]);
             }
-            // Quarter q of vector 4 g + c is then column 4 q + c of rows 4 g to 4 g + 3.
+            // Now quarter q of vector 4 g + c is column 4 q + c of rows 4 g to 4 g + 3.
             let mut r = t;
             for g in (0..16).step_by(4) {
                 let pair = |a: __m512, b: __m512| (_mm512_castps_pd(a), _mm512_castps_pd(b));

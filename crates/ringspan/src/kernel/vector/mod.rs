@@ -1,4 +1,4 @@
-//! Vectors of f32 for one instruction set each; the blocked kernels are written once over this trait.
+//! Vectors of f32, implemented for each instruction set; the blocked kernels are written once over this trait.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -14,20 +14,20 @@ pub(super) use portable::{PORTABLE_COLUMNS, Portable};
 
 use half::bf16;
 
-/// A token that stands for an instruction set the machine has, and its operations on vectors of f32.
+/// A token that proves that the machine has an instruction set, with its operations on vectors of f32.
 ///
-/// Every method is `inline(always)`: it has to end up inside a function with the matching `target_feature`.
+/// Every method is `inline(always)`, because it must be inlined into a function with the matching `target_feature`.
 pub(super) trait Simd: Copy {
-    /// `LANES` numbers.
+    /// A vector of `LANES` numbers.
     type V: Copy;
-    /// Numbers in a vector.
+    /// Number of elements in a vector.
     const LANES: usize;
-    /// Vectors of columns that a product of four rows takes at once: what the registers hold.
+    /// Number of vectors of columns that a product of four rows takes at once, limited by the registers.
     const COLUMNS: usize;
-    /// Numbers of its reduction that a lane of [`product`](Self::product) takes: 1, or 2 in bf16.
+    /// Number of terms of a sum that a lane of [`product`](Self::product) takes: 1, or 2 in bf16.
     const PAIR: usize = 1;
 
-    /// All lanes `x`.
+    /// A vector with `x` in all lanes.
     fn splat(self, x: f32) -> Self::V;
     /// Reads `LANES` numbers.
     ///
@@ -39,29 +39,29 @@ pub(super) trait Simd: Copy {
     /// # Safety
     /// `to` must be writable for `LANES` numbers.
     unsafe fn store(self, to: *mut f32, x: Self::V);
-    /// Writes the first and the second half of a vector.
+    /// Writes the first and the second half of a vector to separate places.
     ///
     /// # Safety
     /// Both must be writable for `LANES / 2` numbers.
     unsafe fn store_halves(self, first: *mut f32, second: *mut f32, x: Self::V);
     /// `a * b + c`
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `a * b + c`, where PAIR is 2 with `a` and `b` of pairs: `a0 * b0 + a1 * b1 + c`.
+    /// `a * b + c`; if PAIR is 2, with `a` and `b` of pairs: `a0 * b0 + a1 * b1 + c`.
     #[inline(always)]
     fn product(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         self.fma(a, b, c)
     }
-    /// Rounds to bf16: each lane's numbers side by side. Where PAIR is 1, the first number.
+    /// Rounds two vectors to bf16, and pairs the numbers of the same lane. If PAIR is 1, returns `first`.
     #[inline(always)]
     fn pair(self, first: Self::V, _second: Self::V) -> Self::V {
         first
     }
-    /// Rounds to bf16: `first`, then `second`, two neighbours a lane. Where PAIR is 1, `first`.
+    /// Rounds two vectors to bf16, and pairs neighbours of `first`, then of `second`. If PAIR is 1, returns `first`.
     #[inline(always)]
     fn pair_along(self, first: Self::V, _second: Self::V) -> Self::V {
         first
     }
-    /// LANES numbers of two rows of bf16, each lane's side by side; only where PAIR is 2.
+    /// Loads LANES numbers of two rows of bf16, and pairs the numbers of the same lane; only if PAIR is 2.
     ///
     /// # Safety
     /// Both must be readable for LANES numbers.
@@ -77,13 +77,13 @@ pub(super) trait Simd: Copy {
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a / b`
     fn div(self, a: Self::V, b: Self::V) -> Self::V;
-    /// The greater of two numbers; if one is NaN, the second.
+    /// The larger of two numbers; if one is NaN, the second.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `x` in the lanes where `low <= index < high`, `other` elsewhere.
+    /// `x` in the lanes with `low <= index < high`, `other` in the rest.
     fn within(self, x: Self::V, index: Self::V, low: Self::V, high: Self::V, other: Self::V) -> Self::V;
-    /// `2^x` to about 1e-7 for `x < 127`; exactly 0 below -126, so also for -inf.
+    /// `2^x` with a relative error of about 1e-7 for `x < 127`; exactly 0 below -126, including -inf.
     fn exp2(self, x: Self::V) -> Self::V;
-    /// `2^x - 1` for `x <= 0`, as exact near 0 as elsewhere.
+    /// `2^x - 1` for `x <= 0`, with the same relative error near 0 as elsewhere.
     fn exp2_less_one(self, x: Self::V) -> Self::V;
     /// `x` with the signs of `sign`.
     fn copysign(self, x: Self::V, sign: Self::V) -> Self::V;
@@ -91,9 +91,8 @@ pub(super) trait Simd: Copy {
     fn transpose(self, square: &mut [Self::V; 16]);
     /// The sum of the lanes.
     fn sum(self, x: Self::V) -> f32;
-    /// The sums of a small matrix product, of R rows of `a` and V vectors of columns of `b`, on top of `sums`:
-    /// `sums[i][v] += a[i * a.row + t * a.step] * b[t * b.step + v * LANES ..][..LANES]` for all t below `depth`, in the
-    /// order of t.
+    /// Adds a small matrix product, of R rows of `a` and V vectors of columns of `b`, to `sums`: `sums[i][v] += a[i * a.row
+    /// + t * a.step] * b[t * b.step + v * LANES ..][..LANES]` for all t below `depth`, in ascending order of t.
     ///
     /// # Safety
     /// `a` must be readable at every `i * a.row + t * a.step` with i < R and t < depth, and `b` for `V * LANES` numbers at
@@ -111,17 +110,17 @@ pub(super) trait Simd: Copy {
     }
 }
 
-/// The left operand of a product: numbers that are broadcast, or pairs of bf16 in their place.
+/// The left operand of a product: numbers, or pairs of bf16, that are broadcast.
 #[derive(Clone, Copy)]
 pub(super) struct Rows {
     pub(super) data: *const f32,
-    /// Elements from a row to the next.
+    /// Elements from one row to the next.
     pub(super) row: usize,
     /// Elements from one term of the sums to the next.
     pub(super) step: usize,
 }
 
-/// The right operand of a product: vectors of columns, or of pairs of bf16.
+/// The right operand of a product: vectors of columns, of numbers or pairs of bf16.
 #[derive(Clone, Copy)]
 pub(super) struct Columns {
     pub(super) data: *const f32,
@@ -129,10 +128,10 @@ pub(super) struct Columns {
     pub(super) step: usize,
 }
 
-/// [`Simd::multiply`], left to the compiler.
+/// The generic implementation of [`Simd::multiply`], in plain Rust.
 ///
 /// # Safety
-/// As there.
+/// As for [`Simd::multiply`].
 #[inline(always)]
 unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     simd: S,
@@ -160,7 +159,7 @@ unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
     sums
 }
 
-/// Asks for the cache lines of some elements ahead of their use, where there is a way to.
+/// Prefetches the cache lines of some elements, on processors that have an instruction for it.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
 pub(super) fn prefetch<T>(elements: &[T]) {
@@ -172,7 +171,7 @@ pub(super) fn prefetch<T>(elements: &[T]) {
     }
 }
 
-/// As [`prefetch`], for elements that are needed later: they come no nearer than the L2 cache.
+/// Like [`prefetch`], for elements that are needed later: they are brought to the L2 cache only.
 #[inline(always)]
 #[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "nothing to ask"))]
 pub(super) fn prefetch_far<T>(elements: &[T]) {
@@ -184,17 +183,18 @@ pub(super) fn prefetch_far<T>(elements: &[T]) {
     }
 }
 
-/// `e^x` for `x <= 0`, to about 2e-7 near 0 and 2e-6 where it is least; exactly 0 below -87.4, so also for -inf.
+/// `e^x` for `x <= 0`, with a relative error of 2e-7 near 0 up to 2e-6 at small results; exactly 0 below -87.4, including
+/// -inf.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.exp2(simd.mul(x, simd.splat(std::f32::consts::LOG2_E)))
 }
 
-/// `tanh x`, to about 2e-7 of itself everywhere: `-t / (2 + t)` with `t = exp(-2|x|) - 1`.
+/// `tanh x` with a relative error of about 2e-7: `-t / (2 + t)` with `t = exp(-2|x|) - 1`.
 #[inline(always)]
 pub(super) fn tanh<S: Simd>(simd: S, x: S::V) -> S::V {
     let size = simd.max(x, simd.sub(simd.splat(0.0), x));
-    // Far out t is -1; the bound keeps 2^n a normal number, and NaN.
+    // For large |x|, t is -1. The lower bound keeps 2^n a normal number, and keeps NaN.
     let power = simd.max(simd.splat(-60.0), simd.mul(size, simd.splat(-2.0 * std::f32::consts::LOG2_E)));
     let t = simd.exp2_less_one(power);
     simd.copysign(simd.div(t, simd.add(t, simd.splat(2.0))), x)
@@ -293,7 +293,7 @@ mod tests {
                 // SAFETY: no vector is longer than 16 numbers.
                 unsafe {
                     let x = simd.load(numbers.as_ptr());
-                    // Each lane: x * x + 3 * 10.
+                    // Each lane is x * x + 3 * 10.
                     let (a, b) = (simd.pair(x, simd.splat(3.0)), simd.pair(x, simd.splat(10.0)));
                     simd.store(to.as_mut_ptr(), simd.product(a, b, simd.splat(0.5)));
                 }
@@ -301,7 +301,7 @@ mod tests {
                 // SAFETY: as above.
                 unsafe {
                     let x = simd.load(numbers.as_ptr());
-                    // Lanes hold (0, 1), (2, 3), .. and then twos.
+                    // The lanes hold (0, 1), (2, 3), .. and then twos.
                     let a = simd.pair_along(x, simd.splat(2.0));
                     let b = simd.pair(simd.splat(1.0), simd.splat(100.0));
                     simd.store(to.as_mut_ptr(), simd.product(a, b, simd.splat(0.0)));

@@ -1,14 +1,14 @@
-//! Vectors as arrays, left to the compiler.
+//! Vectors as arrays, for any machine; the compiler makes vector instructions of them.
 
 use super::{Columns, EXP2, Rows, Simd, multiply};
 use std::hint::black_box;
 
-/// Vectors of columns of a product of four rows: what the registers hold, if a product needs one for itself before it is
-/// added. The other processors have fused operations, or twice the registers.
+/// Number of vectors of columns in a product of four rows. On x86-64 it fits the registers if each product needs one before
+/// it is added; other processors have fused operations, or twice the registers.
 pub(crate) const PORTABLE_COLUMNS: usize = if cfg!(target_arch = "x86_64") { 2 } else { 3 };
 
-/// Any machine, with N numbers in a vector: 4, or 8 where the code is compiled for wider vectors than the least that an
-/// architecture has.
+/// The token for any machine, with N numbers in a vector: 4, or 8 if the code is compiled for wider vectors than the
+/// architecture's minimum.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable<const N: usize>;
 
@@ -17,10 +17,10 @@ fn each<const N: usize>(f: impl Fn(usize) -> f32) -> [f32; N] {
     std::array::from_fn(f)
 }
 
-/// `2^f - 1` and `2^n` for the integer n next to x, and `f = x - n`.
+/// `2^f - 1` and `2^n`, where n is the integer nearest to x, and `f = x - n`.
 #[inline(always)]
 fn parts(x: f32) -> (f32, f32) {
-    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits.
+    // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is then in the low bits of `shifted`.
     const ROUND: f32 = 12_582_912.0;
     let shifted = x + ROUND;
     let f = x - (shifted - ROUND);
@@ -64,7 +64,7 @@ impl<const N: usize> Simd for Portable<N> {
 
     #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // A fused operation that the target lacks would be a call of the C library.
+        // If the target has no fused operation, `mul_add` would call a function of the C library.
         if cfg!(any(target_feature = "fma", target_arch = "aarch64")) {
             each(|i| a[i].mul_add(b[i], c[i]))
         } else {
@@ -152,7 +152,8 @@ impl<const N: usize> Simd for Portable<N> {
         b: Columns,
         sums: [[Self::V; V]; R],
     ) -> [[Self::V; V]; R] {
-        // Seen together with what follows, the loop was compiled to vectors of other numbers than those of a lane.
+        // `black_box` separates the loop from the code after it: compiled together, it used vectors that mix the numbers of
+        // lanes.
         // SAFETY: the contract of the caller.
         black_box(unsafe { multiply(self, depth, a, b, sums) })
     }

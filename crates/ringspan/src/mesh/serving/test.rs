@@ -1,11 +1,11 @@
 use super::*;
 
-/// Sizes from `tp pp attn_dp attn_cp ep moe_dp`.
+/// Makes sizes from text: `tp pp attn_dp attn_cp ep moe_dp`.
 fn sizes([tp, pp, attn_dp, attn_cp, ep, moe_dp]: [usize; 6]) -> Serving {
     Serving { tp, pp, attn_dp, attn_cp, ep, moe_dp, dcp: None }
 }
 
-/// `04 15` and `0,8 1,9` as groups of ranks, `0-3 4-7` too.
+/// Makes groups of ranks from text such as `04 15`, `0,8 1,9` or `0-3 4-7`.
 fn groups(text: &str) -> Vec<Vec<usize>> {
     let number = |text: &str| text.parse().expect("a rank");
     let group = |text: &str| match (text.split_once('-'), text.contains(',')) {
@@ -32,7 +32,7 @@ fn check(id: &str, of: [usize; 6], lists: [&str; 6]) {
     }
 }
 
-/// The cases that were worked out by hand from the rules of SGLang's parallel state, in its order of sizes.
+/// The cases were worked out by hand from the rules of SGLang's parallel state, in its order of sizes.
 #[test]
 fn the_worked_cases_have_the_groups_that_were_worked_out() {
     let evens = "0,2,4,6 1,3,5,7 8,10,12,14 9,11,13,15";
@@ -74,12 +74,12 @@ fn ranks_of_the_worked_cases_have_the_coordinates_that_were_worked_out() {
     expect([8, 1, 2, 2, 2, 2], 6, &g8);
 }
 
-/// `start, start + step, ...`: `count` ranks.
+/// A list of `count` ranks: `start, start + step, ...`.
 fn strided(start: usize, step: usize, count: usize) -> Vec<usize> {
     (0..count).map(|i| start + i * step).collect()
 }
 
-/// Every division of every world up to 64 ranks: the lists as strides say them, with no mesh behind.
+/// Compares the groups of worlds of up to 64 ranks with lists made from strides, without a mesh.
 #[test]
 fn groups_of_every_small_world_are_the_strided_lists() {
     let mut worlds = 0;
@@ -87,7 +87,8 @@ fn groups_of_every_small_world_are_the_strided_lists() {
     for (tp, pp) in (1..=64).flat_map(|tp| (1..=64 / tp).map(move |pp| (tp, pp))) {
         for (attn_dp, attn_cp) in parts(tp).flat_map(|a| parts(tp / a).map(move |b| (a, b))) {
             for (ep, moe_dp) in parts(tp).flat_map(|a| parts(tp / a).map(move |b| (a, b))) {
-                // All pairs of the two readings are many times as many, and show nothing more.
+                // One in seven of the sizes for larger stages is checked: all would be many more cases, and show nothing
+                // more.
                 if (attn_dp + attn_cp + ep + moe_dp + pp) % 7 != 0 && tp > 8 {
                     continue;
                 }
@@ -150,7 +151,7 @@ fn a_cache_is_shared_by_neighbours_of_one_attention_replica() {
     assert_eq!(topology.coordinates(6).last(), Some(&("dcp", 2)));
     assert_eq!(with([4, 2, 2, 1, 1, 1], 2).expect("valid").groups("dcp"), Ok(groups("01 23 45 67")));
     assert!(sizes([8, 1, 1, 1, 1, 1]).topology().expect("valid").groups("dcp").is_err());
-    // 64 divides by 32, but a replica has 16 ranks.
+    // The dcp size 32 divides 64 ranks, but a replica has only 16.
     let message = with([64, 1, 4, 1, 1, 1], 32).err().map(|e| e.to_string()).unwrap_or_default();
     assert!(message.contains("attn_cp x attn_tp), 16, do not divide by dcp 32: ") && message.contains("two replicas"));
 }
@@ -158,7 +159,7 @@ fn a_cache_is_shared_by_neighbours_of_one_attention_replica() {
 #[test]
 fn sizes_that_do_not_divide_are_refused_where_they_would_cross_stages() {
     let message = |of| sizes(of).topology().err().map(|e| e.to_string()).unwrap_or_default();
-    // Rounded down, these give the groups [2, 5, 8] and [2, 6], which reach into the next stage.
+    // Rounded down, these sizes would give the groups [2, 5, 8] and [2, 6], which include ranks of the next stage.
     assert_eq!(
         message([8, 2, 1, 1, 3, 2]),
         "mesh tp 8 x pp 2: the ranks of a stage (tp), 8, do not divide by ep 3 x moe_dp 2 = 6: moe_tp would not be whole"

@@ -1,4 +1,4 @@
-//! What is drawn in the square of queries and keys: visible pairs as polygons.
+//! The cells of the square of queries and keys: visible pairs as polygons.
 
 use super::Point;
 use crate::documents::Strand;
@@ -7,37 +7,37 @@ use crate::layout::Layout;
 use crate::mask::Band;
 use crate::schedule::{Pass, Schedule};
 
-/// More cells than this make neither a readable picture nor a small file.
+/// Maximum number of cells; more would make neither a readable picture nor a small file.
 const MOST_CELLS: u64 = 20_000;
 
-/// A piece of the square of queries and keys that one ring rank computes in one step.
+/// A region of the square of queries and keys that one ring rank computes in one step.
 ///
-/// Query i is the row from y = i to i + 1 of the square, key j the column from x = j to j + 1, where i and j count
-/// tokens of the flat batch.
+/// Query i is the row from y = i to i + 1 of the square, and key j the column from x = j to j + 1; i and j count tokens of
+/// the flat batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cell {
-    /// The ring rank that computes it.
+    /// The ring rank that computes the cell.
     pub rank: usize,
-    /// The step of that rank's forward plan, from 0.
+    /// The step of that rank's forward plan, counted from 0.
     pub step: usize,
-    /// Visible pairs.
+    /// Number of visible pairs.
     pub pairs: u64,
-    /// Key and query of the first pair of the tile.
+    /// Key and query of the tile's first pair.
     origin: (usize, usize),
-    /// Queries and keys of the tile.
+    /// Number of queries and keys of the tile.
     size: (usize, usize),
     band: Band,
 }
 
 impl Cell {
-    /// The border, as points (x, y) from the first visible key of the first query that sees any, clockwise.
+    /// The border as points (x, y), clockwise from the first visible key of the first query that sees any.
     ///
-    /// Exact, it follows every pair. Otherwise a slanted side is one line through the middles of its stairs, with half a
-    /// stair at each end, so that the area still is the number of pairs.
+    /// If `exact`, the border follows every pair. Otherwise a slanted side is one line through the middles of its stairs,
+    /// with half a stair at each end, so that the area is still the number of pairs.
     pub fn outline(&self, exact: bool) -> Vec<Point> {
         let (rows, keys) = self.size;
         let Band { lo, hi } = self.band;
-        // The rows that see any key; cells are made of bands that see some.
+        // The rows that see any key; the bands of cells always have some.
         let first = lo.max(0) as usize;
         let last = (rows as i64 - 1).min(hi + keys as i64 - 1).max(first as i64) as usize;
         let seen = |row: usize| self.band.keys(row, keys);
@@ -52,11 +52,11 @@ impl Cell {
         right.into_iter().map(|(dx, dy)| (x + dx, y + dy)).collect()
     }
 
-    /// The middle of the largest square inside, about, and half its side: where a number fits.
+    /// The approximate middle of the largest square inside the cell, and half its side, for placing a number.
     pub fn middle(&self) -> (Point, f64) {
         const GRID: usize = 24;
         let (rows, keys) = (self.size.0 as f64, self.size.1 as f64);
-        // Where all is visible, no corner is missing.
+        // If all pairs are visible, the band cuts off no corner.
         let (lo, hi) = match self.band.is_full(self.size.0, self.size.1) {
             true => (f64::MIN, f64::MAX),
             false => (self.band.lo as f64 - 0.5, self.band.hi as f64 + 0.5),
@@ -83,7 +83,7 @@ fn side(first: usize, last: usize, exact: bool, x: impl Fn(usize) -> usize) -> V
     let mut points = Vec::new();
     let mut push = |x: usize, y: f64| {
         let point = (x as f64, y);
-        // Three points above each other are two.
+        // The middle one of three points in a vertical line is dropped.
         if let [.., (a, _), (b, end)] = points.as_mut_slice()
             && *a == point.0
             && *b == point.0
@@ -100,7 +100,7 @@ fn side(first: usize, last: usize, exact: bool, x: impl Fn(usize) -> usize) -> V
         }
         return points;
     }
-    // Both ends of the rising stretch by bisection: rows of the first x, and rows of the last.
+    // Bisection finds both ends of the rising stretch: the last row with the first x, and the first row with the last x.
     let top = first + partition(last - first + 1, |n| x(first + n) == x(first)) - 1;
     let bottom = first + partition(last - first + 1, |n| x(first + n) != x(last));
     push(x(first), first as f64);
@@ -112,7 +112,7 @@ fn side(first: usize, last: usize, exact: bool, x: impl Fn(usize) -> usize) -> V
     points
 }
 
-/// How many of `0..n` hold, of which none holds after one that does not.
+/// The number of `0..n` for which `holds` is true, if these come before all others.
 fn partition(n: usize, holds: impl Fn(usize) -> bool) -> usize {
     let (mut least, mut most) = (0, n);
     while least < most {
@@ -123,13 +123,13 @@ fn partition(n: usize, holds: impl Fn(usize) -> bool) -> usize {
 }
 
 impl Schedule {
-    /// The cells that all ring ranks compute forward: together, every visible pair once.
+    /// The cells that all ring ranks compute forward; together they contain every visible pair once.
     ///
-    /// Tiles of neighbouring tokens are one cell each; of a stripe, which has other ranks' tokens between its own, every
-    /// pair is one.
+    /// A tile of neighbouring tokens is one cell. In a striped tile, whose tokens are interleaved with those of other
+    /// ranks, each pair is a cell.
     ///
     /// # Errors
-    /// More cells than a picture can show; the message has their number.
+    /// More cells than a picture can show; the message gives their number.
     pub fn cells(&self) -> Result<Vec<Cell>> {
         let refuse = |count: u64| {
             let tokens = self.query().documents().size();
@@ -139,9 +139,9 @@ impl Schedule {
             );
             Err(Error::Drawing(problem))
         };
-        // A Ulysses group holds neighbouring tokens in several runs; a picture shows them as one.
+        // A Ulysses group holds neighbouring tokens in several runs, which are merged for the picture.
         let (queries, keys) = (self.query_groups().merged(), self.key_groups().merged());
-        // Counted before anything is listed: every pair of runs of a document may become a cell.
+        // An upper bound is checked first: every pair of runs of a document may become a cell.
         let runs = pairs_of_runs(&queries, &keys);
         if runs > 8 * MOST_CELLS {
             return refuse(runs);
@@ -161,7 +161,7 @@ impl Schedule {
                             let stride = if q.len == 1 { k.step } else { q.step };
                             count += if stride == 1 { 1 } else { piece.band.pairs(q.len, k.len) };
                             let origin = (frame_k.offset + k.start, frame_q.offset + q.start);
-                            // Beyond the limit, cells are only counted.
+                            // Above the limit, cells are only counted.
                             if count <= MOST_CELLS {
                                 add_cells((rank, step), origin, (q.len, k.len), stride, piece.band, &mut cells);
                             }
@@ -174,7 +174,7 @@ impl Schedule {
     }
 }
 
-/// The cells of a tile whose first query and key are at `origin` (x, y), the others `stride` apart.
+/// Adds the cells of a tile whose first query and key are at `origin` (x, y), and whose tokens are `stride` apart.
 fn add_cells(
     (rank, step): (usize, usize),
     (x, y): (usize, usize),
@@ -198,7 +198,7 @@ fn add_cells(
     }
 }
 
-/// Pairs of a run of queries and a run of keys of the same document.
+/// Number of pairs of a run of queries and a run of keys of the same document.
 fn pairs_of_runs(queries: &Layout, keys: &Layout) -> u64 {
     let count = |layout: &Layout| {
         let mut counts = vec![0u64; layout.documents().len()];

@@ -1,6 +1,7 @@
-//! A schedule as a picture: the square of queries and keys, and beside it what every rank does when.
+//! Draws a schedule as a picture: the square of queries and keys, next to it what every rank computes and sends in each
+//! step.
 //!
-//! What is drawn is bands, not pixels: a tile is one polygon, so the file does not grow with the tokens.
+//! A tile is drawn as one polygon, not as pixels, so the size of the file does not grow with the number of tokens.
 
 mod cell;
 mod panel;
@@ -18,24 +19,24 @@ use panel::Panel;
 use square::Square;
 use svg::{Anchor, INK, MUTED, Svg};
 
-/// A place or a size on paper: across, down.
+/// A point or a size in pixels: horizontal, vertical.
 type Point = (f64, f64);
 
-/// More ring ranks than this are not told apart by colour, nor do their steps fit beside the square.
+/// Maximum number of ring ranks: more cannot be told apart by colour, and their steps do not fit next to the square.
 const MOST_RANKS: usize = 16;
 
 const MARGIN: f64 = 24.0;
-/// From the left edge to the square: the axis, its strip.
+/// Width left of the square, for the axis label and the strip of ranks.
 const LEFT: f64 = 76.0;
 const TOP: f64 = 124.0;
-/// From the square to the panel.
+/// Distance between the square and the panel.
 const GAP: f64 = 40.0;
 
 impl Schedule {
-    /// The schedule as an SVG: who computes which visible pair in which step; each rank's share, steps and bytes.
+    /// Draws the schedule as an SVG: the rank and step that compute each visible pair; each rank's share, steps and bytes.
     ///
-    /// `sizes` makes rows into bytes. Up to 128 tokens, borders follow every pair; beyond, slanted ones are straight
-    /// lines.
+    /// `sizes` converts rows into bytes. Up to 128 tokens, borders follow every pair; beyond that, slanted borders are
+    /// straight lines.
     ///
     /// ```
     /// use ringspan::schedule::Sizes;
@@ -50,7 +51,7 @@ impl Schedule {
     /// ```
     ///
     /// # Errors
-    /// More ranks or cells than a picture can show, no token, or heads that do not fit the grid.
+    /// More ranks or cells than a picture can show, no tokens, or heads that do not fit the grid.
     pub fn draw(&self, sizes: &Sizes) -> Result<String> {
         let ranks = self.grid().ring;
         if ranks > MOST_RANKS {
@@ -92,7 +93,7 @@ impl Schedule {
         format!("{strategy} over {grid}: {} layout, mask {}", self.query().kind(), self.mask())
     }
 
-    /// What the picture says, in words.
+    /// The explanation below the picture.
     fn caption(&self, panel: &Panel, sizes: &Sizes) -> Result<Vec<String>> {
         let most = |pass| -> Result<u64> {
             let sent = (0..self.query().ranks()).map(|rank| self.bytes_sent(pass, rank, sizes));
@@ -126,7 +127,7 @@ impl Schedule {
         ])
     }
 
-    /// The heads of the Ulysses rank that has most, with their widths.
+    /// The head counts of the Ulysses rank with the most heads, and the widths in `sizes`.
     fn largest_share(&self, sizes: &Sizes) -> Result<Sizes> {
         let shares = HeadShare::all(sizes.heads, sizes.kv_heads, self.grid())?;
         let most = shares.iter().max_by_key(|share| (share.kv.len(), share.query.len()));
@@ -135,7 +136,7 @@ impl Schedule {
     }
 }
 
-/// Bytes in the unit that suits them: factor, name.
+/// The unit in which a number of bytes is written: its factor and name.
 fn unit(bytes: u64) -> (f64, &'static str) {
     match bytes {
         0..10_000 => (1.0, "bytes"),
@@ -145,7 +146,7 @@ fn unit(bytes: u64) -> (f64, &'static str) {
     }
 }
 
-/// Three digits, or all that stand before the point.
+/// The value with three digits, or with all digits before the decimal point if there are more.
 fn digits(value: f64) -> String {
     match value {
         0.0 => "0".into(),
@@ -163,7 +164,7 @@ fn in_words(bytes: u64) -> String {
     }
 }
 
-/// 1234567 as 1,234,567.
+/// The number with commas between thousands: 1234567 becomes 1,234,567.
 fn grouped(count: u64) -> String {
     let digits = count.to_string();
     let first = digits.len() % 3;
@@ -177,7 +178,7 @@ fn grouped(count: u64) -> String {
     out
 }
 
-/// Lines of at most `width` characters, where words allow it.
+/// Breaks text into lines of at most `width` characters, unless a single word is longer.
 fn wrapped(words: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in words.split_whitespace() {

@@ -1,4 +1,4 @@
-//! Beside the square: what every ring rank holds, computes and sends, step by step.
+//! The panel next to the square: what every ring rank holds, and what it computes and sends in each step.
 
 use super::svg::{Anchor, INK, LINE, MUTED, Svg, UNSEEN, colours};
 use super::{Point, digits, grouped, unit};
@@ -6,23 +6,23 @@ use crate::error::Result;
 use crate::schedule::{Pass, Schedule, Sizes, Step, Strategy};
 
 pub(super) const WIDTH: f64 = 580.0;
-/// Where the names of the passes end, and the steps begin.
+/// Right end of the names of the passes; the steps begin at [`STEPS`].
 const NAMES: f64 = 176.0;
 const STEPS: f64 = 184.0;
-/// Bars of computation and of bytes.
+/// Heights of the bars of computation and of bytes.
 const BAR: Point = (14.0, 4.0);
 const TRAFFIC: &str = "#7a8392";
-/// Below this width of a step, the bytes have no number.
+/// Minimum width of a step for which the number of bytes is written.
 const NUMBERED: f64 = 33.0;
 
-/// A ring rank in one pass: for each step its pairs, whose block, and bytes.
+/// A ring rank in one pass: for each step its number of pairs, the owner of the block it computes, and the bytes sent.
 type Lane = Vec<(u64, Option<usize>, u64)>;
 
 pub(super) struct Panel {
     ranks: Vec<Rank>,
-    /// Steps of the longest lane.
+    /// Number of steps of the longest lane.
     steps: usize,
-    /// The longest bars of each pass: pairs, bytes.
+    /// For each pass, the most pairs and the most bytes of any step, which set the scale of the bars.
     longest: [(u64, u64); 2],
     block: char,
 }
@@ -71,7 +71,7 @@ impl Panel {
         Ok(Self { ranks, steps, longest, block: if moved { 'q' } else { 'k' } })
     }
 
-    /// The least height in which nothing overlaps.
+    /// The minimum height without overlaps.
     pub(super) fn height(&self) -> f64 {
         self.ranks.len() as f64 * self.least_row()
     }
@@ -89,7 +89,7 @@ impl Panel {
         unit(self.longest[0].1.max(self.longest[1].1))
     }
 
-    /// Tokens, pairs and balance, in words.
+    /// A line of text with tokens, pairs and balance.
     pub(super) fn summary(&self, schedule: &Schedule) -> String {
         let total: u64 = self.ranks.iter().map(|rank| rank.pairs).sum();
         let most = self.ranks.iter().map(|rank| rank.pairs).max().unwrap_or(0);
@@ -136,7 +136,7 @@ impl Panel {
         svg.line((x, end), (x + WIDTH, end), LINE, 1.0);
     }
 
-    /// Who it is, what it holds, and its share of the work.
+    /// Draws a rank's name, its tokens, and its share of the pairs.
     fn name(&self, svg: &mut Svg, (x, y): Point, index: usize, rank: &Rank, total: u64) {
         let colour = colours(index, self.ranks.len()).0;
         svg.rect((x, y + 8.0), (12.0, 12.0), &colour, 2.0);
@@ -168,7 +168,7 @@ impl Panel {
                 let bar = (room * pairs as f64 / most_pairs.max(1) as f64).max(1.5);
                 svg.rect((x, y), (bar, BAR.0), &colour, 2.0);
                 let name = format!("{}{owner}", self.block);
-                // A letter is up to 0.65 of its size wide.
+                // A letter is up to 0.65 times its font size wide.
                 let fit = |room: f64| ((room - 3.0) / (0.65 * name.len() as f64)).min(10.5);
                 if fit(bar) >= 7.0 {
                     let at = (x + if bar > 30.0 { 4.0 } else { 1.5 }, y + 10.5);

@@ -1,4 +1,4 @@
-//! The square of queries and keys, with strips that show who holds the tokens.
+//! The square of queries and keys, with strips that show which rank holds each token.
 
 use super::Point;
 use super::cell::Cell;
@@ -8,19 +8,19 @@ use crate::layout::Layout;
 use crate::schedule::Schedule;
 use std::collections::BTreeMap;
 
-/// Up to this many tokens, borders follow every pair.
+/// Up to this number of tokens, borders follow every pair.
 const EXACT: usize = 128;
 /// Thickness of a strip, and its distance from the square.
 const STRIP: Point = (16.0, 4.0);
 
-/// The square, ready to be drawn.
+/// The square and its cells, ready to be drawn.
 pub(super) struct Square<'a> {
     schedule: &'a Schedule,
     cells: Vec<Cell>,
     origin: Point,
-    /// Pixels of a token.
+    /// Pixels per token.
     scale: f64,
-    /// Queries and keys.
+    /// Number of queries and of keys.
     size: (usize, usize),
 }
 
@@ -46,7 +46,7 @@ impl<'a> Square<'a> {
         svg.upwards((x - STRIP.0 - STRIP.1 - 9.0, y + height / 2.0), 12.0, MUTED, "queries");
     }
 
-    /// Where tokens change hands and documents end, behind the bands.
+    /// Draws, behind the bands, lines at which another rank's tokens or another document begins.
     fn lines(&self, svg: &mut Svg) {
         let (x, y) = self.origin;
         let (rows, columns) = (self.size.0 as f64 * self.scale, self.size.1 as f64 * self.scale);
@@ -60,7 +60,7 @@ impl<'a> Square<'a> {
         }
     }
 
-    /// One shape for each rank and step.
+    /// Draws all cells of a rank and step as one shape.
     fn bands(&self, svg: &mut Svg) {
         let ranks = self.schedule.grid().ring;
         let exact = self.size.0.max(self.size.1) <= EXACT;
@@ -69,7 +69,7 @@ impl<'a> Square<'a> {
             let outline = cell.outline(exact).into_iter().map(|point| self.at(point)).collect();
             shapes.entry((cell.rank, cell.step)).or_default().push(outline);
         }
-        // The white between two cells must not eat small ones.
+        // The white border between two cells is thin enough to leave small cells visible.
         let mean =
             self.cells.iter().map(|cell| (cell.pairs as f64).sqrt()).sum::<f64>() / self.cells.len().max(1) as f64;
         let border = 0.08 * mean * self.scale;
@@ -78,10 +78,10 @@ impl<'a> Square<'a> {
         }
     }
 
-    /// The steps, as large as their cells allow.
+    /// Draws the numbers of the steps, as large as their cells allow.
     fn numbers(&self, svg: &mut Svg) {
         let ranks = self.schedule.grid().ring;
-        // By rank and by size in halves of a pixel, so that each look is written once.
+        // Labels are grouped by rank and by size in half pixels, so that each style is written once.
         let mut looks: BTreeMap<(usize, usize), Vec<(Point, String)>> = BTreeMap::new();
         for cell in &self.cells {
             let words = cell.step.to_string();
@@ -126,7 +126,7 @@ impl<'a> Square<'a> {
     }
 }
 
-/// The tokens of each rank in the flat batch, as spans of neighbours.
+/// For each rank, its tokens in the flat batch as spans of consecutive tokens.
 fn spans(layout: &Layout) -> Vec<Vec<(usize, usize)>> {
     let layout = layout.merged();
     let of = |rank: usize| {
@@ -144,7 +144,7 @@ fn spans(layout: &Layout) -> Vec<Vec<(usize, usize)>> {
     (0..layout.ranks()).map(of).collect()
 }
 
-/// Where a span begins, if there are few enough to be told apart.
+/// The ends of all spans, or nothing if there are too many to tell apart.
 fn borders(layout: &Layout) -> Vec<usize> {
     let mut starts: Vec<usize> = spans(layout).into_iter().flatten().flat_map(|(start, end)| [start, end]).collect();
     starts.sort_unstable();

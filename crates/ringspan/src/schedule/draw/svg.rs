@@ -1,16 +1,17 @@
-//! Text of SVG: shapes, words, colours.
+//! Writes SVG: shapes, text, colours.
 
 use super::Point;
 use std::fmt::{Display, Write};
 
-/// Ink and paper.
+/// Colours of text, lines and background.
 pub(super) const INK: &str = "#1c2330";
 pub(super) const MUTED: &str = "#5b6472";
 pub(super) const LINE: &str = "#d5d9e0";
 pub(super) const PAPER: &str = "#ffffff";
 pub(super) const UNSEEN: &str = "#f3f4f7";
 
-/// From dark blue over green to light rose: brightness rises all the way, so that ranks differ without colour too.
+/// Colours from dark blue over green to light rose. Brightness rises monotonically, so ranks can be told apart without
+/// colour.
 const RAMP: [(f64, f64, f64); 7] = [
     (24.0, 44.0, 97.0),
     (33.0, 94.0, 112.0),
@@ -21,9 +22,9 @@ const RAMP: [(f64, f64, f64); 7] = [
     (240.0, 196.0, 228.0),
 ];
 
-/// The colour of rank `rank` of `ranks`, and the colour of words on it.
+/// The colour of rank `rank` of `ranks`, and the colour of text on it.
 pub(super) fn colours(rank: usize, ranks: usize) -> (String, &'static str) {
-    // A few ranks keep off the ends of the ramp, where blue nears the ink and rose the paper.
+    // A few ranks avoid the ends of the ramp, where blue is close to the ink and rose to the paper.
     let (from, to) = if ranks > 4 { (0.0, 1.0) } else { (0.08, 0.88) };
     let share = if ranks > 1 { rank as f64 / (ranks - 1) as f64 } else { 0.2 };
     let at = (from + (to - from) * share) * (RAMP.len() - 1) as f64;
@@ -36,7 +37,7 @@ pub(super) fn colours(rank: usize, ranks: usize) -> (String, &'static str) {
     (format!("#{:02x}{:02x}{:02x}", red.round() as u8, green.round() as u8, blue.round() as u8), words)
 }
 
-/// Where words stand relative to their point.
+/// The horizontal alignment of text relative to its point.
 #[derive(Clone, Copy)]
 pub(super) enum Anchor {
     Start,
@@ -51,7 +52,7 @@ pub(super) struct Svg {
 }
 
 impl Svg {
-    /// The whole file.
+    /// Returns the whole file.
     pub(super) fn finish(self, width: f64, height: f64, title: &str) -> String {
         let (width, height, title) = (number(width), number(height), escape(title));
         format!(
@@ -75,7 +76,7 @@ impl Svg {
     pub(super) fn polygons(&mut self, outlines: &[Vec<Point>], fill: &str, border: &str, width: f64) {
         let mut path = String::new();
         for outline in outlines {
-            // Points after the first one of M are lines.
+            // In an SVG path, points that follow the first point of an `M` command are joined by lines.
             let mut word = "M";
             for &(x, y) in outline {
                 let _ = write!(path, "{word}{} {}", number(x), number(y));
@@ -97,17 +98,17 @@ impl Svg {
         ));
     }
 
-    /// Words on a base line.
+    /// Text on a baseline.
     pub(super) fn text(&mut self, at: Point, size: f64, anchor: Anchor, colour: &str, words: &str) {
         self.styled(at, size, anchor, colour, "", words);
     }
 
-    /// Bold words on a base line.
+    /// Bold text on a baseline.
     pub(super) fn bold(&mut self, at: Point, size: f64, anchor: Anchor, colour: &str, words: &str) {
         self.styled(at, size, anchor, colour, " font-weight=\"600\"", words);
     }
 
-    /// Short words of one look, each around its point.
+    /// Short labels of the same style, each centred on its point.
     pub(super) fn labels(&mut self, size: f64, colour: &str, labels: &[(Point, String)]) {
         self.push(format_args!("<g font-size=\"{}\" text-anchor=\"middle\" fill=\"{colour}\">", number(size)));
         for ((x, y), words) in labels {
@@ -117,7 +118,7 @@ impl Svg {
         self.push("</g>");
     }
 
-    /// Words that read upwards.
+    /// Text that reads upwards.
     pub(super) fn upwards(&mut self, (x, y): Point, size: f64, colour: &str, words: &str) {
         let turn = format!(" transform=\"rotate(-90 {} {})\"", number(x), number(y));
         self.styled((x, y), size, Anchor::Middle, colour, &turn, words);
@@ -141,7 +142,7 @@ impl Svg {
     }
 }
 
-/// A coordinate with up to two digits, without needless zeros.
+/// A coordinate with up to two decimals, without trailing zeros.
 fn number(value: f64) -> String {
     let text = format!("{value:.2}");
     let text = text.trim_end_matches('0').trim_end_matches('.');

@@ -1,4 +1,4 @@
-//! How the watch comes about: rank 0 listens, MPI tells the others where, and each connects.
+//! Sets up the watch: rank 0 listens, MPI tells the others the address, and each connects.
 
 use super::super::wire::Wire;
 use super::signal::Signal;
@@ -8,26 +8,26 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Until all ranks are connected.
+/// How long to wait until all ranks are connected.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Longest name of a machine.
+/// Maximum length of a machine's name in bytes.
 const NAME: usize = 256;
 
-/// Where a rank is, and where rank 0 listens.
+/// The machine of a rank, and the address at which rank 0 listens.
 pub(in super::super) struct Place {
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Ranks on this machine, and how many of them have a smaller number than this one.
+    /// Number of ranks on this machine, and how many of them have a lower rank than this one.
     pub(in super::super) local: (usize, usize),
     listener: Option<TcpListener>,
     host: String,
     port: u16,
-    /// So that nobody but a rank of this world is taken for one.
+    /// A secret that identifies the ranks of this world to rank 0.
     secret: [u64; 2],
 }
 
 impl Place {
-    /// Rank 0 begins to listen, and all learn where. All ranks must call this.
+    /// Lets rank 0 listen, and tells all ranks the address. All ranks must call this.
     pub(in super::super) fn agree(wire: &Wire) -> Result<Self, String> {
         let name =
             ::mpi::environment::processor_name().map_err(|error| format!("the name of this machine: {error}"))?;
@@ -38,15 +38,15 @@ impl Place {
         let here = |names: &[u8]| names.chunks(NAME).filter(|other| **other == own).count();
         let (local, before) = (here(&names), here(&names[..wire.rank * NAME]));
         let mut listener = None;
-        // Port, or 0 if rank 0 cannot listen: it must not leave the others alone in a call.
+        // The port, or 0 if rank 0 cannot listen: it still must take part in the broadcast, or the others would hang.
         let mut told = [0u8; 18];
         let mut refused = None;
         if wire.rank == 0 {
-            // Nobody outside may even try where all are on one machine.
+            // If all ranks are on one machine, no other machine can connect.
             let address = if local == wire.size { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
             match TcpListener::bind((address, 0)).and_then(|bound| Ok((bound.local_addr()?.port(), bound))) {
                 Ok((port, bound)) => {
-                    // Each state is seeded from the system's random numbers.
+                    // Each state is seeded from the system's random number generator.
                     let secret = [0, 1].map(|n: u64| RandomState::new().hash_one(n));
                     told[..2].copy_from_slice(&port.to_le_bytes());
                     told[2..10].copy_from_slice(&secret[0].to_le_bytes());
@@ -74,7 +74,7 @@ impl Place {
         Ok(Self { rank: wire.rank, size: wire.size, local: (local, before), listener, host, port, secret })
     }
 
-    /// The connections of this rank, by the rank at their other end.
+    /// Connects this rank; returns its connections with the rank at the other end of each.
     pub(super) fn connect(&self) -> io::Result<Vec<(usize, TcpStream)>> {
         let start = Instant::now();
         let Some(listener) = &self.listener else {
@@ -114,7 +114,7 @@ impl Place {
         Ok(streams)
     }
 
-    /// The rank behind a new connection, if it is one of this world.
+    /// The rank at the other end of a new connection, if it belongs to this world.
     fn greet(&self, mut stream: TcpStream) -> io::Result<Option<(usize, TcpStream)>> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(Duration::from_secs(2)))?;

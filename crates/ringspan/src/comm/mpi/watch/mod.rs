@@ -1,6 +1,7 @@
-//! The watch over all ranks, beside MPI: who lives, who has failed, and when all may end. See `../README.md`.
+//! The watch over all ranks, next to MPI: which ranks live, which have failed, and when all may end. See `../README.md`.
 //!
-//! Rank 0 has a connection to every other rank. A rank that dies closes its connection; one that is stopped falls silent.
+//! Rank 0 has a connection to every other rank. The connection of a rank that dies closes; a rank that is stopped becomes
+//! silent.
 
 mod connect;
 mod signal;
@@ -18,57 +19,57 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Between two signs of life.
+/// Time between two signs of life.
 const BEAT: Duration = Duration::from_millis(500);
-/// A sign of life later than this after the one before was given by a process that had been stopped, or starved.
+/// If this process gives a sign of life later than this after the previous one, it was stopped or starved of CPU time.
 const LATE: Duration = Duration::from_millis(1500);
-/// How long an answer about another rank may take.
+/// Longest wait for an answer about another rank.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// How long a rank must have waited for the same others before it counts as stuck: far longer than what is told of it,
-/// or a message it was sent, can be under way.
+/// How long a rank must have waited for the same others before it counts as stuck: far longer than a sign of life, or a
+/// message to the rank, takes to arrive.
 const STUCK: Duration = Duration::from_secs(2);
-/// How long ranks that have lost rank 0 leave each other for their last words.
+/// How long ranks that have lost rank 0 wait for each other to report their errors.
 const ALONE: Duration = Duration::from_secs(1);
 
-/// What a rank does, since when.
+/// The operation of a rank, and when it began.
 #[derive(Debug, Clone)]
 struct Doing {
-    /// Empty: it computes.
+    /// The operation that the rank waits in; empty if it computes.
     does: String,
-    /// Ranks without which it cannot go on.
+    /// The ranks that it waits for.
     misses: Vec<usize>,
     since: Instant,
 }
 
-/// What this rank knows of the others.
+/// The state that this rank knows of the others.
 #[derive(Debug)]
 struct Known {
-    /// By rank; on other ranks than 0 only the own one and those asked for.
+    /// By rank; ranks other than 0 only know their own state and those they have asked for.
     doing: BTreeMap<usize, Doing>,
-    /// Ranks that are ready to end, or gone.
+    /// For each rank, whether it is ready to end or has died.
     left: Vec<bool>,
     over: bool,
-    /// When this rank learnt of the failure.
+    /// The time at which this rank learnt of the failure.
     failed: Option<Instant>,
-    /// When this process last gave a sign of life, and when it last did so late: it was stopped itself.
+    /// The time of this process's last sign of life, and of the last one that was late because the process was stopped.
     beat: Instant,
     late: Option<Instant>,
 }
 
-/// One process's part of the watch.
+/// The watch of one process.
 pub(super) struct Watch {
     rank: usize,
     silence: Duration,
     failure: OnceLock<Failure>,
     known: Mutex<Known>,
     changed: Condvar,
-    /// By rank: on rank 0 to all others, on the others to rank 0.
+    /// Connections by rank: rank 0 has one to each other rank, the others only one to rank 0.
     writers: BTreeMap<usize, Mutex<TcpStream>>,
 }
 
 impl Watch {
-    /// Connects the ranks, and starts to watch.
+    /// Connects the ranks, and starts the threads of the watch.
     pub(super) fn start(place: &Place, options: &Options) -> io::Result<Arc<Self>> {
         let streams = place.connect()?;
         let (rank, size) = (place.rank, place.size);
@@ -104,12 +105,12 @@ impl Watch {
         self.failure.get()
     }
 
-    /// Records a failure and tells it, if it is the first.
+    /// Records a failure and, if it is the first, tells the others.
     pub(super) fn fail(&self, failure: Failure) {
         self.adopt(failure, None);
     }
 
-    /// As [`fail`](Self::fail), for one heard from rank `from`.
+    /// Like [`fail`](Self::fail), for a failure reported by rank `from`.
     fn adopt(&self, failure: Failure, from: Option<usize>) {
         if self.failure.set(failure.clone()).is_err() {
             return;
@@ -120,12 +121,12 @@ impl Watch {
         self.writers.keys().filter(|peer| Some(**peer) != from).for_each(|peer| self.tell(*peer, &signal));
     }
 
-    /// Notes what this rank waits for, and the ranks without which it cannot go on; an empty text: it computes.
+    /// Records what this rank waits for, and the ranks it waits for; an empty text means that it computes.
     pub(super) fn note(&self, does: String, misses: Vec<usize>) {
         self.known().doing.insert(self.rank, Doing { does, misses, since: Instant::now() });
     }
 
-    /// What another rank does, in words.
+    /// Describes what another rank does.
     pub(super) fn describe(&self, rank: usize) -> String {
         let mut known = self.known();
         if self.rank != 0 && rank != self.rank {
@@ -145,8 +146,8 @@ impl Watch {
         }
     }
 
-    /// Says that this rank has told its error, and waits until all have, so that nobody's words are cut off by the end
-    /// of another; not for long, since one of them may be stopped or dead.
+    /// Says that this rank has reported its error, and waits until all have, so that no report is cut off by the end of
+    /// another process. The wait is short, since a rank may be stopped or dead.
     pub(super) fn leave(&self) {
         let last_words = self.silence.mul_f64(0.8);
         let start = Instant::now();
@@ -155,7 +156,7 @@ impl Watch {
         let mut known = self.known();
         loop {
             let all = if self.rank == 0 { known.left.iter().all(|left| *left) } else { known.over };
-            // Without rank 0 nobody says when all have left.
+            // If rank 0 is gone, nobody says when all have left.
             let time = if self.rank != 0 && known.left[0] { last_words.min(ALONE) } else { last_words };
             if all || start.elapsed() >= time {
                 break;
@@ -171,13 +172,13 @@ impl Watch {
         self.writers.keys().for_each(|peer| self.tell(*peer, &Signal::Bye));
     }
 
-    /// Hears what one rank says until it has said goodbye or is gone.
+    /// Handles the signals of one rank until it has said goodbye or is gone.
     fn listen(&self, peer: usize, mut stream: TcpStream) {
         loop {
-            // Looks first: a wait that is over without a byte can begin again.
+            // Peeking first allows a timed-out read to be repeated, because no byte has been consumed.
             let signal = match stream.peek(&mut [0]).and_then(|_| Signal::read(&mut stream)) {
                 Ok(signal) => signal,
-                // A signal of the system, such as the one after a stop.
+                // The read was interrupted by a signal of the system, such as the one after a stop.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let silent = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
@@ -222,14 +223,14 @@ impl Watch {
         }
     }
 
-    /// Whether this process itself did not run for a while: then the others' silence means nothing yet. So a job that is
-    /// suspended as a whole goes on.
+    /// Whether this process itself did not run for a while: then the others' silence proves nothing yet. So a job that is
+    /// suspended as a whole can go on.
     fn was_stopped(&self) -> bool {
         let known = self.known();
         known.beat.elapsed() > LATE || known.late.is_some_and(|late| late.elapsed() < self.silence)
     }
 
-    /// Gives signs of life, and ends a process whose own rank does not look up from its work after a failure.
+    /// Gives signs of life, and ends the process if its rank makes no call for some time after a failure.
     fn beat(&self) {
         let last_look = self.silence / 2;
         loop {
@@ -251,7 +252,7 @@ impl Watch {
             }
             if let (true, Some(failure)) = (late, self.failure()) {
                 let error = failure.seen_by(self.rank, &"its own work");
-                // The rank's thread may compute for hours before it talks again: nobody else is left to say it.
+                // The rank's thread may compute for hours before its next call, so the error is printed here.
                 say(&error);
                 std::process::exit(1);
             }
@@ -259,7 +260,7 @@ impl Watch {
         }
     }
 
-    /// Whether it arrives is not this rank's business: who is gone is noticed by the reader.
+    /// Sends a signal, ignoring errors: the thread that reads from the rank notices if it is gone.
     fn tell(&self, peer: usize, signal: &Signal) {
         if let Some(writer) = self.writers.get(&peer) {
             let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -276,10 +277,10 @@ impl Watch {
     }
 }
 
-/// Ranks that wait for each other and have not moved for [`STUCK`], in words.
+/// Describes the ranks that wait for each other and have not moved for [`STUCK`].
 ///
-/// A rank needs all it misses, so one circle is a deadlock. Ranks that miss nobody who is left are taken out until there
-/// are none; who is left then waits for somebody who is left.
+/// A rank needs all ranks it waits for, so one cycle is a deadlock. Ranks that wait for none of the remaining ranks are
+/// removed until there are no such ranks; all that remain then wait for another that remains.
 fn deadlock(doing: &BTreeMap<usize, Doing>) -> Option<String> {
     let stuck = |doing: &&Doing| doing.since.elapsed() > STUCK && !doing.misses.is_empty();
     let mut left: BTreeMap<usize, &Doing> =
@@ -296,7 +297,7 @@ fn deadlock(doing: &BTreeMap<usize, Doing>) -> Option<String> {
     (!words.is_empty()).then(|| format!("deadlock: {}", words.join("; ")))
 }
 
-/// An error on standard error, in one piece: the streams of all processes may flow together.
+/// Prints an error to standard error in one write, because the output of all processes may be merged.
 pub(super) fn say(error: &impl Display) {
     let _ = io::stderr().write_all(format!("error: {error}\n").as_bytes());
 }

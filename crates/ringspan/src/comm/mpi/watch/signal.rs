@@ -1,33 +1,33 @@
-//! What ranks tell each other beside their work.
+//! The signals that ranks exchange on the connections of the watch.
 
 use crate::comm::codec::{Reader, Writer};
 use crate::comm::group::failure::Failure;
 use std::io::{self, Read, Write};
 
-/// Longest signal; error messages are cut to fit.
+/// Maximum bytes of a signal; error messages are cut to fit.
 const LONGEST: usize = 64 << 10;
 
-/// Most missing ranks in a sign of life.
+/// Maximum number of missing ranks in a sign of life.
 const MOST_MISSES: usize = 1024;
 
 /// A signal between rank 0 and another rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Signal {
-    /// The first thing on a connection: who is there, and the world's secret.
+    /// The first signal on a connection: the rank of the sender, and the world's secret.
     Hello { rank: usize, secret: [u64; 2] },
-    /// A sign of life, with what the rank does, the ranks without which it cannot go on, and for how many milliseconds.
+    /// A sign of life: what the rank does, the ranks it waits for, and for how many milliseconds.
     Beat { does: String, misses: Vec<usize>, for_ms: u64 },
     /// The world has failed.
     Failed(Failure),
-    /// What does that rank do?
+    /// Asks what a rank does.
     Ask(usize),
-    /// That is what it does.
+    /// The answer: what that rank does.
     Does(usize, String),
-    /// The sender has told its error to whoever started it, and is ready to end.
+    /// The sender has reported its error and is ready to end.
     Left,
-    /// All are ready to end.
+    /// All ranks are ready to end.
     Over,
-    /// The sender has finished well; what comes after is the end of its process.
+    /// The sender has finished well; the connection closes when its process ends.
     Bye,
 }
 
@@ -58,7 +58,7 @@ impl Signal {
             Self::Hello { rank, secret } => kind(0).number(*rank as u64).number(secret[0]).number(secret[1]),
             Self::Beat { does, misses, for_ms } => {
                 let start = kind(1).number(*for_ms).text(cut(does));
-                // Fewer are enough to find a circle later.
+                // A shortened list may only delay the detection of a cycle.
                 misses.iter().take(MOST_MISSES).fold(start, |signal, rank| signal.number(*rank as u64))
             }
             Self::Failed(Failure::Rank { peer, message }) => kind(2).number(*peer as u64).text(cut(message)),
@@ -103,7 +103,7 @@ impl Signal {
     }
 }
 
-/// As much of a text as a signal carries.
+/// The beginning of a text, as long as a signal can carry.
 fn cut(text: &str) -> &str {
     let mut end = text.len().min(LONGEST / 4);
     while !text.is_char_boundary(end) {

@@ -1,35 +1,35 @@
-//! The few calls of NCCL that move blocks, of the library that the machine has.
+//! The few NCCL functions that move blocks, looked up in the library on this machine.
 //!
-//! cudarc has them too, but looks for `libnccl.so` and `libnccl.so.13`, where NCCL is installed as `libnccl.so.2`; it panics
-//! where a call is missing; and a program that is linked with CUDA's libraries would be linked with NCCL as well. So they are
-//! looked up here, and what they answer is a number, which a newer library may add to.
+//! cudarc has these functions too, but it looks for `libnccl.so` and `libnccl.so.13`, while NCCL is installed as
+//! `libnccl.so.2`; it panics if a function is missing; and a program that links CUDA's libraries would have to link NCCL as
+//! well. Here they are looked up by name, and return codes are plain numbers, because newer versions may add to them.
 
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 
-/// Where to look: the name under which it is installed to be run, and the one to build with.
+/// File names of the library: the name of the runtime package, and the name of the development package.
 pub(super) const NAMES: &[&str] = if cfg!(windows) { &["nccl.dll"] } else { &["libnccl.so.2", "libnccl.so"] };
 
-/// Since 2.18 a communicator that does not block can be trusted with sends and receives, and can be finalized.
+/// Since version 2.18, non-blocking communicators support sends and receives reliably, and can be finalized.
 const OLDEST: c_int = 21800;
 
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
-/// A byte, as it counts elements.
+/// NCCL's type code of a byte.
 const UINT8: c_int = 1;
 
-/// A failure, in words.
+/// A result with an error text.
 pub(super) type Result<T> = std::result::Result<T, String>;
 
 type Handle = *mut c_void;
 
-/// By which ranks find each other.
+/// The id with which ranks find each other.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId([u8; 128]);
 
-/// `ncclConfig_t` of 2.18; newer libraries read no more than it says it has.
+/// The struct `ncclConfig_t` of 2.18; newer versions read only as many bytes as `size` says.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -46,7 +46,7 @@ struct Config {
 type OnComm = unsafe extern "C" fn(Handle) -> c_int;
 type Plain = unsafe extern "C" fn() -> c_int;
 
-/// The calls.
+/// NCCL's functions.
 struct Calls {
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
@@ -62,10 +62,10 @@ struct Calls {
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
 }
 
-/// The library, which stays loaded until the process ends: it has threads of its own.
+/// The library. It stays loaded until the process ends, because it has its own threads.
 pub(super) struct Nccl {
     calls: Calls,
-    /// As it is written, 2.22.3 say.
+    /// The version as text, such as 2.22.3.
     pub(super) version: String,
     _library: ManuallyDrop<Library>,
 }
@@ -81,9 +81,9 @@ impl UniqueId {
 }
 
 impl Nccl {
-    /// The first library of `names` that can be loaded.
+    /// Loads the first library of `names` that exists.
     pub(super) fn load(names: &[&str]) -> Result<Self> {
-        // SAFETY: runs the initialisers of NVIDIA's library, which are its own.
+        // SAFETY: loading runs the initialisers of NVIDIA's library, which have no preconditions.
         let Some(library) = names.iter().find_map(|name| unsafe { Library::new(*name) }.ok()) else {
             return Err(format!(
                 "NVIDIA's library NCCL was not found: looked for {} where libraries are loaded from (LD_LIBRARY_PATH and \
@@ -92,17 +92,17 @@ impl Nccl {
             ));
         };
         let library = ManuallyDrop::new(library);
-        /// A call of that name; its type is what the field says.
+        /// Looks up a function by name; its type is that of the field.
         macro_rules! call {
             ($name:literal) => {{
-                // SAFETY: the types of the fields are those of nccl.h since 2.18, which does not change them.
+                // SAFETY: the types of the fields are those in nccl.h since 2.18, which keeps them stable.
                 let call = unsafe { library.get($name.as_bytes()) };
                 *call.map_err(|_| format!("NCCL has no call {}: it must be 2.18 or newer", $name))?
             }};
         }
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = call!("ncclGetVersion");
         let mut version = 0;
-        // SAFETY: the number is where the call may write.
+        // SAFETY: the call writes to a valid number.
         if unsafe { get_version(&mut version) } != SUCCESS || version < OLDEST {
             return Err(format!("NCCL is version {}, but must be 2.18 or newer", written(version)));
         }
@@ -123,24 +123,24 @@ impl Nccl {
         Ok(Self { calls, version: written(version), _library: library })
     }
 
-    /// A new name for a communicator; the rank that asks answers all others until they have found each other.
+    /// A new id for a communicator; the calling rank serves all others until they have found each other.
     pub(super) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
-        // SAFETY: the id is where the call may write.
+        // SAFETY: the call writes to a valid id.
         let code = unsafe { (self.calls.get_unique_id)(&mut id) };
         self.check(code, "make an id", std::ptr::null_mut()).map(|()| id)
     }
 
-    /// An error for what is neither done nor begun.
+    /// Returns an error, unless the code means success or in progress.
     fn check(&self, code: c_int, what: &str, comm: Handle) -> Result<()> {
         if code == SUCCESS || code == IN_PROGRESS {
             return Ok(());
         }
-        // SAFETY: both calls answer with texts that stay, or with none.
+        // SAFETY: both calls return texts that stay valid, or null.
         let texts = unsafe { [(self.calls.error_string)(code), (self.calls.last_error)(comm)] };
         let text = |text: *const c_char| match text.is_null() {
             true => String::new(),
-            // SAFETY: a text of C that is not missing.
+            // SAFETY: it is a C string, and not null.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned(),
         };
         let [error, last] = texts.map(text);
@@ -149,12 +149,12 @@ impl Nccl {
     }
 }
 
-/// 21805 and 22203 as people write them.
+/// Formats a version number: 21805 is 2.18.5, 22203 is 2.22.3.
 fn written(version: c_int) -> String {
     format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
-/// One end of a block's way, where it lies.
+/// A send or a receive of a block, with its address.
 pub(super) struct Way {
     pub(super) peer: usize,
     pub(super) sends: bool,
@@ -162,24 +162,24 @@ pub(super) struct Way {
     pub(super) bytes: usize,
 }
 
-/// A rank's end of a communicator, whose calls do not block. It belongs to the GPU that the thread knew when it was made.
+/// A rank's handle of a communicator with non-blocking calls. It belongs to the GPU that was current when it was made.
 pub(super) struct Comm {
     nccl: Nccl,
     handle: Handle,
 }
 
-// SAFETY: a communicator may be used by any thread, one at a time; it lies behind one lock.
+// SAFETY: any thread may use a communicator, one at a time; it is behind one lock.
 unsafe impl Send for Comm {}
 
 impl Comm {
-    /// Begins to find the other ranks, on the GPU that this thread knows.
+    /// Starts connecting to the other ranks, with the GPU that is current on this thread.
     pub(super) fn begin(nccl: Nccl, id: UniqueId, rank: usize, size: usize) -> Result<Self> {
         let mut config = Config {
             size: size_of::<Config>(),
             magic: 0xcafe_beef,
             version: OLDEST.unsigned_abs(),
             blocking: 0,
-            // As the library likes.
+            // These fields have the value for NCCL's defaults.
             cga_cluster_size: c_int::MIN,
             min_ctas: c_int::MIN,
             max_ctas: c_int::MIN,
@@ -188,7 +188,7 @@ impl Comm {
         };
         let mut handle = std::ptr::null_mut();
         let (rank, size) = (c_count(rank)?, c_count(size)?);
-        // SAFETY: handle and config are where the call may write and read; the id is one of `unique_id`.
+        // SAFETY: the call writes to a valid handle and reads a valid config; the id is one of `unique_id`.
         let code = unsafe { (nccl.calls.init)(&mut handle, size, id, rank, &mut config) };
         nccl.check(code, "connect the ranks", std::ptr::null_mut())?;
         if handle.is_null() {
@@ -197,28 +197,29 @@ impl Comm {
         Ok(Self { nccl, handle })
     }
 
-    /// Whether nothing that was begun is still beginning.
+    /// Whether all started operations have been set up.
     pub(super) fn is_idle(&self) -> Result<bool> {
         let mut state = SUCCESS;
-        // SAFETY: the communicator is neither destroyed nor aborted, and the state is where the call may write.
+        // SAFETY: the communicator is neither destroyed nor aborted, and the call writes to a valid number.
         let code = unsafe { (self.nccl.calls.async_error)(self.handle, &mut state) };
         self.nccl.check(code, "ask for its state", self.handle)?;
         self.nccl.check(state, "move blocks", self.handle)?;
         Ok(state == SUCCESS)
     }
 
-    /// Begins to put transfers that move together on a stream. No other may begin before this one [has](Self::is_idle).
+    /// Starts putting transfers that move together on a stream. The next call must wait until this one [is
+    /// done](Self::is_idle).
     ///
     /// # Safety
-    /// The memory must be there, of this GPU, until the stream is past them; nobody writes to what is sent, nor reads or
-    /// writes what is received.
+    /// The memory must be on this GPU and stay valid until the stream has passed the transfers; sent memory must not be
+    /// written to, received memory neither read nor written.
     pub(super) unsafe fn start(&self, ways: &[Way], stream: *mut c_void) -> Result<()> {
         let calls = &self.nccl.calls;
-        // SAFETY: the calls between start and end of the group are of one thread.
+        // SAFETY: all calls between start and end of the group are on one thread.
         self.nccl.check(unsafe { (calls.group_start)() }, "begin a group", self.handle)?;
         let one = |way: &Way| {
             let peer = c_count(way.peer)?;
-            // SAFETY: the caller's promise is these calls'.
+            // SAFETY: the contract of the caller.
             let code = unsafe {
                 match way.sends {
                     true => (calls.send)(way.at as *const c_void, way.bytes, UINT8, peer, self.handle, stream),
@@ -228,26 +229,26 @@ impl Comm {
             self.nccl.check(code, if way.sends { "send" } else { "receive" }, self.handle)
         };
         let all = ways.iter().try_for_each(one);
-        // SAFETY: a group was begun on this thread; it ends whatever its calls said.
+        // SAFETY: a group was started on this thread; it is ended even if calls in it failed.
         let end = self.nccl.check(unsafe { (calls.group_end)() }, "end a group", self.handle);
         all.and(end)
     }
 
-    /// Begins to end the communicator in peace, which all ranks should.
+    /// Starts ending the communicator without an abort; all ranks should do this.
     pub(super) fn finalize(&self) -> Result<()> {
-        // SAFETY: nothing is under way.
+        // SAFETY: no transfer is in progress.
         self.nccl.check(unsafe { (self.nccl.calls.finalize)(self.handle) }, "end", self.handle)
     }
 
-    /// Gives back what is left after [`finalize`](Self::finalize).
+    /// Frees the communicator after [`finalize`](Self::finalize).
     pub(super) fn destroy(self) -> Result<()> {
-        // SAFETY: nobody has the handle after this.
+        // SAFETY: the handle is not used after this.
         self.nccl.check(unsafe { (self.nccl.calls.destroy)(self.handle) }, "end", std::ptr::null_mut())
     }
 
-    /// Ends the communicator and what is under way; its memory is then as it is.
+    /// Ends the communicator and all transfers; received memory may be partly written.
     pub(super) fn abort(self) {
-        // SAFETY: nobody has the handle after this. Nothing is left to do with what it answers.
+        // SAFETY: the handle is not used after this. Its return code is of no use.
         let _ = unsafe { (self.nccl.calls.abort)(self.handle) };
     }
 }
@@ -272,7 +273,7 @@ mod tests {
 
     #[test]
     fn a_library_that_is_another_one_is_refused() {
-        // One that every program has.
+        // The C library is in every program.
         if let Err(text) = Nccl::load(&["libc.so.6"]) {
             assert!(text.contains("no call ncclGetVersion") || text.contains("was not found"), "{text}");
         } else {

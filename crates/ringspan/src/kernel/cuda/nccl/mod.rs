@@ -1,5 +1,5 @@
-//! NCCL: blocks go from GPU to GPU, also between processes and machines. How ranks agree on what goes when is described in
-//! `comm/direct/README.md`; here flights are put on a stream.
+//! NCCL: moves blocks from GPU to GPU, also between processes and machines. `comm/direct/README.md` describes how ranks
+//! agree on the order of flights; this module puts flights on a stream.
 
 mod library;
 
@@ -18,16 +18,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest time in which ranks find each other, and in which they end.
+/// How long ranks wait until all are connected, and until all have ended.
 const CONNECT: Duration = Duration::from_secs(180);
 const END: Duration = Duration::from_secs(10);
 
-/// How to connect GPUs.
+/// Options for connecting GPUs.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Longest wait for another rank, also for one that computes.
+    /// Longest wait for another rank, even for one that computes.
     pub deadline: Duration,
-    /// Whether ranks may share a GPU. NCCL refuses that, unless `NCCL_MULTI_RANK_GPU_ENABLE=1` is in the environment of all.
+    /// Whether ranks may share a GPU. NCCL refuses that unless all have `NCCL_MULTI_RANK_GPU_ENABLE=1` in their
+    /// environment.
     pub shared_gpus: bool,
 }
 
@@ -37,8 +38,8 @@ impl Default for Options {
     }
 }
 
-/// Why the ranks of `comm`, of which this one computes on `gpu`, cannot be connected by NCCL: the same answer on every rank.
-/// All must call this. `None`: they can.
+/// Returns why NCCL cannot connect the ranks of `comm`, of which this one computes on `gpu`, or `None` if it can. All ranks
+/// must call this and get the same result.
 ///
 /// # Errors
 /// Failures of other ranks.
@@ -65,12 +66,12 @@ pub fn obstacle(comm: &dyn Communicator, gpu: &Gpu, options: &Options) -> Result
     Ok(None)
 }
 
-/// A communicator of the same ranks whose blocks on GPUs go by NCCL, and all else by `comm`. All ranks must call this, each
-/// with the GPU that its kernel is on.
+/// Makes a communicator of the same ranks that moves blocks on GPUs by NCCL, and everything else by `comm`. All ranks must
+/// call this, each with the GPU of its kernel.
 ///
 /// # Errors
-/// [`Error::Device`] with the [obstacle](obstacle()) if there is one, or what NCCL says; failures of other ranks;
-/// [`Error::Deadline`] for ranks that do not connect within three minutes, or the deadline if that is shorter.
+/// [`Error::Device`] with the [obstacle](obstacle()) if there is one, or for failures of NCCL; failures of other ranks;
+/// [`Error::Deadline`] if ranks do not connect within three minutes, or within the deadline if that is shorter.
 pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<dyn Communicator>> {
     let failed = |message: String| Error::Device { device: format!("{gpu:?}"), operation: "connect by NCCL", message };
     if let Some(obstacle) = obstacle(comm, gpu, &options)? {
@@ -83,7 +84,7 @@ pub fn over(comm: &dyn Communicator, gpu: &Gpu, options: Options) -> Result<Arc<
 /// The version of NCCL on this machine.
 ///
 /// # Errors
-/// [`Error::Device`]: none is found, or it is too old.
+/// [`Error::Device`] if there is none, or if it is too old.
 pub fn version() -> Result<String> {
     let failed = |message| Error::Device { device: "CUDA".into(), operation: "load NCCL", message };
     Nccl::load(NAMES).map(|nccl| nccl.version).map_err(failed)
@@ -92,18 +93,18 @@ pub fn version() -> Result<String> {
 /// A flight that NCCL has put on the stream.
 struct Flight {
     end: CudaEvent,
-    /// Kept until it has ended.
+    /// The transfers, whose elements are kept until the flight has ended.
     transfers: Vec<Transfer>,
 }
 
-/// A rank's lane: a communicator, and a stream on which its flights follow each other.
+/// The lane of a rank: an NCCL communicator, and the stream of its flights.
 struct Link {
     cuda: Cuda,
-    /// None once it was aborted.
+    /// The communicator; `None` once it was aborted.
     comm: Option<Comm>,
-    /// Not given to NCCL yet: it takes one after the other.
+    /// Flights that NCCL has not been given yet, because it takes one at a time.
     waiting: VecDeque<Vec<Transfer>>,
-    /// Which it is putting on the stream.
+    /// The flight that NCCL is putting on the stream.
     starting: Option<Vec<Transfer>>,
     flying: VecDeque<Flight>,
 }
@@ -127,7 +128,8 @@ impl Link {
             _ => None,
         };
         let id = id.ok_or_else(|| failed("rank 0 sent something else than an id".into()))?;
-        // A group of its own: its tags are nobody else's. Its messages say who is connected, and its errors who failed.
+        // A separate group, whose tags are used by nobody else. Its messages tell who is connected, and its errors who
+        // failed.
         let words = comm.split(0, rank)?;
         let others: Vec<usize> = (0..size).filter(|other| *other != rank).collect();
         let connected =
@@ -150,7 +152,7 @@ impl Link {
         }
     }
 
-    /// Waits until NCCL has connected all ranks, and they have said so.
+    /// Waits until NCCL has connected all ranks, and all have said so.
     fn meet(
         &self,
         words: &dyn Communicator,
@@ -165,7 +167,7 @@ impl Link {
                 }
                 told = true;
             }
-            // Before this rank has told, it keeps all of them.
+            // Until this rank is connected, messages of others are only polled, not removed.
             if told {
                 let mut silent = Vec::new();
                 for (other, mut word) in missing {
@@ -202,7 +204,7 @@ impl Link {
     fn begin(&self, transfers: &[Transfer]) -> Result<()> {
         let stream = &self.cuda.stream;
         let way = |transfer: &Transfer| {
-            // What is sent is waited for on the stream; what is received was taken on it.
+            // The stream is made to wait for elements that are sent; received elements were allocated on it.
             let (elements, sends, at) = match transfer {
                 Transfer::Send { elements, .. } => (elements, true, self.source(&**elements)?.read_in_flight(stream)?),
                 Transfer::Receive { elements, .. } => {
@@ -214,19 +216,19 @@ impl Link {
         };
         let ways = transfers.iter().map(way).collect::<Result<Vec<_>>>()?;
         self.cuda.bind()?;
-        // SAFETY: the elements are kept until the flight has ended, or the communicator was aborted; who sends one writes to
-        // it no more (`Kernel::outgoing`, `Handed::new`), and one that is received is given to nobody before.
+        // SAFETY: the elements are kept until the flight has ended or the communicator was aborted; elements that are sent
+        // are not written to any more (`Kernel::outgoing`, `Handed::new`), and received elements are not handed out before.
         let started = unsafe { self.comm()?.start(&ways, stream.cu_stream().cast()) };
         started.map_err(|message| self.failed(message))
     }
 
-    /// What is sent.
+    /// The elements of a send; an error unless they are on this GPU.
     fn source<'a>(&self, elements: &'a dyn OnDevice) -> Result<GpuSource<'a>> {
         let source = GpuSource::of(elements).filter(|source| source.is_in(&self.cuda.gpu().0.context));
         source.ok_or_else(|| self.elsewhere(elements))
     }
 
-    /// What is received.
+    /// The array of a receive; an error unless it is on this GPU.
     fn array<'a>(&self, elements: &'a dyn OnDevice) -> Result<&'a GpuArray> {
         let array = (elements as &dyn Any).downcast_ref::<GpuArray>().filter(|array| array.is_on(self.cuda.gpu()));
         array.ok_or_else(|| self.elsewhere(elements))
@@ -236,11 +238,11 @@ impl Link {
         self.failed(format!("{elements:?} is not on the GPU that was connected"))
     }
 
-    /// Moves all along.
+    /// Advances all flights.
     fn advance(&mut self) -> Result<()> {
         while self.comm()?.is_idle().map_err(|message| self.failed(message))? {
             if let Some(transfers) = self.starting.take() {
-                // Only now it is on the stream, so that an event behind it is its end.
+                // The flight is on the stream only now, so an event recorded here marks its end.
                 for transfer in &transfers {
                     if let Transfer::Receive { elements, .. } = transfer {
                         self.array(&**elements)?.share(&self.cuda)?;
@@ -297,7 +299,7 @@ impl Lane for Link {
 
     fn abort(&mut self) {
         if let Some(comm) = self.comm.take() {
-            // Where the GPU cannot be told, its driver has failed, and with it what is under way.
+            // If the GPU cannot be made current, its driver has failed, and with it all flights.
             let _ = self.cuda.bind();
             comm.abort();
             let left = self.flying.iter().map(|flight| &flight.transfers).chain(&self.starting).flatten();
@@ -319,7 +321,7 @@ impl Drop for Link {
         let mut ended = comm.finalize().is_ok();
         while ended && start.elapsed() < END {
             match comm.is_idle() {
-                // Nobody is left to hear what it answers.
+                // At this point an error could not be reported to anybody.
                 Ok(true) => return drop(comm.destroy()),
                 Ok(false) => thread::sleep(Duration::from_micros(200)),
                 Err(_) => ended = false,

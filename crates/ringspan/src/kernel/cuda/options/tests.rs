@@ -1,4 +1,4 @@
-//! Which kernels are chosen, and that they compile.
+//! Tests which kernels are chosen, and that they compile.
 
 use super::super::super::{Buckets, Data, Dropout, HeadMap, Score};
 use super::super::nvrtc;
@@ -6,10 +6,10 @@ use super::*;
 use half::{bf16, f16};
 use std::collections::HashSet;
 
-/// Most bytes of shared memory of a block on Hopper.
+/// Maximum shared memory of a block on Hopper, in bytes.
 const HOPPER: usize = 227 * 1024;
 
-/// Without a GPU this still shows that the kernels are CUDA, fit its architectures, and agree on the job's size.
+/// Even without a GPU this shows that the kernels compile for these architectures, and agree on the size of the job.
 #[test]
 fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     if !nvrtc::is_there() {
@@ -27,7 +27,7 @@ fn kernels_compile_and_fit_for_every_architecture_since_ampere() {
     };
     let alibi = Score { relative: Some(Relative::Alibi { slopes: vec![0.1] }), ..plain.clone() };
     let types = [Stored::F32, Stored::Bf16, Stored::F16];
-    // Of an A100, an L40, an H100 (also with what only it has), a B200, and of what stands under desks.
+    // Architectures of A100, L40, H100 (also with its specific features), B200, and of workstation GPUs.
     for architecture in ["sm_80", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"] {
         for (from, to) in types.into_iter().flat_map(|from| types.map(|to| (from, to))) {
             let binary =
@@ -102,7 +102,7 @@ fn kernels_compile_for_tensor_cores_whose_sums_stay_in_registers() {
             let spills: Vec<&str> = said.lines().filter(|line| line.contains("bytes spill stores")).collect();
             let none = |line: &&str| line.contains(" 0 bytes spill stores, 0 bytes spill loads");
             assert!(!spills.is_empty() && spills.iter().all(none), "{options:?}: {said}");
-            // Products that wait for each other are half as fast.
+            // Products that the compiler serializes are half as fast.
             assert!(!said.contains("serialized"), "{options:?}: {said}");
         }
     }
@@ -123,7 +123,7 @@ fn tensor_cores_take_bf16_of_their_widths() {
         (forward, Options::backward(&inputs, &view, tensor, SHARED_MEMORY).pass)
     };
     use Pass::{Backward, Forward, TensorBackward, TensorForward};
-    // A single query is none for a warpgroup.
+    // A single query is too few for a warpgroup.
     for tensor in [TensorCores::Warps, TensorCores::Warpgroups] {
         assert_eq!(pass(halves, 128, &plain, tensor), (TensorForward, TensorBackward));
         assert_eq!(pass(halves, 256, &plain, tensor), (TensorForward, Backward));
