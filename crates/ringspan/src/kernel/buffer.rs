@@ -1,17 +1,17 @@
-//! Memory of the kernels: aligned buffers that are kept from call to call, and outputs shared by workers.
+//! Memory of the CPU kernels: aligned buffers that are reused between calls, and outputs shared by workers.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 
-/// Numbers of a cache line.
+/// Number of f32 in a cache line.
 pub(super) const LINE: usize = 16;
 
-/// A cache line: a vector load that straddles two of them costs double.
+/// A cache line, for alignment: a vector load that straddles two lines costs double.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
-/// Numbers that start at a cache line. What they are at first is arbitrary, but never uninitialised.
+/// Numbers aligned to a cache line. Their initial values are arbitrary, but never uninitialised memory.
 pub(super) struct Aligned(Vec<Line>);
 
 impl Aligned {
@@ -19,14 +19,15 @@ impl Aligned {
         Self(vec![Line([0.0; LINE]); len.div_ceil(LINE)])
     }
 
-    /// Numbers that `write` fills: for a large buffer, to write zeros before costs as much as to pack what follows.
+    /// A buffer that `write` fills completely, without zeroing it first: in a large buffer that would cost as much as
+    /// packing.
     ///
     /// # Safety
-    /// `write` must write all of them; it may read none before.
+    /// `write` must write all numbers, and must not read any before it has written it.
     pub(super) unsafe fn written(len: usize, write: impl FnOnce(Target)) -> Self {
         let mut lines = Vec::<Line>::with_capacity(len.div_ceil(LINE));
         let spare = lines.spare_capacity_mut();
-        // The end of the last line is nobody's.
+        // The padding in the last line is not part of `write`'s target.
         for line in &mut spare[len / LINE..len.div_ceil(LINE)] {
             line.write(Line([0.0; LINE]));
         }
@@ -53,18 +54,30 @@ impl DerefMut for Aligned {
     }
 }
 
+/// Elements that `write` fills: to write zeros before costs as much as to write a result.
+///
+/// # Safety
+/// `write` must write all of them; it may read none before.
+pub(super) unsafe fn written<T>(len: usize, write: impl FnOnce(Target<T>)) -> Vec<T> {
+    let mut elements = Vec::with_capacity(len);
+    write(Target { data: elements.as_mut_ptr(), len });
+    // SAFETY: all elements are written, by the contract of the caller.
+    unsafe { elements.set_len(len) };
+    elements
+}
+
 /// Rounds up to whole cache lines, so that parts of one buffer are all aligned.
 pub(super) fn lines(len: usize) -> usize {
     len.next_multiple_of(LINE)
 }
 
-/// Buffers between two calls: a fresh one costs a page fault per 4 KiB, a tenth of a short call.
+/// Buffers kept between calls: a fresh buffer costs a page fault per 4 KiB, a tenth of the time of a short call.
 #[derive(Default)]
 pub(super) struct Pool(Mutex<Vec<Aligned>>);
 
 impl Pool {
-    /// A buffer of at least `len` numbers; the smallest kept one that fits, or a new one in place of the largest: calls of
-    /// another kind will find their place in the new one.
+    /// Returns a buffer of at least `len` numbers: the smallest kept one that fits, or a new one. A new one replaces the
+    /// largest kept one, since calls that needed that will fit into the new one.
     pub(super) fn take(&self, len: usize) -> Aligned {
         let mut kept = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let best = (0..kept.len()).filter(|&i| kept[i].len() >= len).min_by_key(|&i| kept[i].len());
@@ -78,13 +91,13 @@ impl Pool {
         Aligned::zeros(len)
     }
 
-    /// Numbers in all kept buffers.
+    /// Number of elements in all kept buffers.
     #[cfg(test)]
     pub(super) fn held(&self) -> usize {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).iter().map(|buffer| buffer.len()).sum()
     }
 
-    /// Keeps a buffer for the next call.
+    /// Keeps a buffer for a later call.
     pub(super) fn give(&self, buffer: Aligned) {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(buffer);
     }
@@ -107,20 +120,20 @@ impl<T> Target<T> {
         Self { data: data.as_mut_ptr(), len: data.len() }
     }
 
-    /// Elements `at..at + len`.
+    /// The elements `at..at + len`.
     ///
     /// # Safety
-    /// The slice behind this target must outlive the result, and nobody else may touch these elements meanwhile.
+    /// The slice of this target must outlive the result, and no other thread may access these elements meanwhile.
     pub(super) unsafe fn row<'a>(self, at: usize, len: usize) -> &'a mut [T] {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         // SAFETY: in bounds; exclusive by the contract.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(at), len) }
     }
 
-    /// Elements `at..at + len`, which become zero and need not have been anything before.
+    /// The elements `at..at + len`, set to zero; they may be uninitialised before.
     ///
     /// # Safety
-    /// As [`row`](Self::row).
+    /// Like [`row`](Self::row).
     pub(super) unsafe fn zeroed<'a>(self, at: usize, len: usize) -> &'a mut [T]
     where
         T: bytemuck::Zeroable,
@@ -133,16 +146,16 @@ impl<T> Target<T> {
         }
     }
 
-    /// Where elements `at..at + len` are, which need not have been written.
+    /// A pointer to the elements `at..at + len`, which may be uninitialised.
     pub(super) fn pointer(self, at: usize, len: usize) -> *mut T {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         self.data.wrapping_add(at)
     }
 
-    /// Elements `at..at + len`, to read.
+    /// The elements `at..at + len`, for reading.
     ///
     /// # Safety
-    /// As [`row`](Self::row), but others may read too.
+    /// Like [`row`](Self::row), but other threads may read too.
     pub(super) unsafe fn read<'a>(self, at: usize, len: usize) -> &'a [T] {
         assert!(at + len <= self.len, "row {at}..{} of {} elements", at + len, self.len);
         // SAFETY: in bounds; unchanged by the contract.

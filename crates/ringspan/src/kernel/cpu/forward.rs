@@ -1,4 +1,4 @@
-//! The forward pass of a kernel: what its workers do, and in which order.
+//! The forward pass of a CPU kernel: the tasks of its workers, and their order.
 
 use super::super::buffer::Target;
 use super::super::decode::Decode;
@@ -10,16 +10,16 @@ use super::super::workers::Countdown;
 use super::super::{HeadMap, Inputs, Partial, Tile, isa};
 use super::{Cpu, plan};
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 impl Cpu {
-    /// [`forward`](Self::forward), for queries without a backward pass.
+    /// Like [`forward`](Self::forward), for queries without a backward pass.
     pub(in crate::kernel) fn decode(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         let Inputs { q, k, v, heads, score, bias } = *inputs;
         if q.tokens > 1 {
             return self.forward(inputs, tiles, partial);
         }
-        // Packing would cost more than the whole product.
+        // For a single query, packing would cost more than the products.
         self.hook.begin();
         let terms = Terms::new(score, bias);
         let seen = |tile: &Tile| {
@@ -61,18 +61,19 @@ impl Cpu {
         self.workers.run(self.workers.count().min(tasks.count), &|worker| {
             let mut scratch = self.pool.take(forward::scratch(q.dim, v.dim, code, bias.is_some()));
             let mut compute = |head, block| {
-                // SAFETY: the counter gives each head and block to one worker; what it reads is packed; the scratch has the
-                // asked size.
+                // SAFETY: the counter gives each head and block to one worker; the keys and values it reads are packed; the
+                // scratch has the required size.
                 unsafe { isa::forward_block(code, &job, head, block, &mut scratch) };
                 self.progress(worker);
             };
-            while let Some(kv) = tasks.next_whole(worker) {
+            while let Some(whole) = tasks.next_whole(worker) {
                 for chunk in 0..tasks.chunks {
-                    // SAFETY: the counters give each head to one worker, which alone reads it.
-                    unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
+                    // SAFETY: the counters give each head to one worker, and others read it when it is packed.
+                    unsafe { isa::pack_chunk(code, &packing, whole.kv, chunk) };
                 }
-                for head in heads.queries_of(kv) {
-                    tasks.blocks.iter().for_each(|&block| compute(head, block));
+                whole.packed.store(true, Ordering::Release);
+                while let Some((head, block)) = tasks.next_block(whole) {
+                    compute(head, block);
                 }
             }
             loop {
@@ -82,9 +83,10 @@ impl Cpu {
                 }
                 match tasks.get(task) {
                     Task::Pack { kv, chunk, packed } => {
-                        // Counted even if it panics, or others would wait for ever.
+                        // The chunk is counted even if packing panics, or other workers would wait for ever.
                         let _counted = packed.counted();
-                        // SAFETY: the counter gives each chunk to one worker; its head is read when it is counted.
+                        // SAFETY: the counter gives each chunk to one worker; its head is read only after the chunk is
+                        // counted.
                         unsafe { isa::pack_chunk(code, &packing, kv, chunk) };
                     }
                     Task::Block { head, block, packed } => {
@@ -93,41 +95,59 @@ impl Cpu {
                     }
                 }
             }
+            // One processor may be slower than another: who is done helps with the heads that others are at.
+            for whole in tasks.whole.iter().filter(|whole| whole.packed.load(Ordering::Acquire)) {
+                while let Some((head, block)) = tasks.next_block(whole) {
+                    compute(head, block);
+                }
+            }
             self.pool.give(scratch);
         });
         self.pool.give(keys.into_buffer());
     }
 }
 
-/// One worker packs and uses a head alone if it has at most so many chunks: those of usual widths fit into the cache of a core.
+/// A worker packs and computes a head alone if it has at most this many chunks: with usual widths they fit into a core's
+/// cache.
 const ALONE: usize = 4;
 
-/// What workers do. In short sequences a worker does whole heads, in whose cache their keys and values are: as many heads for
-/// each worker, and those that are left over are shared. Heads of longer sequences are all shared: the workers pack the keys and
-/// values of the first one, then for each head pack those of the next one, and compute its queries while its own are in the
-/// cache. Whoever computes needs chunks that were begun long before, by workers that are at it, so hardly anybody waits, and
-/// nobody for ever.
+/// The tasks of the workers. In short sequences a worker does whole heads, so that their keys and values stay in its cache:
+/// each worker has the same number of heads, and the remaining heads are shared. In longer sequences all heads are shared:
+/// the workers pack the keys and values of the first head; then for each head they pack those of the next one and compute
+/// its queries while its own are in the cache. The chunks needed for computing were begun long before, by workers that are
+/// still at it, so waits are rare, and none is for ever.
 struct Tasks {
-    /// Key-value heads that one worker does.
-    whole: Vec<usize>,
-    /// How many heads of each worker's part of them have been taken.
+    /// Key-value heads that are each packed by one worker, and computed by it and by workers that have nothing else to do.
+    whole: Vec<Whole>,
+    /// For each worker's part of `whole`, the number of heads that have been taken.
     taken: Vec<AtomicUsize>,
     groups: Vec<Group>,
-    /// Chunks of a head.
+    /// Number of chunks in a head.
     chunks: usize,
-    /// Blocks with something to compute, those with most keys first: no thread is left with a long one at the end.
+    /// Blocks that have something to compute, in descending order of cost, so that no thread has a long one left at the
+    /// end.
     blocks: Vec<usize>,
     count: usize,
 }
 
-/// A key-value head and the query heads that read it.
+/// A key-value head that one worker packs.
+struct Whole {
+    kv: usize,
+    /// The query heads that read it.
+    queries: Range<usize>,
+    packed: AtomicBool,
+    /// Blocks of queries, over all of these heads, that have been taken.
+    taken: AtomicUsize,
+}
+
+/// A key-value head that all workers pack and read, and the query heads that read it.
 struct Group {
     kv: usize,
-    /// First query head.
+    /// First query head of the group.
     head: usize,
-    /// First of the tasks that pack the next head or compute the queries of this one.
+    /// Index of the first task that packs the next head or computes the queries of this one.
     first: usize,
-    /// Chunks of this head that are still to be packed.
+    /// Counts the chunks of this head that are still to be packed.
     packed: Countdown,
 }
 
@@ -151,22 +171,35 @@ impl Tasks {
             count += queries.len() * blocks.len();
         }
         let taken = (0..workers).map(|_| AtomicUsize::new(0)).collect();
-        Self { whole, taken, groups, chunks, blocks, count }
+        let whole = whole.into_iter().map(|kv| Whole {
+            kv,
+            queries: heads.queries_of(kv),
+            packed: AtomicBool::new(false),
+            taken: AtomicUsize::new(0),
+        });
+        Self { whole: whole.collect(), taken, groups, chunks, blocks, count }
     }
 
-    /// A head that one worker does: of the worker's own part, which is the same in each call and may still be in its cache,
-    /// and then of the others' parts.
-    fn next_whole(&self, worker: usize) -> Option<usize> {
+    /// Returns a head to be packed by one worker: first from the worker's own part, which is the same in each call and may
+    /// still be in its cache, then from other workers' parts.
+    fn next_whole(&self, worker: usize) -> Option<&Whole> {
         let workers = self.taken.len();
         let at = |owner: usize| self.whole.len() * owner / workers;
         (0..workers).map(|other| (worker + other) % workers).find_map(|owner| {
             let part = &self.whole[at(owner)..at(owner + 1)];
-            part.get(self.taken[owner].fetch_add(1, Ordering::Relaxed)).copied()
+            part.get(self.taken[owner].fetch_add(1, Ordering::Relaxed))
         })
     }
 
+    /// Takes a query head and a block of its queries; none if all blocks of the key-value head are taken.
+    fn next_block(&self, whole: &Whole) -> Option<(usize, usize)> {
+        let taken = whole.taken.fetch_add(1, Ordering::Relaxed);
+        let head = whole.queries.start + taken / self.blocks.len();
+        whole.queries.contains(&head).then(|| (head, self.blocks[taken % self.blocks.len()]))
+    }
+
     fn get(&self, task: usize) -> Task<'_> {
-        // The groups that have begun: the next one is being packed.
+        // The groups whose tasks have begun; the next group is being packed.
         let begun = self.groups.partition_point(|group| group.first <= task);
         let next = self.groups.get(begun);
         let from = begun.checked_sub(1).map_or(self.whole.len(), |now| self.groups[now].first);

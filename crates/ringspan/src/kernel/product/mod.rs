@@ -1,10 +1,10 @@
-//! Products of matrices in f32 and bf16, by the packing and the micro kernel of attention, on the threads of the pool that
-//! the caller is in (one thread outside of any).
+//! Products of matrices in f32 and bf16, using the packing and the micro kernel of attention, on the threads of the pool
+//! that the caller is in (or on one thread outside of any).
 //!
-//! Sums are f32, and do not depend on the number of threads. Where both factors are bf16 and the processor multiplies bf16
-//! (AVX512-BF16), its instruction takes two terms at once and treats denormal numbers as zero: factors, and sums. Everything
-//! else is computed in f32, as IEEE 754 says, from what bf16 widens to without loss. Infinities and NaN arise and spread as
-//! in plain loops.
+//! Sums are f32, and do not depend on the number of threads. If both factors are bf16 and the processor multiplies bf16
+//! (AVX512-BF16), its instruction takes two terms at once and treats denormal factors and sums as zero. Everything else is
+//! computed in f32 according to IEEE 754; bf16 converts to f32 exactly. Infinities and NaN arise and spread as in plain
+//! loops.
 //!
 //! Source: Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 
@@ -26,20 +26,20 @@ pub(super) use lines::Lines;
 pub(super) use panels::Panels;
 pub(super) use tile::Block;
 
-use super::buffer::Target;
+use super::buffer::{Target, written};
 use super::isa::{Code, Isa};
 use half::bf16;
 use std::fmt::{Display, Formatter};
 use tile::ProductOutput;
 
-/// What a product does with its output, `[m, n]`, row after row.
+/// The output of a product, `[m, n]`, row after row, and what is done with the sums.
 #[derive(Debug)]
 pub enum Output<'a> {
-    /// Writes over it.
+    /// Overwrites the output.
     Fresh(&'a mut [f32]),
-    /// Adds to it.
+    /// Adds the sums to the output.
     Sum(&'a mut [f32]),
-    /// Writes over it, each sum rounded once, to the nearest and to even.
+    /// Overwrites the output with the sums, each rounded once, to nearest and ties to even.
     Rounded(&'a mut [bf16]),
 }
 
@@ -51,7 +51,7 @@ impl Output<'_> {
         }
     }
 
-    /// Takes sums of no terms.
+    /// Handles a product without terms, whose sums are 0.
     fn take_nothing(&mut self) {
         match self {
             Self::Fresh(out) => out.fill(0.0),
@@ -69,28 +69,28 @@ impl Output<'_> {
     }
 }
 
-/// The instructions that products are computed with.
+/// The instructions that compute a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arithmetic {
     isa: Isa,
-    /// Whether products of bf16 are taken in bf16.
+    /// Whether products of two bf16 factors are computed in bf16.
     bf16: bool,
 }
 
 impl Arithmetic {
-    /// The arithmetic of an instruction set; `None` if this machine lacks it. Without `bf16`, products of bf16 are taken in f32 even
-    /// where the processor could.
+    /// The arithmetic of an instruction set; `None` if this machine lacks it. Without `bf16`, products of bf16 are computed
+    /// in f32 even if the processor could multiply bf16.
     pub fn new(isa: Isa, bf16: bool) -> Option<Self> {
         Isa::available().contains(&isa).then_some(Self { isa, bf16: bf16 && isa.multiplies_bf16() })
     }
 
-    /// The fastest of this machine.
+    /// The fastest arithmetic of this machine.
     pub fn best() -> Self {
         let isa = Isa::best();
         Self { isa, bf16: isa.multiplies_bf16() }
     }
 
-    /// All of this machine, the fastest first.
+    /// All kinds of arithmetic that this machine has, fastest first.
     pub fn available() -> Vec<Self> {
         let of = |isa: Isa| [true, false].into_iter().filter(move |bf16| !bf16 || isa.multiplies_bf16());
         Isa::available().into_iter().flat_map(|isa| of(isa).map(move |bf16| Self { isa, bf16 })).collect()
@@ -99,12 +99,45 @@ impl Arithmetic {
     /// `a b`: a `[m, k]`, b `[k, n]`, out `[m, n]`.
     ///
     /// # Panics
-    /// Sizes that do not fit.
+    /// If the sizes do not fit.
     pub fn product<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>, out: Output) {
         let ((m, k), (rows, n)) = (a.shape(), b.shape());
         let fits = rows == k && m.checked_mul(n) == Some(out.len());
         assert!(fits, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
         run::product(self.code::<A, B>(), Lines::new(a), Lines::new(b.t()), out);
+    }
+
+    /// `a b` as a new matrix, to which nothing is written before: a `[m, k]`, b `[k, n]` to `[m, n]`.
+    ///
+    /// # Panics
+    /// Sizes that do not fit.
+    pub fn product_new<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
+        self.new_matrix(a, b, ProductOutput::Fresh)
+    }
+
+    /// The same, each sum rounded once, to the nearest and to even.
+    ///
+    /// # Panics
+    /// Sizes that do not fit.
+    pub fn product_new_rounded<A: Element, B: Element>(self, a: Matrix<A>, b: Matrix<B>) -> Vec<bf16> {
+        self.new_matrix(a, b, ProductOutput::Rounded)
+    }
+
+    fn new_matrix<A: Element, B: Element, T: bytemuck::Zeroable + Clone>(
+        self,
+        a: Matrix<A>,
+        b: Matrix<B>,
+        output: impl FnOnce(Target<T>) -> ProductOutput,
+    ) -> Vec<T> {
+        let ((m, k), (rows, n)) = (a.shape(), b.shape());
+        let size = m.checked_mul(n).filter(|_| rows == k);
+        let Some(size) = size else { panic!("a product of {m} x {k} and {rows} x {n}") };
+        if k == 0 {
+            return vec![T::zeroed(); size];
+        }
+        let write = |out| run::product_to(self.code::<A, B>(), Lines::new(a), Lines::new(b.t()), output(out));
+        // SAFETY: with terms to sum, a product writes each of its elements, and reads none.
+        unsafe { written(size, write) }
     }
 
     fn code<A: Element, B: Element>(self) -> Code {

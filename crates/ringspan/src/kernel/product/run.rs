@@ -1,4 +1,4 @@
-//! Packs the columns of a product block by block, and shares out its rows.
+//! Packs the columns of a product block by block, and distributes its rows over threads.
 
 use super::super::buffer::{Aligned, Target};
 use super::super::isa::{Code, product_block, product_columns, product_columns_across, product_dots, product_rows};
@@ -11,33 +11,41 @@ use super::tile::{Block, ProductOutput, STEP};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Numbers of packed rows that a worker multiplies by panel after panel: 512 KiB, which stay in the L2 cache.
+/// Maximum number of packed elements of rows that a worker multiplies by panel after panel: 512 KiB, which stay in the L2
+/// cache.
 const ROWS: usize = 1 << 17;
-/// Panels of rows in them at most: their sums are to stay in the L1 cache or near it.
+/// Maximum number of row panels in them, so that their sums stay in the L1 cache or near it.
 const MOST_ROWS: usize = 16;
-/// Panels of rows in them at least, however long they are: each panel of columns is fetched for as many.
+/// Minimum number of row panels in them, even if rows are long, since each panel of columns is fetched for all of them.
 const LEAST_ROWS: usize = 4;
-/// Numbers of packed columns at once: 4 MiB, which stay in the L3 cache. It bounds what a product allocates.
+/// Number of elements of columns packed at once: 4 MiB, which stay in the L3 cache. It limits what a product allocates.
 const COLUMNS: usize = 1 << 20;
-/// Panels of columns in them at least, however long they are: for as many the rows are packed again.
+/// Minimum number of column panels in them, even if they are long, since the rows are packed again for each such block.
 const LEAST_COLUMNS: usize = 4;
-/// Panels that are packed beside each other where lines run across the columns.
+/// Number of panels that are packed together if lines contain one term of all columns.
 const BESIDE: usize = 16;
-/// Terms that are packed at once where sums can wait in an output of f32.
+/// Number of terms that are packed at once if partial sums can be stored in an f32 output.
 const TERMS: usize = 4096;
-/// Tasks a thread, so that none waits long for the last.
+/// Number of tasks per thread, so that no thread waits long for the last one.
 const TASKS: usize = 4;
-/// Products of fewer multiplications are done before other threads would have begun.
+/// Products with fewer multiplications are finished before other threads would have started.
 const FEW: usize = 1 << 18;
 
-/// `a b`, b as it lies.
+/// Computes `a b`, packing b.
 pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
-    let (m, n, k) = (a.places, b.places, a.terms);
-    if m == 0 || n == 0 || k == 0 {
+    if a.terms == 0 {
         return out.take_nothing();
     }
+    product_to(code, a, b, out.place());
+}
+
+/// The same where there are terms to sum: all elements of an output that is not added to are written, and none is read.
+pub(super) fn product_to(code: Code, a: Lines, b: Lines, place: ProductOutput) {
+    let (m, n, k) = (a.places, b.places, a.terms);
+    if m == 0 || n == 0 {
+        return;
+    }
     let threads = threads([m, n, k]);
-    let place = out.place();
     if m <= dots::ROWS && a.along() && b.along() {
         return few_rows(code, threads, Dots { a, b, out: place });
     }
@@ -56,7 +64,7 @@ pub(super) fn product(code: Code, a: Lines, b: Lines, mut out: Output) {
     }
 }
 
-/// `a b`, all of b packed.
+/// Computes `a b`, where b is packed already.
 pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32], mut out: Output) {
     if a.places == 0 || panels.count() == 0 || a.terms == 0 {
         return out.take_nothing();
@@ -65,7 +73,7 @@ pub(super) fn product_packed(code: Code, a: Lines, panels: Panels, packed: &[f32
     multiply(code, threads, a, &(0..a.terms), (panels, &(0..panels.count())), packed, out.place());
 }
 
-/// Packs some terms of the columns of some panels: `[panel][terms / pair][width]`.
+/// Packs some terms of the columns of some panels as `[panel][terms / pair][width]`.
 pub(super) fn pack(
     code: Code,
     threads: usize,
@@ -74,7 +82,7 @@ pub(super) fn pack(
     (panels, some): (Panels, &Range<usize>),
 ) -> Aligned {
     let depth = terms.len().div_ceil(code.pair());
-    // Lines across hold columns of many panels, and are read from end to end.
+    // Lines with one term of all columns contain columns of many panels, and are read from end to end.
     let beside = if b.along() { 1 } else { BESIDE };
     let groups = some.len().div_ceil(beside).next_multiple_of(threads).min(some.len());
     let work = |packed: Target| {
@@ -85,14 +93,14 @@ pub(super) fn pack(
                     for from in (0..depth).step_by(STEP) {
                         let part = part_of(terms, from, code.pair());
                         let width = panels.width(&group);
-                        // SAFETY: a panel has room for its terms, and is this task's own.
+                        // SAFETY: a panel has room for its terms, and only this task accesses it.
                         unsafe {
                             let to = packed.zeroed(at + from * width, part.len().div_ceil(code.pair()) * width);
                             product_columns(code, &b, panels.columns(group.start), part, width, to);
                         }
                     }
                 } else {
-                    // SAFETY: as above, of each panel.
+                    // SAFETY: as above, for each panel.
                     unsafe { product_columns_across(code, &b, panels, group, terms.clone(), packed, at) };
                 }
             }
@@ -146,9 +154,9 @@ fn multiply(
     });
 }
 
-/// A few rows times all columns.
+/// Multiplies a few rows by all columns.
 fn few_rows(code: Code, threads: usize, dots: Dots) {
-    /// Columns of a task at least, so that the rows are not prepared for nothing.
+    /// Minimum number of columns in a task, to be worth preparing the rows.
     const LEAST: usize = 64;
     let columns = dots.b.places;
     let tasks = if threads == 1 { 1 } else { (TASKS * threads).min(columns.div_ceil(LEAST)) };
@@ -161,19 +169,19 @@ fn few_rows(code: Code, threads: usize, dots: Dots) {
     });
 }
 
-/// The terms of STEP elements from element `from` on.
+/// The terms of STEP packed elements from element `from` on.
 fn part_of(terms: &Range<usize>, from: usize, pair: usize) -> Range<usize> {
     terms.start + from * pair..terms.end.min(terms.start + (from + STEP) * pair)
 }
 
-/// Threads that compute a product: those of the pool that this thread belongs to.
+/// Number of threads for a product: those of the pool that this thread belongs to, or one for small products.
 pub(super) fn threads(sizes: [usize; 3]) -> usize {
     let few = sizes.into_iter().fold(1, usize::saturating_mul) < FEW;
-    // Outside of a pool rayon would answer for the process's.
+    // Outside of a pool rayon would return the number of its global pool's threads.
     if few || rayon::current_thread_index().is_none() { 1 } else { rayon::current_num_threads() }
 }
 
-/// Calls `work` on some threads, each with the tasks it is to do, which come one by one, as they are done.
+/// Calls `work` on some threads, each with an iterator that takes the next task when the thread is ready for it.
 fn share(threads: usize, tasks: usize, work: impl Fn(&mut dyn Iterator<Item = usize>) + Sync) {
     let next = AtomicUsize::new(0);
     let count = threads.min(tasks);

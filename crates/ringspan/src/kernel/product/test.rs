@@ -1,10 +1,10 @@
 use super::*;
 use rayon::ThreadPoolBuilder;
 
-/// Half of the distance from 1 to the next f32.
+/// The unit roundoff of f32: half of the distance from 1 to the next f32.
 const UNIT: f64 = 1.0 / (1 << 24) as f64;
 
-/// Rows, columns and terms: odd ones, one of each, none, a few rows, several steps and blocks of terms.
+/// Rows, columns and terms: odd numbers, one of each, none, a few rows, several steps and blocks of terms.
 const SIZES: [(usize, usize, usize); 13] = [
     (1, 1, 1),
     (1, 37, 19),
@@ -21,7 +21,7 @@ const SIZES: [(usize, usize, usize); 13] = [
     (3, 0, 2),
 ];
 
-/// Numbers between -1 and 1 that use all their bits, some of them zero.
+/// Numbers between -1 and 1 that use all their bits; some are zero.
 fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -37,7 +37,7 @@ fn rounded(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|x| bf16::from_f32(*x)).collect()
 }
 
-/// A matrix in every way that its elements can lie: rows or columns one after the other, next to each other or apart.
+/// A matrix in each layout: by rows or by columns, without and with gaps between them.
 struct Laid<T> {
     rows: usize,
     cols: usize,
@@ -72,7 +72,7 @@ impl<T: Element + Default> Laid<T> {
     }
 }
 
-/// Each element of a product, and the sum of the sizes of its terms.
+/// Each element of a product in f64, and the sum of the absolute values of its terms.
 fn plain<A: Copy + Into<f64>, B: Copy + Into<f64>>(
     a: &[A],
     b: &[B],
@@ -91,8 +91,9 @@ fn plain<A: Copy + Into<f64>, B: Copy + Into<f64>>(
     sums
 }
 
-/// What a sum whose terms have these sizes, and both signs, may be wrong by. The errors of its roundings grow as the sum does,
-/// not with the number of terms: of any length, the worst of ten thousand sums was wrong by 4 units of its terms' sizes.
+/// The allowed error of a sum, given the sum of the absolute values of its terms, which have both signs. Rounding errors
+/// grow with that size, not with the number of terms: for any length, the worst of ten thousand sums was wrong by 4 units
+/// of it.
 fn bound(size: f64) -> f64 {
     6.0 * UNIT * size
 }
@@ -101,7 +102,7 @@ fn on<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(work)
 }
 
-/// One product of two matrices, into an output of one kind, in two ways: b as it lies, and packed.
+/// Checks a product of two matrices into one kind of output, with b as it is or packed.
 fn check<A: Element, B: Element>(
     by: Arithmetic,
     (a, b): (Matrix<A>, Matrix<B>),
@@ -121,6 +122,13 @@ fn check<A: Element, B: Element>(
         1 => compute(Output::Sum(&mut wide)),
         _ => compute(Output::Rounded(&mut narrow)),
     }
+    if packed.is_none() {
+        match kind {
+            0 => assert!(by.product_new(a, b) == wide, "{by}: a new matrix has other numbers"),
+            1 => (),
+            _ => assert!(by.product_new_rounded(a, b) == narrow, "{by}: a new matrix has other numbers"),
+        }
+    }
     for (at, (sum, size)) in wanted.iter().enumerate() {
         let (got, sum, allowed) = match kind {
             0 => (f64::from(wide[at]), *sum, bound(*size)),
@@ -135,7 +143,7 @@ fn check<A: Element, B: Element>(
     }
 }
 
-/// Every layout of both factors; outputs, packing and threads in turn, so that each meets each layout.
+/// Checks every layout of both factors; outputs, packing and threads alternate, so that each occurs with each layout.
 fn check_layouts<A: Element + Default + Into<f64>, B: Element + Default + Into<f64>>(
     a: &[A],
     b: &[B],
@@ -170,7 +178,7 @@ fn products_equal_f64_however_their_factors_lie_and_are_stored() {
     }
 }
 
-/// More columns than are packed at once, and more rows than a block has.
+/// There are more columns than are packed at once, and more rows than a block has.
 #[test]
 fn products_of_several_blocks_equal_f64() {
     let sizes @ (m, n, k) = (140, 700, 2100);
@@ -198,12 +206,12 @@ fn results_depend_neither_on_threads_nor_on_packing() {
     }
 }
 
-/// An infinity or NaN spoils the sums that it is in, and no others: what is packed beside it for want of elements is not seen.
+/// An infinity or NaN affects only the sums that contain it: padding that is packed next to it has no effect.
 #[test]
 fn infinities_and_nan_spread_as_in_plain_loops() {
     for (m, n, k) in [(13, 21, 9), (3, 21, 9), (40, 130, 300)] {
         let (mut a, mut b) = (rounded(&values(m * k, 1)), rounded(&values(k * n, 2)));
-        // Not a number, infinities of both signs in one sum, an infinity times zero, a product that overflows.
+        // They have a NaN, infinities of both signs in one sum, an infinity times zero, a product that overflows.
         a[k - 1] = bf16::NAN;
         (a[2 * k], b[0]) = (bf16::INFINITY, bf16::ZERO);
         b[k * n - 1] = bf16::NEG_INFINITY;
@@ -242,7 +250,7 @@ fn infinities_and_nan_spread_as_in_plain_loops() {
     }
 }
 
-/// Denormal numbers count, except where the processor multiplies bf16: there they are zero, as factors and as sums.
+/// Denormal numbers are kept, except by products of bf16 in the processor: these treat denormal factors and sums as zero.
 #[test]
 fn denormal_numbers_are_kept_but_by_products_of_bf16() {
     let power = |exponent: i32| bf16::from_f64(f64::from(exponent).exp2());
@@ -267,7 +275,7 @@ fn denormal_numbers_are_kept_but_by_products_of_bf16() {
 
 #[test]
 fn sums_are_rounded_once_to_the_nearest_and_to_even() {
-    // Exact sums: halfway between two neighbours, and a little beside it.
+    // The exact sums are halfway between two neighbours, or slightly off.
     for (parts, wanted) in
         [([1.0, 1.0 / 256.0], 1.0), ([1.0, 3.0 / 256.0], 1.015_625), ([1.0, 1.25 / 256.0], 1.007_812_5)]
     {

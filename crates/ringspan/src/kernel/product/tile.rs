@@ -1,4 +1,4 @@
-//! Sums of packed rows times a packed panel of columns, on their way to the output.
+//! Sums of packed rows times a packed panel of columns, and their output.
 
 use super::super::buffer::Target;
 use super::super::micro::multiply;
@@ -6,11 +6,10 @@ use super::super::vector::{Simd, prefetch_far};
 use half::bf16;
 use std::ops::Range;
 
-/// Elements of a panel that are taken from one visit of the output's sums to the next: 48 KiB of a panel of three vectors of
-/// 16 numbers.
+/// Number of elements of a panel between two accesses to the sums: 48 KiB of a panel of three vectors of 16 numbers.
 pub(super) const STEP: usize = 256;
 
-/// Where a product goes, shared by its workers: `[m, n]`, row after row.
+/// The output of a product, shared by its workers: `[m, n]`, row after row.
 #[derive(Clone, Copy)]
 pub(super) enum ProductOutput {
     Fresh(Target),
@@ -19,12 +18,12 @@ pub(super) enum ProductOutput {
 }
 
 impl ProductOutput {
-    /// Whether it can hold sums that more is added to.
+    /// Whether partial sums can be stored in the output and added to later.
     pub(super) fn holds_sums(self) -> bool {
         !matches!(self, Self::Rounded(_))
     }
 
-    /// The same for further terms.
+    /// The output for further terms, which adds to it.
     pub(super) fn more(self) -> Self {
         match self {
             Self::Fresh(out) => Self::Sum(out),
@@ -32,43 +31,47 @@ impl ProductOutput {
         }
     }
 
-    /// Brings some neighbouring sums to the elements from `at` on.
+    /// Writes consecutive sums to the elements from `at` on, which may be uninitialised, or adds them to what is there.
     ///
     /// # Safety
-    /// Nobody else may touch these elements.
+    /// No other thread may access these elements.
     #[inline(always)]
     pub(super) unsafe fn write(self, at: usize, sums: &[f32]) {
         // SAFETY: the contract of the caller.
         unsafe {
             match self {
-                Self::Fresh(out) => out.row(at, sums.len()).copy_from_slice(sums),
+                Self::Fresh(out) => out.pointer(at, sums.len()).copy_from_nonoverlapping(sums.as_ptr(), sums.len()),
                 Self::Sum(out) => out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out += sum),
                 Self::Rounded(out) => {
-                    out.row(at, sums.len()).iter_mut().zip(sums).for_each(|(out, sum)| *out = nearest(*sum));
+                    let out = out.pointer(at, sums.len());
+                    for (i, sum) in sums.iter().enumerate() {
+                        out.add(i).write(nearest(*sum));
+                    }
                 }
             }
         }
     }
 }
 
-/// Rows of the left factor, packed, that are multiplied by one panel of columns after the other.
+/// Packed rows of the left factor, which are multiplied by one panel of columns after the other.
 pub(in super::super) struct Block<'a> {
     /// `[depth / STEP][rows / R][STEP][R]`
     pub(super) a: &'a [f32],
-    /// In the output.
+    /// The rows in the output.
     pub(super) rows: Range<usize>,
     pub(super) depth: usize,
     pub(super) out: ProductOutput,
-    /// Columns of the output.
+    /// Number of columns of the output.
     pub(super) n: usize,
 }
 
 impl Block<'_> {
-    /// Multiplies by a panel `[depth][width]`, of which `columns` are columns of the output. `next` is the panel after it.
+    /// Multiplies by a panel `[depth][width]`, whose first columns are `columns` of the output. `next` is the panel after
+    /// it.
     ///
     /// # Safety
     /// `a` must have been packed for R rows, `width` be at most V vectors, `sums` have room for all rows of all panels of
-    /// rows; nobody else may touch these elements of the output.
+    /// rows; no other thread may access these elements of the output.
     #[inline(always)]
     pub(in super::super) unsafe fn multiply<S: Simd, const R: usize, const V: usize>(
         &self,
@@ -91,10 +94,10 @@ impl Block<'_> {
         }
     }
 
-    /// `sums[row][..V * LANES]` of all rows.
+    /// Computes `sums[row][..V * LANES]` for all rows.
     ///
     /// # Safety
-    /// As [`multiply`](Self::multiply), for a panel of V vectors.
+    /// As for [`multiply`](Self::multiply), with a panel of V vectors.
     #[inline(always)]
     unsafe fn sums<S: Simd, const R: usize, const V: usize>(
         &self,
@@ -107,7 +110,7 @@ impl Block<'_> {
         assert!(self.a.len() >= count * R * self.depth);
         for from in (0..self.depth).step_by(STEP) {
             let depth = STEP.min(self.depth - from);
-            // What comes after these elements comes from memory farther away: a part of it is asked for beside each product.
+            // The next elements come from slower memory, so a part of them is prefetched with each product.
             let after = if from + depth < self.depth { &panel[(from + depth) * width..] } else { next };
             let after = &after[..after.len().min(STEP * width)];
             let mut ahead = after.chunks(after.len().div_ceil(count).max(1));
@@ -130,20 +133,20 @@ impl Block<'_> {
         }
     }
 
-    /// Sums to the output.
+    /// Writes the sums to the output.
     ///
     /// # Safety
-    /// As [`multiply`](Self::multiply).
+    /// As for [`multiply`](Self::multiply).
     #[inline(always)]
     unsafe fn write(&self, columns: Range<usize>, width: usize, sums: &[f32]) {
         for (row, sums) in self.rows.clone().zip(sums.chunks_exact(width)) {
-            // SAFETY: these elements are the caller's own.
+            // SAFETY: these elements belong to the caller.
             unsafe { self.out.write(row * self.n + columns.start, &sums[..columns.len()]) };
         }
     }
 }
 
-/// `sums[i][..V * LANES]`, from zero if `first`, plus the product of M of the R rows of a panel.
+/// Adds the product of M of the R rows of a panel to `sums[i][..V * LANES]`, which start at zero if `first`.
 ///
 /// # Safety
 /// `a` must be readable for `depth * R` numbers, `b` for `depth * V * LANES`, `sums` readable and writable for
@@ -177,7 +180,7 @@ unsafe fn add<S: Simd, const R: usize, const M: usize, const V: usize>(
     }
 }
 
-/// To the nearest bf16, ties to even; a NaN stays one. Plain arithmetic, so that loops over it become vector instructions.
+/// Rounds to the nearest bf16, ties to even; a NaN stays a NaN. Plain arithmetic, so that loops become vector instructions.
 #[inline(always)]
 fn nearest(x: f32) -> bf16 {
     let bits = x.to_bits();
