@@ -1,8 +1,8 @@
-//! A gated feed-forward layer as one operation with a backward, tile by tile over the tokens.
+//! A gated feed-forward layer as one operation with a backward pass, tile by tile over the tokens.
 //!
-//! Shape letters: T tokens, C hidden size, W intermediate size. No tensor of T x W ever exists: forward and backward
-//! hold those of a tile, and the backward computes the tile's gate and up again; unless the forward pass is told to keep
-//! them as [`Wide`].
+//! Shape letters: T tokens, C hidden size, W intermediate size. No tensor `[T, W]` is in memory, unless the forward pass is
+//! asked to store gate and up of all tokens as [`Wide`]: forward and backward hold the intermediate tensors of one tile, and
+//! the backward pass recomputes the tile's gate and up.
 
 mod on_gpu;
 mod wide;
@@ -17,15 +17,15 @@ use crate::number::{self, Number, with_number};
 use crate::pool;
 use crate::slices::{elements, elements_of};
 use crate::tape::{self, Reads};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Tokens of a tile: enough that packing the weights for it costs little (of 512 x 1536, about 3 % of its products).
+/// Tokens in a tile: enough that packing the weights for each tile costs little (for 512 x 1536, about 3 % of the products).
 pub const TILE: usize = 1024;
 
-/// `(act(x gate^T) * (x up^T)) down^T`: x `[T, C]`, gate and up `[W, C]`, down `[C, W]` to `[T, C]`, f32 or
-/// bf16. Of bf16, gate, up and what they become are rounded once each, and sums are f32.
+/// `(act(x gate^T) * (x up^T)) down^T`: x `[T, C]`, gate and up `[W, C]`, down `[C, W]` to `[T, C]`, f32 or bf16. In bf16,
+/// gate, up and their gated product are rounded once each, and sums are f32.
 ///
 /// # Errors
 /// Other types and shapes.
@@ -37,7 +37,8 @@ pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activati
     layer([x, gate, up, down], activation, Pass::Whole)
 }
 
-/// The same, and what its backward would compute again.
+/// Like [`gated_mlp`], and also returns gate and up of all tokens, which the backward pass of a recomputed layer would
+/// compute again.
 ///
 /// # Errors
 /// As for [`gated_mlp`].
@@ -56,15 +57,15 @@ pub fn gated_mlp_keeping(
     let wide = Arc::new(Mutex::new(None));
     let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
     let kept = locked(&wide).take();
-    Ok((out, Wide::Cpu(kept.unwrap_or_else(|| Tiles::new(0, storage)))))
+    Ok((out, Wide::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
 }
 
-/// The same for a layer that was computed before, and is now only to be differentiated: its values are `known`, or zeros
-/// where nothing looks at them, and cost no product. `wide` is what the first time kept, if it did; x and weights must be
-/// those of then.
+/// Like [`gated_mlp`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
+/// reads its values, and no product is computed for it. `wide` is what [`gated_mlp_keeping`] returned, if it was called; x
+/// and weights must equal those of the first pass.
 ///
 /// # Errors
-/// As for [`gated_mlp`]; something kept of other sizes.
+/// As for [`gated_mlp`], and stored tensors of other sizes.
 pub fn gated_mlp_again(
     x: &Tensor,
     weights: [&Tensor; 3],
@@ -94,11 +95,11 @@ fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a pass is for.
+/// The purpose of a pass through the layer.
 enum Pass {
     Whole,
     Keep(Storage, Arc<Mutex<Option<Tiles>>>),
-    /// With the result, if anything looks at it, and gate and up if they were kept.
+    /// A recomputation, with the stored output, if anything reads it, and with gate and up, if they were stored.
     Again(Mutex<(Option<Vec<f32>>, Option<Tiles>)>),
 }
 
@@ -120,7 +121,7 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     let trained = [&gate, &up, &down].map(Tensor::track_op);
     let inputs = tape::apply(Inputs { share: share.clone() }, [&x, &gate, &up], Reads::Nothing)?;
     let is_unseen = matches!(&pass, Pass::Again(known) if locked(known).0.is_none());
-    // What the layer reads must not refer to the graph: the graph refers to the layer.
+    // These tensors are detached, since the graph refers to the layer: a reference back to the graph would be a cycle.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
     match is_unseen {
         true => tape::apply_unseen(op, [&inputs, &down], Reads::Inputs, (x.shape(), x.dtype())),
@@ -128,11 +129,11 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     }
 }
 
-/// Gradients of x, gate and up, on their way from [`GatedMlp`] to [`Inputs`].
+/// Gradients of x, gate and up, handed from the backward pass of [`GatedMlp`] to that of [`Inputs`].
 type Share = Arc<Mutex<Option<(Tensor, Option<Tensor>, Option<Tensor>)>>>;
 
-/// The first three of the layer's four inputs: candle gives an operation at most three. Its output is a mark without
-/// meaning, which ties them into the graph before [`GatedMlp`].
+/// Connects the first three of the layer's four inputs to the graph, since a candle operation has at most three. Its output
+/// is a mark, a meaningless scalar, which [`GatedMlp`] takes as an input.
 struct Inputs {
     share: Share,
 }
@@ -169,19 +170,19 @@ impl CustomOp3 for Inputs {
     }
 }
 
-/// The layer: of the mark, and of down.
+/// The layer as an operation of the mark of [`Inputs`] and of down.
 struct GatedMlp {
     x: Tensor,
     gate: Tensor,
     up: Tensor,
     activation: Activation,
-    /// Of gate, up and down: who needs gradients.
+    /// Says which of gate, up and down need gradients.
     trained: [bool; 3],
     share: Share,
     pass: Pass,
 }
 
-/// Slices of what both passes read.
+/// The matrices that forward and backward read.
 struct Layer<'a, T> {
     x: Matrix<'a, T>,
     gate: Matrix<'a, T>,
@@ -219,76 +220,64 @@ impl<T: Number> Layer<'_, T> {
         (0..tokens.div_ceil(TILE)).map(move |tile| tile * TILE..tokens.min((tile + 1) * TILE))
     }
 
-    /// Buffers of a tile, `[TILE, W]` each.
-    fn buffers<const N: usize>(&self) -> [Vec<T>; N] {
-        std::array::from_fn(|_| vec![T::ZERO; TILE.min(self.tokens) * self.wide])
-    }
-
-    fn gate_and_up(&self, tile: &Range<usize>, gate: &mut [T], up: &mut [T]) {
+    /// Gate and up of a tile, `[rows, W]` each.
+    fn gate_and_up(&self, tile: &Range<usize>) -> [Vec<T>; 2] {
         let x = self.x.rows(tile.clone());
-        T::product(x, self.gate.t(), gate);
-        T::product(x, self.up.t(), up);
+        [self.gate, self.up].map(|weight| T::product_new(x, weight.t()))
     }
 
-    /// With gate and up of all tokens, if they are to be kept.
+    /// Returns the output, and gate and up of all tokens if `keep` says so.
     fn forward(&self, activation: Activation, keep: Option<Storage>) -> (Vec<T>, Option<Tiles>) {
         let mut out = vec![T::ZERO; self.tokens * self.hidden];
-        // Numbers in bf16 are kept as they are.
-        let keep = keep.map(|storage| if T::DTYPE == DType::BF16 { Storage::Bf16 } else { storage });
-        let mut kept = keep.map(|storage| Tiles::new(self.tokens * self.wide, storage));
-        let [mut gate, mut up] = self.buffers();
+        let mut kept = keep.map(Tiles::new);
         for tile in self.tiles() {
-            let size = tile.len() * self.wide;
-            let (gate, up) = (&mut gate[..size], &mut up[..size]);
-            self.gate_and_up(&tile, gate, up);
-            if let Some(kept) = &mut kept {
-                kept.write(tile.start * self.wide, gate, up);
-            }
-            let part = pool::part(size, 1);
-            let parts = gate.chunks_mut(part).zip(up.chunks(part)).collect();
+            let [gate, up] = self.gate_and_up(&tile);
+            let (mut gated, kept_gate) = if kept.is_some() { (gate.clone(), Some(gate)) } else { (gate, None) };
+            let part = pool::part(gated.len(), 1);
+            let parts = gated.chunks_mut(part).zip(up.chunks(part)).collect();
             pool::map(parts, |(gate, up): (&mut [T], &[T])| activation.gate_in_place(gate, up));
+            if let (Some(kept), Some(gate)) = (&mut kept, kept_gate) {
+                kept.push(gate, up);
+            }
             let out = &mut out[tile.start * self.hidden..tile.end * self.hidden];
-            T::product(Matrix::new(gate, tile.len(), self.wide), self.down.t(), out);
+            T::product(Matrix::new(&gated, tile.len(), self.wide), self.down.t(), out);
         }
         (out, kept)
     }
 
-    /// Gradients of x, and in f32 of those of gate, up, down that are trained, for that of the output.
+    /// Gradients of x and, in f32, of those of gate, up and down that are trained, from the gradient of the output.
     fn backward(
         &self,
         activation: Activation,
         trained: [bool; 3],
         d_out: Matrix<T>,
-        kept: Option<Tiles>,
+        mut kept: Option<Tiles>,
     ) -> (Vec<T>, [Option<Vec<f32>>; 3]) {
         let mut dx = vec![T::ZERO; self.tokens * self.hidden];
         let [mut d_gate, mut d_up, mut d_down] =
             trained.map(|trained| trained.then(|| vec![0.0; self.wide * self.hidden]));
-        let [mut gate, mut up, mut product_] = self.buffers();
         for tile in self.tiles() {
-            let (rows, size) = (tile.len(), tile.len() * self.wide);
-            let (gate, up, d) = (&mut gate[..size], &mut up[..size], &mut product_[..size]);
-            match &kept {
-                Some(kept) => kept.read(tile.start * self.wide, gate, up),
-                None => self.gate_and_up(&tile, gate, up),
-            }
+            let rows = tile.len();
+            let kept = kept.as_mut().and_then(Tiles::pop);
+            let [mut gate, mut up] = kept.unwrap_or_else(|| self.gate_and_up(&tile));
             let dy = d_out.rows(tile.clone());
-            T::product(dy, self.down, d);
-            // From gate, up and the product's gradient to theirs and the product, each where another was.
-            let part = pool::part(size, 1);
+            let mut d = T::product_new(dy, self.down);
+            // Gate, up and the gradient of their product are overwritten with the gradient of gate, the gradient of up, and
+            // the product.
+            let part = pool::part(d.len(), 1);
             let parts = gate.chunks_mut(part).zip(up.chunks_mut(part)).zip(d.chunks_mut(part)).collect();
             pool::map(parts, |((gate, up), d): ((&mut [T], &mut [T]), &mut [T])| {
                 activation.gate_backward_in_place(gate, up, d);
             });
-            let of = |values| Matrix::<T>::new(values, rows, self.wide);
+            let [gate, up, d] = [&gate, &up, &d].map(|values| Matrix::new(values, rows, self.wide));
             let x = self.x.rows(tile.clone());
-            for (sum, left, right) in [(&mut d_down, dy, of(d)), (&mut d_gate, of(gate), x), (&mut d_up, of(up), x)] {
+            for (sum, left, right) in [(&mut d_down, dy, d), (&mut d_gate, gate, x), (&mut d_up, up, x)] {
                 if let Some(sum) = sum {
                     product(left.t(), right, sum, Into::Sum);
                 }
             }
             let dx = &mut dx[tile.start * self.hidden..tile.end * self.hidden];
-            T::products(&[(of(gate), self.gate), (of(up), self.up)], dx);
+            T::products(&[(gate, self.gate), (up, self.up)], dx);
         }
         (dx, [d_gate, d_up, d_down])
     }

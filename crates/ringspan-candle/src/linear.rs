@@ -1,20 +1,21 @@
-//! A linear layer as one operation with a backward.
+//! A linear layer as one operation with a backward pass.
 
 use crate::cast::{cast, sum_of_rows};
 use crate::gpu;
 use crate::kept::Kept;
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Into, Matrix, product, product_new};
 use crate::number::{self, Number, with_number};
 use crate::slices::{elements, elements_of, matrix_of, rows, widened, with_matrix};
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`, f32 or bf16, of which
-/// products are summed in f32 and rounded once.
+/// `x weight^T + bias`: x `[T, in]`, weight `[out, in]`, bias `[out]` to `[T, out]`. All are f32 or all bf16; products are
+/// summed in f32 and rounded once.
 ///
-/// Rows of x may lie apart (a part of a wider tensor); nothing is transposed in memory.
+/// The rows of x may lie apart in memory (columns of a wider tensor); nothing is transposed in memory.
 ///
 /// # Errors
 /// Other types and shapes.
@@ -22,11 +23,11 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     layer(x, weight, bias, Linear::default())
 }
 
-/// The same for a layer that was computed before: its values are `known`, or zeros where nothing looks at them, and cost no
-/// product. x and weights must be those of then.
+/// Like [`linear`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
+/// reads its values, and no product is computed. x and the weights must equal those of the first pass.
 ///
 /// # Errors
-/// As for [`linear`]; something known of another shape.
+/// As for [`linear`], and a stored output of another shape.
 pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
     let shape = [x.dim(0)?, weight.dim(0)?];
     if gpu::holds(x) {
@@ -43,7 +44,7 @@ pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: O
     layer(x, weight, bias, Linear { known: Mutex::new(Some(values)), ..Linear::default() })
 }
 
-/// `x weight^T` in f32, also of bf16: its sums are not rounded.
+/// `x weight^T` in f32, also for bf16 inputs: its sums are not rounded.
 ///
 /// # Errors
 /// As for [`linear`].
@@ -57,7 +58,7 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
         let bias = bias.map_or(String::new(), |bias| format!(" and bias {:?}", bias.shape()));
         bail!("linear of {:?} with weight {:?}{bias}: the shapes do not fit", x.shape(), weight.shape());
     }
-    // cuBLAS is asked for rows that follow each other.
+    // The products of candle on a GPU need contiguous rows.
     let x = if gpu::holds(x) { x.contiguous()? } else { rows(x)? };
     let weight = weight.contiguous()?;
     match bias {
@@ -66,16 +67,17 @@ fn layer(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, op: Linear) -> Resu
     }
 }
 
-/// Rows whose sums wait in f32 to be rounded.
+/// With a bias, bf16 results are computed this many rows at a time, since their f32 sums are buffered before they are
+/// rounded.
 const ROWS: usize = 1024;
 
 #[derive(Default)]
 struct Linear {
-    /// The result, if it was computed before.
+    /// The output on the CPU, if this is a recomputation.
     known: Mutex<Option<Vec<f32>>>,
-    /// The same on a GPU.
+    /// The output on a GPU, if this is a recomputation.
     uploaded: Option<Tensor>,
-    /// The result is f32 whatever the type of x and weight.
+    /// Says that the output is f32 whatever the type of x and weight.
     wide: bool,
 }
 
@@ -84,7 +86,7 @@ impl Linear {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The result on a GPU, without a bias unless it is known.
+    /// The output on a GPU; the bias is not added, but is part of a stored output.
     fn on_gpu(&self, x: &CudaStorage, x_at: &Layout, w: &CudaStorage, w_at: &Layout) -> Result<(CudaStorage, Shape)> {
         let ((tokens, width), outs) = (x_at.shape().dims2()?, w_at.shape().dim(0)?);
         match &self.uploaded {
@@ -109,40 +111,39 @@ impl Linear {
         }
     }
 
-    /// The result that is known, as x is stored.
+    /// The stored output, in the type of the layer's output.
     fn stored(&self, known: Vec<f32>, x: &CpuStorage) -> Result<CpuStorage> {
         number::storage(known, if self.wide { DType::F32 } else { x.dtype() })
     }
 
-    /// The result, where all is stored as `T`.
+    /// Computes the output on the CPU, where x and weight are stored as `T`.
     fn forward<T: Number>(&self, x: Matrix<T>, w: Matrix<T>, bias: Option<&[f32]>) -> CpuStorage {
         let (tokens, outs) = (x.shape().0, w.shape().0);
-        if self.wide || T::DTYPE == DType::F32 {
-            let mut out = bias.map_or_else(|| vec![0.0; tokens * outs], |bias| bias.repeat(tokens));
-            product(x, w.t(), &mut out, if bias.is_some() { Into::Sum } else { Into::Fresh });
-            return CpuStorage::F32(out);
-        }
-        let mut out = vec![T::ZERO; tokens * outs];
+        let with_bias = |rows: Range<usize>, bias: &[f32]| {
+            let mut sums = bias.repeat(rows.len());
+            product(x.rows(rows), w.t(), &mut sums, Into::Sum);
+            sums
+        };
         match bias {
-            None => T::product(x, w.t(), &mut out),
+            None if self.wide => CpuStorage::F32(product_new(x, w.t())),
+            None => T::to_cpu_storage_owned(T::product_new(x, w.t())),
+            Some(bias) if self.wide || T::DTYPE == DType::F32 => CpuStorage::F32(with_bias(0..tokens, bias)),
             Some(bias) => {
-                // Sums are rounded with the bias among them, some rows at a time.
+                let mut out = vec![T::ZERO; tokens * outs];
+                // The bias is part of the f32 sums, which are rounded once, some rows at a time.
                 for (block, out) in out.chunks_mut((ROWS * outs).max(1)).enumerate() {
-                    let rows = block * ROWS..tokens.min((block + 1) * ROWS);
-                    let mut sums = bias.repeat(rows.len());
-                    product(x.rows(rows), w.t(), &mut sums, Into::Sum);
-                    number::convert(&sums, out);
+                    number::convert(&with_bias(block * ROWS..tokens.min((block + 1) * ROWS), bias), out);
                 }
+                T::to_cpu_storage_owned(out)
             }
         }
-        T::to_cpu_storage_owned(out)
     }
 
     fn backward(x: &Tensor, weight: &Tensor, d_out: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let ((tokens, width), outs) = (x.dims2()?, weight.dim(0)?);
         let d_out = cast(&d_out.contiguous()?, x.dtype())?;
         if gpu::holds(x) {
-            // Without the graphs of x and weight, which the gradients would hold.
+            // Detached, since gradients would otherwise keep the graphs of x and weight alive.
             let dx = x.track_op().then(|| d_out.matmul(&weight.detach())).transpose()?;
             let dw = weight.track_op().then(|| d_out.t()?.matmul(&x.detach())).transpose()?;
             return Ok((dx, dw));
@@ -150,14 +151,10 @@ impl Linear {
         with_number!(x.dtype(), T => elements_of::<T, _>(&d_out, |dy| {
             let dy = Matrix::new(dy, tokens, outs);
             let of_x = |w: &[T]| {
-                let mut dx = vec![T::ZERO; tokens * width];
-                T::product(dy, Matrix::new(w, outs, width), &mut dx);
-                Tensor::from_vec(dx, x.shape(), x.device())
+                Tensor::from_vec(T::product_new(dy, Matrix::new(w, outs, width)), x.shape(), x.device())
             };
             let of_weight = |x: Matrix<T>| {
-                let mut dw = vec![T::ZERO; outs * width];
-                T::product(dy.t(), x, &mut dw);
-                Tensor::from_vec(dw, weight.shape(), weight.device())
+                Tensor::from_vec(T::product_new(dy.t(), x), weight.shape(), weight.device())
             };
             let dx = if x.track_op() { Some(elements_of(weight, of_x)?) } else { None };
             let dw = if weight.track_op() { Some(with_matrix(x, of_weight)?) } else { None };

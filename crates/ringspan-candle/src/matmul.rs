@@ -1,23 +1,24 @@
-//! Products of matrices on the CPU, on the threads of this rank's pool: of f32 and bf16 in any combination, summed in f32.
+//! Matrix products on the CPU, on the threads of this rank's pool: of f32 and bf16 in any combination, summed in f32.
 //!
-//! Attention's micro kernel computes them. Only two factors of f32 of which the right one has its rows contiguous (`dy W`,
-//! `dy^T x`) go to the `gemm` crate, which is faster there. Of `x W^T` it is not: with 2 rows of x it takes 20 times as long,
-//! with 64 twice, and as long with 1024 (`BENCHMARKS.md`).
+//! Attention's micro kernel computes them, except products of two f32 factors whose right factor has contiguous rows (`dy W`,
+//! `dy^T x`): for these the `gemm` crate is faster. For `x W^T` it is not: with 2 rows of x it takes 20 times as long as the
+//! micro kernel, with 64 rows twice as long, and as long with 1024 (`BENCHMARKS.md`).
 
 use crate::cast::cast;
 use crate::{pool, slices};
 use candle_core::{DType, Result, Tensor, bail};
 use gemm::Parallelism;
 use half::bf16;
+use std::mem::MaybeUninit;
 
 pub(crate) use ringspan::kernel::product::{Arithmetic, Element, Matrix, Output};
 
-/// What a product does with what is in its output.
+/// Whether a product overwrites its output or is added to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Into {
-    /// Writes over it.
+    /// The product overwrites the output.
     Fresh,
-    /// Adds to it.
+    /// The product is added to the output.
     Sum,
 }
 
@@ -30,27 +31,45 @@ impl Into {
     }
 }
 
-/// `a b` into `out`, row after row: a `[m, k]`, b `[k, n]`, out `[m, n]`. Two factors of bf16 are multiplied in bf16 where the
-/// processor can, which takes denormal numbers for zero; everything else is computed in f32.
+/// Writes `a b` to `out`, row by row: a `[m, k]`, b `[k, n]`, out `[m, n]`. Two bf16 factors are multiplied in bf16 where the
+/// processor can, which treats denormal numbers as zero; everything else is computed in f32.
 ///
 /// # Panics
-/// Sizes that do not fit.
+/// If the sizes do not fit.
 pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [f32], into: Into) {
     let columns_contiguous = b.strides().0 == 1;
     match (a.as_f32(), b.as_f32()) {
-        (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, out, into),
+        (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, as_uninit(out), into),
         _ => Arithmetic::best().product(a, b, into.output(out)),
     }
 }
 
-/// `a b` in f32, without a graph: a `[m, k]`, b `[k, n]` on the CPU. Where one of them is bf16, the other is rounded to it, so that the
-/// processor can multiply in bf16; sums are f32.
+/// `a b` as a new matrix, whose memory is not filled with zeros before.
+///
+/// # Panics
+/// Sizes that do not fit.
+pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<f32> {
+    match (a.as_f32(), b.as_f32()) {
+        (Some(a), Some(b)) if b.strides().0 != 1 && a.shape().1 > 0 => {
+            let size = a.shape().0 * b.shape().1;
+            let mut out = Vec::with_capacity(size);
+            product_by_gemm(a, b, &mut out.spare_capacity_mut()[..size], Into::Fresh);
+            // SAFETY: with terms to sum, the product wrote each of its elements.
+            unsafe { out.set_len(size) };
+            out
+        }
+        _ => Arithmetic::best().product_new(a, b),
+    }
+}
+
+/// `a b` in f32, without a graph: a `[m, k]`, b `[k, n]` on the CPU. Where one factor is bf16, the other is rounded to bf16,
+/// so that the processor can multiply in bf16; sums are f32.
 pub(crate) fn product_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if a.dtype() != DType::BF16 && b.dtype() != DType::BF16 {
         return a.matmul(b);
     }
     let rounded = |tensor: &Tensor| match tensor.stride() {
-        // A transpose is rounded in the order in which it lies.
+        // A transposed view is rounded in its order in memory.
         [1, stride] if *stride > 1 => cast(&tensor.t()?, DType::BF16)?.t(),
         _ => cast(tensor, DType::BF16),
     };
@@ -59,21 +78,20 @@ pub(crate) fn product_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if rows != k {
         bail!("a product of {:?} and {:?}: the shapes do not fit", a.shape(), b.shape());
     }
-    let mut out = vec![0.0; m * n];
-    slices::with_lines::<bf16, _>(&a, |a| {
-        slices::with_lines::<bf16, _>(&b, |b| {
-            product(a, b, &mut out, Into::Fresh);
-            Ok(())
-        })
-    })?;
+    let out = slices::with_lines::<bf16, _>(&a, |a| slices::with_lines::<bf16, _>(&b, |b| Ok(product_new(a, b))))?;
     Tensor::from_vec(out, (m, n), a.device())
 }
 
-/// Rows that the `gemm` crate multiplies at once for each thread. It packs as much of a factor as the processor's last cache
-/// takes, which may be all of it: packing these costs as little, and few megabytes.
+fn as_uninit(out: &mut [f32]) -> &mut [MaybeUninit<f32>] {
+    // SAFETY: the layout is the same, and `product_by_gemm`, which gets the slice, writes initialised numbers only.
+    unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast(), out.len()) }
+}
+
+/// Rows that the `gemm` crate multiplies at once for each thread. The crate packs as much of a factor as fits the processor's
+/// last-level cache, which may be all of it; packing this many rows at a time costs as little, and takes a few megabytes.
 const ROWS_OF_THREAD: usize = 1024;
 
-fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
+fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Into) {
     let ((m, k), (rows, n)) = (a.shape(), b.shape());
     assert!(rows == k && out.len() == m * n, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
     let block = ROWS_OF_THREAD * pool::threads();
@@ -82,7 +100,7 @@ fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
     }
 }
 
-fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
+fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Into) {
     let ((m, k), n) = (a.shape(), b.shape().1);
     let parallelism = match pool::threads() {
         1 => Parallelism::None,
@@ -93,13 +111,13 @@ fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [f32], into: Into) {
     let ((a_row, a_col), (b_row, b_col)) = (strides(a), strides(b));
     // gemm writes whole vectors down the columns of its output, so it is asked for the transpose: b^T a^T.
     // SAFETY: both matrices checked when they were made that their elements lie in their slices, `out` has the m n elements of
-    // these rows, and nothing else refers to it.
+    // these rows, nothing else refers to it, and it is read only where it was written before.
     unsafe {
         gemm::gemm(
             n,
             m,
             k,
-            out.as_mut_ptr(),
+            out.as_mut_ptr().cast(),
             n as isize,
             1,
             into == Into::Sum,
@@ -131,14 +149,14 @@ mod tests {
         values.iter().map(|x| bf16::from_f32(*x)).collect()
     }
 
-    /// An element of the product, and the sum of the sizes of its terms.
+    /// An element of the product, and the sum of the absolute values of its terms.
     fn plain(a: Matrix, b: Matrix, (i, j): (usize, usize)) -> (f64, f64) {
         let element = |m: Matrix, i: usize, j: usize| f64::from(m.data()[i * m.strides().0 + j * m.strides().1]);
         let terms = || (0..a.shape().1).map(|k| element(a, i, k) * element(b, k, j));
         (terms().sum(), terms().map(f64::abs).sum())
     }
 
-    /// Every way to lay out the factors, odd sizes, one row, nothing to sum, on one thread and on three.
+    /// Tests every layout of the factors, odd sizes, one row, and an empty sum, on one thread and on three.
     #[test]
     fn products_equal_f64_however_their_factors_lie() {
         for (m, n, k) in
@@ -154,6 +172,9 @@ mod tests {
                     let mut out = values(m * n, 7);
                     let before = out.clone();
                     pool::run(threads, || product(a, b, &mut out, into)).expect("threads");
+                    if into == Into::Fresh {
+                        assert!(pool::run(threads, || product_new(a, b)).expect("threads") == out, "{m} x {n} x {k}");
+                    }
                     for (at, got) in out.iter().enumerate() {
                         let added = if into == Into::Sum { f64::from(before[at]) } else { 0.0 };
                         let (sum, size) = plain(a, b, (at / n, at % n));
@@ -165,7 +186,7 @@ mod tests {
         }
     }
 
-    /// The three products of a linear layer with factors of bf16 are those of the widened factors.
+    /// The three products of a linear layer with bf16 factors equal those of the factors widened to f32.
     #[test]
     fn products_with_a_factor_of_bf16_are_those_of_what_it_stands_for() {
         let (tokens, ins, outs) = (37, 70, 50);

@@ -1,54 +1,66 @@
-//! The types of numbers that layers on the CPU compute with: f32, and bf16.
+//! The types of numbers with which layers on the CPU compute: f32 and bf16.
 //!
-//! A number in bf16 is widened to f32 when it is read, all arithmetic is f32, and a result is rounded once when it is written.
-//! Loops over a type of numbers are compiled for each, and of f32 they are what they would be without the other.
+//! A bf16 number is widened to f32 when it is read, all arithmetic is f32, and a result is rounded once when it is written.
+//! Generic loops are compiled for each type; for f32 the conversions do nothing.
 
-use crate::kept::{nearest, rounded};
-use crate::matmul::{Arithmetic, Element, Into, Matrix, Output, product};
+use crate::kept::{self, nearest, rounded, widened};
+use crate::matmul::{Arithmetic, Element, Into, Matrix, Output, product, product_new};
 use crate::pool;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, WithDType, bail};
 use half::bf16;
 
-/// f32 or bf16.
+/// A type of numbers with which layers compute: f32 or bf16.
 pub(crate) trait Number: Element + WithDType {
-    /// 0.
+    /// Zero in this type.
     const ZERO: Self;
 
-    /// The same number in f32.
+    /// The number in f32.
     fn wide(self) -> f32;
 
-    /// The nearest number of this type, of two equally near the even one; a NaN stays one.
+    /// The nearest number of this type, ties to even; a NaN stays a NaN.
     fn nearest(x: f32) -> Self;
 
-    /// Writes `a b`, summed in f32 and rounded once: a `[m, k]`, b `[k, n]`, out `[m, n]`, row after row.
+    /// Writes `a b`, summed in f32 and rounded once: a `[m, k]`, b `[k, n]`, out `[m, n]`, row by row.
     ///
     /// # Panics
-    /// Sizes that do not fit.
+    /// If the sizes do not fit.
     fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [Self]) {
         Self::products(&[(a, b)], out);
     }
 
-    /// The numbers of a storage of this type, to be changed.
+    /// `a b` as a new matrix, whose memory is not filled with zeros before.
+    ///
+    /// # Panics
+    /// Sizes that do not fit.
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
+
+    /// The values as they are stored between two passes; nothing is copied that keeps its type.
+    fn stored(values: Vec<Self>, storage: kept::Storage) -> StoredNumbers;
+
+    /// The values that were stored between two passes, in this type.
+    fn restored(stored: StoredNumbers) -> Vec<Self>;
+
+    /// Mutable access to the numbers of a storage; `None` if it has another type.
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]>;
 
-    /// Numbers in f32 as this type: `wide` itself, or what is written to `buffer`.
+    /// The f32 numbers in this type: `wide` itself for f32, otherwise rounded into `buffer`.
     fn beside<'a>(wide: &'a [f32], buffer: &'a mut Vec<Self>) -> &'a [Self];
 
-    /// All of them, rounded to the nearest on the threads of this pool.
+    /// The values in this type, rounded to the nearest on the threads of the current pool.
     fn all_nearest(values: Vec<f32>) -> Vec<Self>;
 
-    /// Lets `work` write sums in f32, which are rounded once into `out`.
+    /// Calls `work` with a buffer for f32 sums, and rounds them once into `out`; for f32 the buffer is `out` itself.
     fn write_sums<R>(out: &mut [Self], work: impl FnOnce(&mut [f32]) -> R) -> R;
 
-    /// Writes the sum of such products, summed in f32 and rounded once.
+    /// Writes the sum of several products, summed in f32 and rounded once.
     ///
     /// # Panics
     /// As for [`product`](Self::product).
     fn products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [Self]);
 }
 
-/// Writes the first product, and adds the others.
+/// Writes the first product to `out` and adds the others.
 fn sum_of_products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [f32]) {
     for (index, (a, b)) in factors.iter().enumerate() {
         product(*a, *b, out, if index == 0 { Into::Fresh } else { Into::Sum });
@@ -87,6 +99,24 @@ impl Number for f32 {
     fn products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [Self]) {
         sum_of_products(factors, out);
     }
+
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self> {
+        product_new(a, b)
+    }
+
+    fn stored(values: Vec<Self>, storage: kept::Storage) -> StoredNumbers {
+        match storage {
+            kept::Storage::F32 => StoredNumbers::F32(values),
+            kept::Storage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
+        }
+    }
+
+    fn restored(stored: StoredNumbers) -> Vec<Self> {
+        match stored {
+            StoredNumbers::F32(values) => values,
+            StoredNumbers::Bf16(values) => widened(&values),
+        }
+    }
 }
 
 impl Number for bf16 {
@@ -107,6 +137,21 @@ impl Number for bf16 {
             return Arithmetic::best().product(a, b, Output::Rounded(out));
         }
         Self::write_sums(out, |sums| sum_of_products(factors, sums));
+    }
+
+    fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self> {
+        Arithmetic::best().product_new_rounded(a, b)
+    }
+
+    fn stored(values: Vec<Self>, _: kept::Storage) -> StoredNumbers {
+        StoredNumbers::Bf16(values)
+    }
+
+    fn restored(stored: StoredNumbers) -> Vec<Self> {
+        match stored {
+            StoredNumbers::F32(values) => rounded(&values),
+            StoredNumbers::Bf16(values) => values,
+        }
     }
 
     fn of_storage(storage: &mut CpuStorage) -> Option<&mut [Self]> {
@@ -131,7 +176,24 @@ impl Number for bf16 {
     }
 }
 
-/// Evaluates an expression in which a name stands for the type of the numbers of a `DType`.
+/// Numbers that wait from one pass for another, in the type in which they wait.
+#[derive(Debug, Clone)]
+pub(crate) enum StoredNumbers {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl StoredNumbers {
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+        }
+    }
+}
+
+/// Evaluates an expression in which the given name is the number type (f32 or bf16) of a `DType`.
 macro_rules! with_number {
     ($dtype:expr, $number:ident => $work:expr) => {
         match $dtype {
@@ -149,7 +211,7 @@ macro_rules! with_number {
 }
 pub(crate) use with_number;
 
-/// Numbers in f32 as an operation returns them in another type.
+/// Converts f32 numbers to a storage of type `dtype`, rounded once.
 ///
 /// # Errors
 /// Other types than f32 and bf16.
@@ -161,7 +223,7 @@ pub(crate) fn storage(values: Vec<f32>, dtype: DType) -> Result<CpuStorage> {
     }
 }
 
-/// From one type to the other, rounded to the nearest, on the threads of this pool.
+/// Converts numbers to another type, rounded to the nearest, on the threads of the current pool.
 pub(crate) fn convert<T: Number, U: Number>(values: &[T], out: &mut [U]) {
     let part = pool::part(values.len(), 1);
     pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [U], &[T])| {
@@ -169,10 +231,10 @@ pub(crate) fn convert<T: Number, U: Number>(values: &[T], out: &mut [U]) {
     });
 }
 
-/// Numbers in f32 as a tensor of this type, in the shape and on the device of another: rounded once.
+/// Makes a tensor of type `dtype` from f32 numbers, rounded once, in the shape and on the device of `like`.
 ///
 /// # Errors
-/// Other types than f32 and bf16, and another number of numbers.
+/// Types other than f32 and bf16, and a number of values that differs from that of `like`.
 pub(crate) fn tensor(values: Vec<f32>, dtype: DType, like: &Tensor) -> Result<Tensor> {
     if values.len() != like.elem_count() {
         bail!("{} numbers for a tensor of {:?}", values.len(), like.shape());

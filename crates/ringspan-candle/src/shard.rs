@@ -1,18 +1,18 @@
-//! Which part of each parameter a rank computes with, where ranks share the width of layers (tensor parallel) and the
-//! experts (expert parallel).
+//! Decides which shard of each parameter a rank computes with, where ranks share the width of layers (tensor parallelism) and
+//! the experts (expert parallelism).
 
 use crate::tensor_parallel::part;
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// Where a rank stands in each way to share a layer: pairs of its rank in the group and the group's size.
+/// The position of a rank in each group that shares layers, as pairs of its rank in the group and the group's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParallelRank {
-    /// In the tensor-parallel group.
+    /// The position in the tensor-parallel group.
     pub tp: (usize, usize),
-    /// Among the ranks that have whole experts of their own.
+    /// The position in the expert-parallel group, over which whole experts are distributed.
     pub ep: (usize, usize),
-    /// Among the ranks that share the width of an expert.
+    /// The position in the group that shards the width of an expert.
     pub moe_tp: (usize, usize),
 }
 
@@ -22,28 +22,30 @@ impl Default for ParallelRank {
     }
 }
 
-/// Which ranks hold the same portion of a parameter. Its gradient is the sum over them.
+/// The replica group of a parameter: ranks that hold the same portion of it. Its gradient is the sum over them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ReplicaGroup {
-    /// Every rank.
+    /// All ranks.
     All,
-    /// The ranks that stand at this place in their tensor-parallel group.
+    /// The ranks that have this index in their tensor-parallel group.
     Tensor(usize),
-    /// The ranks whose query heads share this key-value head, where there are fewer of these than ranks in the group.
+    /// The ranks whose query heads use this key-value head, where a tensor-parallel group has more ranks than there are
+    /// key-value heads.
     KeyValueHead(usize),
-    /// The ranks that stand at this place among those that share experts.
+    /// The ranks with this index among those that share experts, counted over whole experts and shards of their width.
     Experts(usize),
-    /// The ranks that have the same experts, whichever part of their width.
+    /// The ranks that hold the same experts, whichever shard of their width.
     WholeExperts(usize),
 }
 
 impl ReplicaGroup {
-    /// The ranks that hold the same of an expert as `rank` does: its part of the width, or what all have that share the width.
+    /// The replica group of an expert's parameter on `rank`: of one that is sharded in its width if `of_width`, else of one
+    /// that is whole.
     fn of_experts(rank: ParallelRank, of_width: bool) -> Self {
         let ParallelRank { ep, moe_tp, .. } = rank;
         match (ep.1, moe_tp.1, of_width) {
             (1, 1, _) | (1, _, false) => Self::All,
-            // The same ranks hold the expert's own matrices, of which no other rank has a part.
+            // The width is not sharded, so matrices and whole parameters of an expert have the same replica group.
             (_, 1, _) => Self::Experts(ep.0),
             (.., true) => Self::Experts(ep.0 * moe_tp.1 + moe_tp.0),
             (.., false) => Self::WholeExperts(ep.0),
@@ -51,29 +53,29 @@ impl ReplicaGroup {
     }
 }
 
-/// The part of a parameter that a rank computes with: a rectangle of a matrix, or a stretch of a vector. A tensor of more
-/// dimensions is seen as a matrix.
+/// A portion: the part of a parameter that a rank computes with (its tensor- or expert-parallel shard). It is a rectangle of
+/// a matrix or a range of a vector; a tensor of more dims is viewed as a matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Portion {
-    /// The parameter.
+    /// The name of the parameter.
     pub name: String,
-    /// Shape of the whole parameter.
+    /// The shape of the whole parameter.
     pub whole: Vec<usize>,
-    /// The dimension at which columns begin: the parameter is seen as a matrix, whose rows are the dimensions before this one and
-    /// whose columns are this one and those behind it.
+    /// The dim at which columns begin: the parameter is viewed as a matrix, whose rows are the dims before this one and whose
+    /// columns are this dim and those after it.
     pub dim: usize,
-    /// Rows of the matrix, elements of a vector.
+    /// The range of rows of the matrix, or of elements of a vector.
     pub rows: Range<usize>,
-    /// Columns of the matrix; one for a vector.
+    /// The range of columns of the matrix; one column for a vector.
     pub columns: Range<usize>,
-    /// Where a rank's tensor is made of several portions, one behind the other: the row at which this one begins.
+    /// The first row of this portion in the rank's tensor, if that concatenates several portions.
     pub stacked_at: Option<usize>,
-    /// The ranks that hold the same.
+    /// The ranks that hold the same portion.
     pub replicas: ReplicaGroup,
 }
 
 impl Portion {
-    /// Its shape.
+    /// The shape of the portion.
     pub fn shape(&self) -> Vec<usize> {
         let mut shape = self.whole.clone();
         let in_row = self.whole[1..self.dim].iter().product::<usize>().max(1);
@@ -84,7 +86,7 @@ impl Portion {
         shape
     }
 
-    /// Elements.
+    /// The number of elements.
     pub fn len(&self) -> usize {
         self.rows.len() * self.columns.len()
     }
@@ -94,7 +96,7 @@ impl Portion {
         self.len() == 0
     }
 
-    /// The name of its numbers where several portions of one parameter meet.
+    /// A key that is different for each portion of a parameter.
     pub fn key(&self) -> Cow<'_, str> {
         match self.stacked_at {
             None => Cow::Borrowed(&self.name),
@@ -102,7 +104,7 @@ impl Portion {
         }
     }
 
-    /// Columns of the whole parameter.
+    /// The number of columns of the whole parameter, viewed as a matrix.
     pub fn width(&self) -> usize {
         self.whole[self.dim..].iter().product()
     }
@@ -111,35 +113,35 @@ impl Portion {
 /// How ranks shard a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShardSpec {
-    /// Each rank holds it whole.
+    /// Each rank holds the whole parameter.
     Replicated,
-    /// Each rank that has (part of) this expert holds it whole.
+    /// Each rank that holds this expert, or a shard of it, holds the whole parameter.
     OfExpert(ExpertIndex),
-    /// Each rank has some rows of a matrix, or elements of a vector.
+    /// Each rank holds some rows of a matrix, or elements of a vector.
     Rows(Split),
-    /// Each rank has some columns of a matrix.
+    /// Each rank holds some columns of a matrix.
     Columns(Split),
-    /// Each rank has some rows of each of several matrices that are stored as one, one behind the other.
+    /// Each rank holds some rows of each of several matrices that are concatenated in one.
     Stacked(Stack),
-    /// One tensor of all experts of a layer, its first dimension: each rank has some of them, and of these all or a part.
+    /// A tensor of all experts of a layer, in its first dim: each rank holds some experts, whole or sharded in their width.
     Experts(Option<WidthDim>),
 }
 
-/// The dimension of a tensor of all experts in which their width lies.
+/// The dim of a tensor of all experts that is their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WidthDim {
-    /// Which dimension.
+    /// The index of the dim.
     pub dim: usize,
-    /// Neighbouring elements of it that belong together: 2 where gate and up alternate.
+    /// Number of neighbouring elements that belong together: 2 where gate and up alternate.
     pub each: usize,
 }
 
-/// Up to three matrices, or vectors, stored one behind the other: the rows of each, and how these are dealt.
+/// Up to three matrices, or vectors, concatenated by rows: the number of rows of each, and how they are distributed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stack([(usize, Split); 3]);
 
 impl Stack {
-    /// The matrices in their order.
+    /// The concatenation of matrices in this order.
     #[must_use]
     pub fn new<const N: usize>(parts: [(usize, Split); N]) -> Self {
         const { assert!(N <= 3, "a stack of at most three matrices") };
@@ -148,7 +150,7 @@ impl Stack {
         Self(all)
     }
 
-    /// Rows of all matrices.
+    /// The number of rows of all matrices together.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.0.iter().map(|(rows, _)| rows).sum()
@@ -159,63 +161,63 @@ impl Stack {
     }
 }
 
-/// How a dimension is dealt to ranks.
+/// How a dim is distributed over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// Parts that are equal to within one. The name is that of the dimension in the model's configuration.
+    /// Consecutive parts whose sizes differ by one at most. The name is that of the dim in the model's configuration.
     Even(&'static str),
-    /// Whole query heads of this width.
+    /// Whole query heads of this width, in elements.
     QueryHeads(HeadCounts, usize),
-    /// Whole key-value heads of this width.
+    /// Whole key-value heads of this width, in elements.
     KeyValueHeads(HeadCounts, usize),
-    /// The width of an expert.
+    /// The width of this expert.
     ExpertWidth(ExpertIndex),
 }
 
-/// One expert of a layer that has several.
+/// One expert of a layer with several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertIndex {
-    /// Which one.
+    /// The index of the expert.
     pub index: usize,
-    /// Experts E of the layer.
+    /// The number E of experts in the layer.
     pub experts: usize,
 }
 
 /// Query heads H, and the key-value heads G that they share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadCounts {
-    /// H.
+    /// The number H of query heads.
     pub queries: usize,
-    /// G, of which H is a multiple.
+    /// The number G of key-value heads, of which H is a multiple.
     pub key_values: usize,
 }
 
-/// The heads of a rank of a tensor-parallel group.
+/// The heads of one rank of a tensor-parallel group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heads {
-    /// Query heads.
+    /// The range of query heads.
     pub queries: Range<usize>,
-    /// Key-value heads; shared with neighbours where there are fewer than ranks.
+    /// The range of key-value heads; neighbouring ranks share one where there are more ranks than key-value heads.
     pub key_values: Range<usize>,
 }
 
 /// More ranks than a model can be sharded over.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ShardError {
-    /// More ranks than a layer's heads or width can be dealt to.
+    /// Heads or a width that cannot be distributed over so many ranks.
     #[error("tensor parallel: {0}")]
     Tensor(String),
-    /// More ranks than experts or their width can be dealt to.
+    /// Experts or a width of experts that cannot be distributed over so many ranks.
     #[error("expert parallel: {0}")]
     Expert(String),
 }
 
 impl HeadCounts {
-    /// The heads of rank `rank` of `ranks`: whole groups of query heads with their key-value head where there are enough of
-    /// these, and else a part of such a group.
+    /// The heads of rank `rank` of `ranks`: whole groups of query heads with their key-value head if there are at least as
+    /// many groups as ranks, else some query heads of one group.
     ///
     /// # Errors
-    /// More ranks than query heads can be dealt to.
+    /// More ranks than the query heads can be distributed over.
     pub fn of_rank(self, (rank, ranks): (usize, usize)) -> Result<Heads, ShardError> {
         let Self { queries: heads, key_values: groups } = self;
         let each = heads / groups;
@@ -223,7 +225,7 @@ impl HeadCounts {
             let key_values = part(groups, rank, ranks);
             return Ok(Heads { queries: key_values.start * each..key_values.end * each, key_values });
         }
-        // The ranks of a key-value head are neighbours.
+        // The ranks that share a key-value head are neighbours.
         let group = rank * groups / ranks;
         let first = |group: usize| (group * ranks).div_ceil(groups);
         let sharing = first(group + 1) - first(group);
@@ -245,14 +247,41 @@ impl ExpertIndex {
 }
 
 impl ShardSpec {
-    /// The portions that a rank holds of a parameter of this shape: one, none of an expert of other ranks, several of matrices
-    /// that are stored as one.
+    /// Whether expert-parallel ranks hold different parts of the parameter.
+    #[must_use]
+    pub fn is_of_experts(&self) -> bool {
+        match self {
+            Self::OfExpert(_) | Self::Experts(_) => true,
+            Self::Rows(split) | Self::Columns(split) => matches!(split, Split::ExpertWidth(_)),
+            Self::Replicated | Self::Stacked(_) => false,
+        }
+    }
+
+    /// How ranks shard the matrices A and B of an adapter of a layer whose weight has this shard spec: the matrix that has the
+    /// weight's sharded dimension is sharded likewise.
+    #[must_use]
+    pub fn of_adapter(self) -> [Self; 2] {
+        let whole = match self {
+            Self::Rows(Split::ExpertWidth(expert)) | Self::Columns(Split::ExpertWidth(expert)) => {
+                Self::OfExpert(expert)
+            }
+            _ => Self::Replicated,
+        };
+        match self {
+            Self::Columns(_) => [self, whole],
+            Self::Rows(_) | Self::Stacked(_) => [whole, self],
+            Self::Replicated | Self::OfExpert(_) | Self::Experts(_) => [self, self],
+        }
+    }
+
+    /// The portions that a rank holds of a parameter of this shape: one, none of an expert of other ranks, or several if the
+    /// parameter concatenates matrices.
     ///
     /// # Errors
-    /// More ranks than heads can be dealt to.
+    /// More ranks than the heads can be distributed over.
     pub fn portions(&self, name: &str, whole: &[usize], rank: ParallelRank) -> Result<Vec<Portion>, ShardError> {
         match self {
-            // One rank alone has the parameter as it is stored.
+            // Without tensor parallelism, the rank holds the parameter as it is stored.
             Self::Stacked(_) if rank.tp.1 == 1 => Self::Replicated.portions(name, whole, rank),
             Self::Stacked(stack) => {
                 let (mut all, mut before, mut here) = (Vec::new(), 0, 0);
@@ -288,10 +317,10 @@ impl ShardSpec {
         Ok(Some(Portion { name, whole, dim: 1, rows, columns, stacked_at: None, replicas }))
     }
 
-    /// A rank's part of the dimension that is dealt, and who has the same.
+    /// This rank's range of the dim that is distributed, and the replica group; `None` for an expert of other ranks.
     fn range(&self, size: usize, rank: ParallelRank) -> Result<Option<(Range<usize>, ReplicaGroup)>, ShardError> {
         let ParallelRank { tp, ep, moe_tp } = rank;
-        // One rank alone holds what all hold.
+        // Without tensor parallelism, all ranks hold the same.
         let own = if tp.1 == 1 { ReplicaGroup::All } else { ReplicaGroup::Tensor(tp.0) };
         let wide = |heads: Range<usize>, dim: usize| heads.start * dim..heads.end * dim;
         Ok(Some(match self {
@@ -314,10 +343,10 @@ impl ShardSpec {
         }))
     }
 
-    /// Refuses more ranks than a parameter of this shape can be dealt to.
+    /// Checks that a parameter of this shape can be distributed over so many ranks.
     ///
     /// # Errors
-    /// A dimension that is too small, with the numbers.
+    /// A dim that is too small; the error names the numbers.
     pub fn check(&self, whole: &[usize], rank: ParallelRank) -> Result<(), ShardError> {
         let ParallelRank { tp: (_, tp), ep: (_, ep), moe_tp: (_, moe_tp) } = rank;
         let (split, size) = match self {
@@ -348,7 +377,7 @@ impl ShardSpec {
     }
 }
 
-/// A rank's portion of a tensor of all experts.
+/// This rank's portion of a tensor of all experts.
 fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: ParallelRank) -> Portion {
     let ParallelRank { ep, moe_tp, .. } = rank;
     let WidthDim { dim, each } = width.unwrap_or(WidthDim { dim: 1, each: 1 });
@@ -369,11 +398,11 @@ fn of_experts(width: Option<WidthDim>, name: &str, whole: &[usize], rank: Parall
     }
 }
 
-/// The replica groups that a rank belongs to, in an order that is the same for all ranks, for parameters sharded like
-/// these.
+/// The replica groups to which a rank belongs, for parameters with these specifications, in an order that is equal on all
+/// ranks.
 ///
 /// # Errors
-/// More ranks than heads can be dealt to.
+/// More ranks than the heads can be distributed over.
 pub fn replica_groups<'a>(
     specs: impl Iterator<Item = &'a ShardSpec>,
     rank: ParallelRank,
@@ -384,7 +413,7 @@ pub fn replica_groups<'a>(
         _ => vec![*spec],
     };
     for spec in specs.flat_map(rows) {
-        // Which expert it is makes no difference: a rank is asked for one that it has.
+        // The group does not depend on the expert, as long as this rank holds it; so the first one on this rank is asked for.
         let first =
             |expert: ExpertIndex| ExpertIndex { index: part(expert.experts, rank.ep.0, rank.ep.1).start, ..expert };
         let own = match spec {
@@ -399,7 +428,7 @@ pub fn replica_groups<'a>(
             all.push(group);
         }
     }
-    // Ranks may meet parameters in another order, but never groups of other kinds.
+    // Ranks may meet parameters in another order, but all find the same kinds of groups.
     all.sort();
     Ok(all)
 }

@@ -1,53 +1,52 @@
-//! Functions of single rows, computed tile by tile, forward and backward: what they hold between input and output exists for
-//! the rows of one tile (sequence tiling; Bekman et al., 2025, arXiv:2506.13996).
+//! Row-wise functions, computed tile by tile, forward and backward, so that intermediate tensors are in memory for the rows
+//! of one tile only (sequence tiling; Bekman et al., 2025, arXiv:2506.13996).
 //!
 //! Shape letters: T rows, C width of the input, N width of the output.
 
 use crate::cast::cast;
-use crate::cotangent;
 use crate::gated_mlp::TILE;
 use crate::kept::Kept;
 use crate::links::{LinkedGradients, Links};
 use crate::number::{self, Number, with_number};
 use crate::slices::elements_of;
-use crate::tape::{self, Reads};
+use crate::tape::{self, Reads, Tape};
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, Var, WithDType};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// A function of rows, and the parameters that it reads.
+/// A function that is applied to each row, with its parameters.
 pub(crate) trait RowFunction: Clone + Send + Sync + 'static {
-    /// Its parameters, always in the same order.
+    /// The parameters, always in the same order.
     fn parameters(&mut self) -> Vec<&mut Tensor>;
 
-    /// Width N of its output.
+    /// The width N of the output.
     ///
     /// # Errors
-    /// Parameters that are no matrices.
+    /// Parameters that are not matrices.
     fn width(&self) -> Result<usize>;
 
-    /// `[n, C]` to `[n, N]`, differentiable: these `rows` of the whole input. Without `seen` nothing looks at the values, only
-    /// at gradients.
+    /// Maps the rows `rows` of the whole input, x `[n, C]`, to `[n, N]`; differentiable. Unless `seen`, nothing reads the
+    /// output values, only gradients.
     ///
     /// # Errors
     /// Shapes that do not fit.
     fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor>;
 }
 
-/// x `[T, C]`, f32 or bf16 on the CPU, to `[T, N]` of the same type. The backward pass computes each tile again, and differentiates in x and in the
-/// parameters that are tracked.
+/// Applies the function to x `[T, C]`, f32 or bf16 on the CPU; returns `[T, N]` of the same type. The backward pass
+/// recomputes each tile and differentiates it with respect to x and the tracked parameters.
 ///
 /// # Errors
-/// What the function fails with; other types.
+/// Errors of the function, and other types.
 pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
     apply(x, function, Pass::First)
 }
 
-/// The same for rows that were computed before, and are now only to be differentiated: the values are `known`, or zeros where
-/// nothing looks at them.
+/// Like [`tiled`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
+/// reads its values.
 ///
 /// # Errors
-/// As for [`tiled`]; values of another shape.
+/// As for [`tiled`], and a stored output of another shape.
 pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<Kept>) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
     let known = known.map(|known| known.values(&shape)).transpose()?;
@@ -61,7 +60,8 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tens
     parameters.iter().filter(|parameter| parameter.track_op()).try_for_each(|parameter| links.tie(parameter))?;
     let (ties, gradients) = links.argument()?;
     let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
-    // The graph refers to the operation, so what the operation holds must not refer to the graph. A variable has none.
+    // The graph refers to the operation, so the operation holds detached parameters, which do not refer to the graph.
+    // Variables have no graph.
     for parameter in parameters {
         if !parameter.is_variable() {
             *parameter = parameter.detach();
@@ -79,19 +79,19 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tens
 struct Tiled<F> {
     x: Tensor,
     function: F,
-    /// Which of the function's parameters are to be differentiated in.
+    /// Says for each of the function's parameters whether it needs a gradient.
     trained: Vec<bool>,
     gradients: LinkedGradients,
     pass: Pass,
 }
 
-/// Where the values come from.
+/// The source of the output values.
 enum Pass {
-    /// They are computed.
+    /// The function computes them.
     First,
-    /// They were computed before.
+    /// They are the stored output.
     Known(Mutex<Vec<f32>>),
-    /// Nothing looks at them.
+    /// Nothing reads them, so they are zeros.
     Unseen,
 }
 
@@ -115,7 +115,7 @@ impl<F: RowFunction> Tiled<F> {
 }
 
 impl<F: RowFunction> Tiled<F> {
-    /// The gradient of x; those of parameters are left for them.
+    /// Returns the gradient of x, and stores those of the parameters for their ties.
     fn backward<T: Number>(&self, x: &Tensor, d_out: &Tensor) -> Result<Tensor> {
         let mut function = self.function.clone();
         let mut variables = Vec::new();
@@ -130,18 +130,17 @@ impl<F: RowFunction> Tiled<F> {
         for tile in self.tiles()? {
             let of_tile = Var::from_tensor(&self.x.narrow(0, tile.start, tile.len())?)?;
             let d_out = d_out.narrow(0, tile.start, tile.len())?.contiguous()?;
-            let out = function.forward(of_tile.as_tensor(), tile, false)?;
-            let mut store = cotangent::backward(&out, &d_out)?;
-            drop(out);
-            let d_tile = store.remove(of_tile.as_tensor()).map_or_else(|| of_tile.zeros_like(), Ok)?;
+            let (out, tape) = Tape::record(|| function.forward(of_tile.as_tensor(), tile, false))?;
+            let mut gradients = tape.backward(out, d_out)?;
+            let d_tile = gradients.remove(of_tile.as_tensor()).map_or_else(|| of_tile.zeros_like(), Ok)?;
             elements_of::<T, _>(&d_tile.contiguous()?, |d_tile| {
                 dx.extend_from_slice(d_tile);
                 Ok(())
             })?;
             for (variable, sum) in &mut variables {
-                if let Some(gradient) = store.remove(variable) {
-                    // Over tiles, too, sums are f32.
-                    let gradient = cast(&gradient.detach(), DType::F32)?;
+                if let Some(gradient) = gradients.remove(variable) {
+                    // Gradients are summed over tiles in f32, too.
+                    let gradient = cast(&gradient, DType::F32)?;
                     *sum = Some(match sum.take() {
                         Some(sum) => (sum + gradient)?.detach(),
                         None => gradient,
@@ -184,10 +183,11 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cotangent;
     use crate::kept::Storage;
     use candle_core::Device;
 
-    /// `silu(x a^T) + i b`, where i is the number of the row.
+    /// The function `silu(x a^T) + i b`, where i is the index of the row.
     #[derive(Clone)]
     struct OfRows {
         a: Tensor,

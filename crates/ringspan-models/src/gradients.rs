@@ -1,4 +1,4 @@
-//! Gradients layer by layer: memory for one layer's graph, and what the [`CheckpointPolicy`] says of each.
+//! Loss and gradients, layer by layer: memory holds the graph of one layer, and of others what the [`CheckpointPolicy`] stores.
 
 mod graph;
 
@@ -12,21 +12,21 @@ use ringspan_candle::model::constant;
 use ringspan_candle::{ActivationStore, Attend, CheckpointPolicy, StoredWeights, Unit};
 use std::collections::BTreeMap;
 
-/// Negative log-likelihood, summed over this rank's tokens with a target, and the gradient of `scale` times it.
+/// Returns the negative log-likelihood, summed over the tokens with a target, and computes the gradients of `scale` times it.
 ///
-/// Units of `parameters` are asked for when they are needed, each announced while the one before is computed, and let go
-/// after it. `on_gradients` gets the gradients of each unit's trained parameters once, as soon as they are known, in an
-/// order that depends on the model only: head, layers from the last to the first, embedding. A rank without tokens takes
-/// part in every attention, forward and backward, and yields zeros. All ranks must keep and
-/// recompute alike.
+/// Each unit of `parameters` is prefetched while the unit before it is computed, and dropped after its own computation.
+/// `on_gradients` is called once for each unit with the gradients of its trained parameters, as soon as they are known. The order
+/// depends on the model only: head, layers from the last to the first, embedding.
 ///
-/// Where ranks share layers ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of all
-/// of them, `parameters` gives this rank's portions, the log-likelihood is the same on each, and the gradient of what
-/// several hold is the sum of theirs.
+/// Where several callers attend to each other's tokens, each passes its own tokens, and all pass the same `policy`. A caller without
+/// tokens still takes part in every attention, forward and backward, and yields zeros. With tensor parallelism
+/// ([`TensorParallel`](ringspan_candle::TensorParallel)), `tokens` and `targets` are those of the whole group, `parameters` returns
+/// the caller's shards, every caller gets the same log-likelihood, and the gradient of a parameter that is replicated in the group is
+/// the sum of the callers' gradients.
 ///
 /// # Errors
 /// Tokens or targets outside the vocabulary, a loss on the load of experts that `attend` does not know of, failures of
-/// other ranks, and what `on_gradients` returns.
+/// others, and what `on_gradients` returns.
 #[expect(clippy::too_many_arguments, reason = "what a pass reads, how it computes, and who gets the gradients")]
 pub fn loss_and_gradients<'a>(
     decoder: &Decoder,
@@ -44,7 +44,7 @@ pub fn loss_and_gradients<'a>(
         return Err(Error::Unbalanced { coefficient });
     }
     let (model, layers) = (decoder.model(), decoder.config().num_hidden_layers);
-    let (embedding, head, tp) = (model.embedding(), model.head(), attend.tensor_parallel());
+    let (embedding, head, tensor_parallel) = (model.embedding(), model.head(), attend.tensor_parallel());
     let store = ActivationStore::new(attend, policy.into(), layers);
     let trains = |name: &str| decoder.trains(name);
     let forward = |index: usize, weights: &StoredWeights, x: &Tensor| {
@@ -55,7 +55,7 @@ pub fn loss_and_gradients<'a>(
     let mut x = {
         let weights = parameters.unit(decoder, Unit::Embedding)?;
         parameters.prefetch(after(layers, None))?;
-        decoder.embed(&weights, tokens, tp)?.detach()
+        decoder.embed(&weights, tokens, attend)?.detach()
     };
     for index in 0..layers {
         let weights = parameters.unit(decoder, Unit::Layer(index))?;
@@ -69,7 +69,7 @@ pub fn loss_and_gradients<'a>(
     let weights = decoder.head_parameters(parameters)?;
     parameters.prefetch(before(layers))?;
     let hidden = decoder.norm(&weights, &x)?.detach();
-    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tp)?;
+    let loss = head.loss(&hidden, targets, scale, trains(head.weight_name()), &weights, tensor_parallel)?;
     drop(hidden);
     let norm: StoredWeights = weights.into_iter().filter(|(name, _)| name == decoder.norm_name()).collect();
     let last = Graph::new(x, norm, trains, |local, x| decoder.norm(local, x))?;
@@ -96,7 +96,7 @@ pub fn loss_and_gradients<'a>(
 
     let mut gradients = Gradients::new();
     if trains(embedding.weight_name()) {
-        let mut gradient = embedding.backward(&dx, tokens, tp)?;
+        let mut gradient = embedding.backward(&dx, tokens, tensor_parallel)?;
         if let Some(d_head) = d_head {
             gradient = (gradient + d_head)?;
         }
@@ -109,13 +109,14 @@ pub fn loss_and_gradients<'a>(
 /// Gradients by the names of their parameters.
 pub type Gradients = BTreeMap<String, Tensor>;
 
-/// The unit that a forward pass needs after a layer, or after the embedding.
+/// The unit that a forward pass needs after layer `layer`, or after the embedding if that is `None`.
 fn after(layers: usize, layer: Option<usize>) -> Unit {
     let next = layer.map_or(0, |layer| layer + 1);
     if next < layers { Unit::Layer(next) } else { Unit::Head }
 }
 
-/// The unit that a backward pass needs before the last `layers` of them; without any there is nothing to announce.
+/// The unit that the backward pass needs next, while the first `layers` layers are still ahead of it. Below the first layer
+/// nothing is prefetched: the embedding's backward pass needs no weights.
 fn before(layers: usize) -> Unit {
     layers.checked_sub(1).map_or(Unit::Embedding, Unit::Layer)
 }

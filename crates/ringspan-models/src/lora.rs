@@ -1,5 +1,5 @@
-//! Low-rank adapters (Hu et al., 2021, arXiv:2106.09685): the model stays as it is, and beside some of its linear layers
-//! a product of two narrow matrices is trained, `y = x W^T + alpha / rank * (x A^T) B^T`.
+//! Low-rank adapters (LoRA; Hu et al., 2021, arXiv:2106.09685): the model's weights are frozen, and for some of its linear
+//! layers the product of two narrow matrices is trained, `y = x W^T + alpha / rank * (x A^T) B^T`.
 
 pub(crate) mod names;
 
@@ -9,15 +9,13 @@ use candle_core::{Device, Tensor};
 use names::{ALL_LINEAR, Layers, Names, Pattern, ends_with};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use ringspan_candle::lora::{layer_of, matrices, stream};
-use ringspan_candle::model::{Init, LinearLayer, Parameter};
-use ringspan_candle::shard::{ShardSpec, Split};
+use ringspan_candle::lora::{layer_of, stream};
 use ringspan_candle::{AdapterSize, Adapters, Weights};
 
-/// The linear layers that most models have; in sparse layers the last three are those of each expert.
+/// The linear layers that most models have; in sparse layers each expert has the last three.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
-/// The router of sparse layers, beside which there is an adapter only if it is named. PEFT's `all-linear` names it.
+/// The router of sparse layers, which has an adapter only if a target names it. PEFT's `all-linear` includes it.
 pub const ROUTER: &str = "gate";
 
 const A: &str = "lora_A.weight";
@@ -26,36 +24,36 @@ const B: &str = "lora_B.weight";
 /// Which layers have adapters, and of what size.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lora {
-    /// Inner width r of an adapter, where no pattern says another.
+    /// Inner width r of an adapter, for layers that no pattern of ranks matches.
     pub rank: usize,
-    /// The adapter's part counts `alpha / rank` times, where no pattern says another alpha.
+    /// The adapter's output is multiplied by `alpha / rank`; for layers that no pattern of alphas matches.
     pub alpha: f64,
-    /// Share of an adapter's input that is dropped while it is trained, in 0..1.
+    /// Probability with which an element of an adapter's input is dropped in training, in 0..1.
     pub dropout: f64,
     /// Which layers have adapters.
     pub layers: Layers,
-    /// Whether the adapter's part counts `alpha / sqrt(rank)` times instead (Kalajdzievski, 2023, arXiv:2312.03732).
+    /// Whether the factor is `alpha / sqrt(rank)` instead (rank-stabilized LoRA; Kalajdzievski, 2023, arXiv:2312.03732).
     pub(crate) rank_stabilized: bool,
-    /// Ranks of the layers that a pattern matches; the first counts.
+    /// Ranks of the layers whose name matches a pattern; the first match counts.
     pub(crate) ranks: Vec<(Pattern, usize)>,
-    /// Alphas of the layers that a pattern matches; the first counts.
+    /// Alphas of the layers whose name matches a pattern; the first match counts.
     pub(crate) alphas: Vec<(Pattern, f64)>,
 }
 
 impl Lora {
-    /// Adapters of one rank beside all linear layers of a model's layers, the routers of experts left out.
+    /// Adapters of one rank for all linear layers of a model's layers except the routers of experts.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is no number above 0.
+    /// A rank of 0, or an alpha that is not a number above 0.
     pub fn of_all_layers(rank: usize, alpha: f64) -> Result<Self> {
         Self::beside(rank, alpha, Layers::named(Names::AllButRouters))
     }
 
-    /// Adapters of one rank beside the layers whose names end so, or beside all linear layers if `all-linear` alone is named.
-    /// Whether a model has such layers is known when [it gets them](Decoder::with_lora).
+    /// Adapters of one rank for layers whose names end with a target, or for all linear layers if the one target is
+    /// `all-linear`. Whether a model has such layers is checked when the adapters are [attached](Decoder::with_lora).
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is no number above 0, no target, or a target that is given twice.
+    /// A rank of 0, an alpha that is not a number above 0, no target, or a target that is given twice.
     pub fn new(rank: usize, alpha: f64, targets: Vec<String>) -> Result<Self> {
         if let [word] = &targets[..]
             && word == ALL_LINEAR
@@ -72,10 +70,10 @@ impl Lora {
         Self::beside(rank, alpha, Layers::named(Names::Ends(targets)))
     }
 
-    /// Adapters of one rank beside some layers.
+    /// Adapters of one rank for the layers that `layers` selects.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is no number above 0, a target that is given twice.
+    /// A rank of 0, an alpha that is not a number above 0, or a target that is given twice.
     pub(crate) fn beside(rank: usize, alpha: f64, layers: Layers) -> Result<Self> {
         check_size(rank, alpha)?;
         if let Names::Ends(targets) = &layers.targets {
@@ -88,10 +86,10 @@ impl Lora {
         Ok(Self { rank, alpha, dropout: 0.0, layers, rank_stabilized: false, ranks, alphas })
     }
 
-    /// The same, with dropout in training.
+    /// A copy with dropout of the adapters' inputs in training.
     ///
     /// # Errors
-    /// A share outside 0..1, as f32 in which it is used: just below 1 it would be 1 there, and leave nothing.
+    /// A share that is outside 0..1 once it is rounded to f32, the type in which it is used: 1 would drop everything.
     pub fn with_dropout(self, dropout: f64) -> Result<Self> {
         match dropout >= 0.0 && (dropout as f32) < 1.0 {
             true => Ok(Self { dropout, ..self }),
@@ -99,25 +97,25 @@ impl Lora {
         }
     }
 
-    /// The same, with sizes of their own for some layers.
+    /// A copy with ranks and alphas of their own for the layers that a pattern matches.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is no number above 0.
+    /// A rank of 0, or an alpha that is not a number above 0.
     pub(crate) fn with_patterns(self, ranks: Vec<(Pattern, usize)>, alphas: Vec<(Pattern, f64)>) -> Result<Self> {
         ranks.iter().try_for_each(|(_, rank)| check_size(*rank, self.alpha))?;
         alphas.iter().try_for_each(|(_, alpha)| check_size(self.rank, *alpha))?;
         Ok(Self { ranks, alphas, ..self })
     }
 
-    /// The layers that are named, as they were asked for.
+    /// The target layers, as they were requested.
     pub fn targets(&self) -> &Names {
         &self.layers.targets
     }
 
-    /// The size that an adapter beside the layer with this whole name has.
+    /// The rank and scale of the adapter for the layer with this full name.
     ///
     /// # Errors
-    /// A pattern that is too hard to compare with.
+    /// A pattern whose regular expression is too expensive to match.
     pub(crate) fn size(&self, layer: &str) -> Result<AdapterSize> {
         let rank = first_match(&self.ranks, layer)?.unwrap_or(self.rank);
         let alpha = first_match(&self.alphas, layer)?.unwrap_or(self.alpha);
@@ -125,8 +123,8 @@ impl Lora {
         Ok(AdapterSize { rank, scale: alpha / divisor })
     }
 
-    /// Values of a new adapter's matrix: A uniform within `1 / sqrt(from)`, as PEFT has it, B zero, so that the model
-    /// begins as it was. They depend on the seed and the name only.
+    /// Initial values of an adapter's matrix: A is uniform within `1 / sqrt(inputs)`, as in PEFT, and B is zero, so that
+    /// training starts from the model as it is. The values depend on the seed and the name only.
     pub fn init(&self, name: &str, shape: &[usize], seed: u64) -> Vec<f32> {
         let count = shape.iter().product();
         if !name.ends_with(A) {
@@ -139,10 +137,10 @@ impl Lora {
         (0..count).map(|_| (uniform() * bound) as f32).collect()
     }
 
-    /// Weights without adapters: each is added to its layer, `W + alpha / rank * B A`.
+    /// Merges the adapters: each is added to the weight of its layer, `W + alpha / rank * B A`.
     ///
     /// # Errors
-    /// An adapter that has one matrix only, or does not fit its layer.
+    /// An adapter with only one of its matrices, or whose shape does not fit its layer.
     pub fn merge(&self, mut weights: Weights) -> Result<Weights> {
         let adapted: Vec<String> =
             weights.keys().filter_map(|name| name.strip_suffix(A)?.strip_suffix('.')).map(str::to_owned).collect();
@@ -183,35 +181,12 @@ pub(crate) fn is_adapter(name: &str) -> bool {
     layer_of(name).is_some()
 }
 
-/// The two matrices beside a linear layer. The one that meets a dimension of the layer which ranks shard is sharded with it.
-pub(crate) fn parameters(layer: &LinearLayer, AdapterSize { rank, .. }: AdapterSize) -> [Parameter; 2] {
-    let whole = match layer.shard {
-        ShardSpec::Rows(Split::ExpertWidth(expert)) | ShardSpec::Columns(Split::ExpertWidth(expert)) => {
-            ShardSpec::OfExpert(expert)
-        }
-        _ => ShardSpec::Replicated,
-    };
-    let (of_a, of_b) = match layer.shard {
-        ShardSpec::Columns(_) => (layer.shard, whole),
-        ShardSpec::Rows(_) | ShardSpec::Stacked(_) => (whole, layer.shard),
-        ShardSpec::Replicated | ShardSpec::OfExpert(_) | ShardSpec::Experts(_) => (layer.shard, layer.shard),
-    };
-    let [a, b] = matrices(&layer.name);
-    let parameter = |name, shape: [usize; 2], shard| Parameter {
-        name,
-        shape: shape.to_vec(),
-        shard,
-        init: Init::Normal,
-        is_buffer: false,
-    };
-    [parameter(a, [rank, layer.inputs], of_a), parameter(b, [layer.outputs, rank], of_b)]
-}
-
 impl Decoder {
-    /// The same model with adapters, which alone are trained. In sparse layers each expert has its own.
+    /// Attaches adapters to the model; from then on only they are trained. In sparse layers each expert has its own.
     ///
     /// # Errors
-    /// A name that is none of a linear layer here, as the router's of a model without experts; adapters beside no layer.
+    /// A target that is no linear layer here, such as the router of a model without experts; targets that match no layer at
+    /// all.
     pub fn with_lora(self, mut lora: Lora) -> Result<Self> {
         let linear: Vec<&str> = self.linear_layers().map(|layer| layer.name.as_str()).collect();
         let is_there = |end: &str| linear.iter().any(|layer| ends_with(layer, end));
@@ -225,7 +200,7 @@ impl Decoder {
             }
         }
         if let Names::AllLinear | Names::AllButRouters = &lora.layers.targets {
-            // As PEFT writes them down, for readers that know the names alone.
+            // PEFT writes the resolved names, too, for readers that do not know the word `all-linear`.
             lora.layers.targets = Names::Ends(named);
         }
         let refuse = |problem: String| Err(Error::Lora(format!("{problem}: possible are {}", possible.join(", "))));
@@ -248,27 +223,27 @@ impl Decoder {
         Ok(self.with_adapters(lora, adapters))
     }
 
-    /// The adapters as they were asked for.
+    /// The adapters' settings, if the model has adapters.
     pub fn lora(&self) -> Option<&Lora> {
         self.lora.as_ref()
     }
 
-    /// The layers that have adapters, by their whole names, with the sizes of these.
+    /// The layers with an adapter, by their full names, with the adapter's rank and scale.
     pub fn adapters(&self) -> impl Iterator<Item = (&str, AdapterSize)> {
         self.adapters_beside().sizes.iter().map(|(layer, size)| (layer.as_str(), *size))
     }
 
-    /// The size of the adapter beside the layer with this whole name, if it has one.
+    /// The rank and scale of the adapter of the layer with this full name, if it has one.
     pub fn adapter(&self, layer: &str) -> Option<AdapterSize> {
         self.adapters_beside().size(layer)
     }
 
-    /// Whether a parameter is trained: all but buffers are, or where there are adapters those alone.
+    /// Whether a parameter is trained: with adapters only these are, without adapters every parameter that is not a buffer.
     pub fn trains(&self, name: &str) -> bool {
         if self.lora.is_none() { !self.is_buffer(name) } else { is_adapter(name) }
     }
 
-    /// `weights` with new adapters.
+    /// Adds newly initialised adapters to `weights`.
     ///
     /// # Errors
     /// Sizes that do not fit in memory.

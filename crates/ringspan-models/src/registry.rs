@@ -1,4 +1,4 @@
-//! The models there are, by the names that Hugging Face gives them.
+//! The supported model families, by their `model_type` at Hugging Face.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -8,24 +8,23 @@ use crate::{
 };
 use ringspan_candle::Model;
 use ringspan_candle::layers::{RmsNorm, VocabEmbedding, VocabHead};
-use ringspan_candle::model::{CausalLm, Layer, ModelBuilder, Scope, Unit, UnitParameters};
+use ringspan_candle::model::{CausalLm, Layer, ModelBuilder, ModelParameters, Scope, Unit};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A family of models.
+/// A family of models that share an architecture.
 pub(crate) struct Family {
-    /// Its name in `config.json`.
+    /// Its `model_type` in `config.json`.
     pub(crate) model_type: &'static str,
-    /// The keys that it reads beside those of [`Config`].
+    /// The keys that it reads in addition to those of [`Config`].
     pub(crate) keys: &'static [&'static str],
-    /// `config.json` with what transformers takes for absent keys, where that is not what [`Config`] takes.
+    /// Fills in the defaults of transformers for absent keys, where they differ from those of [`Config`].
     pub(crate) completed: fn(Value) -> Value,
-    /// Makes the model of a configuration.
+    /// Builds the model for a configuration.
     pub(crate) model: fn(&Config, &ModelBuilder) -> Result<Arc<dyn Model>>,
 }
 
-/// The families there are.
+/// All supported families.
 const FAMILIES: [Family; 16] = [
     llama::FAMILY,
     qwen2::FAMILY,
@@ -45,7 +44,7 @@ const FAMILIES: [Family; 16] = [
     gpt_oss::FAMILY,
 ];
 
-/// Declares the keys of `config.json` that a family reads beside those of [`Config`], with a list of their names.
+/// Declares the keys of `config.json` that a family reads in addition to those of [`Config`], with a list of their names.
 macro_rules! family_keys {
     ($(#[$about:meta])* $vis:vis struct $name:ident { $($(#[$of_key:meta])* $key:ident: $type:ty,)* }) => {
         $(#[$about])*
@@ -63,16 +62,16 @@ fn family(model_type: &str) -> Option<&'static Family> {
     FAMILIES.iter().find(|family| family.model_type == model_type)
 }
 
-/// The keys that a family reads beside those of [`Config`].
+/// The keys that a family reads in addition to those of [`Config`].
 pub(crate) fn keys(model_type: &str) -> &'static [&'static str] {
     family(model_type).map_or(&[], |family| family.keys)
 }
 
-/// The model of a configuration, and its parameters.
+/// Builds the model for a configuration, and lists its parameters by unit.
 ///
 /// # Errors
-/// A model that is unknown, and what it cannot compute.
-pub(crate) fn model(config: &Config) -> Result<(Arc<dyn Model>, BTreeMap<Unit, UnitParameters>)> {
+/// A `model_type` that is unknown, and settings that its family cannot compute.
+pub(crate) fn model(config: &Config) -> Result<(Arc<dyn Model>, ModelParameters)> {
     config.check_sizes()?;
     let Some(family) = family(&config.model_type) else {
         return Err(Error::Config(format!(
@@ -86,11 +85,11 @@ pub(crate) fn model(config: &Config) -> Result<(Arc<dyn Model>, BTreeMap<Unit, U
     Ok((model, builder.finish()))
 }
 
-/// `config.json` with what transformers takes for absent keys, where that depends on the model. If the model sees more than
-/// text, the text's part.
+/// Fills in the defaults of transformers for absent keys of `config.json`, which depend on the family. Of a multimodal model,
+/// it returns the configuration of the language model.
 pub(crate) fn completed(json: Value) -> Value {
     let name = match json["model_type"].as_str() {
-        // Its text has a type of its own.
+        // Its language model has a `model_type` of its own.
         Some("gemma3") => "gemma3_text",
         Some(name) => name,
         None => return json,
@@ -98,7 +97,7 @@ pub(crate) fn completed(json: Value) -> Value {
     family(name).map_or_else(|| json.clone(), |family| (family.completed)(json.clone()))
 }
 
-/// `config.json` with these values of keys that are absent.
+/// Fills in these defaults for absent keys of `config.json`.
 pub(crate) fn with_defaults(mut json: Value, defaults: Value) -> Value {
     if let (Value::Object(keys), Value::Object(defaults)) = (&mut json, defaults) {
         for (key, value) in defaults {
@@ -108,7 +107,7 @@ pub(crate) fn with_defaults(mut json: Value, defaults: Value) -> Value {
     json
 }
 
-/// What most models have around their layers: embedding, norm, and an output head that may be the embedding.
+/// Puts layers into the frame that most models share: embedding, layers, norm, and an output head that may be the embedding.
 pub(crate) fn causal_lm<L: Layer>(
     config: &Config,
     builder: &ModelBuilder,

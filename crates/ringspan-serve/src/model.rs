@@ -1,4 +1,4 @@
-//! A model in memory, and the ranks it runs on.
+//! A model in memory, and the mesh of ranks that it runs on.
 
 use crate::error::{Error, Result};
 use candle_core::Tensor;
@@ -11,19 +11,19 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A decoder and its weights; ranks of one process share them, or those of a device its own.
+/// A decoder and its weights. Ranks of one process share the weights; on GPUs, the ranks of each device share theirs.
 #[derive(Debug)]
 pub struct Model {
     decoder: Decoder,
-    /// On each device.
+    /// The weights on each device.
     weights: Vec<StoredWeights>,
-    /// Bytes of each format in which they came.
+    /// Bytes of the weights by the format in which files stored them.
     stored: BTreeMap<String, usize>,
     vocabulary: usize,
 }
 
 impl Model {
-    /// Takes a decoder and its weights, dense or as they are stored.
+    /// Makes a model of a decoder and its weights, dense or as they are stored.
     ///
     /// # Errors
     /// Weights without an embedding.
@@ -39,19 +39,19 @@ impl Model {
         Ok(Self { decoder, weights: vec![weights], stored, vocabulary })
     }
 
-    /// The same with its weights on the devices of the ranks that will compute with it, in the type in which these compute:
-    /// activations and the cache of keys and values have that of the weights.
+    /// Puts the weights on the devices of the ranks that will compute with them, in the type in which these compute;
+    /// activations and the KV cache have the same type.
     ///
     /// # Errors
-    /// A GPU without memory for them.
+    /// A GPU without enough memory for the weights.
     pub fn on(self, devices: &Devices) -> Result<Self> {
         let weights =
             devices.iter().map(|device| on_device(&self.weights[0], device)).collect::<candle_core::Result<_>>()?;
         Ok(Self { weights, ..self })
     }
 
-    /// How its weights lie on the devices that compute with it, in words: in which formats, in how many bytes. None where files
-    /// store f32 alone.
+    /// Describes in which formats, and in how many bytes, the weights are stored and held on the devices; `None` if files store
+    /// f32 alone.
     pub fn held(&self, devices: &Devices) -> Option<String> {
         if self.stored.keys().all(|format| format == "F32") {
             return None;
@@ -64,17 +64,17 @@ impl Model {
         })
     }
 
-    /// The computation.
+    /// The model's structure and its forward functions.
     pub fn decoder(&self) -> &Decoder {
         &self.decoder
     }
 
-    /// The numbers, where a rank computes.
+    /// The weights on the device of a rank.
     pub fn weights(&self, rank: usize) -> &StoredWeights {
         &self.weights[rank % self.weights.len()]
     }
 
-    /// Tokens V that the model knows.
+    /// Number of tokens V in the vocabulary.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
@@ -84,21 +84,23 @@ impl Model {
         self.decoder.config().num_hidden_layers
     }
 
-    /// Hidden states of `tokens` before the last norm, by a rank: `[T, C]`.
+    /// Computes the hidden states `[T, C]` of this rank's `tokens`, before the last norm.
     ///
     /// # Errors
-    /// Tokens the model does not know, failures of other ranks.
+    /// Tokens outside the vocabulary, failures of other ranks.
     pub fn hidden(&self, rank: usize, tokens: &[u32], attend: &dyn Attend) -> Result<Tensor> {
         let weights = self.weights(rank);
-        let mut hidden = self.decoder.embed(weights, tokens, attend.tensor_parallel())?;
+        let mut hidden = self.decoder.embed(weights, tokens, attend)?;
         for layer in 0..self.layers() {
             hidden = self.decoder.layer(weights, layer, &hidden, attend)?;
         }
         Ok(hidden)
     }
 
+    /// Checks that all tokens are in the vocabulary.
+    ///
     /// # Errors
-    /// The first token the model does not know.
+    /// The first token outside the vocabulary.
     pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         match tokens.iter().position(|token| *token as usize >= self.vocabulary) {
             None => Ok(()),
@@ -107,25 +109,25 @@ impl Model {
     }
 }
 
-/// `ring x ulysses` ranks, and where they run.
+/// A mesh of `ring x ulysses` ranks, and the devices and threads or processes that run them.
 #[derive(Debug, Clone)]
 pub struct Mesh {
     /// Ring size R.
     pub ring: usize,
     /// Ulysses size U.
     pub ulysses: usize,
-    /// Threads of each rank.
+    /// Number of CPU threads of each rank.
     pub threads: usize,
-    /// How long a rank waits for another.
+    /// Upper limit on the time that a rank waits for another.
     pub deadline: Duration,
-    /// What ranks compute on.
+    /// The devices on which ranks compute.
     pub devices: Devices,
-    /// Threads of this process, or processes.
+    /// Whether ranks are threads of this process, or processes.
     pub ranks: Ranks,
 }
 
 impl Mesh {
-    /// One rank with one thread.
+    /// A mesh of one rank with one thread.
     pub const fn single() -> Self {
         Self {
             ring: 1,
@@ -137,10 +139,10 @@ impl Mesh {
         }
     }
 
-    /// Runs `work` on every rank and returns what each rank of this process returns, in rank order.
+    /// Runs `work` on every rank, and returns the results of the ranks of this process, in rank order.
     ///
     /// # Errors
-    /// Another number of processes than ranks; the error of the rank that failed first.
+    /// A number of processes that is not the number of ranks; the error of the rank that failed first.
     pub fn run<T: Send>(&self, work: impl Fn(Arc<Group>) -> Result<T> + Sync) -> Result<Vec<T>> {
         let Self { ring, ulysses, threads, deadline, .. } = *self;
         let options = threads::Options { deadline, ..Default::default() };

@@ -1,11 +1,11 @@
-//! The forward pass without gradients.
+//! The forward pass without gradients, layer by layer.
 
 use candle_core::Tensor;
 use ringspan_candle::{Attend, Unit, model::constant};
 use ringspan_models::{Decoder, Parameters};
 
-/// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm; where ranks share layers, its
-/// rows of them.
+/// The hidden states [T, C] of this rank's tokens after the last layer, before the last norm; in a tensor-parallel group, only
+/// this rank's rows of them.
 ///
 /// # Errors
 /// Failures of the model or of other ranks.
@@ -18,7 +18,7 @@ pub fn hidden(
     hidden_before(Unit::Head, decoder, parameters, tokens, attend)
 }
 
-/// The same where the parameters of `next` are needed behind it, which it announces.
+/// Like [`hidden`], but after the last layer it prefetches the parameters of `next` instead of the head's.
 pub(crate) fn hidden_before(
     next: Unit,
     decoder: &Decoder,
@@ -28,7 +28,7 @@ pub(crate) fn hidden_before(
 ) -> ringspan_models::Result<Tensor> {
     let layers = decoder.config().num_hidden_layers;
     let of = |unit| parameters.unit(decoder, unit).map(constant);
-    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend.tensor_parallel())?;
+    let mut x = decoder.embed(&of(Unit::Embedding)?, tokens, attend)?;
     for index in 0..layers {
         let layer = of(Unit::Layer(index))?;
         parameters.prefetch(if index + 1 < layers { Unit::Layer(index + 1) } else { next })?;

@@ -1,4 +1,4 @@
-//! The ranks of a run: which axes they stand on, and what each of them holds.
+//! The mesh of a run: its axes, and which shard of the model each rank holds.
 
 use crate::{
     config::{Sharding, TrainConfig},
@@ -10,16 +10,16 @@ use ringspan::mesh::{Experts, Grid, Topology, Training};
 use ringspan_candle::ParallelRank;
 use ringspan_models::Decoder;
 
-/// The mesh of a run, with the model on it.
+/// The mesh of a run, and how the model is sharded over it.
 pub(crate) struct RunMesh {
     pub(crate) topology: Topology,
-    /// Ranks that hold a copy of the model together: neighbours.
+    /// How the ranks of one copy of the model, which are neighbours, share its parameters.
     pub(crate) sharing: Sharing,
     ranks: Vec<ParallelRank>,
 }
 
 impl RunMesh {
-    /// The mesh that a configuration asks for, if the model can be cut so.
+    /// The mesh that a configuration asks for, checked against the sizes of the model.
     pub(crate) fn new(config: &TrainConfig, decoder: &Decoder) -> Result<Self> {
         let sparse = decoder.experts() > 0;
         for (flag, size) in [("ep", config.ep), ("moe-dp", config.moe_dp)] {
@@ -44,7 +44,7 @@ impl RunMesh {
                 config.dp_shard, config.ring, config.ulysses, config.tp
             )));
         }
-        decoder.check_shares(config.tp, ep, moe_tp).map_err(model_error)?;
+        decoder.all_parameters().check(config.tp, ep, moe_tp).map_err(model_error)?;
         let place = |rank| {
             let coordinates = topology.coordinates(rank);
             let at = |name| coordinates.iter().find(|(axis, _)| *axis == name).map_or(0, |(_, at)| *at);
@@ -52,7 +52,7 @@ impl RunMesh {
         };
         let ranks: Vec<ParallelRank> = (0..of_copy).map(place).collect();
         for rank in &ranks {
-            let heads = decoder.heads(rank.tp).map_err(model_error)?.queries.len();
+            let heads = decoder.head_counts().of_rank(rank.tp).map_err(model_error)?.queries.len();
             let (ulysses, tp) = (config.ulysses, config.tp);
             if ulysses > heads && tp > 1 {
                 return Err(Error::Settings(format!(
@@ -70,18 +70,18 @@ impl RunMesh {
         Ok(Self { topology, sharing, ranks })
     }
 
-    /// Where a rank stands among those that share layers.
+    /// This rank's index in each group that shares layers (tensor parallel, expert parallel).
     pub(crate) fn parallel_rank(&self, rank: usize) -> ParallelRank {
         self.ranks[rank % self.ranks.len()]
     }
 
-    /// The same for all ranks of a copy, in rank order.
+    /// Like [`parallel_rank`](Self::parallel_rank), for all ranks of a copy of the model, in rank order.
     pub(crate) fn parallel_ranks(&self) -> &[ParallelRank] {
         &self.ranks
     }
 }
 
-/// The axes of a run. Where nothing is said of the experts, their width is cut as that of other layers.
+/// The axes of a run. Without `--ep` and `--moe-dp`, the experts' width is cut over tp like that of other layers.
 fn training(config: &TrainConfig, sparse: bool) -> Result<Training> {
     let TrainConfig { dp_replicate, dp_shard, ring, ulysses, tp, ep, moe_dp, .. } = *config;
     let ranks = config.ranks();

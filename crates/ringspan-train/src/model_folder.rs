@@ -1,4 +1,4 @@
-//! A trained model as a folder that others read: at the end of a run, and from any checkpoint of one.
+//! Writes a trained model as a folder that other programs read: at the end of a run, and from any of its checkpoints.
 
 use crate::{
     beside,
@@ -19,11 +19,11 @@ use ringspan_models::{
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Bytes of data from which the model is cut into several files, as Hugging Face does.
+/// Bytes of data per file: larger models are split into several files, as Hugging Face does.
 const FILE: u64 = 5_000_000_000;
 
-/// Writes the model to `config.out`, unit by unit, from what `whole` gives of each; where others write, `whole` is asked all
-/// the same. With adapters, these, and the model they are merged into where that is asked for.
+/// Writes the model to `config.out`, unit by unit; `whole` returns a unit's unsharded weights. `whole` may be a collective, so
+/// ranks on which `writes` is false call it as well. With adapters, writes these, and the merged model if that is asked for.
 pub(crate) fn write(
     config: &TrainConfig,
     decoder: &Decoder,
@@ -34,7 +34,7 @@ pub(crate) fn write(
     let out = &config.out;
     let mut writer = None;
     if writes && (config.lora.is_none() || config.lora_merge) {
-        // Adapters alone are trained, and not part of the model they stand beside.
+        // The trained tensors are adapters: once merged, they are no tensors of the model.
         let plain = |name: &String| decoder.lora().is_none() || !decoder.trains(name);
         let shapes = decoder.shapes().into_iter().filter(|(name, _)| plain(name)).collect();
         let saved = config.export_dtype.unwrap_or_else(|| SavedType::of(json));
@@ -67,13 +67,13 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// The model beside which adapters are trained; none where the model itself is.
+/// The base model of the adapters that are trained; none where the model itself is trained.
 pub(crate) fn base(config: &TrainConfig) -> Result<Option<PathBuf>> {
     let Some(model) = config.model.as_ref().filter(|_| config.lora.is_some()) else { return Ok(None) };
     Origin::at(model).map(|origin| Some(origin.base().path().to_owned())).map_err(model_error)
 }
 
-/// A model folder that was made of a checkpoint.
+/// A model folder that was written from a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exported {
     /// The checkpoint's step.
@@ -82,13 +82,14 @@ pub struct Exported {
     pub out: PathBuf,
 }
 
-/// Makes a model folder of a checkpoint of the run in `run`: of its newest, or that of `step`. It goes to `out`, or else into
-/// the run's folder, as at its end. It is stored as `dtype`, or else as the run says, or the model it began with was.
+/// Writes a model folder from a checkpoint of the run in `run`: from the one of `step`, or else from the newest. The folder is
+/// `out`, or else the run's own, as at its end. Weights are stored as `dtype`, or else as the run's settings say, or else in the
+/// type of the model it began with.
 ///
 /// One unit of the model is in memory at a time.
 ///
 /// # Errors
-/// No run or no such checkpoint, a checkpoint of another model, an `out` that holds another model, what the file system says.
+/// No run or no such checkpoint, a checkpoint of another model, an `out` that holds another model, errors of the file system.
 pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<SavedType>) -> Result<Exported> {
     let resumed = Settings { resume: Some(run.to_owned()), ..Settings::default() };
     let mut config = TrainConfig::from_args(&TrainArgs { settings: resumed, ..TrainArgs::default() })?;
@@ -107,7 +108,7 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     }
     let place = ParallelRank { tp: (0, 1), ep: (0, 1), moe_tp: (0, 1) };
     let whole = |unit| {
-        let portions = decoder.portions(unit, place).map_err(model_error)?;
+        let portions = decoder.all_parameters().portions(unit, place).map_err(model_error)?;
         let tensor = |portion: &ringspan_candle::Portion| {
             let values = start.read(&decoder, &whole_piece(portion))?;
             Ok((portion.name.clone(), Tensor::from_vec(values, portion.whole.clone(), &Device::Cpu)?))
@@ -119,7 +120,7 @@ pub fn export(run: &Path, step: Option<u64>, out: Option<&Path>, dtype: Option<S
     Ok(Exported { step, out: config.out })
 }
 
-/// A model is not written over another one by an export that names its own folder.
+/// Refuses an export to a folder that already holds a run or a model.
 fn refuse_used(out: &Path) -> Result<()> {
     let names = ["model.safetensors", "model.safetensors.index.json", "config.json", adapter::CONFIG, "checkpoints"];
     match names.into_iter().find(|name| out.join(name).exists()) {

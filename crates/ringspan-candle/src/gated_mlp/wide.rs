@@ -1,22 +1,22 @@
-//! Gate and up of all tokens, which wait for the backward.
+//! Gate and up of all tokens, stored for the backward pass.
 
 use crate::kept::{Kept, Storage};
-use crate::number::{Number, convert};
+use crate::number::{Number, StoredNumbers};
 use crate::offload::Offload;
 use candle_core::Result;
-use half::bf16;
+use std::collections::VecDeque;
 
-/// The two wide results of a gated layer, `[T, W]` each, where it was computed.
+/// Gate and up of a gated layer, `[T, W]` each, on the device that computed them.
 #[derive(Debug, Clone)]
 pub enum Wide {
-    /// Kept tile by tile.
+    /// Stored on the CPU, filled tile by tile.
     Cpu(Tiles),
-    /// Kept whole.
+    /// Stored on a GPU, as whole tensors.
     Gpu([Kept; 2]),
 }
 
 impl Wide {
-    /// Numbers of each of the two.
+    /// The number of elements in each of gate and up.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Cpu(tiles) => tiles.len(),
@@ -24,10 +24,10 @@ impl Wide {
         }
     }
 
-    /// The same, which waits on the CPU as [`Kept::away`] says.
+    /// Offloads gate and up from a GPU to CPU memory, as [`Kept::away`] does.
     ///
     /// # Errors
-    /// As there.
+    /// As for [`Kept::away`].
     pub fn away(self, offload: &Offload) -> Result<Self> {
         Ok(match self {
             Self::Gpu([gate, up]) => Self::Gpu([gate.away(offload)?, up.away(offload)?]),
@@ -36,59 +36,31 @@ impl Wide {
     }
 }
 
-/// Both on the CPU.
+/// Gate and up of all tokens in CPU memory, tile by tile, in the order in which a pass comes to the tiles.
 #[derive(Debug, Clone)]
-pub struct Tiles(Numbers);
-
-#[derive(Debug, Clone)]
-enum Numbers {
-    Whole([Vec<f32>; 2]),
-    Rounded([Vec<bf16>; 2]),
+pub struct Tiles {
+    storage: Storage,
+    tiles: VecDeque<[StoredNumbers; 2]>,
 }
 
 impl Tiles {
-    /// Room for `size` numbers twice.
-    pub(super) fn new(size: usize, storage: Storage) -> Self {
-        Self(match storage {
-            Storage::F32 => Numbers::Whole([vec![0.0; size], vec![0.0; size]]),
-            Storage::Bf16 => Numbers::Rounded([vec![bf16::ZERO; size], vec![bf16::ZERO; size]]),
-        })
+    /// No tiles yet; numbers will be stored in this type.
+    pub(super) fn new(storage: Storage) -> Self {
+        Self { storage, tiles: VecDeque::new() }
     }
 
+    /// The number of elements in each of gate and up.
     fn len(&self) -> usize {
-        match &self.0 {
-            Numbers::Whole([gate, _]) => gate.len(),
-            Numbers::Rounded([gate, _]) => gate.len(),
-        }
+        self.tiles.iter().map(|[gate, _]| gate.len()).sum()
     }
 
-    /// Keeps a tile whose numbers begin at `at`.
-    pub(super) fn write<T: Number>(&mut self, at: usize, gate: &[T], up: &[T]) {
-        let range = at..at + gate.len();
-        match &mut self.0 {
-            Numbers::Whole([g, u]) => {
-                convert(gate, &mut g[range.clone()]);
-                convert(up, &mut u[range]);
-            }
-            Numbers::Rounded([g, u]) => {
-                convert(gate, &mut g[range.clone()]);
-                convert(up, &mut u[range]);
-            }
-        }
+    /// Stores the next tile.
+    pub(super) fn push<T: Number>(&mut self, gate: Vec<T>, up: Vec<T>) {
+        self.tiles.push_back([gate, up].map(|values| T::stored(values, self.storage)));
     }
 
-    /// A tile again.
-    pub(super) fn read<T: Number>(&self, at: usize, gate: &mut [T], up: &mut [T]) {
-        let range = at..at + gate.len();
-        match &self.0 {
-            Numbers::Whole([g, u]) => {
-                convert(&g[range.clone()], gate);
-                convert(&u[range], up);
-            }
-            Numbers::Rounded([g, u]) => {
-                convert(&g[range.clone()], gate);
-                convert(&u[range], up);
-            }
-        }
+    /// Removes the first tile that is left.
+    pub(super) fn pop<T: Number>(&mut self) -> Option<[Vec<T>; 2]> {
+        Some(self.tiles.pop_front()?.map(T::restored))
     }
 }

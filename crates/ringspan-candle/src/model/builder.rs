@@ -1,12 +1,12 @@
-//! Collects the parameters of a model while its layers are made.
+//! Collects the parameters of a model while its layers are constructed.
 
-use super::{Init, LinearLayer, Parameter, Unit, UnitParameters};
+use super::{Init, LinearLayer, ModelParameters, Parameter, Unit, UnitParameters};
 use crate::shard::ShardSpec;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// The parameters of a model that is being made, unit by unit. Each layer adds its own when it is made.
+/// The parameters of a model under construction, unit by unit. Each layer adds its own when it is constructed.
 #[derive(Debug, Default)]
 pub struct ModelBuilder {
     units: RefCell<BTreeMap<Unit, UnitParameters>>,
@@ -19,7 +19,7 @@ impl ModelBuilder {
         Self::default()
     }
 
-    /// Where the layers of a unit are made; names begin with `prefix`.
+    /// The scope in which the layers of a unit are constructed; their names begin with `prefix`.
     pub fn unit(&self, unit: Unit, prefix: impl Display) -> Scope<'_> {
         self.units.borrow_mut().entry(unit).or_default();
         Scope { builder: self, unit, prefix: prefix.to_string() }
@@ -27,12 +27,12 @@ impl ModelBuilder {
 
     /// The parameters of all units.
     #[must_use]
-    pub fn finish(self) -> BTreeMap<Unit, UnitParameters> {
-        self.units.into_inner()
+    pub fn finish(self) -> ModelParameters {
+        ModelParameters::new(self.units.into_inner())
     }
 }
 
-/// A place in a model's tree of names, as `model.layers.0.self_attn`, where layers are made.
+/// A prefix of parameter names, such as `model.layers.0.self_attn`, under which layers are constructed.
 #[derive(Debug, Clone)]
 pub struct Scope<'a> {
     builder: &'a ModelBuilder,
@@ -41,19 +41,19 @@ pub struct Scope<'a> {
 }
 
 impl Scope<'_> {
-    /// The place `name` below this one.
+    /// The scope `name` within this one.
     #[must_use]
     pub fn at(&self, name: impl Display) -> Self {
         Self { prefix: format!("{}.{name}", self.prefix), ..self.clone() }
     }
 
-    /// Its name.
+    /// The prefix of names in this scope.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.prefix
     }
 
-    /// Adds a parameter `name` below this place, and returns its whole name.
+    /// Adds a parameter `name` in this scope, and returns its whole name.
     pub fn parameter(&self, name: &str, shape: &[usize], shard: ShardSpec, init: Init) -> String {
         let name = format!("{}.{name}", self.prefix);
         let parameter = Parameter { name: name.clone(), shape: shape.to_vec(), shard, init, is_buffer: false };
@@ -61,7 +61,7 @@ impl Scope<'_> {
         name
     }
 
-    /// Adds a parameter that no gradient trains, which each rank holds whole.
+    /// Adds a parameter that is not trained by gradients and that each rank holds whole; returns its whole name.
     pub fn buffer(&self, name: &str, shape: &[usize], init: Init) -> String {
         let name = format!("{}.{name}", self.prefix);
         let (name_of, shape, shard) = (name.clone(), shape.to_vec(), ShardSpec::Replicated);
@@ -70,7 +70,7 @@ impl Scope<'_> {
         name
     }
 
-    /// Says that the parameter `weight` below this place is that of a linear layer, beside which an adapter can stand.
+    /// Declares that this scope's parameter `weight` is that of a linear layer, which can be adapted.
     pub fn linear_layer(&self, [outputs, inputs]: [usize; 2], shard: ShardSpec, is_router: bool) {
         let layer = LinearLayer { name: self.prefix.clone(), outputs, inputs, shard, is_router };
         self.with_unit(|unit| unit.linear_layers.push(layer));

@@ -1,21 +1,22 @@
-//! A model as a stack of units, each with the parameters that it needs: what a trainer gathers, computes and lets go one by
-//! one.
+//! A model as a stack of units: groups of parameters that a trainer gathers, computes with and frees one after the other.
 
 mod builder;
 mod causal_lm;
 mod parameter;
+mod parameters;
 mod weights;
 
 pub use builder::{ModelBuilder, Scope};
 pub use causal_lm::CausalLm;
 pub use parameter::{Init, LinearLayer, Parameter, UnitParameters};
+pub use parameters::ModelParameters;
 pub use weights::{StoredWeights, Weights, constant, on_device, stored};
 
 use crate::layers::{Attention, ForwardPass, MixtureOfExperts, RmsNorm, VocabEmbedding, VocabHead};
 use candle_core::{Result, Tensor};
 use std::fmt;
 
-/// Parameters that are needed together, and travel together where ranks shard them.
+/// A group of parameters that are gathered together where ranks shard them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Unit {
     /// The embedding; with tied weights also the output head.
@@ -28,16 +29,16 @@ pub enum Unit {
 
 /// A language model: embedding, layers, norm, output head.
 ///
-/// A model says what is computed, and holds no weights. Ranks, adapters, dropout and what is stored for the backward pass are
-/// the business of its layers (see [`layers`](crate::layers)).
+/// A model defines what is computed, and holds no weights. Tensor parallelism, adapters, dropout and the storing of
+/// activations are the business of its layers (see [`layers`](crate::layers)).
 pub trait Model: fmt::Debug + Send + Sync {
     /// The embedding.
     fn embedding(&self) -> &VocabEmbedding;
 
-    /// Layers between embedding and norm, in the order in which they are computed.
+    /// The layers between embedding and norm, in the order in which they are computed.
     fn layers(&self) -> Vec<&dyn Layer>;
 
-    /// Layer `index`.
+    /// The layer with this index.
     fn layer(&self, index: usize) -> &dyn Layer {
         self.layers()[index]
     }
@@ -57,10 +58,10 @@ pub trait Layer: fmt::Debug + Send + Sync {
     /// Missing parameters, failures of attention and of other ranks.
     fn forward(&self, x: &Tensor, pass: &ForwardPass) -> Result<Tensor>;
 
-    /// Its attention.
+    /// The layer's attention.
     fn attention(&self) -> &Attention;
 
-    /// Its experts, if its feed-forward part has any.
+    /// The layer's experts, if its feed-forward part is a mixture of experts.
     fn experts(&self) -> Option<&MixtureOfExperts> {
         None
     }

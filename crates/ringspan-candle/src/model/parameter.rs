@@ -1,61 +1,73 @@
-//! What a model says of its parameters before it has any.
+//! Descriptions of a model's parameters, made before any values exist.
 
-use crate::shard::{ParallelRank, ShardError, ShardSpec, Split};
+use crate::lora::matrices;
+use crate::shard::{ParallelRank, ShardError, ShardSpec};
 
 /// A parameter of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parameter {
-    /// Its name in checkpoints.
+    /// The name in checkpoints.
     pub name: String,
-    /// Its shape.
+    /// The shape of the whole parameter.
     pub shape: Vec<usize>,
-    /// How ranks shard it.
+    /// How ranks shard the parameter.
     pub shard: ShardSpec,
-    /// What it is in a new model.
+    /// The initial values in a new model.
     pub init: Init,
-    /// Whether it is stored with the others and trained by no gradient.
+    /// Whether the parameter is part of checkpoints but not trained by gradients.
     pub is_buffer: bool,
 }
 
-/// What a parameter is in a new model.
+/// The initial values of a parameter in a new model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
-    /// Normal, with the deviation that the model's configuration says.
+    /// Normally distributed, with the standard deviation in the model's configuration.
     Normal,
-    /// This number everywhere.
+    /// Equal to this number everywhere.
     Constant(f32),
 }
 
-/// A linear layer, beside which an adapter can stand.
+/// A linear layer that can have an adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LinearLayer {
-    /// Its name in checkpoints, without `.weight`.
+    /// The name in checkpoints, without `.weight`.
     pub name: String,
-    /// Outputs.
+    /// Number of outputs.
     pub outputs: usize,
-    /// Inputs.
+    /// Number of inputs.
     pub inputs: usize,
-    /// How ranks shard its weight `[outputs, inputs]`.
+    /// How ranks shard the weight `[outputs, inputs]`.
     pub shard: ShardSpec,
-    /// Whether it chooses the experts of tokens.
+    /// Whether the layer is a router, which chooses the experts of tokens.
     pub is_router: bool,
 }
 
 impl LinearLayer {
-    /// Whether it chooses the experts of tokens, or belongs to one.
+    /// Whether the layer is a router or belongs to an expert.
     #[must_use]
     pub fn is_of_experts(&self) -> bool {
-        let split = match &self.shard {
-            ShardSpec::Rows(split) | ShardSpec::Columns(split) => Some(split),
-            _ => None,
-        };
-        self.is_router || matches!(split, Some(Split::ExpertWidth(_)))
+        self.is_router || self.shard.is_of_experts()
     }
 
-    /// Its outputs and inputs on a rank.
+    /// The two matrices of an adapter of inner width `r` beside it: A `[r, inputs]` and B `[outputs, r]`.
+    #[must_use]
+    pub fn adapter_parameters(&self, r: usize) -> [Parameter; 2] {
+        let [a, b] = matrices(&self.name);
+        let [of_a, of_b] = self.shard.of_adapter();
+        let parameter = |name, shape: [usize; 2], shard| Parameter {
+            name,
+            shape: shape.to_vec(),
+            shard,
+            init: Init::Normal,
+            is_buffer: false,
+        };
+        [parameter(a, [r, self.inputs], of_a), parameter(b, [self.outputs, r], of_b)]
+    }
+
+    /// The numbers of outputs and inputs that this rank holds.
     ///
     /// # Errors
-    /// More ranks than heads can be dealt to.
+    /// Heads that cannot be distributed over so many ranks.
     pub fn sizes_on(&self, rank: ParallelRank) -> Result<[usize; 2], ShardError> {
         let portions = self.shard.portions(&self.name, &[self.outputs, self.inputs], rank)?;
         let inputs = portions.first().map_or(0, |portion| portion.columns.len());
@@ -63,11 +75,11 @@ impl LinearLayer {
     }
 }
 
-/// The parameters of a unit, and which linear layers are among them.
+/// The parameters of a unit and the linear layers among them.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct UnitParameters {
-    /// In the order in which the model names them.
+    /// Parameters, in the order in which the model adds them.
     pub parameters: Vec<Parameter>,
-    /// The linear layers of a layer; the embedding and the output head are not among them.
+    /// The linear layers of a transformer layer; the embedding and the output head are not listed.
     pub linear_layers: Vec<LinearLayer>,
 }

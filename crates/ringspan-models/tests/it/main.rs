@@ -13,5 +13,6 @@ mod lora_dropout;
 mod new_weights;
 mod recompute;
 mod refusals;
+mod sharding;
 mod stored_weights;
 mod tensor_parallel;

@@ -1,4 +1,4 @@
-//! Models compute with matrices as files store them what they compute with the same numbers in f32.
+//! Models compute the same with matrices in their stored formats as with the decoded numbers in f32.
 
 use crate::support::{fixture, relative_l2};
 use candle_core::{DType, Device, Tensor};
@@ -7,14 +7,13 @@ use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Strategy};
 use ringspan_candle::model::stored;
 use ringspan_candle::quantized::Format;
-use ringspan_candle::tensor_parallel::WHOLE;
 use ringspan_candle::{Context, Recompute, StoredWeights, Weight, Weights, loss};
 use ringspan_models::{Decoder, Error, Lora, folder, gguf, gradients};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// The families of `tools/make_gguf_family_fixtures.py`.
+/// The families for which `tools/make_gguf_family_fixtures.py` writes files.
 const FAMILIES: [&str; 16] = [
     "llama",
     "mixtral",
@@ -38,7 +37,7 @@ fn file(name: &str) -> PathBuf {
     fixture("gguf_families").join(name)
 }
 
-/// A file's model, as it is stored and in f32, and what transformers computes with it.
+/// A file's model with stored and with decoded weights, and tokens with the logits that transformers computes for them.
 fn family(name: &str) -> (Decoder, StoredWeights, Weights, Vec<u32>, Vec<f32>) {
     let path = file(&format!("{name}.gguf"));
     let (config, weights) = gguf::load_stored(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -54,7 +53,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().and_then(|tensor| tensor.to_vec1()).expect("f32")
 }
 
-/// The same on each of `ranks` ranks, put together by the caller.
+/// Runs `work` on each of `ranks` ranks with its tokens; the caller puts the results together.
 fn on_ranks<T: Send>(
     tokens: &[u32],
     ranks: usize,
@@ -76,12 +75,12 @@ fn said(error: impl ToString) -> ringspan::Error {
     ringspan::Error::Layout(error.to_string())
 }
 
-/// Logits `[S, V]`.
+/// Logits `[S, V]` of all tokens.
 fn logits(decoder: &Decoder, weights: &StoredWeights, tokens: &[u32], ranks: usize) -> Vec<f32> {
     let vocabulary = decoder.config().vocab_size;
     let all = Mutex::new(vec![0.0; tokens.len() * vocabulary]);
     on_ranks(tokens, ranks, |rank, layout, context, own| {
-        let mut x = decoder.embed(weights, own, &WHOLE)?;
+        let mut x = decoder.embed(weights, own, context)?;
         for layer in 0..decoder.config().num_hidden_layers {
             x = decoder.layer(weights, layer, &x, context)?;
         }
@@ -120,7 +119,7 @@ fn matrices_stay_as_small_as_they_are_stored() {
                     assert!(weight.bytes() <= 2 * elements, "{name} takes {} bytes", weight.bytes());
                     formats.insert(format.to_string());
                 }
-                // The only type in these files that is decoded.
+                // F32 is the only type in these files that has no format of its own.
                 None => assert_eq!(weight.computed_in(), DType::F32, "{name}"),
             }
         }
@@ -128,7 +127,7 @@ fn matrices_stay_as_small_as_they_are_stored() {
     }
 }
 
-/// The loss and the gradients of adapters.
+/// The loss, and the gradients of adapters.
 fn learned(
     decoder: &Decoder,
     weights: &StoredWeights,
@@ -203,7 +202,7 @@ fn a_quantized_matrix_that_should_be_trained_is_refused_by_its_name() {
     assert!(errors[0].contains("QuantizedMatrix[96 x 64; Q8_0]"), "{}", errors[0]);
 }
 
-/// Writes a folder of bf16 or f16, as models are published.
+/// Writes a folder in bf16 or f16, like most published models.
 fn narrow_folder(from: &str, dtype: DType, to: &Path) {
     let (_, weights) = folder::load(&fixture(from)).expect("the fixture");
     let narrow = weights.into_iter().map(|(name, tensor)| Ok((name, tensor.to_dtype(dtype)?)));
@@ -236,7 +235,7 @@ fn folders_of_two_bytes_a_number_are_held_so() {
     }
 }
 
-/// Codes and exponents of experts stay what they are, in blocks of 17 bytes for 32 numbers.
+/// Codes and exponents of experts are kept as they are, in blocks of 17 bytes for 32 numbers.
 #[test]
 fn experts_of_folders_in_mxfp4_are_held_so() {
     let folder = fixture("gpt_oss_mxfp4");
@@ -270,7 +269,8 @@ fn sentence_pieces_are_merged_by_their_scores() {
         for Wanted { text, tokens } in wanted {
             let got = tokenizer.encode(text.as_str(), true).expect("encodes");
             assert_eq!(got.get_ids(), tokens, "{kind}: {text}");
-            // A special token is not part of a text; a piece that users defined is. Where texts begin with a space, so does what follows it.
+            // A special token is not part of a text, but a piece defined by users is. If texts begin with a space, so does the
+            // text after it.
             let said = tokenizer.decode(&tokens, true).expect("decodes");
             let wanted = text.replace("<end>", "");
             match kind {

@@ -1,10 +1,10 @@
-//! Layers whose width is spread over ranks compute what Hugging Face computes on one device.
+//! Layers sharded by their width over ranks compute what Hugging Face computes on one device.
 
 use crate::support::{Batch, Spread, adapted, assert_equal, load, on_one_device, on_ranks};
 use ringspan::LayoutKind;
 use ringspan_models::TARGETS;
 
-/// Every model, with fewer key-value heads than ranks, with as many, with biases, tied heads, norms after layers.
+/// Covers every model: with fewer key-value heads than ranks, with as many, with biases, tied heads, norms after layers.
 #[test]
 fn layers_spread_over_ranks_equal_hugging_face() {
     let models = [
@@ -32,12 +32,12 @@ fn layers_spread_over_ranks_equal_hugging_face() {
     for name in models {
         let (decoder, weights, batch, wanted) = load(name);
         for (ring, ulysses, tp) in [(1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2)] {
-            let most = decoder.heads((0, tp)).map_or(0, |heads| heads.queries.len());
+            let most = decoder.head_counts().of_rank((0, tp)).map_or(0, |heads| heads.queries.len());
             if most < ulysses {
                 continue;
             }
             let sparse = decoder.experts() > 0;
-            // Experts are cut as all else is, or dealt.
+            // The experts are sharded by their width, or dealt whole to ranks.
             let (ep, moe_tp) = match (sparse, ring * ulysses) {
                 (false, _) => (1, 1),
                 (true, 1) => (1, tp),
@@ -50,7 +50,7 @@ fn layers_spread_over_ranks_equal_hugging_face() {
     }
 }
 
-/// Fewer tokens than ranks: some have no row of their own, some not even a token.
+/// There are fewer tokens than ranks: some ranks have no row of their own, some not even a token.
 #[test]
 fn ranks_without_tokens_take_part() {
     for name in ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"] {
@@ -67,7 +67,7 @@ fn ranks_without_tokens_take_part() {
     }
 }
 
-/// Adapters beside layers that are cut by rows, and by columns.
+/// Adapters of layers that are sharded by rows, and by columns.
 #[test]
 fn adapters_are_cut_as_their_layers_are() {
     let attention = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj"];

@@ -1,4 +1,4 @@
-//! Fixtures of Hugging Face models, and ways to compute the same with ours.
+//! Fixtures of Hugging Face models, and ways to compute them on one device and on meshes.
 #![allow(dead_code, unused_imports)] // Each test file uses its part.
 
 mod adapters;
@@ -26,7 +26,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// Rows of tokens, cut from nothing: their targets are the tokens that follow.
+/// Rows of tokens, before they are sharded; each token's target is the next token of its row.
 pub(crate) struct Batch {
     pub(crate) tokens: Vec<u32>,
     pub(crate) rows: usize,
@@ -34,26 +34,26 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Shifted before anything is dealt to ranks; the last token of a row has no target.
+    /// Targets, shifted before anything is sharded; the last token of a row has no target.
     pub(crate) fn targets(&self) -> Vec<u32> {
         let target = |at: usize| if at % self.len + 1 == self.len { loss::IGNORE } else { self.tokens[at + 1] };
         (0..self.tokens.len()).map(target).collect()
     }
 
-    /// Tokens with a target.
+    /// Number of tokens with a target.
     fn valid(&self) -> usize {
         self.rows * (self.len - 1)
     }
 }
 
-/// What is compared: logits `[B * S, V]`, the mean loss of the targets, and its gradients.
+/// The results that are compared: logits `[B * S, V]`, the mean loss over the targets, and its gradients.
 pub(crate) struct Answer {
     pub(crate) logits: Vec<f32>,
     pub(crate) loss: f64,
     pub(crate) gradients: BTreeMap<String, Vec<f32>>,
 }
 
-/// A fixture: the model, the batch, and what Hugging Face computes.
+/// A fixture: the model, the batch, and the values that Hugging Face computes.
 pub(crate) fn load(name: &str) -> (Decoder, Weights, Batch, Answer) {
     let (config, weights) = folder::load(&fixture(name)).expect("the fixture");
     let path = fixture(name).join("reference.safetensors");
@@ -64,7 +64,7 @@ pub(crate) fn load(name: &str) -> (Decoder, Weights, Batch, Answer) {
     (Decoder::new(config).expect("supported"), weights, batch, answer(&tensors))
 }
 
-/// What a reference file holds.
+/// The values in a reference file.
 pub(crate) fn answer(tensors: &HashMap<String, Tensor>) -> Answer {
     let flat = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).expect("f32");
     let gradient = |(key, tensor): (&String, &Tensor)| Some((key.strip_prefix("grad.")?.to_owned(), flat(tensor)));
@@ -75,7 +75,7 @@ pub(crate) fn answer(tensors: &HashMap<String, Tensor>) -> Answer {
     }
 }
 
-/// Attention of whole rows by candle's own operations: what a model is given when nothing is distributed.
+/// Attention of whole rows in candle's own operations, for a model that is not distributed.
 struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
@@ -108,7 +108,7 @@ impl Attend for Dense<'_> {
                 scores = ((scores / cap)?.tanh()? * cap)?;
             }
             let scores = scores.broadcast_add(&bias)?;
-            // A sink is one more score of every query, and its weight goes nowhere.
+            // A sink is one more score of every query, whose weight belongs to no value.
             let scores = match sinks {
                 Some(sinks) => {
                     let sinks =
@@ -154,12 +154,12 @@ impl Attend for Dense<'_> {
     }
 }
 
-/// On one device, without ranks; also the units in the order their gradients came.
+/// Computes on one device, without ranks; also returns the units in the order in which their gradients came.
 pub(crate) fn on_one_device(decoder: &Decoder, weights: &Weights, batch: &Batch) -> (Answer, Vec<Unit>) {
     on_one_device_dropping(decoder, weights, batch, None)
 }
 
-/// The same in a training that drops by a seed.
+/// Like [`on_one_device`], for a training whose dropout has this seed.
 pub(crate) fn on_one_device_dropping(
     decoder: &Decoder,
     weights: &Weights,
@@ -177,7 +177,7 @@ pub(crate) fn on_one_device_dropping(
     (answer, order)
 }
 
-/// The experts of a model that is trained with an even load, as `config.json` says.
+/// Experts with the load-balancing loss that `config.json` asks for.
 fn balanced(
     decoder: &Decoder,
     inner: Shared,
@@ -187,7 +187,7 @@ fn balanced(
     Some(Arc::new(Balanced::new(inner, coefficient, sum)))
 }
 
-/// How a model is spread over ranks.
+/// How a model is distributed over ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Spread {
     pub(crate) ring: usize,
@@ -195,7 +195,7 @@ pub(crate) struct Spread {
     pub(crate) tp: usize,
     pub(crate) ep: usize,
     pub(crate) moe_tp: usize,
-    /// Seed of what is dropped of adapters' inputs.
+    /// Seed of the dropout, if anything is dropped.
     pub(crate) drops: Option<u64>,
 }
 
@@ -216,7 +216,7 @@ impl Spread {
     }
 }
 
-/// On `ring x ulysses` ranks, put together: gradients are the sums over the ranks.
+/// Computes on `ring x ulysses` ranks and puts their results together: gradients are summed over the ranks.
 pub(crate) fn on_mesh(
     decoder: &Decoder,
     weights: &Weights,
@@ -227,10 +227,10 @@ pub(crate) fn on_mesh(
     on_ranks(decoder, weights, batch, kind, Spread { ring, ulysses, ..Spread::default() })
 }
 
-/// Experts, as a context takes them.
+/// Experts in the form that a context takes.
 pub(crate) type Shared = Arc<dyn Experts + Send + Sync>;
 
-/// As [`on_mesh`], where ranks may share layers and experts.
+/// Like [`on_mesh`], with tensor and expert parallelism.
 pub(crate) fn on_ranks(
     decoder: &Decoder,
     weights: &Weights,
@@ -255,7 +255,7 @@ pub(crate) fn on_ranks(
         let run = || -> Result<Vec<Unit>, Error> {
             let split = |color: usize| comm.split(color, rank).map_err(candle_core::Error::wrap);
             let (cp, tensor) = (split(rank % tp)?, TensorParallel::new(split(rank / tp)?));
-            // The ranks of an expert group: moe_tp fastest, then ep.
+            // The rank's expert group: among its ranks, moe_tp varies fastest, then ep.
             let (width, whole) = (split(rank / moe_tp)?, split(rank / (ep * moe_tp) * moe_tp + rank % moe_tp)?);
             let group = Group::new(cp, (ring, ulysses), Kernel::new(1)).map_err(candle_core::Error::wrap)?;
             let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
@@ -265,7 +265,7 @@ pub(crate) fn on_ranks(
             };
             let all = comm.clone();
             let balanced = balanced(decoder, inner.clone(), move |sums| {
-                // Counts of this size are exact in f32, and probabilities as good as the comparison needs.
+                // Counts of this size are exact in f32, and probabilities precise enough for the comparison.
                 let mut narrow: Vec<f32> = sums.iter().map(|x| *x as f32).collect();
                 all.all_reduce(&mut narrow).map_err(candle_core::Error::wrap)?;
                 sums.iter_mut().zip(narrow).for_each(|(sum, x)| *sum = f64::from(x));
@@ -287,7 +287,7 @@ pub(crate) fn on_ranks(
             let mut answer = answer.lock().expect("no panics");
             add_logits(decoder, &layout, (rank / tp, &context), &own.logits, &mut answer.logits);
             if rank % tp == 0 {
-                // It is the same on all ranks that share layers.
+                // The loss is the same on all ranks of a tensor-parallel group.
                 answer.loss += own.loss;
             }
             if rank == 0 {
@@ -303,11 +303,11 @@ pub(crate) fn on_ranks(
     answer.into_inner().expect("no panics")
 }
 
-/// The portions of whole weights that the rank at `place` holds.
+/// The portions of whole weights that the rank at `place` computes with.
 fn portions_of(decoder: &Decoder, weights: &Weights, place: ParallelRank) -> Result<Weights, Error> {
     let mut own = Weights::new();
     for unit in decoder.units() {
-        for portion in decoder.portions(unit, place)? {
+        for portion in decoder.all_parameters().portions(unit, place)? {
             let Portion { name, rows, columns, stacked_at, .. } = &portion;
             let matrix = weights[name].reshape(((), portion.width()))?;
             let part = matrix.narrow(0, rows.start, rows.len())?.narrow(1, columns.start, columns.len())?;
@@ -334,7 +334,7 @@ fn add_logits(decoder: &Decoder, layout: &Layout, (rank, of): (usize, &Context),
     all.iter_mut().zip(of_rank).for_each(|(sum, x)| *sum += x);
 }
 
-/// Adds what a rank has to the gradients of the whole parameters.
+/// Adds a rank's gradients to the gradients of the whole parameters.
 fn add_gradients(
     decoder: &Decoder,
     place: ParallelRank,
@@ -343,7 +343,9 @@ fn add_gradients(
 ) -> Result<(), Error> {
     let mut taken = BTreeSet::new();
     for unit in decoder.units() {
-        for portion in decoder.portions(unit, place)?.iter().filter(|portion| decoder.trains(&portion.name)) {
+        for portion in
+            decoder.all_parameters().portions(unit, place)?.iter().filter(|portion| decoder.trains(&portion.name))
+        {
             let (values, width) =
                 (own.get(&portion.name).expect("every parameter has a gradient"), portion.columns.len());
             taken.insert(portion.name.clone());
@@ -360,7 +362,7 @@ fn add_gradients(
     Ok(())
 }
 
-/// Of the tokens at hand, with the loss a mean of `valid` targets.
+/// Computes loss, logits and gradients of this rank's tokens; the loss is divided by all `valid` targets.
 fn local(
     decoder: &Decoder,
     weights: &Weights,
@@ -371,7 +373,7 @@ fn local(
 ) -> Result<(Answer, Vec<Unit>), Error> {
     let shared = attend.tensor_parallel();
     let whole = stored(weights.clone());
-    let mut x = decoder.embed(&whole, tokens, shared)?;
+    let mut x = decoder.embed(&whole, tokens, attend)?;
     for index in 0..decoder.config().num_hidden_layers {
         x = decoder.layer(&whole, index, &x, attend)?;
     }
@@ -383,7 +385,7 @@ fn local(
         let mut take = |unit, of_unit: gradients::Gradients| {
             order.push(unit);
             let names = decoder.unit_shapes(unit).into_iter().map(|(name, _)| name);
-            // Other ranks may have some of the experts.
+            // Experts on other ranks have no gradient here.
             let names = names.filter(|name| decoder.trains(name) && weights.contains_key(name));
             assert_eq!(of_unit.keys().cloned().collect::<BTreeSet<_>>(), names.collect(), "{unit:?}");
             for (name, gradient) in of_unit {
@@ -397,11 +399,12 @@ fn local(
         Ok::<_, Error>((nll, gradients, order))
     };
     let one = differentiate(CheckpointPolicy::default())?;
-    // Routers that are kept even serve one pass.
+    // A load-balancing loss can be used for one pass only.
     if decoder.config().router_aux_loss().is_none() {
-        // Parameters are compared all together, since a norm's gradient of a rank's few tokens may nearly cancel out.
+        // Parameters are compared all together, since a norm's gradient from a rank's few tokens may nearly cancel out.
         let all = |gradients: &BTreeMap<String, Vec<f32>>| gradients.values().flatten().copied().collect::<Vec<_>>();
-        // Gated layers with adapters are computed in tiles, unless they store their products: gradients are summed in another order.
+        // Gated layers with adapters are computed in tiles, unless they store their products: then gradients are summed in
+        // another order.
         let in_tiles = decoder.lora().is_some();
         for recompute in [Recompute::Full, Recompute::Nothing] {
             let (nll, gradients, order) = differentiate(recompute.into())?;
@@ -421,8 +424,8 @@ fn local(
                 differentiate(CheckpointPolicy { recompute, storage: Storage::Bf16, offload: None })?;
             assert_eq!(nll, one.0, "recompute {recompute}: the loss knows no rounding");
             let off = relative_l2(&all(&rounded), &all(&one.1));
-            // Elements near the bound of a clamped gate gain or lose their gradient by rounding: with a bound that nothing
-            // reaches, gradients of gpt-oss are 2e-3 apart.
+            // Elements near the bound of a clamped gate gain or lose their gradient by rounding: with a bound out of reach,
+            // gradients of gpt-oss are 2e-3 apart.
             let most = if decoder.config().model_type == "gpt_oss" { 5e-2 } else { 1e-2 };
             assert!(off < most, "recompute {recompute}: gradients are off by {off:e} in bf16");
         }
@@ -445,7 +448,7 @@ impl Parameters for Own<'_> {
     }
 }
 
-/// ‖a - b‖ / ‖b‖; 0 of zeros that are equal: an expert that nobody chose has no gradient.
+/// ‖a - b‖ / ‖b‖; 0 for equal zeros, since an expert that no token chose has no gradient.
 pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let difference: f64 = a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
@@ -453,7 +456,7 @@ pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
     if difference == 0.0 { 0.0 } else { (difference / norm).sqrt() }
 }
 
-/// Everything within f32's rounding in another order: 1e-5 relative (L2), the loss 1e-6.
+/// Checks that all values agree up to f32's rounding in another order: 1e-5 relative (L2), for the loss 1e-6.
 pub(crate) fn assert_equal(what: &str, got: &Answer, wanted: &Answer) {
     let error = relative_l2(&got.logits, &wanted.logits);
     assert!(error <= 1e-5, "{what}: logits differ by {error:e}");

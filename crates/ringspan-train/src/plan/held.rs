@@ -1,40 +1,44 @@
-//! The parameters of the rank that has most of them, in numbers.
+//! Counts the parameters of the rank that has most of them.
 
 use crate::{error::Result, setup::Setup};
 use ringspan_candle::{ParallelRank, Unit};
 use ringspan_models::Config;
 use std::collections::BTreeSet;
 
-/// Of a rank: a portion is what it computes with, a shard what it keeps.
+/// Numbers of elements on a rank. A portion is the part of a parameter that the rank computes with (its tensor- or
+/// expert-parallel shard); a shard is the part of a portion that it keeps (as in FSDP).
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Held {
-    /// Its shards.
+    /// The rank's shards of all parameters.
     pub(super) parameters: u64,
-    /// Its shards of what is trained: of all units, of a layer, of the head, of the embedding.
+    /// The rank's shards of trained parameters: of all units, of the largest layer, of the head, of the embedding.
     pub(super) trained: u64,
     pub(super) layer_shard: u64,
     pub(super) head_shard: u64,
     pub(super) embedding_shard: u64,
-    /// Its portions: of the largest layer, of that what is trained, of the head, of the embedding.
+    /// The rank's portions: of the largest layer, of that layer's trained parameters, of the head, of the embedding.
     pub(super) layer: u64,
     pub(super) layer_trained: u64,
+    /// The same of the largest layer without experts.
+    pub(super) dense_layer: u64,
+    pub(super) dense_layer_trained: u64,
     pub(super) head: u64,
     pub(super) embedding: u64,
-    /// Bytes of matrices that stay as they are stored, whole while they are computed with: copies, where ranks keep shards of
-    /// them. Of the largest layer, of the head, of the embedding.
+    /// Bytes of the matrices that stay as they are stored, gathered for a computation; 0 for those that the rank keeps whole. Of
+    /// the largest layer, of the head, of the embedding.
     pub(super) stored_layer: u64,
     pub(super) stored_head: u64,
     pub(super) stored_embedding: u64,
-    /// Whether layers, and the head, compute with such matrices.
+    /// Whether layers, and the head, have matrices that stay as they are stored.
     pub(super) stores_layers: bool,
     pub(super) stores_head: bool,
-    /// What it sends of its shards in a micro-batch.
+    /// Elements of its shards that it sends in a micro-batch, in all-gathers.
     pub(super) gathered: u64,
-    /// What it sends of them in a forward pass that ends behind the last layer.
+    /// Elements of its shards that it sends in a forward pass that ends after the last layer.
     pub(super) gathered_by_layers: u64,
-    /// What it sends of its gradients in a micro-batch.
+    /// Elements of gradients that it sends in a micro-batch, in reduce-scatters.
     pub(super) cut: u64,
-    /// What it sends of its shards of the sums in a step, to the ranks that keep the same.
+    /// Elements of its gradient shards that it sends in a step, in all-reduces among the ranks that keep the same shards.
     pub(super) summed: u64,
 }
 
@@ -42,14 +46,14 @@ impl Held {
     pub(super) fn new(setup: &Setup, model: &Config) -> Result<Self> {
         let mut seen: BTreeSet<ParallelRank> = BTreeSet::new();
         let mut most = Self::default();
-        // Ranks at the same place have the same, to within a number.
+        // Ranks with the same parallel rank hold as much, to within one element per shard.
         for (rank, _) in setup.mesh.parallel_ranks().iter().enumerate().filter(|(_, place)| seen.insert(**place)) {
             most = most.max(Self::of(rank, setup, model)?);
         }
         Ok(most)
     }
 
-    /// Whether anything is shared with other ranks.
+    /// Whether the rank exchanges gradients with other ranks.
     pub(super) fn shares(&self) -> bool {
         self.cut > 0
     }
@@ -63,7 +67,7 @@ impl Held {
                 Unit::Embedding if model.tie_word_embeddings => 2,
                 Unit::Embedding | Unit::Head => 1,
             };
-            // Portions, and of these and of shards what is trained.
+            // Elements in all portions, in trained portions and in trained shards.
             let (mut portions, mut trained_portions, mut trained_shards) = (0, 0, 0);
             for trained in [true, false] {
                 for (family, flat) in sharing.flats(decoder, unit, rank, trained)?.iter().enumerate() {
@@ -81,12 +85,12 @@ impl Held {
                         own.cut += whole - whole / ranks;
                         let holders = sharing.holders(rank, family).len() as u64;
                         let same = setup.mesh.topology.world() as u64 / sharing.ranks() as u64 * (holders / ranks);
-                        // An all-reduce sends a number twice, but for a share of one rank.
+                        // An all-reduce sends each element twice, but for one rank's share.
                         own.summed += 2 * shard * (same - 1) / same;
                     }
                 }
             }
-            // Matrices that stay as they are stored; their shards count as numbers of as many bytes.
+            // Matrices that stay as they are stored: four bytes of their shards count as one element.
             let (mut copied, mut stores) = (0, false);
             for (family, flat) in sharing.stored_flats(decoder, unit, rank)?.iter().enumerate() {
                 let ranks = sharing.shard(rank, family).1 as u64;
@@ -101,7 +105,11 @@ impl Held {
             }
             own.trained += trained_shards;
             match unit {
-                Unit::Layer(_) => {
+                Unit::Layer(index) => {
+                    if !decoder.is_sparse(index) {
+                        own.dense_layer = own.dense_layer.max(portions);
+                        own.dense_layer_trained = own.dense_layer_trained.max(trained_portions);
+                    }
                     own.stores_layers |= stores;
                     own.stored_layer = own.stored_layer.max(copied);
                     own.layer = own.layer.max(portions);
@@ -130,6 +138,8 @@ impl Held {
             embedding_shard: self.embedding_shard.max(other.embedding_shard),
             layer: self.layer.max(other.layer),
             layer_trained: self.layer_trained.max(other.layer_trained),
+            dense_layer: self.dense_layer.max(other.dense_layer),
+            dense_layer_trained: self.dense_layer_trained.max(other.dense_layer_trained),
             head: self.head.max(other.head),
             embedding: self.embedding.max(other.embedding),
             stored_layer: self.stored_layer.max(other.stored_layer),

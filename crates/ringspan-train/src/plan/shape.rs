@@ -1,4 +1,4 @@
-//! The sizes that memory and traffic follow from.
+//! The sizes from which memory and traffic are predicted.
 
 use super::{LayerSchedule, experts::Experts, held::Held};
 use crate::{
@@ -13,37 +13,37 @@ use ringspan_candle::shard::ShardSpec;
 use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, kept::Storage};
 use ringspan_models::{Config, Decoder};
 
-/// Of the rank that has most of each.
+/// Sizes of a model on a rank; each is that of the rank that has most of it.
 #[derive(Clone)]
 pub(super) struct Shape {
     pub(super) held: Held,
     pub(super) layers: u64,
     pub(super) hidden: u64,
-    /// Heads of a rank, where ranks share layers.
+    /// Heads that a rank computes; with tensor parallelism, a share of all.
     pub(super) heads: Heads,
-    /// Width of a head of queries and keys, and of values.
+    /// Width of a head of queries and keys, and of a head of values.
     pub(super) dim: u64,
     pub(super) value_dim: u64,
-    /// Numbers of a token that attention's linear layers make, of all tokens and of this rank's rows.
+    /// Number of elements per token that attention's linear layers yield: for all tokens, and for this rank's rows.
     pub(super) projected: [u64; 2],
-    /// Numbers of a token that queries take once more where they are linked to sinks.
+    /// Number of elements per token in a second copy of queries, made where they are linked to sinks.
     pub(super) linked: u64,
-    /// Inner width of layers without experts; 0 where all have them.
+    /// Inner width, on a rank, of feed-forward layers without experts; 0 where all have experts.
     pub(super) feed_forward: u64,
-    /// Inner width of what every token sees beside experts; 0 where there is nothing.
+    /// Inner width, on a rank, of the shared experts, which every token visits; 0 where there are none.
     pub(super) shared: u64,
     pub(super) feed_forward_bias: bool,
     pub(super) feed_forward_adapted: bool,
-    /// Numbers of a token that come out of attention's layers with adapters.
+    /// Number of elements per token that come out of those layers of attention that have adapters.
     pub(super) adapted: u64,
-    /// Numbers of a token that the adapters beside attention have of their own, where some of their inputs are dropped; and
-    /// those beside the feed-forward part of a layer without experts.
+    /// Number of elements per token in dropped-out inputs of attention's adapters, and in those of the adapters in a feed-forward
+    /// part without experts; 0 without dropout.
     pub(super) dropped: u64,
     pub(super) feed_forward_dropped: u64,
     pub(super) vocabulary: u64,
     /// Whether the embedding is the output head, too.
     pub(super) tied: bool,
-    /// Bytes of the optimiser's state.
+    /// Bytes of optimizer state.
     pub(super) state: u64,
     pub(super) ring: u64,
     pub(super) ulysses: usize,
@@ -51,23 +51,25 @@ pub(super) struct Shape {
     pub(super) strategy: Strategy,
     pub(super) recompute: Recompute,
     pub(super) storage: Storage,
-    /// Whether what layers keep waits on the CPU, not on the GPU.
+    /// Whether activations are offloaded from the GPU to the CPU.
     pub(super) offloads: bool,
     /// The type in which the model computes.
     pub(super) precision: Precision,
-    /// The same of a GPU; none where the CPU computes.
+    /// The type in which a GPU computes; none where the CPU computes.
     pub(super) computes_in: Option<Precision>,
-    /// Whether queries and keys are normed.
+    /// Whether queries and keys are normalised.
     pub(super) norms_heads: bool,
     pub(super) experts: Option<Experts>,
+    /// The last layer without experts, and the last layer with experts.
+    pub(super) last_of_kind: [Option<u64>; 2],
 }
 
 impl Shape {
     pub(super) fn new(config: &TrainConfig, setup: &Setup, model: &Config) -> Result<Self> {
         let held = Held::new(setup, model)?;
         let tp = config.tp;
-        // Shares are equal to within one, and one of them has the most of everything that is dealt.
-        let of = |rank| setup.decoder.heads((rank, tp)).map_err(model_error);
+        // Heads are dealt evenly to within one, and the rank with most query heads has most of everything else.
+        let of = |rank| setup.decoder.head_counts().of_rank((rank, tp)).map_err(model_error);
         let of_ranks = (0..tp).map(of).collect::<Result<Vec<_>>>()?;
         let fullest = (0..tp).max_by_key(|rank| of_ranks[*rank].queries.len()).unwrap_or(0);
         let heads = of_ranks[fullest].clone();
@@ -76,7 +78,7 @@ impl Shape {
         let dense = experts.is_none_or(|experts| experts.layers < layers);
         let feed_forward = if dense { model.intermediate_size.div_ceil(tp) } else { 0 };
         let decoder = &setup.decoder;
-        // Some layers may have more adapters than others, and the rank with most heads has most of their inputs and outputs.
+        // Some layers may have more adapters than others; the rank with most heads has most of their inputs and outputs.
         let fullest = ParallelRank { tp: (fullest, tp), ..ParallelRank::default() };
         let most_of_layers = |of_attention: bool, numbers: &dyn Fn([usize; 2]) -> usize| -> Result<usize> {
             let of_layer = |index: usize| -> Result<usize> {
@@ -133,27 +135,31 @@ impl Shape {
             computes_in: (config.device != DeviceName::Cpu).then_some(config.dtype),
             norms_heads: setup.shapes.keys().any(|name| name.ends_with("q_norm.weight")),
             experts,
+            last_of_kind: [false, true].map(|sparse| {
+                let of_kind = |index: &usize| decoder.is_sparse(*index) == sparse;
+                (0..model.num_hidden_layers).rev().find(of_kind).map(|index| index as u64)
+            }),
         })
     }
 
-    /// The same, with what layers keep on the CPU.
+    /// This shape with activations offloaded to the CPU.
     pub(super) fn offloaded(&self) -> Self {
         Self { offloads: true, ..self.clone() }
     }
 
-    /// The same, with everything computed again.
+    /// This shape with all activations recomputed.
     pub(super) fn computed_again(&self) -> Self {
         Self { recompute: Recompute::Full, ..self.clone() }
     }
 
-    /// How many heads each place of the cp group gets.
+    /// The heads that each rank of the context-parallel group computes.
     pub(super) fn shares(&self) -> Result<Vec<HeadShare>> {
         let (heads, kv_heads) = (self.heads.queries.len(), self.heads.key_values.len());
         Ok(HeadShare::all(heads, kv_heads, (self.ring as usize, self.ulysses).into())?)
     }
 
-    /// Of the rank that sends most: of the passes of so many micro-batches, and of `counting` more forward passes, which end
-    /// behind the last layer.
+    /// Bytes that the busiest rank sends, by purpose: in the passes of `micro_batches` micro-batches, and in `counting` more
+    /// forward passes, which end after the last layer.
     pub(super) fn traffic(
         &self,
         layout: &Layout,
@@ -179,7 +185,7 @@ impl Shape {
             ("gradients", 4 * cut * times + 4 * summed),
         ];
         if self.tp > 1 {
-            // A forward pass alone is a third of it.
+            // A forward pass alone is a third of forward pass, recomputation and backward pass.
             traffic.push(("rows of shared layers", self.shared_layers(layout) * (3 * times + counting) / 3));
         }
         if let Some(experts) = self.experts.filter(|experts| experts.ep > 1) {
@@ -190,21 +196,22 @@ impl Shape {
         Ok(traffic)
     }
 
-    /// Tokens there and back, forward, again as it is computed again, and backward. Where products are kept, nothing comes back
-    /// the second time.
+    /// Number of times that tokens travel to experts or back in a micro-batch: both ways in the forward pass, the recomputation
+    /// and the backward pass. Where products are stored, nothing comes back in the recomputation.
     fn ways_to_experts(&self) -> u64 {
         if self.recompute == Recompute::Nothing { 5 } else { 6 }
     }
 
-    /// One way of all layers' tokens, where experts are chosen evenly: a token goes once to each rank that has experts of it.
+    /// Bytes of all layers' tokens on one way, where experts are chosen evenly: a token travels once to each rank that has
+    /// experts of it.
     fn to_experts(&self, experts: &Experts, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let there = experts.tokens_there(tokens.div_ceil(self.tp));
         experts.layers * self.width() * there * self.hidden
     }
 
-    /// Two layers in one, attention and feed-forward part, each with its rows gathered before and dealt behind: forward,
-    /// again as it is computed again, and backward. Embedding and head do the same once.
+    /// Bytes that a tensor-parallel rank sends in a micro-batch: rows are gathered before attention and before the feed-forward
+    /// part, and scattered after each, in forward pass, recomputation and backward pass. Embedding and head do so once.
     fn shared_layers(&self, layout: &Layout) -> u64 {
         let tokens = (0..layout.ranks()).map(|rank| layout.tokens(rank)).max().unwrap_or(0) as u64;
         let once = self.width() * tokens * self.hidden * (self.tp - 1) / self.tp;
@@ -219,8 +226,8 @@ impl Shape {
     }
 }
 
-/// Numbers of a token that the linear layers of a layer's attention make: of all tokens of the ranks that share layers, and of a
-/// rank's own rows, by those that each rank holds whole.
+/// Number of elements per token that the linear layers of a layer's attention yield: those of sharded layers, for all tokens of
+/// the tensor-parallel group, and those of replicated layers, for a rank's own rows.
 fn projected(decoder: &Decoder, rank: ParallelRank) -> Result<[u64; 2]> {
     let (mut of_tokens, mut of_rows) = (0, 0);
     for linear in decoder.linear_layers_of(Unit::Layer(0)).iter().filter(|it| it.name.contains(".self_attn.")) {
@@ -230,7 +237,7 @@ fn projected(decoder: &Decoder, rank: ParallelRank) -> Result<[u64; 2]> {
     Ok([of_tokens, of_rows])
 }
 
-/// The inner width of what every token sees beside the experts of a layer.
+/// The inner width, on a rank, of the shared experts in a layer with experts.
 fn shared(decoder: &Decoder, rank: ParallelRank) -> Result<u64> {
     let sparse = (0..decoder.config().num_hidden_layers).find(|layer| decoder.is_sparse(*layer));
     let Some(sparse) = sparse else { return Ok(0) };

@@ -1,4 +1,4 @@
-//! How well a step used the machine: operations against the peak, waits, the balance of attention, memory.
+//! Measures how well a step uses the machine: operations against the peak, waiting time, the balance of attention.
 
 use crate::{
     error::Result,
@@ -14,23 +14,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Counts a rank's steps.
+/// Measures a rank's steps.
 pub(super) struct Meter {
-    /// Where this rank's waits are counted.
+    /// The communicator, which counts the time that this rank waits.
     timed: Arc<Timed>,
-    /// Operations a second that the ranks reach in products, all at once.
+    /// Floating-point operations per second that all ranks, computing at once, reach in matrix products.
     peak: f64,
-    /// Operations of a token outside attention, forward and backward.
+    /// Floating-point operations per token outside attention, forward and backward.
     of_token: f64,
-    /// Operations of a visible pair of one head, forward and backward.
+    /// Floating-point operations per visible query-key pair of one head, forward and backward.
     of_pair: f64,
     began: Instant,
     waited: Duration,
-    /// Visible pairs times heads that this rank computes in the step.
+    /// Sum over layers of the visible pairs times heads that this rank computes in the step.
     pairs: f64,
 }
 
-/// What all ranks know of a step.
+/// How a step used the machine; the same on all ranks.
 pub(super) struct Use {
     pub(super) seconds: f64,
     pub(super) peak_share: f64,
@@ -40,12 +40,14 @@ pub(super) struct Use {
 
 impl Meter {
     pub(super) fn new(setup: &Setup, device: &RankDevice, timed: Arc<Timed>) -> Result<Self> {
-        // All at once, as they will compute; of ranks that share a GPU one, while the others leave it alone.
+        // All ranks measure at once, as they will compute; of ranks that share a GPU, one measures while the others leave it
+        // alone.
         let first = is_first(&*timed, device.id()?)?;
         let own = if first { peak::flops_on(device)? } else { 0.0 };
         let peak = all(&*timed, own)?.iter().sum::<f64>();
         let [dim, value_dim] = setup.decoder.head_dims().map(|dim| dim as f64);
-        // Two products forward and five backward, of two operations an element each: four of queries with keys, three with values.
+        // Attention has two products forward and five backward, with two operations per element: four over the width of queries
+        // and keys, three over that of values.
         Ok(Self {
             timed,
             peak,
@@ -57,15 +59,16 @@ impl Meter {
         })
     }
 
-    /// A step begins.
+    /// Begins to measure a step.
     pub(super) fn start(&mut self) {
         (self.began, self.waited, self.pairs) = (Instant::now(), self.timed.waited(), 0.0);
     }
 
-    /// A micro-batch is computed with this.
+    /// Adds the attention of a micro-batch, which is computed with `context`.
     pub(super) fn add(&mut self, setup: &Setup, context: &Context) -> Result<()> {
         let (model, group) = (setup.decoder.config(), context.group());
-        let heads = setup.decoder.heads(setup.mesh.parallel_rank(self.timed.rank()).tp).map_err(model_error)?;
+        let tp = setup.mesh.parallel_rank(self.timed.rank()).tp;
+        let heads = setup.decoder.head_counts().of_rank(tp).map_err(model_error)?;
         let shares = HeadShare::all(heads.queries.len(), heads.key_values.len(), group.grid())?;
         let (_, ulysses) = group.grid().place(group.rank());
         let heads = shares.get(ulysses).map_or(0, |share| share.query.len()) as f64;
@@ -75,7 +78,7 @@ impl Meter {
         Ok(())
     }
 
-    /// A step over so many tokens, of all ranks, is done.
+    /// Ends the measurement of a step over `tokens` tokens of all ranks.
     pub(super) fn stop(&self, tokens: u64) -> Result<Use> {
         let seconds = self.began.elapsed().as_secs_f64().max(1e-9);
         let waited = (self.timed.waited() - self.waited).as_secs_f64();
@@ -92,8 +95,8 @@ impl Meter {
     }
 }
 
-/// Operations of a token in products with parameters: two forward, two for the gradient of what comes in, and two for that
-/// of the parameters where these are trained. An embedding is looked up, and of experts a token sees some.
+/// Operations per token in products with parameters: two forward, two for the gradient of the input, and two for the gradient of
+/// the parameters where these are trained. An embedding is looked up, and a token visits only some of the experts.
 fn of_token(setup: &Setup) -> f64 {
     let (decoder, model) = (&setup.decoder, setup.decoder.config());
     let of = |(name, shape): (&String, &Vec<usize>)| {
@@ -108,14 +111,14 @@ fn of_token(setup: &Setup) -> f64 {
     setup.shapes.iter().map(of).sum()
 }
 
-/// Whether no rank before this one computes on the same GPU. CPUs have no number, and threads of their own.
+/// Whether no rank before this one computes on the same GPU. On CPUs, where ranks have threads of their own, it is always true.
 fn is_first(world: &dyn Communicator, id: Option<[u8; 16]>) -> Result<bool> {
     let own = Buffer::U8(id.map_or_else(Vec::new, |id| id.to_vec()));
     let all = world.all_gather(own.clone())?;
     Ok(id.is_none() || !all.iter().take(world.rank()).any(|other| **other == own))
 }
 
-/// A number of each rank, in rank order.
+/// Gathers a number of each rank, in rank order.
 fn all(world: &dyn Communicator, own: f64) -> Result<Vec<f64>> {
     Ok(numbers::all_gather(world, &[own])?.concat())
 }

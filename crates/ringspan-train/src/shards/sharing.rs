@@ -1,4 +1,4 @@
-//! Which rank of a copy of the model holds what: arithmetic that every rank does for all.
+//! Which rank of a copy of the model holds which portions and shards: arithmetic that every rank does for all ranks.
 
 use super::flat::Flat;
 use super::stored::{Formats, Region, StoredFlat};
@@ -7,37 +7,38 @@ use ringspan_candle::quantized::Format;
 use ringspan_candle::{ParallelRank, Portion, ReplicaGroup, Unit};
 use ringspan_models::Decoder;
 
-/// The ranks of a copy, and what each is one of the holders of.
+/// The ranks of a copy of the model, and how they share its parameters.
 ///
-/// Portions of parameters with the same holders are a *family*. Those who hold a portion share it: each keeps a shard of
-/// it, and the gradient of the whole portion is the sum of theirs.
+/// Portions of parameters with the same holders are a *family*. The holders of a portion share it: each keeps a shard of it, and
+/// the gradient of the whole portion is the sum of their gradients.
 #[derive(Debug, Clone)]
 pub(crate) struct Sharing {
     places: Vec<ParallelRank>,
-    /// By rank, then by family.
+    /// The replica group of each family on each rank, by rank, then by family.
     groups: Vec<Vec<ReplicaGroup>>,
-    /// Whether holders keep a shard each; else each keeps all.
+    /// Whether holders keep a shard each; otherwise each keeps the whole portion.
     cut: bool,
     /// The formats of the matrices that stay as they are stored.
     stored: Formats,
-    /// Such matrices that are f32 all the same, because ranks share them at places inside their blocks.
+    /// Number of such matrices that are f32 all the same, because ranks would cut them inside their blocks.
     decoded: usize,
 }
 
 impl Sharing {
-    /// Ranks of a copy at these places.
+    /// The sharing among the ranks of a copy, which are at these places.
     pub(crate) fn new(decoder: &Decoder, places: Vec<ParallelRank>, cut: bool) -> Result<Self> {
-        let groups = places.iter().map(|rank| decoder.replica_groups(*rank).map_err(model_error));
+        let groups = places.iter().map(|rank| decoder.all_parameters().replica_groups(*rank).map_err(model_error));
         let groups = groups.collect::<Result<_>>()?;
         Ok(Self { places, groups, cut, stored: Formats::new(), decoded: 0 })
     }
 
-    /// The same, where these matrices stay as they are stored. A matrix that ranks would cut inside its blocks is f32 on all.
+    /// This sharing, with the matrices of `formats` kept as they are stored. A matrix that ranks would cut inside its blocks is
+    /// f32 on all of them.
     pub(crate) fn with_stored(self, decoder: &Decoder, formats: Formats) -> Result<Self> {
         let (all, mut stored) = (formats.len(), formats);
         for rank in &self.places {
             for unit in decoder.units() {
-                for portion in decoder.portions(unit, *rank).map_err(model_error)? {
+                for portion in decoder.all_parameters().portions(unit, *rank).map_err(model_error)? {
                     let inside = |format: &Format| {
                         let (block, columns) = (format.block_len(), Region::new(&portion).columns);
                         !columns.start.is_multiple_of(block) || !columns.end.is_multiple_of(block)
@@ -56,17 +57,17 @@ impl Sharing {
         &self.stored
     }
 
-    /// How many matrices would have stayed so, if ranks shared them at borders of their blocks.
+    /// Number of matrices that are f32 because ranks would cut them inside their blocks.
     pub(crate) fn decoded(&self) -> usize {
         self.decoded
     }
 
-    /// Ranks of a copy.
+    /// Number of ranks in a copy of the model.
     pub(crate) fn ranks(&self) -> usize {
         self.places.len()
     }
 
-    /// Families: each rank has as many.
+    /// Number of families, the same on every rank.
     pub(crate) fn families(&self) -> usize {
         self.groups.first().map_or(0, Vec::len)
     }
@@ -76,13 +77,13 @@ impl Sharing {
         self.cut
     }
 
-    /// The ranks that hold what `rank` holds as one of a family, rising.
+    /// The ranks that hold the same portions of a family as `rank`, rising.
     pub(crate) fn holders(&self, rank: usize, family: usize) -> Vec<usize> {
         let own = self.groups[rank][family];
         (0..self.ranks()).filter(|other| self.groups[*other][family] == own).collect()
     }
 
-    /// Which shard of a family a rank keeps, and of how many.
+    /// The index of the shard of a family that a rank keeps, and the number of shards.
     pub(crate) fn shard(&self, rank: usize, family: usize) -> (usize, usize) {
         let holders = self.holders(rank, family);
         match self.cut {
@@ -91,10 +92,10 @@ impl Sharing {
         }
     }
 
-    /// A unit's rows of numbers that a rank has a shard of, by family; only parameters that are trained, or only others that do
-    /// not stay as they are stored.
+    /// A rank's portions of a unit, by family, as rows of elements: either those of trained parameters, or those of frozen ones
+    /// that do not stay as they are stored.
     pub(crate) fn flats(&self, decoder: &Decoder, unit: Unit, rank: usize, trained: bool) -> Result<Vec<Flat>> {
-        let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
+        let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
         let flat = |family| {
             let own = self.groups[rank][family];
             let of_family = |p: &&Portion| {
@@ -105,9 +106,9 @@ impl Sharing {
         Ok((0..self.families()).map(flat).collect())
     }
 
-    /// The same of a unit's matrices that stay as they are stored: rows of bytes.
+    /// A rank's portions of a unit's matrices that stay as they are stored, by family, as rows of bytes.
     pub(crate) fn stored_flats(&self, decoder: &Decoder, unit: Unit, rank: usize) -> Result<Vec<StoredFlat>> {
-        let portions = decoder.portions(unit, self.places[rank]).map_err(model_error)?;
+        let portions = decoder.all_parameters().portions(unit, self.places[rank]).map_err(model_error)?;
         let flat = |family| {
             let own = self.groups[rank][family];
             let of_family = portions.iter().filter(|portion| portion.replicas == own);
@@ -132,7 +133,7 @@ mod tests {
         Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
     }
 
-    /// Experts in one tensor for each parameter, of which ranks have a part in either dimension.
+    /// A model whose experts are one tensor per parameter, which ranks cut in either dimension.
     fn stacked() -> Decoder {
         let config = serde_json::json!({
             "model_type": "gpt_oss", "vocab_size": 31, "hidden_size": 12, "intermediate_size": 6,
@@ -142,7 +143,8 @@ mod tests {
         Decoder::new(serde_json::from_value(config).expect("a config")).expect("supported")
     }
 
-    /// The same with adapters, of which those of experts are whole where their matrices are cut.
+    /// The model of [`decoder`] with adapters, of which an expert's have a matrix that is whole where the expert's matrices are
+    /// cut.
     fn adapted() -> Decoder {
         let targets = ringspan_models::TARGETS.map(str::to_owned).to_vec();
         let lora = ringspan_models::Lora::new(2, 1.0, targets).expect("possible");
