@@ -20,10 +20,9 @@ if [ ! -e "$compiler/done" ]; then
   touch "$compiler/done"
 fi
 
-# Both packages at once give all others the features that the whole workspace gives them: no other build of these is needed.
-attention=(-p ringspan -p ringspan-cli --features "ringspan-cli/nccl${2:+,$2}")
-models=(-p ringspan -p ringspan-candle -p ringspan-cli)
-models+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${2:+,$2}")
+# All checks, and those of MPI (`.ci/run`), name the same packages and features, so that each crate is built once for them.
+tests=(-p ringspan -p ringspan-candle -p ringspan-train -p ringspan-cli)
+tests+=(--features "ringspan-candle/nccl,ringspan-cli/nccl,ringspan-cli/candle-cuda${2:+,$2}")
 
 # tested NAME PASSED COMMAND...: runs tests of which as many pass, and none is skipped for want of a GPU or a compiler.
 tested() {
@@ -37,26 +36,24 @@ nvrtc=$(realpath "$compiler"/nvidia/cu13/lib)
 # All ranks of a test share a GPU.
 export NCCL_MULTI_RANK_GPU_ENABLE=1
 
-check_attention() {
-  LD_LIBRARY_PATH=$nvrtc tested compiles 2 cargo test "${attention[@]}" --lib kernels_compile -- --nocapture
+# Programs are linked with the compiler that is made of a CPU, so NVIDIA's is put before it.
+with_nvrtc=(--config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']")
 
-  cargo test "${attention[@]}" --lib kernel::
-  tested on-gpu any cargo test "${attention[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
-  RINGSPAN_TEST_DEVICE=cuda cargo test "${attention[@]}" --test it attention_decode
-  cargo test "${attention[@]}" --test gpu attend_device -- --skip between_processes
+check_attention() {
+  tested compiles 2 cargo test "${tests[@]}" --lib "${with_nvrtc[@]}" -- --nocapture kernels_compile
+  cargo test "${tests[@]}" --lib kernel::
+  RINGSPAN_TEST_DEVICE=cuda tested on-gpu any cargo test "${tests[@]}" --test attention_on_gpu --test gpu_memory -- --nocapture
+  cargo test "${tests[@]}" --test gpu attend_device -- --skip between_processes
 }
 
 # All that models need, and what the compiler says of each set of features.
 check_models() {
-  cargo clippy -p ringspan -p ringspan-cli --all-targets --features ringspan-cli/cuda -- -D warnings
-  cargo clippy "${attention[@]}" --all-targets -- -D warnings
-  cargo clippy "${models[@]}" --all-targets -- -D warnings
-  # They are linked with the compiler made of a CPU, so NVIDIA's is put before it.
-  tested compiles-layers 1 cargo test "${models[@]}" --lib kernels_of_layers_compile \
-    --config "target.'cfg(all())'.runner = ['env', 'LD_LIBRARY_PATH=$nvrtc:$LD_LIBRARY_PATH', 'LD_PRELOAD=libnvrtc.so.13']" \
-    -- --nocapture
-  tested copies 4 cargo test "${models[@]}" --lib -- --nocapture offload:: transfers::
-  tested models any cargo test "${models[@]}" --test gpu -- --nocapture --skip between_processes
+  cargo clippy -p ringspan-cli --features cuda -- -D warnings
+  cargo clippy -p ringspan-cli --features nccl -- -D warnings
+  cargo clippy "${tests[@]}" --all-targets -- -D warnings
+  tested compiles-layers 1 cargo test "${tests[@]}" --lib kernels_of_layers_compile "${with_nvrtc[@]}" -- --nocapture
+  tested copies 4 cargo test "${tests[@]}" --lib -- --nocapture offload:: transfers::
+  tested models any cargo test "${tests[@]}" --test gpu -- --nocapture --skip between_processes
 }
 
 if [ "$part" != models ]; then check_attention; fi
