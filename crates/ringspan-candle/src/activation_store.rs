@@ -278,9 +278,9 @@ impl<'a> ActivationStore<'a> {
 }
 
 impl Attend for ActivationStore<'_> {
-    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+    fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
         if self.policy.recompute == Recompute::Full {
-            return self.attend.attention(layer, inputs, mask, score);
+            return self.attend.layer_attention(layer, inputs, mask, score);
         }
         let mut layers = self.attentions.borrow_mut();
         let memory = layers.entry(layer).or_insert_with(|| Memory::new(self.policy.storage));

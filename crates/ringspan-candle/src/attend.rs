@@ -20,13 +20,16 @@ pub struct AttentionInputs<'a> {
     /// Attention sinks `[H]`: for each head the score of one more key, with value 0, that every query sees; `None` without
     /// sinks.
     pub sinks: Option<&'a Tensor>,
+    /// A term that is added to the score of each query of this rank and each key of its batch row, before the mask: f32
+    /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
+    pub bias: Option<&'a Tensor>,
 }
 
 impl<'a> AttentionInputs<'a> {
-    /// Inputs without sinks.
+    /// Inputs without sinks and bias.
     #[must_use]
     pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
-        Self { q, k, v, sinks: None }
+        Self { q, k, v, sinks: None, bias: None }
     }
 }
 
@@ -38,14 +41,14 @@ pub trait Attend {
     ///
     /// # Errors
     /// Shapes that do not fit, and failures of other ranks.
-    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor>;
+    fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor>;
 
-    /// Like [`attention`](Self::attention), for a layer that is recomputed: the first call stores its output in `memory`; the
+    /// Like [`layer_attention`](Self::layer_attention), for a layer that is recomputed: the first call stores its output in `memory`; the
     /// second takes it out and only provides the backward pass. An implementation without this method computes attention
     /// twice.
     ///
     /// # Errors
-    /// As for [`attention`](Self::attention).
+    /// As for [`layer_attention`](Self::layer_attention).
     fn attention_keeping(
         &self,
         _memory: &mut Memory,
@@ -54,7 +57,7 @@ pub trait Attend {
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        self.attention(layer, inputs, mask, score)
+        self.layer_attention(layer, inputs, mask, score)
     }
 
     /// The position of each of the T tokens inside its document.

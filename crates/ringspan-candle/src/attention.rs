@@ -89,28 +89,32 @@ impl Memory {
 pub fn attention_keeping(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
-    &AttentionInputs { q, k, v, sinks }: &AttentionInputs,
+    &AttentionInputs { q, k, v, sinks, bias }: &AttentionInputs,
     score: Score,
     memory: &mut Memory,
 ) -> Result<Tensor> {
     let before = memory.kept.take();
     let first = before.is_none();
     let (out, statistics) = before.map_or((None, Arc::default()), |kept| (Some(kept.out), kept.statistics));
-    let (group_of_op, schedule, d_sinks) = (group.clone(), schedule.clone(), OfSinks::default());
+    let readable = |tensor: &Tensor| loan::readable(group.kernel(), tensor);
+    let (d_sinks, d_bias) = (LinkedGradient::default(), LinkedGradient::default());
     let op = Attention {
-        group: group_of_op,
-        schedule,
+        group: group.clone(),
+        schedule: schedule.clone(),
         score: with_sinks(score, sinks)?,
+        bias: bias.map(|bias| readable(&bias.detach())).transpose()?,
         out: Mutex::new(out),
         statistics: statistics.clone(),
         d_sinks: d_sinks.clone(),
+        d_bias: d_bias.clone(),
     };
-    let linked = match sinks.filter(|sinks| sinks.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
-        Some(sinks) => &tape::apply(LinkSinks { d_sinks }, [&q.contiguous()?, sinks], Reads::Nothing)?,
-        None => q,
-    };
-    let readable = |tensor| loan::readable(group.kernel(), tensor);
-    let out = tape::apply(op, [&readable(linked)?, &readable(k)?, &readable(v)?], Reads::InputsAndOutput)?;
+    let mut linked = q.clone();
+    for (extra, gradient) in [(sinks, d_sinks), (bias, d_bias)] {
+        if let Some(extra) = extra.filter(|extra| extra.track_op() && q.dim(0).is_ok_and(|tokens| tokens > 0)) {
+            linked = tape::apply(Link { gradient }, [&linked.contiguous()?, &extra.contiguous()?], Reads::Nothing)?;
+        }
+    }
+    let out = tape::apply(op, [&readable(&linked)?, &readable(k)?, &readable(v)?], Reads::InputsAndOutput)?;
     if first {
         memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, statistics });
     }
@@ -125,18 +129,18 @@ pub(crate) fn with_sinks(score: Score, sinks: Option<&Tensor>) -> Result<Score> 
     }
 }
 
-/// The gradient of the sinks, handed from the backward pass of attention to that of [`LinkSinks`].
-type OfSinks = Arc<Mutex<Vec<f32>>>;
+/// The gradient of the sinks or of the bias, handed from the backward pass of attention to that of its [`Link`].
+type LinkedGradient = Arc<Mutex<Option<Tensor>>>;
 
-/// Returns q unchanged and connects the sinks to the graph. A candle operation has at most three arguments, which are q, k
-/// and v for attention, so attention's backward pass, which runs first, leaves the gradient of the sinks in `d_sinks`.
-struct LinkSinks {
-    d_sinks: OfSinks,
+/// Returns q unchanged and connects the sinks or the bias to the graph. A candle operation has at most three arguments,
+/// which are q, k and v for attention, so attention's backward pass, which runs first, leaves their gradients behind.
+struct Link {
+    gradient: LinkedGradient,
 }
 
-impl CustomOp2 for LinkSinks {
+impl CustomOp2 for Link {
     fn name(&self) -> &'static str {
-        "link-sinks"
+        "link"
     }
 
     fn cpu_fwd(&self, q: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -148,10 +152,12 @@ impl CustomOp2 for LinkSinks {
         Ok((q.affine(layout, 1.0, 0.0)?, layout.shape().clone()))
     }
 
-    fn bwd(&self, _q: &Tensor, sinks: &Tensor, _out: &Tensor, dq: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let d_sinks = std::mem::take(&mut *self.d_sinks.lock().unwrap_or_else(PoisonError::into_inner));
-        let d_sinks = cast(&Tensor::from_vec(d_sinks, sinks.shape(), sinks.device())?, sinks.dtype())?;
-        Ok((Some(dq.clone()), Some(d_sinks)))
+    fn bwd(&self, _q: &Tensor, extra: &Tensor, _out: &Tensor, dq: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let Some(gradient) = self.gradient.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            bail!("the gradient of attention's sinks or bias is gone: it was differentiated before");
+        };
+        let gradient = gradient.to_device(extra.device())?.reshape(extra.shape())?;
+        Ok((Some(dq.clone()), Some(cast(&gradient, extra.dtype())?)))
     }
 }
 
@@ -160,10 +166,13 @@ struct Attention {
     group: Arc<Group>,
     schedule: Arc<Schedule>,
     score: Score,
+    /// `[T, H, Sk]` or `[T, 1, Sk]`.
+    bias: Option<Tensor>,
     /// The stored output, if this call is a recomputation.
     out: Mutex<Option<kept::Kept>>,
     statistics: OnTheWay,
-    d_sinks: OfSinks,
+    d_sinks: LinkedGradient,
+    d_bias: LinkedGradient,
 }
 
 impl Attention {
@@ -176,7 +185,10 @@ impl Attention {
     /// Returns the output where the kernel computes, and stores the statistics as tensors on `device`.
     fn forward(&self, [q, k, v]: [&Loan; 3], device: &Device) -> Result<Floats> {
         let (q, k, v) = (q.view()?, k.view()?, v.view()?);
-        let inputs = Inputs::new(q, k, v, &self.score);
+        let guard = self.bias.as_ref().map(Tensor::storage_and_layout);
+        let bias =
+            guard.as_ref().map(|(storage, layout)| Loan::new(self.group.kernel(), storage, layout)).transpose()?;
+        let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..Inputs::new(q, k, v, &self.score) };
         let Forward { out, statistics: Statistics { max, sum }, .. } =
             on_device::forward(&self.group, &self.schedule, &inputs).map_err(candle_core::Error::wrap)?;
         let tensor = |values| loan::tensor(self.group.kernel(), values, (q.heads, q.tokens), device);
@@ -260,12 +272,24 @@ impl CustomOp3 for Attention {
         let [q_loan, k_loan, v_loan, out, d_out, max, sum] = loans;
         let (q_loan, k_loan, v_loan) = (q_loan?, k_loan?, v_loan?);
         let (out, d_out, max, sum) = (out?, d_out?, max?, sum?);
+        let bias_guard = self.bias.as_ref().map(Tensor::storage_and_layout);
+        let bias = bias_guard.as_ref().map(|(storage, layout)| Loan::new(kernel, storage, layout)).transpose()?;
         let inputs = Inputs::new(q_loan.view()?, k_loan.view()?, v_loan.view()?, &self.score);
+        let inputs = Inputs { bias: bias.as_ref().map(Loan::view).transpose()?, ..inputs };
         let statistics = Statistics { max: max.data()?, sum: sum.data()? };
         let saved = Forward { out: out.data()?, statistics, peak_bytes: 0 };
         let gradients = on_device::backward(&self.group, &self.schedule, &inputs, &saved, d_out.view()?)
             .map_err(candle_core::Error::wrap)?;
-        *self.d_sinks.lock().unwrap_or_else(PoisonError::into_inner) = gradients.d_sinks;
+        let leave = |link: &LinkedGradient, gradient| {
+            *link.lock().unwrap_or_else(PoisonError::into_inner) = Some(gradient);
+        };
+        if !gradients.d_sinks.is_empty() {
+            let heads = gradients.d_sinks.len();
+            leave(&self.d_sinks, Tensor::from_vec(gradients.d_sinks, heads, &Device::Cpu)?);
+        }
+        if let Some(bias) = &self.bias {
+            leave(&self.d_bias, loan::tensor(kernel, gradients.d_bias, bias.shape(), bias.device())?);
+        }
         let tensor = |values, like: &Tensor| {
             cast(&loan::tensor(kernel, values, like.shape(), like.device())?, like.dtype()).map(Some)
         };

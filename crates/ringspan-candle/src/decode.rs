@@ -4,7 +4,7 @@ use crate::attend::AttentionInputs;
 use crate::attention::with_sinks;
 use crate::cast::cast;
 use crate::loan::{self, Loan};
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use ringspan::attention::{Group, Inputs, Merge, Tokens, on_device};
 use ringspan::{Mask, Score};
 
@@ -22,9 +22,12 @@ pub fn decode(
     group: &Group,
     mask: &Mask,
     tokens: &Tokens,
-    &AttentionInputs { q, k, v, sinks }: &AttentionInputs,
+    &AttentionInputs { q, k, v, sinks, bias }: &AttentionInputs,
     score: &Score,
 ) -> Result<Tensor> {
+    if bias.is_some() {
+        bail!("decoding over a cache takes no bias: use ALiBi or relative buckets of the score instead");
+    }
     let (kernel, score) = (group.kernel(), &with_sinks(score.clone(), sinks)?);
     let (_, heads, _) = q.dims3()?;
     let (_, _, v_dim) = v.dims3()?;

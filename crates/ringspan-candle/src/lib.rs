@@ -1,4 +1,4 @@
-//! Ringspan on candle tensors: differentiable attention over a mesh, and the fused layers around it.
+#![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
 pub mod activation;
@@ -52,7 +52,7 @@ mod weight_matrix;
 
 pub use activation_store::{ActivationStore, CheckpointPolicy, Recompute};
 pub use attend::{Attend, AttentionInputs};
-pub use context::Context;
+pub use context::{Context, ContextBuilder, QkvFormat};
 pub use device::{DeviceName, Devices, RankDevice};
 pub use dropout::Drops;
 pub use expert_parallel::ExpertParallel;

@@ -1,4 +1,4 @@
-//! Decoder-only models on candle tensors: Llama, Qwen, Mistral, Gemma, DeepSeek, gpt-oss and others.
+#![doc = include_str!("../README.md")]
 //!
 //! Each family is one file, which reads from top to bottom: its configuration, its layers by their names in checkpoints, and
 //! its forward pass. How layers are sharded, adapted and recomputed is the business of [`ringspan_candle::layers`].

@@ -26,9 +26,9 @@ impl<'a> Prefill<'a> {
 }
 
 impl Attend for Prefill<'_> {
-    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+    fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
         self.cache.borrow_mut().append(layer, inputs.k, inputs.v)?;
-        self.context.attention(layer, inputs, mask, score)
+        self.context.layer_attention(layer, inputs, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -74,8 +74,8 @@ impl<'a> Decode<'a> {
 }
 
 impl Attend for Decode<'_> {
-    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
-        let AttentionInputs { q, k, v, sinks } = *inputs;
+    fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+        let AttentionInputs { q, k, v, sinks, bias } = *inputs;
         let tokens = q.dim(0)?;
         if tokens != 1 {
             bail!("decoding takes one token at a time, not {tokens}");
@@ -94,7 +94,7 @@ impl Attend for Decode<'_> {
         // length.
         let frame = self.position[0] + 1;
         let tokens = Tokens { queries: &query, keys: cache.runs(), frames: (frame, frame) };
-        decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks }, score)
+        decode(self.group, mask, &tokens, &AttentionInputs { q, k: &k, v: &v, sinks, bias }, score)
     }
 
     fn positions(&self) -> &[usize] {

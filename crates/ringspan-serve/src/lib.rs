@@ -1,5 +1,4 @@
-//! Generation over a mesh of ranks: the prompt is prefilled in parallel, each rank keeps its share of the KV cache, and every
-//! rank attends from a new token to its share; the partial results are merged by their softmax statistics.
+#![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
 mod cache;

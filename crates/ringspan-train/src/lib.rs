@@ -1,17 +1,4 @@
-//! Training over a mesh of ranks: data, optimiser, checkpoints, metrics, and the loop.
-//!
-//! ```no_run
-//! use ringspan_train::{Settings, Terminal, TrainConfig, train};
-//! use std::sync::atomic::AtomicBool;
-//!
-//! # fn main() -> Result<(), ringspan_train::Error> {
-//! let settings = Settings { data: Some(vec!["corpus".into()]), ring: Some(2), ..Settings::default() };
-//! let config = TrainConfig::resolve(settings)?;
-//! let outcome = train(&config, &AtomicBool::new(false), &mut Terminal::new())?;
-//! println!("{} steps, model in {}", outcome.step, outcome.out.display());
-//! # Ok(())
-//! # }
-//! ```
+#![doc = include_str!("../README.md")]
 #![deny(missing_docs)]
 
 mod beside;

@@ -1,4 +1,5 @@
-//! Context-parallel attention on plain slices: exact, on any mesh of ranks.
+#![doc = include_str!("../README.md")]
+//!
 #![doc = include_str!("course.md")]
 #![deny(missing_docs)]
 
@@ -14,6 +15,7 @@ pub mod mesh;
 pub mod schedule;
 pub mod support;
 mod sync;
+pub mod world;
 
 pub use attention::Group;
 pub use documents::{Document, Documents, Run};
@@ -23,3 +25,4 @@ pub use layout::{Layout, LayoutKind};
 pub use mask::{Band, Mask};
 pub use mesh::Mesh;
 pub use schedule::{Schedule, Strategy};
+pub use world::{Rank, World};

@@ -40,7 +40,7 @@ fn blocks_of_bf16_take_half_the_bytes_of_f32() {
             let (rows, before) = (layout.tokens(comm.rank()), comm.bytes_sent());
             let context = Context::new(group(comm.clone(), (3, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
             let [q, k, v] = [4, 2, 2].map(|heads| device.parameter(&random(&[rows, heads, 16], 3)));
-            context.attention(0, &AttentionInputs::new(&q?, &k?, &v?), &Mask::causal(), &Score::new(0.3))?;
+            context.layer_attention(0, &AttentionInputs::new(&q?, &k?, &v?), &Mask::causal(), &Score::new(0.3))?;
             Ok(comm.bytes_sent() - before)
         })
     };
@@ -113,7 +113,8 @@ fn a_kernel_of_the_cpu_takes_tensors_in_bf16_and_brings_them_back() -> Result<()
     let kernel = RankDevice::CPU.kernel(1).map_err(candle_core::Error::wrap)?;
     let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
     let here = rounding(&RankDevice::CPU).parameter(&random(&[5, 2, 8], 1))?;
-    let attended = |x: &Tensor| context.attention(0, &AttentionInputs::new(x, x, x), &Mask::causal(), &Score::new(0.3));
+    let attended =
+        |x: &Tensor| context.layer_attention(0, &AttentionInputs::new(x, x, x), &Mask::causal(), &Score::new(0.3));
     let (got, wanted) = (attended(&gpu.parameter(&here)?)?, attended(&here)?);
     assert!(got.device().same_device(gpu.tensors()));
     assert_eq!((got.dtype(), numbers(&got)), (DType::BF16, numbers(&wanted)));

@@ -117,7 +117,7 @@ impl Mesh {
                 let (q, k, v) = (part(0, 4)?, part(4, 2)?, part(6, 2)?);
                 let (mask, score) = (Mask::causal(), Score::new(0.3));
                 let Some(storage) = self.again else {
-                    return context.attention(0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
+                    return context.layer_attention(0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
                 };
                 let mut memory = Memory::new(storage);
                 let mut call =
@@ -195,7 +195,8 @@ fn attention_stands_between_what_candle_does_before_and_afterwards() -> Result<(
             let mut x = random(&[40, 4, 8], 5 + own).to_device(device.tensors())?;
             for _ in 0..4 {
                 let (q, k) = ((&x * 1.5)?, x.sqr()?.affine(0.5, 0.1)?);
-                let out = context.attention(0, &AttentionInputs::new(&q, &k, &x), &Mask::causal(), &Score::new(0.3))?;
+                let out =
+                    context.layer_attention(0, &AttentionInputs::new(&q, &k, &x), &Mask::causal(), &Score::new(0.3))?;
                 q.zero_set()?;
                 k.zero_set()?;
                 x = ((out * 2.0)? + &q)?;
@@ -219,7 +220,7 @@ fn a_kernel_on_the_cpu_takes_tensors_there_and_one_on_another_gpu_refuses_them()
         let context = Context::new(group(comm, (1, 1), kernel)?, Arc::new(layout), Strategy::Ring)?;
         let inputs = [[20, 4, 8], [20, 2, 8], [20, 2, 8]].map(|shape| random(&shape, 3));
         let attend = |x: &[Tensor]| {
-            context.attention(0, &AttentionInputs::new(&x[0], &x[1], &x[2]), &Mask::causal(), &Score::new(0.3))
+            context.layer_attention(0, &AttentionInputs::new(&x[0], &x[1], &x[2]), &Mask::causal(), &Score::new(0.3))
         };
         let there: Vec<Tensor> = inputs.iter().map(|x| x.to_device(device.tensors())).collect::<Result<_>>()?;
         attend(&there)?;

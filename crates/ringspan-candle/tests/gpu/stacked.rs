@@ -55,7 +55,7 @@ fn heads_with_sinks() {
             let layout = Arc::new(layout.map_err(candle_core::Error::wrap)?);
             let context = Context::new(group(comm, (1, 1), kernel)?, layout, Strategy::Ring)?;
             let inputs = AttentionInputs { sinks: Some(&x[3]), ..AttentionInputs::new(&x[0], &x[1], &x[2]) };
-            context.attention(0, &inputs, &Mask::causal(), &Score::new(0.3))
+            context.layer_attention(0, &inputs, &Mask::causal(), &Score::new(0.3))
         };
         let one = threads::run(1, threads::Options::default(), |comm| {
             run(comm).map_err(|error| ringspan::Error::Layout(error.to_string()))

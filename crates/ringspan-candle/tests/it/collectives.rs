@@ -88,7 +88,7 @@ fn attention_of_parts_of_a_tensor_is_that_of_their_copies() -> candle_core::Resu
             let part = x.narrow(0, 2, 9)?.narrow(1, from, heads)?;
             if copies { part.force_contiguous() } else { Ok(part) }
         };
-        let out = context.attention(
+        let out = context.layer_attention(
             0,
             &AttentionInputs::new(&part(0, 4)?, &part(4, 2)?, &part(6, 2)?),
             &Mask::causal(),
@@ -119,8 +119,12 @@ fn attention_of_a_context_has_the_gradients_of_one_rank() {
             let check = || -> candle_core::Result<Vec<Vec<f32>>> {
                 let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
                 assert_eq!(context.positions(), layout.rows(rank));
-                let out =
-                    context.attention(0, &AttentionInputs::new(&q, &k, &v), &Mask::causal(), &Score::new(0.35))?;
+                let out = context.layer_attention(
+                    0,
+                    &AttentionInputs::new(&q, &k, &v),
+                    &Mask::causal(),
+                    &Score::new(0.35),
+                )?;
                 let gradients = out.sqr()?.sum_all()?.backward()?;
                 Ok([&q, &k, &v].map(|x| gradients.get(x).map(flat).unwrap_or_default()).to_vec())
             };

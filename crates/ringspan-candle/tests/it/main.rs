@@ -4,4 +4,5 @@ mod bf16;
 mod collectives;
 mod feed_forward;
 mod fused_layers;
+mod own_models;
 mod stored_experts;

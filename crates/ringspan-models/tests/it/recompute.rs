@@ -24,9 +24,9 @@ struct Counting {
 }
 
 impl Attend for Counting {
-    fn attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+    fn layer_attention(&self, layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
         self.computed.set(self.computed.get() + 1);
-        self.context.attention(layer, inputs, mask, score)
+        self.context.layer_attention(layer, inputs, mask, score)
     }
 
     fn attention_keeping(

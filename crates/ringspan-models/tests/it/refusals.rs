@@ -12,7 +12,7 @@ use ringspan_models::{Decoder, Error, gradients};
 struct Values(Vec<usize>);
 
 impl Attend for Values {
-    fn attention(&self, _: usize, inputs: &AttentionInputs, _: &Mask, _: &Score) -> candle_core::Result<Tensor> {
+    fn layer_attention(&self, _: usize, inputs: &AttentionInputs, _: &Mask, _: &Score) -> candle_core::Result<Tensor> {
         Ok(inputs.q.clone())
     }
 

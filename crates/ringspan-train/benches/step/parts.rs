@@ -158,7 +158,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
             let group = Arc::new(Group::new(comm, (1, 1), Kernel::new(case.threads))?);
             let context = Context::new(group, layout.clone(), Strategy::Ring)?;
             let attend =
-                || context.attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
+                || context.layer_attention(0, &AttentionInputs::new(&q, &k, &k), &Mask::causal(), &Score::new(0.125));
             let dy = ones_like(&attend()?)?;
             let mut clock = attention.lock().map_err(|error| error.to_string())?;
             clock.part("attention", layers * case.ranks as f64, flops, || {

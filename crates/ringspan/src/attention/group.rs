@@ -88,6 +88,11 @@ impl Group {
         &self.kernel
     }
 
+    /// Bytes of a number of queries, keys and values in a message, if the group was given a wire type.
+    pub fn wire_bytes(&self) -> Option<usize> {
+        self.wire.map(|wire| wire.width() as usize)
+    }
+
     /// The wire type of a call with these queries, keys and values.
     pub fn wire(&self, q: &View, k: &View, v: &View) -> Wire {
         self.wire.unwrap_or(Wire::of([q, k, v]))

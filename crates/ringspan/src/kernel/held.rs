@@ -82,6 +82,15 @@ impl Kernel {
         }
     }
 
+    /// Whether this kernel computes on the CPU.
+    pub fn is_cpu(&self) -> bool {
+        match &self.0 {
+            Device::Cpu(_) => true,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => false,
+        }
+    }
+
     /// The GPU of this kernel; `None` if it computes on the CPU.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&Gpu> {

@@ -16,6 +16,7 @@ mod ring;
 mod stairs;
 mod step;
 mod strategy;
+mod strategy_choice;
 mod tiles;
 mod traffic;
 mod visibility;
@@ -28,6 +29,7 @@ pub use estimate::{Choice, Estimate, Link, Machine};
 pub use heads::HeadShare;
 pub use step::{Block, Compute, Pass, Plan, Rows, Step, Transfer, Transfers};
 pub use strategy::Strategy;
+pub use strategy_choice::StrategyChoice;
 pub use traffic::{Sizes, Traffic};
 
 pub(crate) use step::list_bytes;

@@ -21,7 +21,7 @@ pub struct Traffic {
 }
 
 /// The tensor sizes that convert rows into bytes: heads and their widths, the wire type, a bias.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Sizes {
     /// Query heads H.
     pub heads: usize,

@@ -14,3 +14,4 @@ mod numbers;
 mod stress;
 mod threads;
 mod timed;
+mod world;

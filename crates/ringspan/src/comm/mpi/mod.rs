@@ -1,6 +1,6 @@
 //! Ranks as processes of MPI, started by `mpirun` or `srun`. The protocol is described in `comm/mpi/README.md`.
 //!
-//! A process is one rank. It starts the world, runs its rank's work, and ends the world:
+//! A process is one rank. It starts the world, runs its rank's work once or repeatedly, and ends the world:
 //!
 //! ```no_run
 //! use ringspan::Error;
@@ -66,11 +66,11 @@ impl Default for Options {
 pub struct World {
     universe: ManuallyDrop<Universe>,
     world: Arc<world::World>,
-    ranks: Arc<[usize]>,
+    /// The group of all ranks: one for all calls of [`run`](Self::run), since it numbers collectives.
+    group: Arc<Group<world::World>>,
     /// Number of ranks on this machine, and this rank's index among them.
     local: (usize, usize),
     options: Options,
-    ran: AtomicBool,
 }
 
 impl World {
@@ -97,11 +97,10 @@ impl World {
         let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));
         Ok(Self {
             universe,
+            group: Arc::new(Group::world(world.clone(), (0..size).collect(), rank)),
             world,
-            ranks: (0..size).collect(),
             local: place.local,
             options,
-            ran: AtomicBool::new(false),
         })
     }
 
@@ -112,7 +111,7 @@ impl World {
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.ranks.len()
+        self.group.size()
     }
 
     /// Number of ranks on this machine.
@@ -131,11 +130,11 @@ impl World {
         Arc::new(move |deadline| world.set_deadline(deadline))
     }
 
-    /// Runs this process's rank, once, on a thread `rank-N`. All other ranks are told of an error or a panic, and their
-    /// next call fails.
+    /// Runs this process's rank on a thread `rank-N`. All other ranks are told of an error or a panic, and their next call
+    /// fails. It may be called again as long as no rank has failed.
     ///
     /// # Errors
-    /// The error of `rank_main`, or a second call.
+    /// The error of `rank_main`, or a failure of any rank in an earlier call.
     pub fn run<T, E, F>(&self, rank_main: F) -> std::result::Result<T, E>
     where
         F: FnOnce(Arc<dyn Communicator>) -> std::result::Result<T, E> + Send,
@@ -143,11 +142,8 @@ impl World {
         E: From<Error> + Display + Send,
     {
         let rank = self.rank();
-        if self.ran.swap(true, Ordering::SeqCst) {
-            let problem = "a world runs once: its collectives are numbered from there on".to_owned();
-            return Err(Error::Communicator { rank, operation: "run".into(), problem }.into());
-        }
-        let group = Arc::new(Group::world(self.world.clone(), self.ranks.clone(), rank));
+        self.world.check_call("run")?;
+        let group = self.group.clone();
         let result = thread::scope(|scope| {
             let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(self.options.stack_bytes);
             let main = || catch_unwind(AssertUnwindSafe(|| rank_main(group)));

@@ -73,6 +73,11 @@ impl World {
         self.engine().wire().abort();
     }
 
+    /// Returns an error if any rank has failed, for a call that has this name.
+    pub(super) fn check_call(&self, operation: &'static str) -> Result<()> {
+        self.check_with(&operation)
+    }
+
     fn check_with(&self, operation: &impl std::fmt::Display) -> Result<()> {
         self.watch.failure().map_or(Ok(()), |failure| Err(failure.seen_by(self.rank, operation)))
     }

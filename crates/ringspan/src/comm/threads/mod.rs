@@ -3,7 +3,7 @@
 mod link;
 mod round;
 mod shared;
-mod world;
+mod transport;
 
 use super::Communicator;
 use super::group::Group;
@@ -14,7 +14,7 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
-use world::World;
+use transport::ThreadTransport;
 
 pub use link::Link;
 
@@ -66,6 +66,62 @@ fn check_memory(size: usize) -> Result<(), Error> {
     Err(Error::Communicator { rank: 0, operation: "run".into(), problem })
 }
 
+/// Refuses no ranks, more than memory allows, and a link that carries nothing.
+pub(crate) fn check(size: usize, options: &Options) -> Result<(), Error> {
+    if size == 0 {
+        return Err(Error::MeshSize { mesh: "threads".into(), needed: 1, ranks: 0 });
+    }
+    if let Some(Link { bandwidth, .. }) = options.link.filter(|link| link.bandwidth.is_nan() || link.bandwidth <= 0.0) {
+        let problem = format!("a link of {bandwidth} bytes a second carries nothing; it must be above 0");
+        return Err(Error::Communicator { rank: 0, operation: "run".into(), problem });
+    }
+    check_memory(size)
+}
+
+/// The connections between ranks that work repeatedly, on threads that the caller provides.
+pub(crate) struct Connections {
+    transport: Arc<ThreadTransport>,
+    communicators: Vec<Arc<dyn Communicator>>,
+}
+
+impl Connections {
+    /// Connects `size` ranks.
+    pub(crate) fn new(size: usize, options: &Options) -> Self {
+        let transport = Arc::new(ThreadTransport::new(size, options.deadline, options.link));
+        let ranks: Arc<[usize]> = (0..size).collect();
+        let communicator =
+            |rank| -> Arc<dyn Communicator> { Arc::new(Group::world(transport.clone(), ranks.clone(), rank)) };
+        Self { communicators: (0..size).map(communicator).collect(), transport }
+    }
+
+    /// The communicator of each rank; it is the same in all calls.
+    pub(crate) fn communicators(&self) -> &[Arc<dyn Communicator>] {
+        &self.communicators
+    }
+
+    /// Runs the work of `rank` on the calling thread. All ranks must be run at the same time.
+    pub(crate) fn run<T, E>(&self, rank: usize, work: impl FnOnce() -> Result<T, E>) -> Result<T, E>
+    where
+        E: From<Error> + Display,
+    {
+        one_rank(&self.transport, rank, work)
+    }
+
+    /// Ends a call that all ranks have finished: returns their results, or the error of the rank that failed first, and
+    /// whether the ranks can be run again.
+    ///
+    /// If they cannot, all later calls of their communicators fail, and the error names the rank that failed.
+    pub(crate) fn finish<T, E>(&self, results: Vec<Result<T, E>>) -> (Result<Vec<T>, E>, bool) {
+        let failed = self.transport.failed();
+        let unfinished = if failed.is_empty() { self.transport.restart().err() } else { None };
+        let usable = failed.is_empty() && unfinished.is_none();
+        if let Some((rank, problem)) = unfinished {
+            self.transport.fail(rank, format!("the call before ended although {problem}"));
+        }
+        (root_cause(results, &failed), usable)
+    }
+}
+
 /// Runs `rank_main` on `size` ranks, each on a thread `rank-N`, and returns their results in rank order.
 ///
 /// # Errors
@@ -77,21 +133,15 @@ where
     T: Send,
     E: From<Error> + Display + Send,
 {
-    if size == 0 {
-        return Err(Error::MeshSize { mesh: "threads".into(), needed: 1, ranks: 0 }.into());
-    }
-    if let Some(Link { bandwidth, .. }) = options.link.filter(|link| link.bandwidth.is_nan() || link.bandwidth <= 0.0) {
-        let problem = format!("a link of {bandwidth} bytes a second carries nothing; it must be above 0");
-        return Err(Error::Communicator { rank: 0, operation: "run".into(), problem }.into());
-    }
-    check_memory(size)?;
-    let world = Arc::new(World::new(size, options.deadline, options.link));
+    check(size, &options)?;
+    let world = Arc::new(ThreadTransport::new(size, options.deadline, options.link));
     let ranks: Arc<[usize]> = (0..size).collect();
     let results = thread::scope(|scope| {
         let spawn = |rank: usize| {
-            let (world, ranks, rank_main) = (world.clone(), ranks.clone(), &rank_main);
+            let (world, rank_main) = (world.clone(), &rank_main);
+            let group = Arc::new(Group::world(world.clone(), ranks.clone(), rank));
             let thread = thread::Builder::new().name(format!("rank-{rank}")).stack_size(options.stack_bytes);
-            thread.spawn_scoped(scope, move || one_rank(world, ranks, rank, rank_main))
+            thread.spawn_scoped(scope, move || one_rank(&world, rank, || rank_main(group)))
         };
         let start = |rank: usize| {
             let thread = spawn(rank);
@@ -132,15 +182,13 @@ fn root_cause<T, E>(results: Vec<Result<T, E>>, failed: &[usize]) -> Result<Vec<
     first.map_or(Ok(oks), |(_, error)| Err(error))
 }
 
-/// The main function of a rank's thread. It tells the world how the thread ended, also after a panic.
-fn one_rank<T, E, F>(world: Arc<World>, ranks: Arc<[usize]>, rank: usize, rank_main: &F) -> Result<T, E>
+/// Runs the work of a rank on the calling thread. It tells the world how the work ended, also after a panic.
+fn one_rank<T, E>(world: &ThreadTransport, rank: usize, work: impl FnOnce() -> Result<T, E>) -> Result<T, E>
 where
-    F: Fn(Arc<dyn Communicator>) -> Result<T, E>,
     E: From<Error> + Display,
 {
     world.begin(rank);
-    let group = Arc::new(Group::world(world.clone(), ranks, rank));
-    let result = catch_unwind(AssertUnwindSafe(|| rank_main(group)))
+    let result = catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(Error::Panicked { rank, message: panic_message(&*panic) }.into()));
     match &result {
         Ok(_) => world.finish(rank),

@@ -14,22 +14,22 @@ use std::time::Instant;
 
 /// The message or collective that a rank waits for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Want {
+pub(super) enum Awaited {
     Message { address: Address, ticket: u64 },
     Round { group: GroupId, number: u64 },
 }
 
 /// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum RankState {
     Computes,
-    Waits { operation: Operation, want: Want },
+    Waits { operation: Operation, awaited: Awaited },
     Finished,
 }
 
 #[derive(Debug, Clone)]
 struct Activity {
-    state: State,
+    state: RankState,
     since: Instant,
     /// The thread on which the rank was started.
     home: Option<ThreadId>,
@@ -58,7 +58,7 @@ pub(super) struct Shared {
 impl Shared {
     /// The state of ranks that have not done anything yet; `link` simulates the links between them.
     pub(super) fn new(size: usize, link: Option<Link>) -> Self {
-        let idle = Activity { state: State::Computes, since: Instant::now(), home: None, threads: false };
+        let idle = Activity { state: RankState::Computes, since: Instant::now(), home: None, threads: false };
         Self {
             mailboxes: HashMap::new(),
             rounds: HashMap::new(),
@@ -75,6 +75,24 @@ impl Shared {
         self.ranks[rank].home = Some(thread::current().id());
     }
 
+    /// Lets all ranks compute again after a call that all of them have finished. A message or a collective that is still
+    /// unfinished would be taken for one of the next call: the error is a rank that takes part in it, and its description.
+    pub(super) fn restart(&mut self) -> std::result::Result<(), (usize, String)> {
+        if let Some(Address { from, to, tag, .. }) = self.mailboxes.keys().next() {
+            let problem =
+                format!("a message from rank {from} to rank {to} under tag {tag} was not both sent and received");
+            return Err((*from, problem));
+        }
+        if let Some(round) = self.rounds.values().next() {
+            return Err((round.first, format!("not all ranks left {}", round.operation)));
+        }
+        for activity in &mut self.ranks {
+            (activity.state, activity.since) = (RankState::Computes, Instant::now());
+            (activity.home, activity.threads) = (None, false);
+        }
+        Ok(())
+    }
+
     pub(super) fn check(&self, rank: usize, operation: &Operation) -> Result<()> {
         self.failure.as_ref().map_or(Ok(()), |failure| Err(failure.seen_by(rank, operation)))
     }
@@ -86,7 +104,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn enter(&mut self, rank: usize, state: State) {
+    pub(super) fn enter(&mut self, rank: usize, state: RankState) {
         let activity = &mut self.ranks[rank];
         if activity.state != state {
             activity.state = state;
@@ -113,13 +131,13 @@ impl Shared {
     }
 
     /// The ranks that still have to send what is waited for.
-    pub(super) fn missing(&self, want: &Want) -> Vec<usize> {
-        match want {
-            Want::Message { address, ticket } => match self.mailboxes.get(address) {
+    pub(super) fn missing(&self, awaited: &Awaited) -> Vec<usize> {
+        match awaited {
+            Awaited::Message { address, ticket } => match self.mailboxes.get(address) {
                 Some(mailbox) if mailbox.peek(*ticket).is_some() => Vec::new(),
                 _ => vec![address.from],
             },
-            Want::Round { group, number } => {
+            Awaited::Round { group, number } => {
                 self.rounds.get(&(group.clone(), *number)).map(Round::missing).unwrap_or_default()
             }
         }
@@ -131,40 +149,39 @@ impl Shared {
     }
 
     /// The sender and arrival time of what `rank` waits for, if everything has been sent but is not due yet.
-    pub(super) fn under_way(&self, rank: usize, want: &Want) -> Option<(usize, Instant)> {
-        let (peer, due) = match want {
-            Want::Message { address, ticket } => (address.from, self.mailboxes.get(address)?.peek(*ticket)?.due?),
-            Want::Round { group, number } => self.rounds.get(&(group.clone(), *number))?.last(rank)?,
+    pub(super) fn under_way(&self, rank: usize, awaited: &Awaited) -> Option<(usize, Instant)> {
+        let (peer, due) = match awaited {
+            Awaited::Message { address, ticket } => (address.from, self.mailboxes.get(address)?.peek(*ticket)?.due?),
+            Awaited::Round { group, number } => self.rounds.get(&(group.clone(), *number))?.last(rank)?,
         };
         (due > Instant::now()).then_some((peer, due))
     }
 
     pub(super) fn finished(&self, ranks: &[usize]) -> Option<usize> {
-        ranks.iter().copied().find(|&rank| self.ranks[rank].state == State::Finished)
+        ranks.iter().copied().find(|&rank| self.ranks[rank].state == RankState::Finished)
     }
 
     /// A cycle of ranks that starts with `rank`: each waits for the next, and the last for the first.
     ///
     /// A rank needs all ranks it waits for, so one cycle is a deadlock, whatever the others do. Any new cycle contains the
     /// rank that began to wait last.
-    pub(super) fn circle(&self, rank: usize) -> Option<Vec<usize>> {
+    pub(super) fn cycle(&self, rank: usize) -> Option<Vec<usize>> {
         let mut came_from: HashMap<usize, usize> = HashMap::new();
         let mut next = VecDeque::from([rank]);
         while let Some(waiter) = next.pop_front() {
             let activity = &self.ranks[waiter];
-            let State::Waits { want, .. } = &activity.state else { continue };
+            let RankState::Waits { awaited, .. } = &activity.state else { continue };
             if activity.threads {
                 continue;
             }
-            for peer in self.missing(want) {
+            for peer in self.missing(awaited) {
                 if peer == rank {
-                    let mut circle = vec![waiter];
-                    while let Some(before) = circle.last().filter(|last| **last != rank).and_then(|l| came_from.get(l))
-                    {
-                        circle.push(*before);
+                    let mut cycle = vec![waiter];
+                    while let Some(before) = cycle.last().filter(|last| **last != rank).and_then(|l| came_from.get(l)) {
+                        cycle.push(*before);
                     }
-                    circle.reverse();
-                    return Some(circle);
+                    cycle.reverse();
+                    return Some(cycle);
                 }
                 if let std::collections::hash_map::Entry::Vacant(entry) = came_from.entry(peer) {
                     entry.insert(waiter);
@@ -176,24 +193,24 @@ impl Shared {
     }
 
     /// Describes a deadlock: the ranks of the cycle first, then the others.
-    pub(super) fn deadlock(&self, circle: &[usize]) -> String {
+    pub(super) fn deadlock(&self, cycle: &[usize]) -> String {
         let describe = |rank: &usize| format!("rank {rank} {}", self.describe(*rank));
-        let others = (0..self.ranks.len()).filter(|rank| !circle.contains(rank)).take(16);
-        let all: Vec<String> = circle.iter().copied().chain(others).map(|rank| describe(&rank)).collect();
+        let others = (0..self.ranks.len()).filter(|rank| !cycle.contains(rank)).take(16);
+        let all: Vec<String> = cycle.iter().copied().chain(others).map(|rank| describe(&rank)).collect();
         format!("deadlock: {}", all.join("; "))
     }
 
     pub(super) fn describe(&self, rank: usize) -> String {
         let Activity { state, since, .. } = &self.ranks[rank];
         match state {
-            State::Computes => format!("has computed for {:.1?}", since.elapsed()),
-            State::Waits { operation, want } => {
-                let missing = self.missing(want);
+            RankState::Computes => format!("has computed for {:.1?}", since.elapsed()),
+            RankState::Waits { operation, awaited } => {
+                let missing = self.missing(awaited);
                 let ranks = if missing.len() == 1 { "rank" } else { "ranks" };
                 let who = if let [one] = missing[..] { one.to_string() } else { listing(&missing) };
                 format!("waits in {operation} for {ranks} {who}")
             }
-            State::Finished => "has finished".into(),
+            RankState::Finished => "has finished".into(),
         }
     }
 }

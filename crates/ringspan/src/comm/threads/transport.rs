@@ -3,7 +3,7 @@
 
 use super::link::Link;
 use super::round::Round;
-use super::shared::{Message, Shared, State, Want};
+use super::shared::{Awaited, Message, RankState, Shared};
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
@@ -20,20 +20,25 @@ use std::time::{Duration, Instant};
 const LOOKS_AT_ONCE: usize = 64;
 
 /// The shared state behind one lock: ranks exchange few, large messages, so there is little contention.
-pub(super) struct World {
+pub(super) struct ThreadTransport {
     shared: Mutex<Shared>,
     /// One condition variable per rank, so that a message wakes only its receiver.
     changed: Vec<Condvar>,
     deadline: Duration,
 }
 
-impl World {
+impl ThreadTransport {
     pub(super) fn new(size: usize, deadline: Duration, link: Option<Link>) -> Self {
         Self {
             shared: Mutex::new(Shared::new(size, link)),
             changed: (0..size).map(|_| Condvar::new()).collect(),
             deadline,
         }
+    }
+
+    /// Lets all ranks compute again after a call that all of them have finished.
+    pub(super) fn restart(&self) -> std::result::Result<(), (usize, String)> {
+        self.lock().restart()
     }
 
     /// Records that `rank` runs on the calling thread.
@@ -43,7 +48,7 @@ impl World {
 
     /// Records that `rank` has finished.
     pub(super) fn finish(&self, rank: usize) {
-        self.lock().enter(rank, State::Finished);
+        self.lock().enter(rank, RankState::Finished);
         self.wake_all();
     }
 
@@ -52,8 +57,8 @@ impl World {
         self.lock().failed.clone()
     }
 
-    /// Waits until `want` has arrived. Fails at the deadline, or once it can no longer arrive.
-    fn wait(&self, rank: usize, operation: &Operation, want: Want) -> Result<MutexGuard<'_, Shared>> {
+    /// Waits until `awaited` has arrived. Fails at the deadline, or once it can no longer arrive.
+    fn wait(&self, rank: usize, operation: &Operation, awaited: Awaited) -> Result<MutexGuard<'_, Shared>> {
         let start = Instant::now();
         let mut shared = self.lock();
         let home = shared.note_thread(rank);
@@ -63,11 +68,11 @@ impl World {
         let mut next_look = between_looks;
         loop {
             shared.check(rank, operation)?;
-            let missing = shared.missing(&want);
-            let late = if missing.is_empty() { shared.under_way(rank, &want) } else { None };
+            let missing = shared.missing(&awaited);
+            let late = if missing.is_empty() { shared.under_way(rank, &awaited) } else { None };
             let Some(peer) = missing.first().copied().or(late.map(|(peer, _)| peer)) else {
                 if home {
-                    shared.enter(rank, State::Computes);
+                    shared.enter(rank, RankState::Computes);
                 }
                 return Ok(shared);
             };
@@ -75,13 +80,13 @@ impl World {
                 return Err(self.give_up(shared, rank, operation, peer));
             }
             if home {
-                shared.enter(rank, State::Waits { operation: operation.clone(), want: want.clone() });
+                shared.enter(rank, RankState::Waits { operation: operation.clone(), awaited: awaited.clone() });
                 let looks = start.elapsed() >= next_look;
                 if looks {
                     next_look = start.elapsed() + between_looks;
                 }
-                if let Some(circle) = looks.then(|| shared.circle(rank)).flatten() {
-                    let failure = Failure::Deadlock { problem: shared.deadlock(&circle) };
+                if let Some(cycle) = looks.then(|| shared.cycle(rank)).flatten() {
+                    let failure = Failure::Deadlock { problem: shared.deadlock(&cycle) };
                     let error = failure.seen_by(rank, operation);
                     shared.fail(rank, failure);
                     drop(shared);
@@ -134,7 +139,7 @@ impl World {
     }
 }
 
-impl Transport for World {
+impl Transport for ThreadTransport {
     fn check(&self, rank: usize, operation: &Operation) -> Result<()> {
         self.lock().check(rank, operation)
     }
@@ -178,17 +183,17 @@ impl Transport for World {
     fn has(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<bool> {
         let shared = self.lock();
         shared.check(address.to, operation)?;
-        let want = Want::Message { address: address.clone(), ticket };
-        let missing = shared.missing(&want);
+        let awaited = Awaited::Message { address: address.clone(), ticket };
+        let missing = shared.missing(&awaited);
         match shared.finished(&missing) {
             Some(peer) => Err(self.give_up(shared, address.to, operation, peer)),
-            None => Ok(missing.is_empty() && shared.under_way(address.to, &want).is_none()),
+            None => Ok(missing.is_empty() && shared.under_way(address.to, &awaited).is_none()),
         }
     }
 
     fn take(&self, address: &Address, ticket: u64, operation: &Operation) -> Result<Arc<Buffer>> {
-        let want = Want::Message { address: address.clone(), ticket };
-        let mut shared = self.wait(address.to, operation, want)?;
+        let awaited = Awaited::Message { address: address.clone(), ticket };
+        let mut shared = self.wait(address.to, operation, awaited)?;
         let message = shared.with_mailbox(address.clone(), |mailbox| mailbox.take(ticket));
         message.map(|message| message.data).ok_or_else(|| Error::Communicator {
             rank: address.to,
@@ -233,7 +238,7 @@ impl Transport for World {
         if complete {
             members.iter().for_each(|&member| self.changed[member].notify_all());
         }
-        let mut shared = self.wait(own, operation, Want::Round { group: key.0.clone(), number })?;
+        let mut shared = self.wait(own, operation, Awaited::Round { group: key.0.clone(), number })?;
         let Some(round) = shared.rounds.get_mut(&key) else { return Ok(Vec::new()) };
         let received = round.collect(place);
         if round.is_over() {

@@ -1,0 +1,169 @@
+//! Builds the context of a model whose sequences are distributed over ranks.
+
+use super::{Context, QkvFormat};
+use candle_core::{Result, bail};
+use ringspan::attention::{Group, Wire};
+use ringspan::comm::Communicator;
+use ringspan::mesh::Grid;
+use ringspan::schedule::{Machine, StrategyChoice};
+use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Rank, Strategy};
+use std::sync::Arc;
+
+/// Says how sequences are distributed over ranks and how they attend to each other. Only the sequences must be given, by
+/// [`batch`](Self::batch) or [`documents`](Self::documents).
+///
+/// All ranks must build their contexts in the same order, with the same settings.
+pub struct ContextBuilder {
+    communicator: Arc<dyn Communicator>,
+    kernel: Kernel,
+    documents: Option<Documents>,
+    key_documents: Option<Documents>,
+    layout: LayoutKind,
+    mask: Mask,
+    strategy: StrategyChoice,
+    machine: Option<Machine>,
+    grid: Option<Grid>,
+    head_chunks: usize,
+    wire: Option<Wire>,
+    qkv_format: QkvFormat,
+    threads: usize,
+}
+
+impl Context {
+    /// A builder for the sequences of the ranks of a world, on the CPU.
+    pub fn builder(rank: &Rank) -> ContextBuilder {
+        let builder = ContextBuilder::new(rank.communicator().clone(), rank.kernel());
+        ContextBuilder { threads: rank.threads(), ..builder }
+    }
+}
+
+impl ContextBuilder {
+    /// A builder for ranks that communicate by `communicator` and compute attention by `kernel`, for example on a GPU (see
+    /// [`RankDevice::kernel`](crate::RankDevice::kernel)).
+    pub fn new(communicator: Arc<dyn Communicator>, kernel: Kernel) -> Self {
+        Self {
+            communicator,
+            kernel,
+            documents: None,
+            key_documents: None,
+            layout: LayoutKind::Zigzag,
+            mask: Mask::full(),
+            strategy: Strategy::Ring.into(),
+            machine: None,
+            grid: None,
+            head_chunks: 1,
+            wire: None,
+            qkv_format: QkvFormat::default(),
+            threads: 1,
+        }
+    }
+
+    /// `rows` sequences of `tokens` tokens each. Neither must be divisible by anything.
+    #[must_use]
+    pub fn batch(self, rows: usize, tokens: usize) -> Self {
+        self.documents(Documents::batch(rows, tokens))
+    }
+
+    /// Sequences with padding, or with several documents that do not see each other.
+    #[must_use]
+    pub fn documents(self, documents: Documents) -> Self {
+        Self { documents: Some(documents), ..self }
+    }
+
+    /// The sequences of keys and values, for cross attention: as many documents as there are of queries. By default keys
+    /// belong to the same tokens as queries.
+    #[must_use]
+    pub fn key_documents(self, documents: Documents) -> Self {
+        Self { key_documents: Some(documents), ..self }
+    }
+
+    /// How tokens are distributed over ranks; zigzag by default, which gives all ranks the same work under a causal mask.
+    #[must_use]
+    pub fn layout(self, layout: LayoutKind) -> Self {
+        Self { layout, ..self }
+    }
+
+    /// The mask of [`Context::attention`]; by default each query sees all keys of its document.
+    #[must_use]
+    pub fn mask(self, mask: Mask) -> Self {
+        Self { mask, ..self }
+    }
+
+    /// How queries meet the keys of other ranks; a ring by default. [`StrategyChoice::Auto`] takes the cheapest.
+    #[must_use]
+    pub fn strategy(self, strategy: impl Into<StrategyChoice>) -> Self {
+        Self { strategy: strategy.into(), ..self }
+    }
+
+    /// The speeds by which strategy `auto` chooses; for ranks on CPUs, those of [`Machine::cpu`] by default.
+    #[must_use]
+    pub fn machine(self, machine: Machine) -> Self {
+        Self { machine: Some(machine), ..self }
+    }
+
+    /// The sizes of the ring and Ulysses axes; by default all ranks form a ring.
+    #[must_use]
+    pub fn grid(self, grid: impl Into<Grid>) -> Self {
+        Self { grid: Some(grid.into()), ..self }
+    }
+
+    /// Number of parts in which a Ulysses rank exchanges and computes its heads, so that one overlaps the other.
+    #[must_use]
+    pub fn head_chunks(self, chunks: usize) -> Self {
+        Self { head_chunks: chunks, ..self }
+    }
+
+    /// The type in which queries, keys and values travel; by default their own.
+    #[must_use]
+    pub fn wire(self, wire: Wire) -> Self {
+        Self { wire: Some(wire), ..self }
+    }
+
+    /// The order of dims of queries, keys, values and outputs; `[B, T, H, D]` by default.
+    #[must_use]
+    pub fn qkv_format(self, qkv_format: QkvFormat) -> Self {
+        Self { qkv_format, ..self }
+    }
+
+    /// Makes the context. All ranks must call this at the same time.
+    ///
+    /// # Errors
+    /// No sequences; settings that do not fit each other or the number of ranks, with the numbers; failures of other ranks.
+    pub fn build(self) -> Result<Context> {
+        let ranks = self.communicator.size();
+        let Some(documents) = self.documents else {
+            bail!(
+                "a context needs sequences: give batch(rows, tokens), or documents(..) with padding or packed sequences"
+            );
+        };
+        let grid = self.grid.unwrap_or(Grid::new(ranks, 1));
+        if self.head_chunks == 0 || (self.head_chunks > 1 && grid.ulysses == 1) {
+            bail!(
+                "head_chunks({}) cuts the exchange of heads into parts, but in a grid of {grid} there is {}",
+                self.head_chunks,
+                if self.head_chunks == 0 { "at least one part" } else { "no such exchange" }
+            );
+        }
+        if self.machine.is_some() && self.strategy != StrategyChoice::Auto {
+            bail!("machine(..) has an effect with strategy auto only, and the strategy is {}", self.strategy);
+        }
+        let on_cpu = self.kernel.is_cpu();
+        if self.strategy == StrategyChoice::Auto && self.machine.is_none() && !on_cpu {
+            bail!("strategy auto on a GPU needs machine(..): the speed of attention and of the links between ranks");
+        }
+        let keys = self.key_documents.as_ref().unwrap_or(&documents);
+        let layouts = Layout::pair(self.layout, &documents, keys, &self.mask, ranks);
+        let (query, key) = layouts.map_err(candle_core::Error::wrap)?;
+        let group = Group::new(self.communicator, grid, self.kernel).map_err(candle_core::Error::wrap)?;
+        let group = Arc::new(if let Some(wire) = self.wire { group.with_wire(wire) } else { group });
+        Ok(Context {
+            strategy: self.strategy,
+            machine: self.machine.unwrap_or(Machine::cpu(self.threads)),
+            head_chunks: self.head_chunks,
+            mask: self.mask,
+            qkv_format: self.qkv_format,
+            key_layout: Arc::new(key),
+            ..Context::new(group, Arc::new(query), Strategy::Ring)?
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! Attention for a model whose tokens are distributed over a group of ranks.
+//!
+//! Any candle model can use a [`Context`]: it [shards](Context::shard) what is given for whole sequences, computes
+//! [attention](Context::attention) over the tokens of all ranks, and [sums gradients](Context::all_reduce_gradients).
+//! A complete program is the page of [this crate](crate). The layers and models of this project take the context as an
+//! [`Attend`].
+
+mod batch;
+mod builder;
+mod heads;
+mod parameters;
+
+pub use builder::ContextBuilder;
+pub use heads::QkvFormat;
+
+use crate::attend::{Attend, AttentionInputs};
+use crate::attention::{Memory, attention, attention_keeping};
+use crate::dropout::Drops;
+use crate::experts::{Experts, Local};
+use crate::tensor_parallel::TensorParallel;
+use candle_core::{Result, Tensor};
+use ringspan::attention::Group;
+use ringspan::schedule::{Machine, Pass, Sizes, StrategyChoice};
+use ringspan::{Layout, Mask, Schedule, Score, Strategy};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// This rank's tokens of a batch, and the group through which they attend to the tokens of other ranks.
+pub struct Context {
+    group: Arc<Group>,
+    /// Which rank holds which queries, and which keys: the same layout but for cross attention.
+    layout: Arc<Layout>,
+    key_layout: Arc<Layout>,
+    strategy: StrategyChoice,
+    /// Speeds by which [`StrategyChoice::Auto`] chooses.
+    machine: Machine,
+    head_chunks: usize,
+    /// The mask and the tensor format of [`attention`](Self::attention).
+    mask: Mask,
+    qkv_format: QkvFormat,
+    positions: Vec<usize>,
+    length: usize,
+    experts: Arc<dyn Experts + Send + Sync>,
+    tensor_parallel: TensorParallel,
+    drops: Option<Drops>,
+    /// Layers share masks and planning takes time, so each schedule is made once.
+    schedules: Mutex<HashMap<ScheduleKey, Arc<Schedule>>>,
+}
+
+/// The inputs that a schedule depends on: the mask, and for a strategy that is chosen also the sizes and the passes.
+type ScheduleKey = (Mask, Option<(Sizes, bool)>);
+
+impl Context {
+    /// A context for tokens that are distributed over the ranks of `group` as `layout` says, for models of this project;
+    /// [`builder`](Self::builder) has everything that can be set.
+    ///
+    /// # Errors
+    /// A layout for a number of ranks other than the size of the group.
+    pub fn new(group: Arc<Group>, layout: Arc<Layout>, strategy: Strategy) -> Result<Self> {
+        if layout.ranks() != group.size() {
+            candle_core::bail!(
+                "the layout distributes tokens to {} ranks, the group has {}",
+                layout.ranks(),
+                group.size()
+            );
+        }
+        let positions = layout.positions(group.rank());
+        let spans = layout.documents().iter().flat_map(|document| &document.spans);
+        let length = spans.map(|span| span.end).max().unwrap_or(0);
+        Ok(Self {
+            group,
+            key_layout: layout.clone(),
+            layout,
+            strategy: strategy.into(),
+            machine: Machine::cpu(1),
+            head_chunks: 1,
+            mask: Mask::full(),
+            qkv_format: QkvFormat::default(),
+            positions,
+            length,
+            experts: Arc::new(Local),
+            tensor_parallel: TensorParallel::default(),
+            drops: None,
+            schedules: Mutex::default(),
+        })
+    }
+
+    /// Sets the implementation of the experts of sparse layers; by default this rank computes all of them.
+    pub fn with_experts(self, experts: Arc<dyn Experts + Send + Sync>) -> Self {
+        Self { experts, ..self }
+    }
+
+    /// Sets the tensor-parallel group, whose ranks have the same tokens and share the width of layers.
+    pub fn with_tensor_parallel(self, tensor_parallel: TensorParallel) -> Self {
+        Self { tensor_parallel, ..self }
+    }
+
+    /// Sets the dropout of layer inputs; the tokens of `drops` must be those of this rank.
+    pub fn with_drops(self, drops: Drops) -> Self {
+        Self { drops: Some(drops), ..self }
+    }
+
+    /// Announces that sequences will grow to `length` tokens: rotary embeddings whose frequencies depend on the length are
+    /// made for it.
+    pub fn growing_to(self, length: usize) -> Self {
+        Self { length: self.length.max(length), ..self }
+    }
+
+    /// The layout: which rank holds which tokens.
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// The order of dims of queries, keys, values and outputs of [`attention`](Self::attention).
+    pub fn qkv_format(&self) -> QkvFormat {
+        self.qkv_format
+    }
+
+    /// The context-parallel group: the ranks that share the batch's sequences.
+    pub fn group(&self) -> &Arc<Group> {
+        &self.group
+    }
+
+    /// The schedule of attention with `mask` by a strategy that was named.
+    ///
+    /// # Errors
+    /// Masks and layouts that [`Schedule::new`] refuses, and the strategy `auto`, which depends on the sizes of tensors.
+    pub fn schedule(&self, mask: &Mask) -> Result<Arc<Schedule>> {
+        if self.strategy == StrategyChoice::Auto {
+            candle_core::bail!("the schedule of strategy auto depends on the sizes of queries, keys and values");
+        }
+        self.schedule_once((mask.clone(), None))
+    }
+
+    /// The schedule of attention of these inputs.
+    fn schedule_of(&self, inputs: &AttentionInputs, mask: &Mask) -> Result<Arc<Schedule>> {
+        if self.strategy != StrategyChoice::Auto {
+            return self.schedule(mask);
+        }
+        let ((_, heads, dim), (_, kv_heads, v_dim)) = (inputs.q.dims3()?, inputs.v.dims3()?);
+        let wire = self.group.wire_bytes().unwrap_or(inputs.q.dtype().size_in_bytes());
+        let bias_heads = inputs.bias.map_or(Ok(0), |bias| bias.dim(1))?;
+        let sizes = Sizes { heads, kv_heads, dim, v_dim, wire, bias_heads };
+        self.schedule_once((mask.clone(), Some((sizes, inputs.q.track_op()))))
+    }
+
+    fn schedule_once(&self, key: ScheduleKey) -> Result<Arc<Schedule>> {
+        let mut schedules = self.schedules.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(schedule) = schedules.get(&key) {
+            return Ok(schedule.clone());
+        }
+        let (mask, of_inputs) = &key;
+        let schedule = |strategy| {
+            let schedule = Schedule::new(strategy, &self.layout, &self.key_layout, mask, self.group.grid())?;
+            Ok(schedule.with_head_chunks(self.head_chunks))
+        };
+        let made = match (self.strategy, of_inputs) {
+            (StrategyChoice::Fixed(strategy), _) => schedule(strategy),
+            (choice, Some((sizes, trained))) => {
+                let passes = if *trained { &[Pass::Forward, Pass::Backward][..] } else { &[Pass::Forward] };
+                choice.schedule(schedule, sizes, &self.machine, passes)
+            }
+            (StrategyChoice::Auto, None) => candle_core::bail!("strategy auto chooses by the sizes of tensors"),
+        };
+        let made = Arc::new(made.map_err(candle_core::Error::wrap)?);
+        schedules.insert(key, made.clone());
+        Ok(made)
+    }
+}
+
+impl Attend for Context {
+    fn layer_attention(&self, _layer: usize, inputs: &AttentionInputs, mask: &Mask, score: &Score) -> Result<Tensor> {
+        attention(&self.group, &self.schedule_of(inputs, mask)?, inputs, score.clone())
+    }
+
+    fn attention_keeping(
+        &self,
+        memory: &mut Memory,
+        _layer: usize,
+        inputs: &AttentionInputs,
+        mask: &Mask,
+        score: &Score,
+    ) -> Result<Tensor> {
+        attention_keeping(&self.group, &self.schedule_of(inputs, mask)?, inputs, score.clone(), memory)
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.positions
+    }
+
+    fn length(&self) -> usize {
+        self.length
+    }
+
+    fn experts(&self) -> &dyn Experts {
+        &*self.experts
+    }
+
+    fn tensor_parallel(&self) -> &TensorParallel {
+        &self.tensor_parallel
+    }
+
+    fn drops(&self) -> Option<&Drops> {
+        self.drops.as_ref()
+    }
+}

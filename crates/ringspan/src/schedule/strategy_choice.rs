@@ -1,0 +1,74 @@
+//! A strategy as a user asks for it: one by name, or the cheapest.
+
+use super::{Choice, Link, Machine, Pass, Schedule, Sizes, Strategy};
+use crate::error::{Error, Result};
+use std::fmt::{Display, Formatter};
+use std::str::FromStr;
+
+/// A strategy, or `auto`: the cheapest one by counted bytes and operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum StrategyChoice {
+    /// This strategy.
+    Fixed(Strategy),
+    /// The strategy whose [estimate](Schedule::estimate) is least.
+    Auto,
+}
+
+impl StrategyChoice {
+    /// Makes the schedule of the fixed strategy, or of the cheapest of all strategies on `machine`. `schedule` makes the
+    /// schedule of a strategy. Since estimates are computed from sizes alone, all ranks choose the same.
+    ///
+    /// # Errors
+    /// Those of `schedule`, and heads that do not fit its grid.
+    pub fn schedule(
+        self,
+        schedule: impl Fn(Strategy) -> Result<Schedule>,
+        sizes: &Sizes,
+        machine: &Machine,
+        passes: &[Pass],
+    ) -> Result<Schedule> {
+        match self {
+            Self::Fixed(strategy) => schedule(strategy),
+            Self::Auto => {
+                let candidates = Strategy::ALL.into_iter().map(schedule).collect::<Result<Vec<_>>>()?;
+                Ok(Choice::cheapest(candidates, sizes, machine, passes)?.schedule)
+            }
+        }
+    }
+}
+
+impl From<Strategy> for StrategyChoice {
+    fn from(strategy: Strategy) -> Self {
+        Self::Fixed(strategy)
+    }
+}
+
+impl Display for StrategyChoice {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Fixed(strategy) => strategy.fmt(f),
+            Self::Auto => f.write_str("auto"),
+        }
+    }
+}
+
+impl FromStr for StrategyChoice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let unknown = |_| Error::Unknown {
+            what: "strategy",
+            given: text.to_owned(),
+            possible: "ring, bidirectional-ring, all-gather, halo, pass-q, auto",
+        };
+        if text == "auto" { Ok(Self::Auto) } else { text.parse().map(Self::Fixed).map_err(unknown) }
+    }
+}
+
+impl Machine {
+    /// Ranks of one machine that compute on CPUs: links of 10 GB/s and 5 microseconds, and 100 GFLOP/s for each thread.
+    pub fn cpu(threads: usize) -> Self {
+        let link = Link { bandwidth: 10e9, latency: 5e-6 };
+        Self { flops: 100e9 * threads.max(1) as f64, ring: link, ulysses: link, line: false }
+    }
+}
