@@ -2,14 +2,14 @@
 
 use crate::activation::Activation;
 use crate::attend::{Attend, AttentionInputs};
-use crate::attention::Memory;
-use crate::dropout::Drops;
-use crate::experts::{self, Expert, Experts, Load, Pressure, Routing};
-use crate::gated_mlp::{Wide, gated_mlp, gated_mlp_again, gated_mlp_keeping};
-use crate::kept::{Kept, Storage};
-use crate::linear_adapted::Frozen;
+use crate::attention::SavedAttention;
+use crate::dropout::InputDropout;
+use crate::experts::{self, Expert, Experts, Load, RouterGradient, Routing};
+use crate::gated_mlp::{GateUpActivations, gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
+use crate::linear_adapted::FrozenLinear;
 use crate::offload::Offload;
-use crate::rope::Rotation;
+use crate::rope::RotaryTable;
+use crate::stored_activation::{Storage, StoredActivation};
 use crate::tensor_parallel::TensorParallel;
 use crate::tiled::{RowFunction, tiled, tiled_again};
 use crate::weight::Weight;
@@ -97,13 +97,13 @@ pub struct ActivationStore<'a> {
     policy: CheckpointPolicy<'a>,
     /// Whether the backward pass has begun, so that layers are recomputed.
     again: Cell<bool>,
-    attentions: RefCell<BTreeMap<usize, Memory>>,
+    attentions: RefCell<BTreeMap<usize, SavedAttention>>,
     /// Outputs of matrix products, by the name of their layer.
-    products: RefCell<BTreeMap<String, Kept>>,
-    wide: RefCell<BTreeMap<String, Wide>>,
-    mixtures: RefCell<BTreeMap<usize, experts::Memory>>,
+    products: RefCell<BTreeMap<String, StoredActivation>>,
+    wide: RefCell<BTreeMap<String, GateUpActivations>>,
+    mixtures: RefCell<BTreeMap<usize, experts::SavedExperts>>,
     /// Sines and cosines by the id of the model's rotary embedding, which all layers share.
-    rotations: RefCell<BTreeMap<usize, Rotation>>,
+    rotations: RefCell<BTreeMap<usize, RotaryTable>>,
 }
 
 impl<'a> ActivationStore<'a> {
@@ -150,15 +150,15 @@ impl<'a> ActivationStore<'a> {
     ///
     /// # Errors
     /// As for [`forward`](Self::forward).
-    pub fn input(&self, tensor: &Tensor) -> Result<Kept> {
+    pub fn input(&self, tensor: &Tensor) -> Result<StoredActivation> {
         self.kept(tensor, self.policy.storage)
     }
 
     /// Stores a contiguous tensor for the backward pass, and offloads it if the policy says so.
-    fn kept(&self, tensor: &Tensor, storage: Storage) -> Result<Kept> {
-        let kept = Kept::new(tensor, storage)?;
+    fn kept(&self, tensor: &Tensor, storage: Storage) -> Result<StoredActivation> {
+        let kept = StoredActivation::new(tensor, storage)?;
         match self.policy.offload {
-            Some(offload) => kept.away(offload),
+            Some(offload) => kept.offload(offload),
             None => Ok(kept),
         }
     }
@@ -168,7 +168,7 @@ impl<'a> ActivationStore<'a> {
         self.policy.recompute == Recompute::Nothing
     }
 
-    /// The linear layer `name`. `seen` says whether anything reads its output values when it is recomputed, not only its
+    /// The linear layer `name`. `needs_values` says whether anything reads its output values when it is recomputed, not only its
     /// gradients.
     pub(crate) fn linear(
         &self,
@@ -176,41 +176,41 @@ impl<'a> ActivationStore<'a> {
         x: &Tensor,
         weight: &Weight,
         bias: Option<&Tensor>,
-        seen: bool,
+        needs_values: bool,
     ) -> Result<Tensor> {
         self.product(
             name,
-            seen,
-            self.keep(seen),
+            needs_values,
+            self.keep(needs_values),
             || weight.linear(x, bias),
-            |known| weight.linear_again(x, bias, known),
+            |known| weight.linear_recomputed(x, bias, known),
         )
     }
 
-    /// The linear layer `name` with a LoRA adapter: x `[T, in]`, `narrow` = scale x A^T `[T, R]` and B `[out, R]`; `seen` is
+    /// The linear layer `name` with a LoRA adapter: x `[T, in]`, `narrow` = scale x A^T `[T, R]` and B `[out, R]`; `needs_values` is
     /// as for [`linear`](Self::linear).
     pub(crate) fn adapted(
         &self,
         name: &str,
         x: &Tensor,
-        frozen: Frozen,
+        frozen: FrozenLinear,
         [narrow, b]: [&Tensor; 2],
-        seen: bool,
+        needs_values: bool,
     ) -> Result<Tensor> {
         let again = |known| frozen.with_adapter_again(x, narrow, b, known);
-        self.product(name, seen, self.keep(seen), || frozen.with_adapter(x, narrow, b), again)
+        self.product(name, needs_values, self.keep(needs_values), || frozen.with_adapter(x, narrow, b), again)
     }
 
     /// The type in which the output of a product is stored; `None` if it is not stored.
-    fn keep(&self, seen: bool) -> Option<Storage> {
-        (self.keeps_products() && seen).then_some(self.policy.storage)
+    fn keep(&self, needs_values: bool) -> Option<Storage> {
+        (self.keeps_products() && needs_values).then_some(self.policy.storage)
     }
 
     /// The logits of the router `name`. They are stored unrounded wherever other activations are stored rounded: near a tie,
     /// a rounded activation would send a token to other experts in the recomputation than in the forward pass.
     pub(crate) fn router(&self, name: &str, x: &Tensor, weight: &Weight) -> Result<Tensor> {
         let keep = (self.keeps_products() || self.policy.storage != Storage::F32).then_some(Storage::F32);
-        self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_again(x, None, known))
+        self.product(name, true, keep, || weight.linear(x, None), |known| weight.linear_recomputed(x, None, known))
     }
 
     /// Returns the output of `compute` and stores it as `keep` says. When the layer is recomputed, it returns what `again`
@@ -218,14 +218,14 @@ impl<'a> ActivationStore<'a> {
     fn product(
         &self,
         name: &str,
-        seen: bool,
+        needs_values: bool,
         keep: Option<Storage>,
         compute: impl FnOnce() -> Result<Tensor>,
-        again: impl FnOnce(Option<Kept>) -> Result<Tensor>,
+        again: impl FnOnce(Option<StoredActivation>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         if self.again.get() {
             let known = self.products.borrow_mut().remove(name);
-            return if known.is_some() || !seen { again(known) } else { compute() };
+            return if known.is_some() || !needs_values { again(known) } else { compute() };
         }
         let out = compute()?;
         if let Some(storage) = keep {
@@ -234,45 +234,51 @@ impl<'a> ActivationStore<'a> {
         Ok(out)
     }
 
-    /// The gated feed-forward layer `name`; `seen` is as for [`linear`](Self::linear).
+    /// The gated feed-forward layer `name`; `needs_values` is as for [`linear`](Self::linear).
     pub(crate) fn gated(
         &self,
         name: &str,
         x: &Tensor,
         weights: [&Tensor; 3],
         activation: Activation,
-        seen: bool,
+        needs_values: bool,
     ) -> Result<Tensor> {
         let [gate, up, down] = weights;
         if self.again.get() {
             let (known, wide) = (self.products.borrow_mut().remove(name), self.wide.borrow_mut().remove(name));
-            return match known.is_some() || !seen {
-                true => gated_mlp_again(x, weights, activation, wide, known),
+            return match known.is_some() || !needs_values {
+                true => gated_mlp_recomputed(x, weights, activation, wide, known),
                 false => gated_mlp(x, gate, up, down, activation),
             };
         }
         if !self.keeps_products() {
             return gated_mlp(x, gate, up, down, activation);
         }
-        let (out, mut wide) = gated_mlp_keeping(x, weights, activation, self.policy.storage)?;
+        let (out, mut wide) = gated_mlp_saving(x, weights, activation, self.policy.storage)?;
         if let Some(offload) = self.policy.offload {
-            wide = wide.away(offload)?;
+            wide = wide.offload(offload)?;
         }
         self.wide.borrow_mut().insert(name.to_owned(), wide);
-        if seen {
+        if needs_values {
             self.products.borrow_mut().insert(name.to_owned(), self.kept(&out, self.policy.storage)?);
         }
         Ok(out)
     }
 
-    /// The row-wise function `name`, computed tile by tile; `seen` is as for [`linear`](Self::linear).
-    pub(crate) fn tiled(&self, name: &str, x: &Tensor, function: impl RowFunction, seen: bool) -> Result<Tensor> {
+    /// The row-wise function `name`, computed tile by tile; `needs_values` is as for [`linear`](Self::linear).
+    pub(crate) fn tiled(
+        &self,
+        name: &str,
+        x: &Tensor,
+        function: impl RowFunction,
+        needs_values: bool,
+    ) -> Result<Tensor> {
         let again = |known| tiled_again(x, function.clone(), known);
-        self.product(name, seen, self.keep(seen), || tiled(x, function.clone()), again)
+        self.product(name, needs_values, self.keep(needs_values), || tiled(x, function.clone()), again)
     }
 
     /// The sines and cosines of the model's rotary embedding `id`; `make` computes them on the first call.
-    pub(crate) fn rotation(&self, id: usize, make: impl FnOnce() -> Rotation) -> Rotation {
+    pub(crate) fn rotation(&self, id: usize, make: impl FnOnce() -> RotaryTable) -> RotaryTable {
         self.rotations.borrow_mut().entry(id).or_insert_with(make).clone()
     }
 }
@@ -283,10 +289,10 @@ impl Attend for ActivationStore<'_> {
             return self.attend.layer_attention(layer, inputs, mask, score);
         }
         let mut layers = self.attentions.borrow_mut();
-        let memory = layers.entry(layer).or_insert_with(|| Memory::new(self.policy.storage));
-        let out = self.attend.attention_keeping(memory, layer, inputs, mask, score)?;
+        let memory = layers.entry(layer).or_insert_with(|| SavedAttention::new(self.policy.storage));
+        let out = self.attend.attention_saving(memory, layer, inputs, mask, score)?;
         if let Some(offload) = self.policy.offload {
-            memory.away(offload)?;
+            memory.offload(offload)?;
         }
         Ok(out)
     }
@@ -307,8 +313,8 @@ impl Attend for ActivationStore<'_> {
         self.attend.tensor_parallel()
     }
 
-    fn drops(&self) -> Option<&Drops> {
-        self.attend.drops()
+    fn input_dropout(&self) -> Option<&InputDropout> {
+        self.attend.input_dropout()
     }
 }
 
@@ -324,16 +330,16 @@ impl Experts for ActivationStore<'_> {
             return self.attend.experts().mix(layer, x, routing, expert);
         }
         let mut layers = self.mixtures.borrow_mut();
-        let memory = layers.entry(layer).or_insert_with(|| experts::Memory::new(self.policy.storage));
-        self.attend.experts().mix_keeping(memory, layer, x, routing, expert)
+        let memory = layers.entry(layer).or_insert_with(|| experts::SavedExperts::new(self.policy.storage));
+        self.attend.experts().mix_saving(memory, layer, x, routing, expert)
     }
 
-    fn part(&self, whole: usize) -> Range<usize> {
-        self.attend.experts().part(whole)
+    fn local_width(&self, whole: usize) -> Range<usize> {
+        self.attend.experts().local_width(whole)
     }
 
-    fn held(&self, experts: usize) -> Range<usize> {
-        self.attend.experts().held(experts)
+    fn local_experts(&self, experts: usize) -> Range<usize> {
+        self.attend.experts().local_experts(experts)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {
@@ -344,8 +350,8 @@ impl Experts for ActivationStore<'_> {
         self.attend.experts().forward_ended(experts)
     }
 
-    fn pressures(&self, layer: usize) -> Vec<Pressure> {
-        self.attend.experts().pressures(layer)
+    fn router_gradients(&self, layer: usize) -> Vec<RouterGradient> {
+        self.attend.experts().router_gradients(layer)
     }
 }
 

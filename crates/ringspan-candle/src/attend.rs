@@ -1,7 +1,7 @@
 //! What a model needs to know about attention: how to compute it, and the positions of its tokens.
 
-use crate::attention::Memory;
-use crate::dropout::Drops;
+use crate::attention::SavedAttention;
+use crate::dropout::InputDropout;
 use crate::experts::Experts;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -49,9 +49,9 @@ pub trait Attend {
     ///
     /// # Errors
     /// As for [`layer_attention`](Self::layer_attention).
-    fn attention_keeping(
+    fn attention_saving(
         &self,
-        _memory: &mut Memory,
+        _memory: &mut SavedAttention,
         layer: usize,
         inputs: &AttentionInputs,
         mask: &Mask,
@@ -73,10 +73,10 @@ pub trait Attend {
     fn experts(&self) -> &dyn Experts;
 
     /// The tensor-parallel group. A wrapper around another `Attend` returns the group of that one; without tensor parallelism
-    /// it is [`WHOLE`](crate::tensor_parallel::WHOLE).
+    /// it is [`NO_TENSOR_PARALLEL`](crate::tensor_parallel::NO_TENSOR_PARALLEL).
     fn tensor_parallel(&self) -> &TensorParallel;
 
     /// The dropout of layer inputs; `None` outside training. There is no default implementation, so that a wrapper cannot
     /// forget to pass it on: a model would then train without dropout, and nobody would notice.
-    fn drops(&self) -> Option<&Drops>;
+    fn input_dropout(&self) -> Option<&InputDropout>;
 }

@@ -2,11 +2,11 @@
 
 use crate::attend::AttentionInputs;
 use crate::cast::cast;
-use crate::kept::{self, Storage as Stored};
 use crate::loan::{self, Loan};
 use crate::number::{self, with_number};
 use crate::offload::Offload;
 use crate::slices;
+use crate::stored_activation::{self, Storage as Stored};
 use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 use candle_core::{CudaStorage, backend::BackendStorage};
@@ -32,14 +32,14 @@ pub fn attention(
     inputs: &AttentionInputs,
     score: Score,
 ) -> Result<Tensor> {
-    attention_keeping(group, schedule, inputs, score, &mut Memory::default())
+    attention_saving(group, schedule, inputs, score, &mut SavedAttention::default())
 }
 
 /// The stored result of attention: output `[T, H, Dv]`, and the softmax's maxima and sums `[H, T]` on the device that
 /// computed them.
 #[derive(Debug, Clone)]
-pub struct Kept {
-    out: kept::Kept,
+pub struct StoredAttention {
+    out: stored_activation::StoredActivation,
     statistics: OnTheWay,
 }
 
@@ -48,27 +48,27 @@ type OnTheWay = Arc<Mutex<Option<Statistics<Tensor>>>>;
 
 /// Holds the output of one layer's attention between its first computation and its recomputation.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub struct SavedAttention {
     /// The type in which the output is stored; the statistics, two numbers for each token and head, are never rounded.
     storage: Stored,
-    kept: Option<Kept>,
+    kept: Option<StoredAttention>,
 }
 
-impl Memory {
+impl SavedAttention {
     /// An empty memory.
     #[must_use]
     pub fn new(storage: Stored) -> Self {
         Self { storage, kept: None }
     }
 
-    /// Offloads the stored output to CPU memory, as [`kept::Kept::away`] does. The statistics, two numbers for each token and
+    /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::away`] does. The statistics, two numbers for each token and
     /// head, stay.
     ///
     /// # Errors
-    /// As for [`kept::Kept::away`].
-    pub fn away(&mut self, offload: &Offload) -> Result<()> {
-        if let Some(Kept { out, statistics }) = self.kept.take() {
-            self.kept = Some(Kept { out: out.away(offload)?, statistics });
+    /// As for [`stored_activation::StoredActivation::away`].
+    pub fn offload(&mut self, offload: &Offload) -> Result<()> {
+        if let Some(StoredAttention { out, statistics }) = self.kept.take() {
+            self.kept = Some(StoredAttention { out: out.offload(offload)?, statistics });
         }
         Ok(())
     }
@@ -86,12 +86,12 @@ impl Memory {
 ///
 /// # Errors
 /// As for [`attention()`].
-pub fn attention_keeping(
+pub fn attention_saving(
     group: &Arc<Group>,
     schedule: &Arc<Schedule>,
     &AttentionInputs { q, k, v, sinks, bias }: &AttentionInputs,
     score: Score,
-    memory: &mut Memory,
+    memory: &mut SavedAttention,
 ) -> Result<Tensor> {
     let before = memory.kept.take();
     let first = before.is_none();
@@ -116,7 +116,8 @@ pub fn attention_keeping(
     }
     let out = tape::apply(op, [&readable(&linked)?, &readable(k)?, &readable(v)?], Reads::InputsAndOutput)?;
     if first {
-        memory.kept = Some(Kept { out: kept::Kept::new(&out, memory.storage)?, statistics });
+        memory.kept =
+            Some(StoredAttention { out: stored_activation::StoredActivation::new(&out, memory.storage)?, statistics });
     }
     out.to_device(q.device())
 }
@@ -169,7 +170,7 @@ struct Attention {
     /// `[T, H, Sk]` or `[T, 1, Sk]`.
     bias: Option<Tensor>,
     /// The stored output, if this call is a recomputation.
-    out: Mutex<Option<kept::Kept>>,
+    out: Mutex<Option<stored_activation::StoredActivation>>,
     statistics: OnTheWay,
     d_sinks: LinkedGradient,
     d_bias: LinkedGradient,
@@ -177,7 +178,7 @@ struct Attention {
 
 impl Attention {
     /// Takes the stored output, if there is one; it must have this shape.
-    fn known(&self, shape: &[usize]) -> Result<Option<kept::Kept>> {
+    fn known(&self, shape: &[usize]) -> Result<Option<stored_activation::StoredActivation>> {
         let known = self.out.lock().unwrap_or_else(PoisonError::into_inner).take();
         known.map(|kept| kept.of(shape)).transpose()
     }

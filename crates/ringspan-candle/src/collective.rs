@@ -45,7 +45,7 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
         bail!("all_gather of {counts:?} rows: rank {rank} of {} has {rows}", comm.size());
     }
     #[cfg(feature = "cuda")]
-    if on_gpu::hands_over(comm, x) {
+    if on_gpu::passes_device_memory(comm, x) {
         return on_gpu::all_gather(comm, x, counts);
     }
     gpu::on_host(x, AllGather { comm: comm.clone(), counts })
@@ -62,23 +62,23 @@ pub fn reduce_scatter(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usiz
 
 /// Like [`reduce_scatter`], where nothing reads the result: it is zeros and nothing is sent, but the backward pass is that of
 /// a reduce-scatter.
-pub(crate) fn reduce_scatter_unseen(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
+pub(crate) fn reduce_scatter_unused(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
     scattered(comm, x, counts, false)
 }
 
-fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen: bool) -> Result<Tensor> {
+fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, needs_values: bool) -> Result<Tensor> {
     let rows = x.dim(0)?;
     if counts.len() != comm.size() || counts.iter().sum::<usize>() != rows {
         bail!("reduce_scatter over {} ranks of {rows} rows cannot give them {counts:?}", comm.size());
     }
     #[cfg(feature = "cuda")]
-    if on_gpu::hands_over(comm, x) {
-        return on_gpu::reduce_scatter(comm, x, &counts, seen);
+    if on_gpu::passes_device_memory(comm, x) {
+        return on_gpu::reduce_scatter(comm, x, &counts, needs_values);
     }
-    let op = ReduceScatter { comm: comm.clone(), counts, seen: seen && !tape::is_unseen(x) };
-    if tape::is_unseen(x) {
+    let op = ReduceScatter { comm: comm.clone(), counts, needs_values: needs_values && !tape::is_unused(x) };
+    if tape::is_unused(x) {
         let shape = [&[op.counts[comm.rank()]], &x.dims()[1..]].concat();
-        return tape::apply_unseen(op, [x], Reads::Nothing, (shape, x.dtype()));
+        return tape::apply_unused(op, [x], Reads::Nothing, (shape, x.dtype()));
     }
     gpu::on_host(x, op)
 }
@@ -89,7 +89,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, seen:
 /// Failures of other ranks, ranks with other shapes.
 pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if on_gpu::hands_over(comm, x) {
+    if on_gpu::passes_device_memory(comm, x) {
         return on_gpu::all_reduce(comm, x);
     }
     gpu::on_host(x, AllReduce { comm: comm.clone() })
@@ -106,7 +106,7 @@ pub fn all_to_all(comm: &Arc<dyn Communicator>, x: &Tensor, send: &[usize], rece
 
 /// Like [`all_to_all`], where nothing reads the result: it is zeros and nothing is sent, but the backward pass is that of an
 /// all-to-all.
-pub(crate) fn all_to_all_unseen(
+pub(crate) fn all_to_all_unused(
     comm: &Arc<dyn Communicator>,
     x: &Tensor,
     send: &[usize],
@@ -115,17 +115,17 @@ pub(crate) fn all_to_all_unseen(
     exchanged(comm, x, [send, receive], false)
 }
 
-fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], seen: bool) -> Result<Tensor> {
+fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], needs_values: bool) -> Result<Tensor> {
     let [send, receive] = counts;
     let rows = x.dim(0)?;
     if send.len() != comm.size() || receive.len() != comm.size() || send.iter().sum::<usize>() != rows {
         bail!("all_to_all over {} ranks of {rows} rows cannot send {send:?} and receive {receive:?}", comm.size());
     }
     #[cfg(feature = "cuda")]
-    if on_gpu::hands_over(comm, x) {
-        return on_gpu::all_to_all(comm, x, counts, seen);
+    if on_gpu::passes_device_memory(comm, x) {
+        return on_gpu::all_to_all(comm, x, counts, needs_values);
     }
-    let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), seen };
+    let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), needs_values };
     gpu::on_host(x, op)
 }
 
@@ -152,7 +152,7 @@ impl CustomOp1 for AllGather {
 struct ReduceScatter {
     comm: Arc<dyn Communicator>,
     counts: Vec<usize>,
-    seen: bool,
+    needs_values: bool,
 }
 
 impl CustomOp1 for ReduceScatter {
@@ -162,7 +162,7 @@ impl CustomOp1 for ReduceScatter {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let counts = elements(layout.dims(), &self.counts);
-        let own = match self.seen {
+        let own = match self.needs_values {
             true => on_cpu::scatter(&*self.comm, message(storage, layout)?, &counts)?,
             false => number::storage(vec![0.0; counts[self.comm.rank()]], storage.dtype())?,
         };
@@ -196,7 +196,7 @@ struct AllToAll {
     comm: Arc<dyn Communicator>,
     send: Vec<usize>,
     receive: Vec<usize>,
-    seen: bool,
+    needs_values: bool,
 }
 
 impl CustomOp1 for AllToAll {
@@ -207,7 +207,7 @@ impl CustomOp1 for AllToAll {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let width: usize = layout.dims()[1..].iter().product();
         let rows: usize = self.receive.iter().sum();
-        let (received, count) = match self.seen {
+        let (received, count) = match self.needs_values {
             true => {
                 let received =
                     on_cpu::exchange(&*self.comm, message(storage, layout)?, &elements(layout.dims(), &self.send))?;

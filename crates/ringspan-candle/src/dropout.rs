@@ -13,14 +13,14 @@ use std::sync::Arc;
 /// Whether an element is dropped follows from seed, layer, token and column alone, by the random generator that also drops
 /// attention weights. So every mesh drops the same elements, and a recomputed layer drops what it dropped before.
 #[derive(Debug, Clone)]
-pub struct Drops {
+pub struct InputDropout {
     seed: u64,
     tokens: Arc<[usize]>,
     /// The number, among all tokens of the step, of the first token of the batch that attention sees.
     first_of_batch: usize,
 }
 
-impl Drops {
+impl InputDropout {
     /// Dropout with `seed`, which should differ in each step. `tokens` are the numbers of this rank's tokens among all tokens
     /// of the step: positions in documents would not do, since tokens of many documents share one.
     pub fn new(seed: u64, tokens: Vec<usize>) -> Self {
@@ -154,7 +154,7 @@ mod tests {
                 let dropped = (x.as_tensor() * factors(3, 0.4, 11, &tokens, 2..8)?)?;
                 dropped.matmul(&a.t()?)?.matmul(&b.t()?)?
             } else {
-                let dropped = Drops::new(3, tokens.clone()).apply(x.as_tensor(), 0.4, 11, 2)?;
+                let dropped = InputDropout::new(3, tokens.clone()).apply(x.as_tensor(), 0.4, 11, 2)?;
                 linear(&linear(&dropped, &a, None)?, &b, None)?
             };
             let gradients = crate::cotangent::backward(&y, &dy)?;
@@ -175,7 +175,7 @@ mod tests {
         let x = wave((rows, width), 0.3)?;
         let mut sum = x.zeros_like()?;
         for seed in 0..seeds {
-            sum = (sum + Drops::new(seed, (0..rows).collect()).apply(&x, 0.2, 1, 0)?)?;
+            sum = (sum + InputDropout::new(seed, (0..rows).collect()).apply(&x, 0.2, 1, 0)?)?;
         }
         let mean = (sum / seeds as f64)?;
         let most = (mean - &x)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
@@ -185,15 +185,15 @@ mod tests {
         let ones = x.ones_like()?;
         let mask = |seed, layer, first: usize| -> Result<Vec<f32>> {
             let tokens = (first..first + rows).collect();
-            Drops::new(seed, tokens).apply(&ones, 0.5, layer, 0)?.flatten_all()?.to_vec1()
+            InputDropout::new(seed, tokens).apply(&ones, 0.5, layer, 0)?.flatten_all()?.to_vec1()
         };
         let one = mask(1, 1, 0)?;
         for other in [mask(2, 1, 0)?, mask(1, 2, 0)?, mask(1, 1, rows)?] {
             let same = one.iter().zip(&other).filter(|(a, b)| a == b).count();
             assert!((40..90).contains(&same), "{same} of {} agree", one.len());
         }
-        assert!(Drops::new(1, vec![0; 3]).apply(&x, 0.5, 0, 0).is_err());
-        assert_eq!(Drops::new(1, vec![]).apply(&x.narrow(0, 0, 0)?, 0.5, 0, 0)?.dims(), [0, width]);
+        assert!(InputDropout::new(1, vec![0; 3]).apply(&x, 0.5, 0, 0).is_err());
+        assert_eq!(InputDropout::new(1, vec![]).apply(&x.narrow(0, 0, 0)?, 0.5, 0, 0)?.dims(), [0, width]);
         Ok(())
     }
 }

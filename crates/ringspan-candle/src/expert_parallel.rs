@@ -3,9 +3,9 @@
 //!
 //! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to.
 
-use crate::collective::{all_gather, all_to_all, all_to_all_unseen, reduce_scatter, reduce_scatter_unseen};
-use crate::dropout::Drops;
-use crate::experts::{Expert, Experts, Memory, NOWHERE, Routing, mixed_keeping};
+use crate::collective::{all_gather, all_to_all, all_to_all_unused, reduce_scatter, reduce_scatter_unused};
+use crate::dropout::InputDropout;
+use crate::experts::{Expert, Experts, REMOTE_EXPERT, Routing, SavedExperts, mixed_saving};
 use crate::gpu;
 use crate::number::{Number, with_number};
 use crate::slices::{elements, elements_of};
@@ -43,17 +43,17 @@ impl ExpertParallel {
         }
     }
 
-    /// Like [`Experts::mix_keeping`], for the gathered tokens of all ranks that share the width of experts.
+    /// Like [`Experts::mix_saving`], for the gathered tokens of all ranks that share the width of experts.
     fn exchanged(
         &self,
         x: &Tensor,
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
-        memory: &mut Memory,
+        memory: &mut SavedExperts,
     ) -> Result<Tensor> {
         let (ranks, again) = (self.ep.size(), !memory.is_empty());
         if ranks == 1 {
-            return mixed_keeping(x, routing, expert, memory);
+            return mixed_saving(x, routing, expert, memory);
         }
         let (tokens, top) = routing.weights.dims2()?;
         let holds = |rank: usize| part(self.experts, rank, ranks);
@@ -61,27 +61,33 @@ impl ExpertParallel {
         for rank in 0..ranks {
             let (holds, before, mut of_rank) = (holds(rank), rows.len(), Vec::new());
             for (token, choices) in routing.chosen.chunks_exact(top.max(1)).enumerate() {
-                let here = |expert: &u32| if holds.contains(&(*expert as usize)) { *expert } else { NOWHERE };
-                if choices.iter().any(|expert| here(expert) != NOWHERE) {
+                let here = |expert: &u32| if holds.contains(&(*expert as usize)) { *expert } else { REMOTE_EXPERT };
+                if choices.iter().any(|expert| here(expert) != REMOTE_EXPERT) {
                     rows.push(token as u32);
                     of_rank.extend(choices.iter().map(here));
                 }
             }
             send.push(rows.len() - before);
-            messages.push(message(&of_rank, top, routing.drops.as_ref().map(|drops| drops.of_rows(&rows[before..]))));
+            messages.push(message(
+                &of_rank,
+                top,
+                routing.dropout.as_ref().map(|dropout| dropout.of_rows(&rows[before..])),
+            ));
         }
         let arrived = self.ep.all_to_all(messages).map_err(candle_core::Error::wrap)?;
-        let (receive, chosen, drops) = read(&arrived, top, routing.drops.as_ref())?;
+        let (receive, chosen, dropout) = read(&arrived, top, routing.dropout.as_ref())?;
         let own = holds(self.ep.rank());
-        if let Some(other) = chosen.iter().find(|choice| **choice != NOWHERE && !own.contains(&(**choice as usize))) {
+        if let Some(other) =
+            chosen.iter().find(|choice| **choice != REMOTE_EXPERT && !own.contains(&(**choice as usize)))
+        {
             bail!("a token came here for expert {other}, which is not of the experts {own:?} that are here");
         }
 
-        let picked = |of: &Tensor| all_to_all(&self.ep, &picked(of, rows.clone())?, &send, &receive);
-        let (here, weights) = (picked(x)?, picked(&routing.weights)?);
-        let out = mixed_keeping(&here, &Routing { chosen, weights, drops }, expert, memory)?;
-        let back = if again { all_to_all_unseen } else { all_to_all };
-        put_back(&back(&self.ep, &out, &receive, &send)?, rows, tokens)
+        let gather_rows = |of: &Tensor| all_to_all(&self.ep, &gather_rows(of, rows.clone())?, &send, &receive);
+        let (here, weights) = (gather_rows(x)?, gather_rows(&routing.weights)?);
+        let out = mixed_saving(&here, &Routing { chosen, weights, dropout }, expert, memory)?;
+        let back = if again { all_to_all_unused } else { all_to_all };
+        scatter_add_rows(&back(&self.ep, &out, &receive, &send)?, rows, tokens)
     }
 }
 
@@ -93,14 +99,14 @@ impl Experts for ExpertParallel {
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
-        self.mix_keeping(&mut Memory::default(), layer, x, routing, expert)
+        self.mix_saving(&mut SavedExperts::default(), layer, x, routing, expert)
     }
 
     /// On the second call, tokens are sent to their experts again: stored where the experts are, they would take about as
     /// much memory as the products. The experts' outputs are not sent back again.
-    fn mix_keeping(
+    fn mix_saving(
         &self,
-        memory: &mut Memory,
+        memory: &mut SavedExperts,
         _layer: usize,
         x: &Tensor,
         routing: &Routing,
@@ -111,28 +117,28 @@ impl Experts for ExpertParallel {
         }
         let again = !memory.is_empty();
         let top = routing.weights.dim(1)?;
-        let own = message(&routing.chosen, top, routing.drops.clone());
+        let own = message(&routing.chosen, top, routing.dropout.clone());
         let arrived = self.width.all_gather(own).map_err(candle_core::Error::wrap)?;
-        let (counts, chosen, drops) = read(&arrived, top, routing.drops.as_ref())?;
-        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, drops };
+        let (counts, chosen, dropout) = read(&arrived, top, routing.dropout.as_ref())?;
+        let routing = Routing { chosen, weights: all_gather(&self.width, &routing.weights)?, dropout };
         let partial = self.exchanged(&all_gather(&self.width, x)?, &routing, expert, memory)?;
-        let dealt = if again { reduce_scatter_unseen } else { reduce_scatter };
+        let dealt = if again { reduce_scatter_unused } else { reduce_scatter };
         dealt(&self.width, &partial, counts)
     }
 
-    fn part(&self, whole: usize) -> Range<usize> {
+    fn local_width(&self, whole: usize) -> Range<usize> {
         part(whole, self.width.rank(), self.width.size())
     }
 
-    fn held(&self, experts: usize) -> Range<usize> {
+    fn local_experts(&self, experts: usize) -> Range<usize> {
         part(experts, self.ep.rank(), self.ep.size())
     }
 }
 
 /// The message that describes the routing of tokens: for each token its `top` experts and, with dropout, its number among all
 /// tokens of the step, which decides what is dropped.
-fn message(chosen: &[u32], top: usize, drops: Option<Drops>) -> Buffer {
-    let numbers = drops.as_ref().map(Drops::tokens);
+fn message(chosen: &[u32], top: usize, dropout: Option<InputDropout>) -> Buffer {
+    let numbers = dropout.as_ref().map(InputDropout::tokens);
     let of_token = |(token, choices): (usize, &[u32])| {
         let choices = choices.iter().map(|choice| u64::from(*choice)).collect::<Vec<_>>();
         choices.into_iter().chain(numbers.map(|numbers| numbers[token] as u64))
@@ -140,10 +146,14 @@ fn message(chosen: &[u32], top: usize, drops: Option<Drops>) -> Buffer {
     Buffer::U64(chosen.chunks_exact(top.max(1)).enumerate().flat_map(of_token).collect())
 }
 
-/// Reads the messages of all ranks: how many tokens each rank sent, their experts in rank order, and their dropout; `drops`
+/// Reads the messages of all ranks: how many tokens each rank sent, their experts in rank order, and their dropout; `dropout`
 /// supplies the seed.
-fn read(arrived: &[Arc<Buffer>], top: usize, drops: Option<&Drops>) -> Result<(Vec<usize>, Vec<u32>, Option<Drops>)> {
-    let each = (top + usize::from(drops.is_some())).max(1);
+fn read(
+    arrived: &[Arc<Buffer>],
+    top: usize,
+    dropout: Option<&InputDropout>,
+) -> Result<(Vec<usize>, Vec<u32>, Option<InputDropout>)> {
+    let each = (top + usize::from(dropout.is_some())).max(1);
     let (mut counts, mut chosen, mut numbers) = (Vec::new(), Vec::new(), Vec::new());
     for (rank, buffer) in arrived.iter().enumerate() {
         let Buffer::U64(words) = &**buffer else { bail!("rank {rank} sent something else than its tokens' experts") };
@@ -159,22 +169,22 @@ fn read(arrived: &[Arc<Buffer>], top: usize, drops: Option<&Drops>) -> Result<(V
             numbers.extend(number.iter().map(|number| *number as usize));
         }
     }
-    Ok((counts, chosen, drops.map(|drops| drops.of(numbers))))
+    Ok((counts, chosen, dropout.map(|dropout| dropout.of(numbers))))
 }
 
 /// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
-fn picked(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
+fn gather_rows(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     if gpu::holds(x) {
-        return gpu::picked(x, &rows);
+        return gpu::gather_rows(x, &rows);
     }
     let of = x.dim(0)?;
     tape::apply(Pick { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
 }
 
-/// The transpose of [`picked`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
-fn put_back(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
+/// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
+fn scatter_add_rows(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
-        return gpu::put_back(x, &rows, of);
+        return gpu::scatter_add_rows(x, &rows, of);
     }
     tape::apply(Pick { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }

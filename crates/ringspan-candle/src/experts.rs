@@ -10,9 +10,9 @@ mod product;
 mod stacked;
 
 pub use expert::{Expert, ExpertStack, GatedExpert, StackedExpert};
-pub use mixture::{Memory, mixed, mixed_keeping};
+pub use mixture::{SavedExperts, mixed, mixed_saving};
 
-use crate::dropout::Drops;
+use crate::dropout::InputDropout;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
@@ -20,17 +20,17 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 /// Marks an expert in a routing that another rank computes.
-pub const NOWHERE: u32 = u32::MAX;
+pub const REMOTE_EXPERT: u32 = u32::MAX;
 
 /// The result of a router: the experts of T tokens.
 #[derive(Debug, Clone)]
 pub struct Routing {
-    /// The experts of each token `[T, K]`, row by row; [`NOWHERE`] for an expert that another rank computes.
+    /// The experts of each token `[T, K]`, row by row; [`REMOTE_EXPERT`] for an expert that another rank computes.
     pub chosen: Vec<u32>,
     /// The weights of these experts `[T, K]`, differentiable.
     pub weights: Tensor,
     /// The dropout of the T tokens in adapters of experts; it is set on all ranks or on none.
-    pub drops: Option<Drops>,
+    pub dropout: Option<InputDropout>,
 }
 
 /// Sums over the routed tokens, from which a load-balancing loss is computed. Those of several ranks or layers may be added.
@@ -81,9 +81,9 @@ pub trait Experts {
     ///
     /// # Errors
     /// As for [`mix`](Self::mix), and a routing that differs from that of the first call.
-    fn mix_keeping(
+    fn mix_saving(
         &self,
-        _memory: &mut Memory,
+        _memory: &mut SavedExperts,
         layer: usize,
         x: &Tensor,
         routing: &Routing,
@@ -94,10 +94,10 @@ pub trait Experts {
 
     /// The range of an expert's width, out of `whole`, that this rank holds. A wrapper returns the range of the experts it
     /// wraps.
-    fn part(&self, whole: usize) -> Range<usize>;
+    fn local_width(&self, whole: usize) -> Range<usize>;
 
     /// The range of a layer's `experts` that this rank holds. A wrapper returns the range of the experts it wraps.
-    fn held(&self, experts: usize) -> Range<usize>;
+    fn local_experts(&self, experts: usize) -> Range<usize>;
 
     /// Reports what the router of `layer` did with this rank's tokens. It is called once in a forward pass, and again when a
     /// layer is recomputed.
@@ -119,7 +119,7 @@ pub trait Experts {
 
     /// Gradients of further losses, such as a load-balancing loss, with respect to the probabilities of the router of
     /// `layer`.
-    fn pressures(&self, _layer: usize) -> Vec<Pressure> {
+    fn router_gradients(&self, _layer: usize) -> Vec<RouterGradient> {
         Vec::new()
     }
 }
@@ -139,43 +139,43 @@ impl Experts for Local {
         mixed(x, routing, expert)
     }
 
-    fn mix_keeping(
+    fn mix_saving(
         &self,
-        memory: &mut Memory,
+        memory: &mut SavedExperts,
         _layer: usize,
         x: &Tensor,
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
-        mixed_keeping(x, routing, expert, memory)
+        mixed_saving(x, routing, expert, memory)
     }
 
-    fn part(&self, whole: usize) -> Range<usize> {
+    fn local_width(&self, whole: usize) -> Range<usize> {
         0..whole
     }
 
-    fn held(&self, experts: usize) -> Range<usize> {
+    fn local_experts(&self, experts: usize) -> Range<usize> {
         0..experts
     }
 }
 
 /// Gradient of a loss with respect to each expert's probability `[E]`, equal for every token. The loss may depend on sums
 /// over all layers and ranks, so it is set when the forward pass has ended, and read by the backward pass of the router.
-pub type Pressure = Arc<OnceLock<Vec<f32>>>;
+pub type RouterGradient = Arc<OnceLock<Vec<f32>>>;
 
 /// Returns the router's probabilities p `[T, E]` unchanged; the backward pass adds the pressure to each token's gradient.
 ///
 /// # Errors
 /// Other types. The backward pass fails if the pressure is not set, or has another number of experts.
-pub fn pressed(p: &Tensor, pressure: Pressure) -> Result<Tensor> {
-    tape::apply(Pressed { pressure }, [&p.contiguous()?], Reads::Nothing)
+pub fn with_router_gradient(p: &Tensor, router_gradient: RouterGradient) -> Result<Tensor> {
+    tape::apply(AddRouterGradient { router_gradient }, [&p.contiguous()?], Reads::Nothing)
 }
 
-struct Pressed {
-    pressure: Pressure,
+struct AddRouterGradient {
+    router_gradient: RouterGradient,
 }
 
-impl CustomOp1 for Pressed {
+impl CustomOp1 for AddRouterGradient {
     fn name(&self) -> &'static str {
         "pressed"
     }
@@ -190,14 +190,14 @@ impl CustomOp1 for Pressed {
 
     fn bwd(&self, p: &Tensor, _: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
         let experts = p.dims2()?.1;
-        match self.pressure.get() {
+        match self.router_gradient.get() {
             None => {
                 bail!("the gradient of a router's loss is asked for before the forward pass of all layers has ended")
             }
-            Some(pressure) if pressure.len() != experts => {
-                bail!("a pressure on {} experts does not fit a router of {experts}", pressure.len())
+            Some(router_gradient) if router_gradient.len() != experts => {
+                bail!("a pressure on {} experts does not fit a router of {experts}", router_gradient.len())
             }
-            Some(pressure) => d.broadcast_add(&Tensor::new(pressure.as_slice(), d.device())?).map(Some),
+            Some(router_gradient) => d.broadcast_add(&Tensor::new(router_gradient.as_slice(), d.device())?).map(Some),
         }
     }
 }

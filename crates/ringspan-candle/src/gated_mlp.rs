@@ -1,21 +1,21 @@
 //! A gated feed-forward layer as one operation with a backward pass, tile by tile over the tokens.
 //!
 //! Shape letters: T tokens, C hidden size, W intermediate size. No tensor `[T, W]` is in memory, unless the forward pass is
-//! asked to store gate and up of all tokens as [`Wide`]: forward and backward hold the intermediate tensors of one tile, and
+//! asked to store gate and up of all tokens as [`GateUpActivations`]: forward and backward hold the intermediate tensors of one tile, and
 //! the backward pass recomputes the tile's gate and up.
 
+mod gate_up;
 mod on_gpu;
-mod wide;
 
-pub use wide::{Tiles, Wide};
+pub use gate_up::{GateUpActivations, Tiles};
 
 use crate::activation::Activation;
 use crate::gpu;
-use crate::kept::{Kept, Storage};
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{self, Number, with_number};
 use crate::pool;
 use crate::slices::{elements, elements_of};
+use crate::stored_activation::{Storage, StoredActivation};
 use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
 use std::ops::Range;
@@ -42,40 +42,43 @@ pub fn gated_mlp(x: &Tensor, gate: &Tensor, up: &Tensor, down: &Tensor, activati
 ///
 /// # Errors
 /// As for [`gated_mlp`].
-pub fn gated_mlp_keeping(
+pub fn gated_mlp_saving(
     x: &Tensor,
     weights: [&Tensor; 3],
     activation: Activation,
     storage: Storage,
-) -> Result<(Tensor, Wide)> {
+) -> Result<(Tensor, GateUpActivations)> {
     let [gate, up, down] = weights;
     if gpu::holds(x) {
         check([x, gate, up, down])?;
         let (out, [gate, up]) = on_gpu::forward(x, weights, activation)?;
-        return Ok((out, Wide::Gpu([Kept::new(&gate, storage)?, Kept::new(&up, storage)?])));
+        return Ok((
+            out,
+            GateUpActivations::Gpu([StoredActivation::new(&gate, storage)?, StoredActivation::new(&up, storage)?]),
+        ));
     }
     let wide = Arc::new(Mutex::new(None));
     let out = layer([x, gate, up, down], activation, Pass::Keep(storage, wide.clone()))?;
     let kept = locked(&wide).take();
-    Ok((out, Wide::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
+    Ok((out, GateUpActivations::Cpu(kept.unwrap_or_else(|| Tiles::new(storage)))))
 }
 
 /// Like [`gated_mlp`], for the second pass of a recomputed layer: the output is the stored one, `known`, or zeros if nothing
-/// reads its values, and no product is computed for it. `wide` is what [`gated_mlp_keeping`] returned, if it was called; x
+/// reads its values, and no product is computed for it. `wide` is what [`gated_mlp_saving`] returned, if it was called; x
 /// and weights must equal those of the first pass.
 ///
 /// # Errors
 /// As for [`gated_mlp`], and stored tensors of other sizes.
-pub fn gated_mlp_again(
+pub fn gated_mlp_recomputed(
     x: &Tensor,
     weights: [&Tensor; 3],
     activation: Activation,
-    wide: Option<Wide>,
-    known: Option<Kept>,
+    wide: Option<GateUpActivations>,
+    known: Option<StoredActivation>,
 ) -> Result<Tensor> {
     let [gate, up, down] = weights;
     let size = x.dim(0)? * gate.dim(0)?;
-    if let Some(kept) = wide.as_ref().map(Wide::len).filter(|kept| *kept != size) {
+    if let Some(kept) = wide.as_ref().map(GateUpActivations::len).filter(|kept| *kept != size) {
         bail!("a gated layer kept {kept} numbers of {size}");
     }
     if gpu::holds(x) {
@@ -83,8 +86,8 @@ pub fn gated_mlp_again(
         return on_gpu::again(x, weights, activation, wide, known);
     }
     let wide = match wide {
-        Some(Wide::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),
-        Some(Wide::Cpu(tiles)) => Some(tiles),
+        Some(GateUpActivations::Gpu(_)) => bail!("a gated layer on the CPU, of which a GPU kept gate and up"),
+        Some(GateUpActivations::Cpu(tiles)) => Some(tiles),
         None => None,
     };
     let out = known.map(|known| known.values(x.dims())).transpose()?;
@@ -120,11 +123,11 @@ fn layer(inputs: [&Tensor; 4], activation: Activation, pass: Pass) -> Result<Ten
     let share = Arc::new(Mutex::new(None));
     let trained = [&gate, &up, &down].map(Tensor::track_op);
     let inputs = tape::apply(Inputs { share: share.clone() }, [&x, &gate, &up], Reads::Nothing)?;
-    let is_unseen = matches!(&pass, Pass::Again(known) if locked(known).0.is_none());
+    let is_unused = matches!(&pass, Pass::Again(known) if locked(known).0.is_none());
     // These tensors are detached, since the graph refers to the layer: a reference back to the graph would be a cycle.
     let op = GatedMlp { x: x.detach(), gate: gate.detach(), up: up.detach(), activation, trained, share, pass };
-    match is_unseen {
-        true => tape::apply_unseen(op, [&inputs, &down], Reads::Inputs, (x.shape(), x.dtype())),
+    match is_unused {
+        true => tape::apply_unused(op, [&inputs, &down], Reads::Inputs, (x.shape(), x.dtype())),
         false => tape::apply(op, [&inputs, &down], Reads::Inputs),
     }
 }
@@ -273,7 +276,7 @@ impl<T: Number> Layer<'_, T> {
             let x = self.x.rows(tile.clone());
             for (sum, left, right) in [(&mut d_down, dy, d), (&mut d_gate, gate, x), (&mut d_up, up, x)] {
                 if let Some(sum) = sum {
-                    product(left.t(), right, sum, Into::Sum);
+                    product(left.t(), right, sum, Accumulate::Add);
                 }
             }
             let dx = &mut dx[tile.start * self.hidden..tile.end * self.hidden];

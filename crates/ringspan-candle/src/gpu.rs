@@ -75,7 +75,7 @@ pub(crate) fn copied(tensor: &Tensor) -> Result<(CudaStorage, Shape)> {
 
 /// An operation whose value is computed already, with a backward pass of its own: candle's would also differentiate
 /// constants.
-struct Given<F> {
+struct Precomputed<F> {
     value: Tensor,
     backward: F,
 }
@@ -85,10 +85,10 @@ pub(crate) fn given<F>(x: &Tensor, value: Tensor, backward: F) -> Result<Tensor>
 where
     F: Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
 {
-    if x.track_op() { x.apply_op1(Given { value, backward }) } else { Ok(value) }
+    if x.track_op() { x.apply_op1(Precomputed { value, backward }) } else { Ok(value) }
 }
 
-impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
+impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Precomputed<F> {
     fn name(&self) -> &'static str {
         "given"
     }
@@ -107,14 +107,14 @@ impl<F: Fn(&Tensor) -> Result<Tensor>> CustomOp1 for Given<F> {
 }
 
 /// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
-pub(crate) fn picked(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+pub(crate) fn gather_rows(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
     let (of, rows) = (x.dim(0)?, Tensor::new(rows, x.device())?);
     let value = pick(&x.detach(), &rows)?;
     given(x, value, move |d| add_up(d, &rows, of))
 }
 
-/// The transpose of [`picked`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
-pub(crate) fn put_back(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
+/// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
+pub(crate) fn scatter_add_rows(x: &Tensor, rows: &[u32], of: usize) -> Result<Tensor> {
     let rows = Tensor::new(rows, x.device())?;
     let value = add_up(&x.detach(), &rows, of)?;
     given(x, value, move |d| pick(d, &rows))

@@ -2,10 +2,10 @@
 
 use crate::cast::{cast, sum_of_rows};
 use crate::gpu;
-use crate::kept::Kept;
-use crate::matmul::{Into, Matrix, product, product_new};
+use crate::matmul::{Accumulate, Matrix, product, product_new};
 use crate::number::{self, Number, with_number};
 use crate::slices::{elements, elements_of, matrix_of, rows, widened, with_matrix};
+use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, bail, op};
@@ -28,7 +28,12 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 ///
 /// # Errors
 /// As for [`linear`], and a stored output of another shape.
-pub fn linear_again(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
+pub fn linear_recomputed(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    known: Option<StoredActivation>,
+) -> Result<Tensor> {
     let shape = [x.dim(0)?, weight.dim(0)?];
     if gpu::holds(x) {
         let known = match known {
@@ -101,7 +106,7 @@ impl Linear {
                 let shape = Shape::from((tokens, outs));
                 let mut out = gpu::operand::unwritten(x.device(), &shape, DType::F32)?;
                 let to = gpu::product::Output { of: &mut out, first: 0 };
-                gpu::product::product((x, x_at), (w, &w_at.transpose(0, 1)?), to, Into::Fresh)?;
+                gpu::product::product((x, x_at), (w, &w_at.transpose(0, 1)?), to, Accumulate::Overwrite)?;
                 Ok((out, shape))
             }
             None => {
@@ -121,7 +126,7 @@ impl Linear {
         let (tokens, outs) = (x.shape().0, w.shape().0);
         let with_bias = |rows: Range<usize>, bias: &[f32]| {
             let mut sums = bias.repeat(rows.len());
-            product(x.rows(rows), w.t(), &mut sums, Into::Sum);
+            product(x.rows(rows), w.t(), &mut sums, Accumulate::Add);
             sums
         };
         match bias {

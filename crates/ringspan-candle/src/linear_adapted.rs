@@ -4,10 +4,10 @@
 //! Shape letters: T rows, R rank of the adapter.
 
 use crate::gated_mlp::TILE;
-use crate::kept::Kept;
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{self, Number, with_number};
 use crate::slices::{elements, elements_of, wide_values};
+use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use crate::weight::Weight;
 use crate::weight_matrix::WeightMatrix;
@@ -17,12 +17,12 @@ use std::sync::{Mutex, PoisonError};
 
 /// A frozen linear layer on the CPU.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Frozen<'a> {
+pub(crate) struct FrozenLinear<'a> {
     weight: &'a Weight,
     bias: Option<&'a Tensor>,
 }
 
-impl<'a> Frozen<'a> {
+impl<'a> FrozenLinear<'a> {
     /// The layer of weight `[out, in]` and bias `[out]`; `None` if one of them is trained or the weight is not on the CPU.
     pub(crate) fn new(weight: &'a Weight, bias: Option<&'a Tensor>) -> Option<Self> {
         let is_trained = match weight {
@@ -52,7 +52,7 @@ impl<'a> Frozen<'a> {
         x: &Tensor,
         narrow: &Tensor,
         b: &Tensor,
-        known: Option<Kept>,
+        known: Option<StoredActivation>,
     ) -> Result<Tensor> {
         let shape = [x.dim(0)?, b.dim(0)?];
         let known = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;
@@ -107,7 +107,7 @@ impl AdaptedLinear {
                 let rows = block * step..tokens.min((block + 1) * step);
                 T::write_sums(out, |sums| {
                     weight.forward(x.rows(rows.clone()), sums);
-                    product(narrow.rows(rows), b.t(), sums, Into::Sum);
+                    product(narrow.rows(rows), b.t(), sums, Accumulate::Add);
                     if let Some(bias) = &bias {
                         let rows = sums.chunks_exact_mut(outs.max(1));
                         rows.for_each(|row| row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias));

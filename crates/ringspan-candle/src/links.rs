@@ -11,18 +11,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Parameters on the CPU that an operation reads, numbered in the order in which they are tied.
 #[derive(Debug, Default)]
-pub(crate) struct Links {
-    gradients: LinkedGradients,
+pub(crate) struct ExtraParameters {
+    gradients: ExtraGradients,
     ties: Vec<Tensor>,
 }
 
-impl Links {
+impl ExtraParameters {
     /// Connects a parameter, f32 or bf16, to the operation.
     ///
     /// # Errors
     /// Other types.
     pub(crate) fn tie(&mut self, parameter: &Tensor) -> Result<()> {
-        let tie = Tie { gradients: self.gradients.clone(), number: self.len() };
+        let tie = ConnectParameter { gradients: self.gradients.clone(), number: self.len() };
         self.ties.push(tape::apply(tie, [&parameter.contiguous()?], Reads::Nothing)?);
         Ok(())
     }
@@ -36,7 +36,7 @@ impl Links {
     ///
     /// # Errors
     /// None that a caller can cause.
-    pub(crate) fn argument(self) -> Result<(Tensor, LinkedGradients)> {
+    pub(crate) fn argument(self) -> Result<(Tensor, ExtraGradients)> {
         let argument = match self.ties.is_empty() {
             true => Tensor::zeros(1, DType::F32, &Device::Cpu)?,
             false => Tensor::cat(&self.ties, 0)?,
@@ -47,9 +47,9 @@ impl Links {
 
 /// Gradients by the number of the parameter, handed from an operation's backward pass to the ties of its parameters.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct LinkedGradients(Arc<Mutex<HashMap<usize, Tensor>>>);
+pub(crate) struct ExtraGradients(Arc<Mutex<HashMap<usize, Tensor>>>);
 
-impl LinkedGradients {
+impl ExtraGradients {
     /// Stores the gradient of a parameter for its tie.
     pub(crate) fn leave(&self, number: usize, gradient: Tensor) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(number, gradient);
@@ -60,12 +60,12 @@ impl LinkedGradients {
     }
 }
 
-struct Tie {
-    gradients: LinkedGradients,
+struct ConnectParameter {
+    gradients: ExtraGradients,
     number: usize,
 }
 
-impl CustomOp1 for Tie {
+impl CustomOp1 for ConnectParameter {
     fn name(&self) -> &'static str {
         "tie"
     }

@@ -21,7 +21,7 @@ pub(crate) struct Loan<'a> {
 enum Elements<'a> {
     Cpu(Data<'a>),
     #[cfg(feature = "cuda")]
-    Gpu(ringspan::kernel::Lent<'a>),
+    Gpu(ringspan::kernel::BorrowedSlice<'a>),
 }
 
 /// Whether `kernel` reads tensors of this device in place. Others are copied to CPU memory first.

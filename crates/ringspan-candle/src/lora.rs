@@ -3,7 +3,7 @@
 //! Shape letters: T tokens, R rank of the adapter.
 
 use crate::cast::cast;
-use crate::dropout::Drops;
+use crate::dropout::InputDropout;
 use crate::linear::linear_wide;
 use crate::matmul::product_of;
 use candle_core::{Result, Tensor};
@@ -112,28 +112,28 @@ pub struct Adapter {
 impl Adapter {
     /// The adapter's contribution to the layer, `scale (x A^T) B^T`: x `[T, in]` to `[T, out]`. It is f32, since it is
     /// rounded once, after it was added to the layer's own output; differentiable in x and in the matrices. In training,
-    /// `drops` is the dropout of x.
+    /// `dropout` is the dropout of x.
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn part(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        linear_wide(&self.narrow(x, drops)?, &self.b)
+    pub fn part(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
+        linear_wide(&self.narrow(x, dropout)?, &self.b)
     }
 
     /// The input of B, `scale x A^T`: x `[T, in]` to `[T, R]`, with dropout as in [`Self::part`].
     ///
     /// # Errors
     /// Shapes that do not fit.
-    pub fn narrow(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
+    pub fn narrow(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
         // Scaling the narrow product costs less than scaling the output; product and scale are rounded together.
-        cast(&(linear_wide(&self.input(x, drops)?, &self.a)? * self.scale)?, x.dtype())
+        cast(&(linear_wide(&self.input(x, dropout)?, &self.a)? * self.scale)?, x.dtype())
     }
 
     /// Applies dropout to x; as dropout is its own backward pass, this also turns the gradient of the dropped input into that
     /// of x.
-    fn input(&self, x: &Tensor, drops: Option<&Drops>) -> Result<Tensor> {
-        match drops.filter(|_| self.dropout > 0.0) {
-            Some(drops) => drops.apply(x, self.dropout, self.layer, self.first),
+    fn input(&self, x: &Tensor, dropout: Option<&InputDropout>) -> Result<Tensor> {
+        match dropout.filter(|_| self.dropout > 0.0) {
+            Some(dropout) => dropout.apply(x, self.dropout, self.layer, self.first),
             None => Ok(x.clone()),
         }
     }
@@ -145,9 +145,9 @@ impl Adapter {
 
     /// For the gradient dy `[T, out]` of the adapter's contribution, the gradients of x `[T, in]` and of the narrow product x
     /// A^T `[T, R]`, in f32.
-    pub(crate) fn backward(&self, dy: &Tensor, drops: Option<&Drops>) -> Result<[Tensor; 2]> {
+    pub(crate) fn backward(&self, dy: &Tensor, dropout: Option<&InputDropout>) -> Result<[Tensor; 2]> {
         let d_narrow = (product_of(dy, &self.b)? * self.scale)?;
-        Ok([self.input(&product_of(&d_narrow, &self.a)?, drops)?, d_narrow])
+        Ok([self.input(&product_of(&d_narrow, &self.a)?, dropout)?, d_narrow])
     }
 
     /// Gradients of A and B, from x, the gradient of the adapter's contribution and the gradient of the narrow product.
@@ -156,9 +156,9 @@ impl Adapter {
         x: &Tensor,
         dy: &Tensor,
         d_narrow: &Tensor,
-        drops: Option<&Drops>,
+        dropout: Option<&InputDropout>,
     ) -> Result<[Tensor; 2]> {
-        let x = self.input(x, drops)?;
+        let x = self.input(x, dropout)?;
         let narrow = (product_of(&x, &self.a.t()?)? * self.scale)?;
         let [d_a, d_b] = [product_of(&d_narrow.t()?, &x)?, product_of(&dy.t()?, &narrow)?];
         Ok([cast(&d_a, self.a.dtype())?, cast(&d_b, self.b.dtype())?])

@@ -6,7 +6,7 @@ pub(crate) mod on_gpu;
 use crate::activation::exp;
 #[cfg(feature = "cuda")]
 use crate::gpu;
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{Number, with_number};
 use crate::pool;
 use crate::slices::elements_of;
@@ -68,7 +68,7 @@ pub struct HeadLoss {
 /// Shapes that do not fit, targets outside the vocabulary, failures of other ranks.
 pub fn head_loss(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead>,
+    head: impl Into<OutputHead>,
     targets: &[u32],
     scale: f32,
     trains_head: bool,
@@ -108,7 +108,7 @@ pub fn head_loss(
             }
         }
         if let Some(d_head) = &mut d_head {
-            product(gradient.t(), chunk.hidden, d_head, Into::Sum);
+            product(gradient.t(), chunk.hidden, d_head, Accumulate::Add);
         }
         Ok(())
     })?;
@@ -127,7 +127,7 @@ pub fn head_loss(
 /// As for [`head_loss`].
 pub fn log_probs(
     hidden: &Tensor,
-    head: impl std::convert::Into<OutputHead>,
+    head: impl Into<OutputHead>,
     targets: &[u32],
     shared: &TensorParallel,
 ) -> Result<Vec<f32>> {
@@ -156,7 +156,7 @@ pub fn log_probs(
 ///
 /// # Errors
 /// Shapes that do not fit.
-pub fn logits(hidden: &Tensor, head: impl std::convert::Into<OutputHead>) -> Result<Tensor> {
+pub fn logits(hidden: &Tensor, head: impl Into<OutputHead>) -> Result<Tensor> {
     let OutputHead { weight, softcap } = head.into();
     let logits = weight.linear_wide(hidden)?;
     match softcap.filter(|_| logits.elem_count() > 0) {
@@ -208,7 +208,7 @@ impl<T: Number> Chunk<'_, T> {
     /// Turns the logits of each token into `scale` times the gradient of its negative log-likelihood; returns the sum of the
     /// negative log-likelihoods.
     fn differentiate(&self, logits: &mut [f32], vocabulary: &Vocabulary, scale: f32) -> Result<f64> {
-        if vocabulary.shared.is_whole() {
+        if vocabulary.shared.is_single_rank() {
             // Each row is finished while it is in the cache.
             let of_rows = pool::map(self.parts(logits), |(logits, targets)| {
                 let rows = logits.chunks_exact_mut(self.vocabulary).zip(targets);
@@ -249,12 +249,12 @@ struct Vocabulary<'a> {
 impl<'a> Vocabulary<'a> {
     fn new(head: &Weight, softcap: Option<f32>, shared: &'a TensorParallel) -> Result<Self> {
         let own = head.dims().first().copied().unwrap_or(0);
-        if shared.is_whole() {
+        if shared.is_single_rank() {
             return Ok(Self { whole: own, known: 0..own, softcap, shared });
         }
         let rows = shared.exchange(&[own as f64])?;
         let whole = rows.concat().iter().map(|rows| *rows as usize).sum();
-        match shared.part(whole) {
+        match shared.shard_range(whole) {
             known if known.len() == own => Ok(Self { whole, known, softcap, shared }),
             known => {
                 bail!("loss: this rank's part of a vocabulary of {whole} is {known:?}, but its head has {own} rows")
@@ -269,7 +269,7 @@ impl<'a> Vocabulary<'a> {
 
     /// The statistics of rows over the whole vocabulary, combined from those of the ranks' shards.
     fn totals(&self, own: &[Sums]) -> Result<Vec<Sums>> {
-        if self.shared.is_whole() {
+        if self.shared.is_single_rank() {
             return Ok(own.to_vec());
         }
         let numbers: Vec<f64> = own.iter().flat_map(|sums| [f64::from(sums.max), sums.sum, sums.of_target]).collect();

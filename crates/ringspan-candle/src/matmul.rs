@@ -15,18 +15,18 @@ pub(crate) use ringspan::kernel::product::{Arithmetic, Element, Matrix, Output};
 
 /// Whether a product overwrites its output or is added to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Into {
+pub(crate) enum Accumulate {
     /// The product overwrites the output.
-    Fresh,
+    Overwrite,
     /// The product is added to the output.
-    Sum,
+    Add,
 }
 
-impl Into {
+impl Accumulate {
     fn output(self, out: &mut [f32]) -> Output<'_> {
         match self {
-            Self::Fresh => Output::Fresh(out),
-            Self::Sum => Output::Sum(out),
+            Self::Overwrite => Output::Fresh(out),
+            Self::Add => Output::Sum(out),
         }
     }
 }
@@ -36,7 +36,7 @@ impl Into {
 ///
 /// # Panics
 /// If the sizes do not fit.
-pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [f32], into: Into) {
+pub(crate) fn product<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>, out: &mut [f32], into: Accumulate) {
     let columns_contiguous = b.strides().0 == 1;
     match (a.as_f32(), b.as_f32()) {
         (Some(a), Some(b)) if !columns_contiguous => product_by_gemm(a, b, as_uninit(out), into),
@@ -53,7 +53,7 @@ pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) ->
         (Some(a), Some(b)) if b.strides().0 != 1 && a.shape().1 > 0 => {
             let size = a.shape().0 * b.shape().1;
             let mut out = Vec::with_capacity(size);
-            product_by_gemm(a, b, &mut out.spare_capacity_mut()[..size], Into::Fresh);
+            product_by_gemm(a, b, &mut out.spare_capacity_mut()[..size], Accumulate::Overwrite);
             // SAFETY: with terms to sum, the product wrote each of its elements.
             unsafe { out.set_len(size) };
             out
@@ -91,7 +91,7 @@ fn as_uninit(out: &mut [f32]) -> &mut [MaybeUninit<f32>] {
 /// last-level cache, which may be all of it; packing this many rows at a time costs as little, and takes a few megabytes.
 const ROWS_OF_THREAD: usize = 1024;
 
-fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Into) {
+fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Accumulate) {
     let ((m, k), (rows, n)) = (a.shape(), b.shape());
     assert!(rows == k && out.len() == m * n, "a product of {m} x {k} and {rows} x {n} into {}", out.len());
     let block = ROWS_OF_THREAD * pool::threads();
@@ -100,13 +100,13 @@ fn product_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Int
     }
 }
 
-fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Into) {
+fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Accumulate) {
     let ((m, k), n) = (a.shape(), b.shape().1);
     let parallelism = match pool::threads() {
         1 => Parallelism::None,
         threads => Parallelism::Rayon(threads),
     };
-    let (alpha, beta) = (if into == Into::Sum { 1.0 } else { 0.0 }, 1.0f32);
+    let (alpha, beta) = (if into == Accumulate::Add { 1.0 } else { 0.0 }, 1.0f32);
     let strides = |matrix: Matrix| (matrix.strides().0 as isize, matrix.strides().1 as isize);
     let ((a_row, a_col), (b_row, b_col)) = (strides(a), strides(b));
     // gemm writes whole vectors down the columns of its output, so it is asked for the transpose: b^T a^T.
@@ -120,7 +120,7 @@ fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Into) 
             out.as_mut_ptr().cast(),
             n as isize,
             1,
-            into == Into::Sum,
+            into == Accumulate::Add,
             b.data().as_ptr(),
             b_row,
             b_col,
@@ -168,15 +168,15 @@ mod tests {
             let of_a = [Matrix::new(&a, m, k), Matrix::new(&a_t, k, m).t(), Matrix::strided(&wide_a, m, k, stride_a)];
             let of_b = [Matrix::new(&b, k, n), Matrix::new(&b_t, n, k).t(), Matrix::strided(&wide_b, k, n, stride_b)];
             for (a, b) in of_a.iter().flat_map(|a| of_b.iter().map(move |b| (*a, *b))) {
-                for (threads, into) in [(1, Into::Fresh), (3, Into::Sum), (3, Into::Fresh)] {
+                for (threads, into) in [(1, Accumulate::Overwrite), (3, Accumulate::Add), (3, Accumulate::Overwrite)] {
                     let mut out = values(m * n, 7);
                     let before = out.clone();
                     pool::run(threads, || product(a, b, &mut out, into)).expect("threads");
-                    if into == Into::Fresh {
+                    if into == Accumulate::Overwrite {
                         assert!(pool::run(threads, || product_new(a, b)).expect("threads") == out, "{m} x {n} x {k}");
                     }
                     for (at, got) in out.iter().enumerate() {
-                        let added = if into == Into::Sum { f64::from(before[at]) } else { 0.0 };
+                        let added = if into == Accumulate::Add { f64::from(before[at]) } else { 0.0 };
                         let (sum, size) = plain(a, b, (at / n, at % n));
                         let error = (f64::from(*got) - added - sum).abs();
                         assert!(error < 1e-6 * (size + 1.0), "{m} x {n} x {k}, {threads} threads, {at}: {error:e}");
@@ -201,16 +201,16 @@ mod tests {
         for ([a, b], [wide_a, wide_b]) in factors(&narrow, sizes).into_iter().zip(factors(&widened, sizes)) {
             let (m, n) = (a.shape().0, b.shape().1);
             let mut wanted = vec![0.0; m * n];
-            product(wide_a, wide_b, &mut wanted, Into::Fresh);
+            product(wide_a, wide_b, &mut wanted, Accumulate::Overwrite);
             let close = |got: &[f32], factor: f32, within: f32| {
                 let wrong =
                     |(got, wanted): (&f32, &f32)| (got - factor * wanted).abs() > within * (wanted.abs() + 1e-2);
                 assert!(!got.iter().zip(&wanted).any(wrong), "{:?} x {:?} within {within}", a.shape(), b.shape());
             };
             let mut out = vec![0.0; m * n];
-            product(a, b, &mut out, Into::Fresh);
+            product(a, b, &mut out, Accumulate::Overwrite);
             close(&out, 1.0, 1e-4);
-            product(wide_a, b, &mut out, Into::Sum);
+            product(wide_a, b, &mut out, Accumulate::Add);
             close(&out, 2.0, 2e-4);
         }
     }
@@ -220,8 +220,8 @@ mod tests {
         let data = values(12, 1);
         let (mut all, mut some) = (vec![0.0; 16], vec![0.0; 8]);
         let (a, b) = (Matrix::new(&data, 4, 3), Matrix::new(&data, 4, 3).t());
-        product(a, b, &mut all, Into::Fresh);
-        product(a.rows(1..3), b, &mut some, Into::Fresh);
+        product(a, b, &mut all, Accumulate::Overwrite);
+        product(a.rows(1..3), b, &mut some, Accumulate::Overwrite);
         assert_eq!(some, all[4..12]);
     }
 }

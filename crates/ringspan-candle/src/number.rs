@@ -3,9 +3,9 @@
 //! A bf16 number is widened to f32 when it is read, all arithmetic is f32, and a result is rounded once when it is written.
 //! Generic loops are compiled for each type; for f32 the conversions do nothing.
 
-use crate::kept::{self, nearest, rounded, widened};
-use crate::matmul::{Arithmetic, Element, Into, Matrix, Output, product, product_new};
+use crate::matmul::{Accumulate, Arithmetic, Element, Matrix, Output, product, product_new};
 use crate::pool;
+use crate::stored_activation::{self, nearest, rounded, widened};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, WithDType, bail};
 use half::bf16;
@@ -36,7 +36,7 @@ pub(crate) trait Number: Element + WithDType {
     fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
 
     /// The values as they are stored between two passes; nothing is copied that keeps its type.
-    fn stored(values: Vec<Self>, storage: kept::Storage) -> StoredNumbers;
+    fn stored(values: Vec<Self>, storage: stored_activation::Storage) -> StoredNumbers;
 
     /// The values that were stored between two passes, in this type.
     fn restored(stored: StoredNumbers) -> Vec<Self>;
@@ -63,7 +63,7 @@ pub(crate) trait Number: Element + WithDType {
 /// Writes the first product to `out` and adds the others.
 fn sum_of_products<A: Element, B: Element>(factors: &[(Matrix<A>, Matrix<B>)], out: &mut [f32]) {
     for (index, (a, b)) in factors.iter().enumerate() {
-        product(*a, *b, out, if index == 0 { Into::Fresh } else { Into::Sum });
+        product(*a, *b, out, if index == 0 { Accumulate::Overwrite } else { Accumulate::Add });
     }
 }
 
@@ -104,10 +104,10 @@ impl Number for f32 {
         product_new(a, b)
     }
 
-    fn stored(values: Vec<Self>, storage: kept::Storage) -> StoredNumbers {
+    fn stored(values: Vec<Self>, storage: stored_activation::Storage) -> StoredNumbers {
         match storage {
-            kept::Storage::F32 => StoredNumbers::F32(values),
-            kept::Storage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
+            stored_activation::Storage::F32 => StoredNumbers::F32(values),
+            stored_activation::Storage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
         }
     }
 
@@ -143,7 +143,7 @@ impl Number for bf16 {
         Arithmetic::best().product_new_rounded(a, b)
     }
 
-    fn stored(values: Vec<Self>, _: kept::Storage) -> StoredNumbers {
+    fn stored(values: Vec<Self>, _: stored_activation::Storage) -> StoredNumbers {
         StoredNumbers::Bf16(values)
     }
 

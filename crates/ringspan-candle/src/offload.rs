@@ -2,8 +2,8 @@
 //!
 //! A GPU copies between its memory and pinned CPU memory while it computes. The activations of layer i are copied to the CPU
 //! while layer i + 1 is computed, and copied back while layer i + 1 is differentiated. So the activations of at most
-//! [`STAYING`] layers are on the GPU at any time: those of the current layer, and those of one that is being copied. The
-//! activations of the last [`STAYING`] layers stay, since they are needed again at once. No bit changes, and no CPU thread
+//! [`RESIDENT_LAYERS`] layers are on the GPU at any time: those of the current layer, and those of one that is being copied. The
+//! activations of the last [`RESIDENT_LAYERS`] layers stay, since they are needed again at once. No bit changes, and no CPU thread
 //! waits for a copy.
 
 #[cfg(feature = "cuda")]
@@ -12,12 +12,12 @@ mod moving;
 use crate::device::RankDevice;
 use candle_core::{Result, Tensor};
 #[cfg(feature = "cuda")]
-use moving::{Mover, Moving};
+use moving::{Mover, OffloadTransfer};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Number of layers whose activations are on the GPU at a time.
-pub const STAYING: usize = 2;
+pub const RESIDENT_LAYERS: usize = 2;
 
 /// Offloads the activations of one rank, pass after pass; pinned buffers are used again by the next pass.
 pub struct Offload {
@@ -29,14 +29,14 @@ pub struct Offload {
 #[derive(Default)]
 struct Pass {
     /// The offloaded tensors of each layer, as long as something will read them.
-    sent: Vec<Vec<Weak<Mutex<Moving>>>>,
+    sent: Vec<Vec<Weak<Mutex<OffloadTransfer>>>>,
     /// The current layer.
     at: usize,
 }
 
 /// An offloaded tensor. Clones refer to the same tensor.
 #[derive(Clone)]
-pub(crate) struct Away(Arc<Mutex<Moving>>);
+pub(crate) struct OffloadedActivation(Arc<Mutex<OffloadTransfer>>);
 
 impl Offload {
     /// Offloading for the rank that computes on this GPU.
@@ -79,7 +79,7 @@ impl Offload {
         let mut pass = self.pass();
         pass.at = layer;
         // The activations of this layer had the time of one layer to be copied, so their GPU memory is freed.
-        pass.sent(layer.checked_sub(STAYING)).try_for_each(|moving| lock(&moving).let_go())
+        pass.sent(layer.checked_sub(RESIDENT_LAYERS)).try_for_each(|moving| lock(&moving).free_gpu_memory())
     }
 
     /// Announces that `layer` is differentiated from here on; layers are announced in descending order. The activations of
@@ -95,15 +95,15 @@ impl Offload {
     ///
     /// # Errors
     /// No memory of the CPU that the driver can pin; failures of the device.
-    pub(crate) fn send(&self, tensor: &Tensor) -> Result<Option<Away>> {
+    pub(crate) fn send(&self, tensor: &Tensor) -> Result<Option<OffloadedActivation>> {
         let mut pass = self.pass();
         let at = pass.at;
-        if at + STAYING >= pass.sent.len() || tensor.elem_count() == 0 {
+        if at + RESIDENT_LAYERS >= pass.sent.len() || tensor.elem_count() == 0 {
             return Ok(None);
         }
         let moving = Arc::new(Mutex::new(self.mover.send(tensor)?));
         pass.sent[at].push(Arc::downgrade(&moving));
-        Ok(Some(Away(moving)))
+        Ok(Some(OffloadedActivation(moving)))
     }
 
     /// Bytes of pinned CPU memory, in use or free.
@@ -118,19 +118,19 @@ impl Offload {
 
 impl Pass {
     /// The offloaded tensors of a layer, if there is such a layer, that something will read.
-    fn sent(&self, layer: Option<usize>) -> impl Iterator<Item = Arc<Mutex<Moving>>> {
+    fn sent(&self, layer: Option<usize>) -> impl Iterator<Item = Arc<Mutex<OffloadTransfer>>> {
         layer.and_then(|layer| self.sent.get(layer)).into_iter().flatten().filter_map(Weak::upgrade)
     }
 }
 
-impl Away {
+impl OffloadedActivation {
     /// The tensor on the GPU. Candle's stream waits for the copy if it is under way; the copy is started if it was not.
     pub(crate) fn tensor(&self) -> Result<Tensor> {
         lock(&self.0).tensor()
     }
 }
 
-impl fmt::Debug for Away {
+impl fmt::Debug for OffloadedActivation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a tensor that was sent away")
     }
@@ -154,7 +154,7 @@ enum Mover {}
 
 /// Has no values, like [`Mover`].
 #[cfg(not(feature = "cuda"))]
-enum Moving {}
+enum OffloadTransfer {}
 
 #[cfg(not(feature = "cuda"))]
 impl Mover {
@@ -162,7 +162,7 @@ impl Mover {
         match *self {}
     }
 
-    fn send(&self, _: &Tensor) -> Result<Moving> {
+    fn send(&self, _: &Tensor) -> Result<OffloadTransfer> {
         match *self {}
     }
 
@@ -172,8 +172,8 @@ impl Mover {
 }
 
 #[cfg(not(feature = "cuda"))]
-impl Moving {
-    fn let_go(&mut self) -> Result<()> {
+impl OffloadTransfer {
+    fn free_gpu_memory(&mut self) -> Result<()> {
         match *self {}
     }
 

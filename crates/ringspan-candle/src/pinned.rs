@@ -76,18 +76,18 @@ impl Pinned {
         self.0.as_mut_slice().map_err(failed("read pinned memory"))
     }
 
-    fn part(&mut self, range: Range<usize>) -> Part<'_> {
-        Part { of: &mut self.0, range }
+    fn part(&mut self, range: Range<usize>) -> PinnedPart<'_> {
+        PinnedPart { of: &mut self.0, range }
     }
 }
 
 /// A range of the block: cudarc copies whole host slices only.
-struct Part<'a> {
+struct PinnedPart<'a> {
     of: &'a mut PinnedHostSlice<u8>,
     range: Range<usize>,
 }
 
-impl HostSlice<u8> for Part<'_> {
+impl HostSlice<u8> for PinnedPart<'_> {
     fn len(&self) -> usize {
         self.range.len()
     }

@@ -30,7 +30,7 @@ pub fn residual(x: &Tensor, y: &Tensor) -> Result<Tensor> {
     if x.shape() != y.shape() {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
-    if tape::is_unseen(x) || tape::is_unseen(y) {
+    if tape::is_unused(x) || tape::is_unused(y) {
         return residual_unseen(x, y);
     }
     tape::apply(Residual, [&x.contiguous()?, &y.contiguous()?], Reads::Nothing)
@@ -45,7 +45,7 @@ pub(crate) fn residual_unseen(x: &Tensor, y: &Tensor) -> Result<Tensor> {
         bail!("{:?} and {:?} cannot be added: the shapes differ", x.shape(), y.shape());
     }
     match tape::is_recording() && x.device().is_cpu() {
-        true => tape::apply_unseen(Residual, [x, y], Reads::Nothing, (x.shape(), x.dtype())),
+        true => tape::apply_unused(Residual, [x, y], Reads::Nothing, (x.shape(), x.dtype())),
         false => residual(x, y),
     }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// Cosines and sines `[T, D/2]` of the angles of T tokens, shared by all heads and layers.
 #[derive(Debug, Clone)]
-pub struct Rotation {
+pub struct RotaryTable {
     cos: Arc<[f32]>,
     sin: Arc<[f32]>,
     half: usize,
@@ -24,7 +24,7 @@ pub struct Rotation {
     uploaded: Arc<std::sync::OnceLock<[Tensor; 2]>>,
 }
 
-impl Rotation {
+impl RotaryTable {
     /// The angle of pair i at each position is `position * inverse_frequencies[i]`, computed in f64; cosines and sines are
     /// multiplied by `scale`.
     pub fn new(positions: &[usize], inverse_frequencies: &[f64], scale: f64) -> Self {
@@ -50,7 +50,7 @@ impl Rotation {
 ///
 /// # Errors
 /// Other types, and a rotation of another number of tokens or another width.
-pub fn rope(x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
+pub fn rope(x: &Tensor, rotation: &RotaryTable) -> Result<Tensor> {
     let (tokens, _, dim) = x.dims3()?;
     if dim != 2 * rotation.half || rotation.cos.len() != tokens * rotation.half {
         let pairs = rotation.half.max(1);
@@ -65,7 +65,7 @@ fn placed(x: &Tensor) -> Result<Tensor> {
 }
 
 struct Rope {
-    rotation: Rotation,
+    rotation: RotaryTable,
     /// Rotates by the negative angles.
     back: bool,
 }

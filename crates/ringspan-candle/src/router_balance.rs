@@ -1,6 +1,6 @@
 //! The auxiliary loss that balances the load of experts (Fedus et al., 2021, arXiv:2101.03961), over all ranks.
 
-use crate::experts::{Expert, Experts, Load, Memory, Pressure, Routing};
+use crate::experts::{Expert, Experts, Load, RouterGradient, Routing, SavedExperts};
 use candle_core::{Result, Tensor, bail};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,15 +11,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The loss is `coefficient * E * sum over experts of f p`: f is the mean number of times that a token is routed to an
 /// expert, p the mean probability of the expert, over the tokens of all ranks and all sparse layers, as Hugging Face computes
 /// it. It needs sums over the whole forward pass before the first gradient, so each forward and backward pass has a
-/// `Balanced` of its own. The loss may span several passes (micro-batches), if the loads of the others are known
+/// `LoadBalancedExperts` of its own. The loss may span several passes (micro-batches), if the loads of the others are known
 /// [beforehand](Self::beside).
-pub struct Balanced {
+pub struct LoadBalancedExperts {
     inner: Arc<dyn Experts + Send + Sync>,
     coefficient: f64,
     /// Sums numbers over all ranks that share the batch.
     sum: Box<Sum>,
-    state: Mutex<State>,
-    pressure: Pressure,
+    state: Mutex<LoadState>,
+    router_gradient: RouterGradient,
     /// The load of the other passes that the loss spans, summed over layers and ranks.
     others: Load,
 }
@@ -27,14 +27,14 @@ pub struct Balanced {
 /// Sums numbers over ranks, in place.
 type Sum = dyn Fn(&mut [f64]) -> Result<()> + Send + Sync;
 
-enum State {
+enum LoadState {
     /// During the forward pass: the load of each layer.
     Watching(BTreeMap<usize, Load>),
     /// During the backward pass: the loads summed over layers and ranks, of this pass and of all passes that the loss spans.
     Summed { own: Load, all: Load },
 }
 
-impl Balanced {
+impl LoadBalancedExperts {
     /// `inner` computes the experts; `sum` sums numbers over the ranks, in place, and is called once.
     ///
     /// The coefficient is that of the loss whose gradients this pass computes: where each pass of a step has a loss of its
@@ -49,8 +49,8 @@ impl Balanced {
             inner,
             coefficient,
             sum,
-            state: Mutex::new(State::Watching(BTreeMap::new())),
-            pressure: Pressure::default(),
+            state: Mutex::new(LoadState::Watching(BTreeMap::new())),
+            router_gradient: RouterGradient::default(),
             others: Load::default(),
         }
     }
@@ -65,25 +65,25 @@ impl Balanced {
     /// The load of this pass, summed over layers and ranks; `None` before the forward pass has ended.
     pub fn load(&self) -> Option<Load> {
         match &*self.state() {
-            State::Watching(_) => None,
-            State::Summed { own, .. } => Some(own.clone()),
+            LoadState::Watching(_) => None,
+            LoadState::Summed { own, .. } => Some(own.clone()),
         }
     }
 
     /// The loss, equal on every rank; `None` before the forward pass has ended, or without tokens or sparse layers.
     pub fn loss(&self) -> Option<f64> {
-        let State::Summed { all: load, .. } = &*self.state() else { return None };
+        let LoadState::Summed { all: load, .. } = &*self.state() else { return None };
         let products: f64 = load.chosen.iter().zip(&load.probability).map(|(f, p)| f * p).sum();
         let loss = self.coefficient * load.chosen.len() as f64 * products / (load.tokens * load.tokens);
         Some(loss).filter(|_| load.tokens > 0.0)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, LoadState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Experts for Balanced {
+impl Experts for LoadBalancedExperts {
     fn mix(
         &self,
         layer: usize,
@@ -94,27 +94,27 @@ impl Experts for Balanced {
         self.inner.mix(layer, x, routing, expert)
     }
 
-    fn mix_keeping(
+    fn mix_saving(
         &self,
-        memory: &mut Memory,
+        memory: &mut SavedExperts,
         layer: usize,
         x: &Tensor,
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
-        self.inner.mix_keeping(memory, layer, x, routing, expert)
+        self.inner.mix_saving(memory, layer, x, routing, expert)
     }
 
-    fn part(&self, whole: usize) -> Range<usize> {
-        self.inner.part(whole)
+    fn local_width(&self, whole: usize) -> Range<usize> {
+        self.inner.local_width(whole)
     }
 
-    fn held(&self, experts: usize) -> Range<usize> {
-        self.inner.held(experts)
+    fn local_experts(&self, experts: usize) -> Range<usize> {
+        self.inner.local_experts(experts)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {
-        if let State::Watching(layers) = &mut *self.state() {
+        if let LoadState::Watching(layers) = &mut *self.state() {
             layers.insert(layer, load.clone());
         }
         self.inner.routed(layer, load)
@@ -123,7 +123,7 @@ impl Experts for Balanced {
     fn forward_ended(&self, experts: usize) -> Result<()> {
         self.inner.forward_ended(experts)?;
         let mut state = self.state();
-        let State::Watching(layers) = &*state else {
+        let LoadState::Watching(layers) = &*state else {
             bail!("the forward pass ended twice: experts are balanced once a pass, with a new Balanced each");
         };
         // A rank without tokens has no load, and adds zeros.
@@ -140,17 +140,17 @@ impl Experts for Balanced {
         all.add(&self.others);
         // The number of times that an expert is chosen has no gradient; its probability has one.
         let factor = self.coefficient * experts as f64 / (all.tokens * all.tokens).max(1.0);
-        let pressure = all.chosen.iter().map(|chosen| (factor * chosen) as f32).collect();
-        if self.pressure.set(pressure).is_err() {
+        let router_gradient = all.chosen.iter().map(|chosen| (factor * chosen) as f32).collect();
+        if self.router_gradient.set(router_gradient).is_err() {
             bail!("the forward pass ended on two threads at once");
         }
-        *state = State::Summed { own, all };
+        *state = LoadState::Summed { own, all };
         Ok(())
     }
 
-    fn pressures(&self, layer: usize) -> Vec<Pressure> {
-        let mut all = self.inner.pressures(layer);
-        all.push(self.pressure.clone());
+    fn router_gradients(&self, layer: usize) -> Vec<RouterGradient> {
+        let mut all = self.inner.router_gradients(layer);
+        all.push(self.router_gradient.clone());
         all
     }
 }

@@ -43,8 +43,8 @@ pub struct Tape {
     entries: Vec<Entry>,
     /// Tensors at the end of a candle graph that the entries cover already, so that none is differentiated twice.
     graphs: HashSet<TensorId>,
-    /// Outputs of [`apply_unseen`], which have no values; each is mapped to the scalar that it is a broadcast view of.
-    unseen: HashMap<TensorId, TensorId>,
+    /// Outputs of [`apply_unused`], which have no values; each is mapped to the scalar that it is a broadcast view of.
+    unused: HashMap<TensorId, TensorId>,
 }
 
 enum Entry {
@@ -113,7 +113,7 @@ impl Tape {
                 Entry::Graph(end) => gradients.through_graph(&end)?,
             }
         }
-        if self.unseen.values().any(|number| gradients.0.contains_key(number)) {
+        if self.unused.values().any(|number| gradients.0.contains_key(number)) {
             bail!("a model computes with the output of a layer that was told that only the residual stream takes it");
         }
         Ok(gradients)
@@ -152,7 +152,7 @@ pub(crate) fn apply<const N: usize>(op: impl Operation<N>, inputs: [&Tensor; N],
 ///
 /// # Errors
 /// As for [`apply`].
-pub(crate) fn apply_unseen<const N: usize>(
+pub(crate) fn apply_unused<const N: usize>(
     op: impl Operation<N>,
     inputs: [&Tensor; N],
     reads: Reads,
@@ -168,16 +168,16 @@ pub(crate) fn apply_unseen<const N: usize>(
             inputs.iter().for_each(|input| tape.add_graph(input));
             // Candle takes the broadcast for a graph of its own, which must not be differentiated.
             tape.graphs.insert(output.id());
-            tape.unseen.insert(output.id(), zero.id());
+            tape.unused.insert(output.id(), zero.id());
         }
     });
     push(op, inputs, &output, reads)?;
     Ok(output)
 }
 
-/// Whether this tensor is an output of [`apply_unseen`] on the tape of this thread, so that its values must not be read.
-pub(crate) fn is_unseen(tensor: &Tensor) -> bool {
-    RECORDING.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.unseen.contains_key(&tensor.id())))
+/// Whether this tensor is an output of [`apply_unused`] on the tape of this thread, so that its values must not be read.
+pub(crate) fn is_unused(tensor: &Tensor) -> bool {
+    RECORDING.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.unused.contains_key(&tensor.id())))
 }
 
 /// Whether a tape records on this thread.

@@ -20,7 +20,7 @@ pub struct TensorParallel {
 }
 
 /// The group of one rank: layers are not sharded.
-pub static WHOLE: TensorParallel = TensorParallel { comm: None };
+pub static NO_TENSOR_PARALLEL: TensorParallel = TensorParallel { comm: None };
 
 impl TensorParallel {
     /// The group of the ranks of `comm`, which must be used for nothing else.
@@ -34,7 +34,7 @@ impl TensorParallel {
     }
 
     /// This rank's range of something of size `whole`: rows, heads, a vocabulary. Ranges differ in size by one at most.
-    pub fn part(&self, whole: usize) -> Range<usize> {
+    pub fn shard_range(&self, whole: usize) -> Range<usize> {
         self.comm.as_ref().map_or(0..whole, |comm| part(whole, comm.rank(), comm.size()))
     }
 
@@ -72,7 +72,7 @@ impl TensorParallel {
     }
 
     /// Whether layers are not sharded, since the group is one rank.
-    pub fn is_whole(&self) -> bool {
+    pub fn is_single_rank(&self) -> bool {
         self.comm.is_none()
     }
 

@@ -5,10 +5,10 @@
 
 use crate::cast::cast;
 use crate::gated_mlp::TILE;
-use crate::kept::Kept;
-use crate::links::{LinkedGradients, Links};
+use crate::links::{ExtraGradients, ExtraParameters};
 use crate::number::{self, Number, with_number};
 use crate::slices::elements_of;
+use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads, Tape};
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, Var, WithDType};
 use std::ops::Range;
@@ -47,7 +47,7 @@ pub(crate) fn tiled(x: &Tensor, function: impl RowFunction) -> Result<Tensor> {
 ///
 /// # Errors
 /// As for [`tiled`], and a stored output of another shape.
-pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<Kept>) -> Result<Tensor> {
+pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<StoredActivation>) -> Result<Tensor> {
     let shape = [x.dim(0)?, function.width()?];
     let known = known.map(|known| known.values(&shape)).transpose()?;
     apply(x, function, known.map_or(Pass::Unseen, |known| Pass::Known(Mutex::new(known))))
@@ -56,7 +56,7 @@ pub(crate) fn tiled_again(x: &Tensor, function: impl RowFunction, known: Option<
 fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tensor> {
     let x = x.contiguous()?;
     let parameters = function.parameters();
-    let mut links = Links::default();
+    let mut links = ExtraParameters::default();
     parameters.iter().filter(|parameter| parameter.track_op()).try_for_each(|parameter| links.tie(parameter))?;
     let (ties, gradients) = links.argument()?;
     let trained = parameters.iter().map(|parameter| parameter.track_op()).collect();
@@ -68,10 +68,10 @@ fn apply<F: RowFunction>(x: &Tensor, mut function: F, pass: Pass) -> Result<Tens
         }
     }
     let shape = (x.dim(0)?, function.width()?);
-    let is_unseen = matches!(pass, Pass::Unseen);
+    let is_unused = matches!(pass, Pass::Unseen);
     let op = Tiled { x: x.detach(), function, trained, gradients, pass };
-    match is_unseen {
-        true => tape::apply_unseen(op, [&x, &ties], Reads::Nothing, (shape, x.dtype())),
+    match is_unused {
+        true => tape::apply_unused(op, [&x, &ties], Reads::Nothing, (shape, x.dtype())),
         false => tape::apply(op, [&x, &ties], Reads::Nothing),
     }
 }
@@ -81,7 +81,7 @@ struct Tiled<F> {
     function: F,
     /// Says for each of the function's parameters whether it needs a gradient.
     trained: Vec<bool>,
-    gradients: LinkedGradients,
+    gradients: ExtraGradients,
     pass: Pass,
 }
 
@@ -184,7 +184,7 @@ impl<F: RowFunction> CustomOp2 for Tiled<F> {
 mod tests {
     use super::*;
     use crate::cotangent;
-    use crate::kept::Storage;
+    use crate::stored_activation::Storage;
     use candle_core::Device;
 
     /// The function `silu(x a^T) + i b`, where i is the index of the row.
@@ -229,7 +229,7 @@ mod tests {
                 let function = OfRows { a, b: b.as_tensor().clone() };
                 let plain = function.forward(x.as_tensor(), 0..rows, true)?;
                 let wanted = cotangent::backward(&plain, &dy)?;
-                let known = Some(Kept::new(&plain.detach(), Storage::F32)?);
+                let known = Some(StoredActivation::new(&plain.detach(), Storage::F32)?);
                 let all = [
                     tiled(x.as_tensor(), function.clone())?,
                     tiled_again(x.as_tensor(), function.clone(), known)?,

@@ -22,7 +22,7 @@ pub struct Transfers {
     /// The device, which also says the type in which parameters are used.
     device: RankDevice,
     #[cfg(feature = "cuda")]
-    gpu: Option<Arc<on_gpu::Lane>>,
+    gpu: Option<Arc<on_gpu::CopyStreams>>,
 }
 
 /// Memory for the parameters of a unit, on a GPU to which they will be copied.
@@ -70,7 +70,7 @@ impl Transfers {
         {
             let lane = match device.tensors() {
                 Device::Cuda(gpu) => {
-                    Some(Arc::new(on_gpu::Lane::new(gpu).map_err(|error| ringspan::Error::Device {
+                    Some(Arc::new(on_gpu::CopyStreams::new(gpu).map_err(|error| ringspan::Error::Device {
                         device: format!("{gpu:?}"),
                         operation: "move parameters",
                         message: error.to_string(),
@@ -145,7 +145,7 @@ impl Transfers {
 pub struct Download {
     here: BTreeMap<String, Tensor>,
     #[cfg(feature = "cuda")]
-    coming: Option<on_gpu::Coming>,
+    coming: Option<on_gpu::PendingDownload>,
 }
 
 impl Download {

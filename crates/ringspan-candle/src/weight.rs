@@ -1,9 +1,9 @@
 //! The values of a parameter in the forms in which layers can compute with them.
 
 use crate::cast::cast;
-use crate::kept::Kept;
-use crate::linear::{linear, linear_again, linear_wide};
+use crate::linear::{linear, linear_recomputed, linear_wide};
 use crate::quantized::{Format, QuantizedMatrix, QuantizedStack, linear_quantized, linear_quantized_again};
+use crate::stored_activation::StoredActivation;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -160,9 +160,14 @@ impl Weight {
     ///
     /// # Errors
     /// As for [`linear`](Self::linear), and a stored output of another shape.
-    pub(crate) fn linear_again(&self, x: &Tensor, bias: Option<&Tensor>, known: Option<Kept>) -> Result<Tensor> {
+    pub(crate) fn linear_recomputed(
+        &self,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        known: Option<StoredActivation>,
+    ) -> Result<Tensor> {
         match self {
-            Self::Dense(weight) => linear_again(x, weight, bias, known),
+            Self::Dense(weight) => linear_recomputed(x, weight, bias, known),
             Self::Quantized(weight) => in_f32(x, bias, |x, bias| linear_quantized_again(x, weight, bias, known)),
             Self::Stack(_) => self.one_matrix(),
         }

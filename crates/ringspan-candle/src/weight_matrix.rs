@@ -1,6 +1,6 @@
 //! A weight on the CPU, f32, bf16 or quantized, as a matrix, and its products with rows.
 
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{Number, convert};
 use crate::quantized::{QuantizedMatrix, product_quantized, product_quantized_t};
 use crate::slices::{elements_of, values};
@@ -47,8 +47,8 @@ impl WeightMatrix<'_> {
     /// Writes the outputs `[T, N]` of x `[T, C]`, whose rows are consecutive in memory.
     pub(crate) fn forward<T: Number>(self, x: Matrix<T>, out: &mut [f32]) {
         match self {
-            Self::Dense(weight) => product(x, weight.t(), out, Into::Fresh),
-            Self::Rounded(weight) => product(x, weight.t(), out, Into::Fresh),
+            Self::Dense(weight) => product(x, weight.t(), out, Accumulate::Overwrite),
+            Self::Rounded(weight) => product(x, weight.t(), out, Accumulate::Overwrite),
             Self::Quantized(weight) => product_quantized_t(&wide_rows(x), weight, out),
         }
     }

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::gated_mlp::{TILE, gated_mlp};
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{cotangent, loss};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -62,7 +62,7 @@ fn memory_grows_with_the_tokens_by_what_the_layers_return_and_not_by_what_is_ins
     let head_loss = |tokens: usize| {
         let (x, head) = (ones((tokens, hidden))?, ones((vocabulary, hidden))?);
         Ok::<_, candle_core::Error>(peak_of(|| {
-            loss::head_loss(&x, &head, &vec![1; tokens], 1.0, true, &WHOLE).map(drop)
+            loss::head_loss(&x, &head, &vec![1; tokens], 1.0, true, &NO_TENSOR_PARALLEL).map(drop)
         }))
     };
     let (few, many) = (head_loss(1024)?, head_loss(3072)?);

@@ -7,7 +7,7 @@ use ringspan::comm::ranks::Ranks;
 use ringspan_candle::{DeviceName, Devices, Precision};
 use ringspan_models::{
     Decoder, Origin, RopeScaling,
-    texts::{Around, without_tokenizer},
+    special_tokens::{SpecialTokens, without_tokenizer},
 };
 use ringspan_serve::{Mesh, Model};
 use std::path::{Path, PathBuf};
@@ -89,7 +89,7 @@ pub(crate) fn tokenizer(path: &Path) -> Result<Tokenizer> {
 /// The tokens of `text` after the special tokens that begin a text, as in training. No special token follows them, since a
 /// prompt is not the end of its text.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
-    let encoded = Around::of(tokenizer).and_then(|around| {
+    let encoded = SpecialTokens::of(tokenizer).and_then(|around| {
         let encoding = tokenizer.encode_fast(text, false)?;
         Ok(around.begin(encoding.get_ids().to_vec()))
     });

@@ -97,7 +97,7 @@ pub fn load(folder: &Path) -> Result<Adapter> {
 ///
 /// # Errors
 /// Files that are missing or corrupt; a matrix that is missing, unknown or of another shape.
-pub(crate) fn matrices_of(folder: &Path, decoder: &Decoder) -> Result<Weights> {
+pub(crate) fn load_matrices(folder: &Path, decoder: &Decoder) -> Result<Weights> {
     let weights = matrices(folder)?;
     let mut expected = decoder.shapes();
     expected.retain(|name, _| is_adapter(name));

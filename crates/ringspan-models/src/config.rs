@@ -88,7 +88,7 @@ impl<'de> Deserialize<'de> for Config {
 }
 
 /// Upper limit on layers, and on experts of a layer: a larger number is taken for a broken file.
-const MOST: usize = 1 << 16;
+const MAX_LAYERS_OR_EXPERTS: usize = 1 << 16;
 
 /// The window that Mistral, Qwen and Gemma have when the key is absent.
 fn default_window() -> Option<usize> {
@@ -198,8 +198,8 @@ impl Config {
         for (name, size) in
             [("num_hidden_layers", self.num_hidden_layers), ("num_experts", self.num_experts().unwrap_or(0))]
         {
-            if size > MOST {
-                return refuse(format!("{name} is {size}; the most is {MOST}"));
+            if size > MAX_LAYERS_OR_EXPERTS {
+                return refuse(format!("{name} is {size}; the most is {MAX_LAYERS_OR_EXPERTS}"));
             }
         }
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads()) {

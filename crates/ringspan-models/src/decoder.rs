@@ -73,7 +73,7 @@ impl Decoder {
     }
 
     /// The sizes of all adapters, by layer, and their dropout.
-    pub(crate) fn adapters_beside(&self) -> &Adapters {
+    pub(crate) fn adapter_sizes(&self) -> &Adapters {
         &self.adapters
     }
 
@@ -88,7 +88,7 @@ impl Decoder {
     }
 
     /// Share of a sparse layer's experts that a token is routed to; 1 if no layer is sparse.
-    pub fn experts_seen(&self) -> f64 {
+    pub fn expert_share_per_token(&self) -> f64 {
         self.mixture().map(MixtureOfExperts::router).map_or(1.0, |router| router.top as f64 / router.experts as f64)
     }
 

@@ -150,7 +150,7 @@ fn parameters(keys: &mut Map<String, Value>) -> &mut Map<String, Value> {
 
 /// A text that is longer than the positions that a model is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Beyond {
+pub struct ContextOverflow {
     /// Tokens of the text.
     pub length: usize,
     /// Number of positions that the model is made for.
@@ -159,7 +159,7 @@ pub struct Beyond {
     pub by: Option<&'static str>,
 }
 
-impl fmt::Display for Beyond {
+impl fmt::Display for ContextOverflow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { length, positions, .. } = self;
         write!(f, "{length} tokens pass the {positions} positions that the model is made for")?;
@@ -173,7 +173,7 @@ impl fmt::Display for Beyond {
 impl Config {
     /// Returns `Some` if a text of `length` tokens has more positions than the model is made for. Such a text can be computed, but
     /// the model's output is rarely meaningful there.
-    pub fn beyond(&self, length: usize) -> Option<Beyond> {
+    pub fn beyond(&self, length: usize) -> Option<ContextOverflow> {
         let trained = self.max_position_embeddings.filter(|positions| *positions > 0)?;
         let (kind, factor, original) = self.global_rope();
         let positions = match kind {
@@ -184,13 +184,13 @@ impl Config {
         };
         let own = Kind::ALL.iter().map(|(_, name)| *name).find(|name| *name == kind);
         let by = own.or((kind == "default").then_some("yarn"));
-        Some(Beyond { length, positions, by }).filter(|_| length > positions)
+        Some(ContextOverflow { length, positions, by }).filter(|_| length > positions)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Beyond, RopeScaling};
+    use super::{ContextOverflow, RopeScaling};
     use crate::{Config, Decoder};
     use serde_json::{Value, json};
 
@@ -324,7 +324,7 @@ mod tests {
         let plain = config(&model(json!({})));
         assert_eq!(plain.beyond(1000), None);
         let beyond = plain.beyond(2001).expect("longer");
-        assert_eq!(beyond, Beyond { length: 2001, positions: 1000, by: Some("yarn") });
+        assert_eq!(beyond, ContextOverflow { length: 2001, positions: 1000, by: Some("yarn") });
         for word in ["2001", "1000", "yarn:3"] {
             assert!(beyond.to_string().contains(word), "{beyond}");
         }

@@ -39,7 +39,7 @@ pub fn loss_and_gradients<'a>(
     on_gradients: &mut dyn FnMut(Unit, Gradients) -> Result<()>,
 ) -> Result<f64> {
     if let Some(coefficient) = decoder.config().router_aux_loss().filter(|_| decoder.experts() > 0)
-        && attend.experts().pressures(0).is_empty()
+        && attend.experts().router_gradients(0).is_empty()
     {
         return Err(Error::Unbalanced { coefficient });
     }
@@ -48,7 +48,7 @@ pub fn loss_and_gradients<'a>(
     let store = ActivationStore::new(attend, policy.into(), layers);
     let trains = |name: &str| decoder.trains(name);
     let forward = |index: usize, weights: &StoredWeights, x: &Tensor| {
-        let pass = ForwardPass::storing(weights, decoder.adapters_beside(), &store);
+        let pass = ForwardPass::storing(weights, decoder.adapter_sizes(), &store);
         Ok(model.layer(index).forward(x, &pass)?)
     };
     let mut inputs = Vec::with_capacity(layers);

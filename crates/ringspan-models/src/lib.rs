@@ -33,13 +33,13 @@ mod qwen3_moe;
 mod registry;
 mod rope;
 mod smollm3;
+pub mod special_tokens;
 mod tensor_file;
-pub mod texts;
 
 pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};
-pub use extension::{Beyond, RopeScaling};
+pub use extension::{ContextOverflow, RopeScaling};
 pub use init::NewWeights;
 pub use lora::names::{Layers, Names, Pattern};
 pub use lora::{Lora, ROUTER, TARGETS};

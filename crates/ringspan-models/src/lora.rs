@@ -230,12 +230,12 @@ impl Decoder {
 
     /// The layers with an adapter, by their full names, with the adapter's rank and scale.
     pub fn adapters(&self) -> impl Iterator<Item = (&str, AdapterSize)> {
-        self.adapters_beside().sizes.iter().map(|(layer, size)| (layer.as_str(), *size))
+        self.adapter_sizes().sizes.iter().map(|(layer, size)| (layer.as_str(), *size))
     }
 
     /// The rank and scale of the adapter of the layer with this full name, if it has one.
     pub fn adapter(&self, layer: &str) -> Option<AdapterSize> {
-        self.adapters_beside().size(layer)
+        self.adapter_sizes().size(layer)
     }
 
     /// Whether a parameter is trained: with adapters only these are, without adapters every parameter that is not a buffer.

@@ -5,7 +5,7 @@ use crate::config::Config;
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::lora::Lora;
-use crate::{folder, gguf, texts};
+use crate::{folder, gguf, special_tokens};
 use ringspan_candle::model::stored;
 use ringspan_candle::{StoredWeights, Weights};
 use serde_json::Value;
@@ -147,7 +147,7 @@ impl Origin {
     pub fn adapter(&self, decoder: &Decoder) -> Result<Weights> {
         match self {
             Self::Model(_) => Ok(Weights::new()),
-            Self::Adapter(path, _) => adapter::matrices_of(path, decoder),
+            Self::Adapter(path, _) => adapter::load_matrices(path, decoder),
         }
     }
 
@@ -174,7 +174,7 @@ impl Origin {
     /// # Errors
     /// A file that is missing or corrupt, and an `eos_token_id` that is not a token.
     pub fn end_tokens(&self) -> Result<Vec<u32>> {
-        texts::end_tokens(&self.folders(), &self.config_json()?)
+        special_tokens::end_tokens(&self.folders(), &self.config_json()?)
     }
 
     /// The chat template in a GGUF file, if it has one. Folders keep theirs in files, which are not read here.
@@ -203,7 +203,7 @@ impl Origin {
         };
         let bytes = std::fs::read(&path).map_err(|source| Error::Io { path: path.clone(), source })?;
         let broken = |error| Error::Format { path, problem: format!("not a tokenizer: {error}") };
-        Tokenizer::from_bytes(&bytes).and_then(texts::uncut).map(Some).map_err(broken)
+        Tokenizer::from_bytes(&bytes).and_then(special_tokens::without_truncation).map(Some).map_err(broken)
     }
 }
 

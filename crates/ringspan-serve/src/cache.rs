@@ -14,7 +14,7 @@ pub fn owner(position: usize, ranks: usize) -> usize {
 
 /// Upper limit on the generated tokens for which a rank allocates room at the start. Beyond it, room doubles whenever it is
 /// full: a text may end long before its maximal length.
-const ROOM: usize = 4096;
+const MAX_PREALLOCATED: usize = 4096;
 
 /// The cached keys and values of this rank's tokens, layer by layer, on the device that computes.
 ///
@@ -100,7 +100,7 @@ impl Cache {
     /// An empty cache of one of `ranks` ranks, with room for its `prompt` tokens and its share of up to `generated` others.
     pub(crate) fn generating(layers: usize, prompt: usize, generated: usize, ranks: usize) -> Self {
         let share = generated.div_ceil(ranks.max(1)).saturating_add(BLOCK).min(generated);
-        let expected = prompt.saturating_add(share.min(ROOM));
+        let expected = prompt.saturating_add(share.min(MAX_PREALLOCATED));
         Self { most: prompt.saturating_add(share), ..Self::new(layers, expected) }
     }
 
@@ -115,7 +115,7 @@ impl Cache {
     }
 
     /// Announces the positions of the rows that every layer will append next.
-    pub(crate) fn grow(&mut self, runs: &[Run]) {
+    pub(crate) fn announce(&mut self, runs: &[Run]) {
         for run in runs.iter().filter(|run| run.len > 0) {
             match self.runs.last_mut() {
                 Some(last) if last.step == 1 && run.step == 1 && last.start + last.len == run.start => {
@@ -191,7 +191,7 @@ mod tests {
         let mut cache = Cache::new(1, 8);
         let k = Tensor::zeros((2, 1, 4), candle_core::DType::F32, &Device::Cpu).expect("tensor");
         assert!(cache.append(0, &k, &k).is_err());
-        cache.grow(&[run(0, 2)]);
+        cache.announce(&[run(0, 2)]);
         assert!(cache.append(1, &k, &k).is_err(), "a layer that does not exist");
         assert!(cache.append(0, &k, &k).is_ok(), "2 rows in all");
         let wide = Tensor::zeros((0, 1, 5), candle_core::DType::F32, &Device::Cpu).expect("tensor");
@@ -207,23 +207,23 @@ mod tests {
         assert_eq!(room(10, 20, 2), 30);
         assert_eq!(room(10, 1000, 2), 10 + 500 + BLOCK, "blocks are not dealt evenly");
         for generated in [2_000_000_000, usize::MAX] {
-            assert_eq!(room(10, generated, 3), 10 + ROOM);
+            assert_eq!(room(10, generated, 3), 10 + MAX_PREALLOCATED);
         }
     }
 
     #[test]
     fn room_doubles_but_not_past_what_may_come() -> Result<()> {
-        let (prompt, generated) = (5000, ROOM + 900);
+        let (prompt, generated) = (5000, MAX_PREALLOCATED + 900);
         let mut cache = Cache::generating(1, prompt, generated, 1);
         let rooms = |cache: &Cache| cache.layers[0].as_ref().map(|layer| layer.keys.all.dim(0)).transpose();
         for (start, len, room) in [
-            (0, prompt, prompt + ROOM),
-            (prompt, ROOM, prompt + ROOM),
-            (prompt + ROOM, 1, prompt + generated),
-            (prompt + ROOM + 1, 899, prompt + generated),
+            (0, prompt, prompt + MAX_PREALLOCATED),
+            (prompt, MAX_PREALLOCATED, prompt + MAX_PREALLOCATED),
+            (prompt + MAX_PREALLOCATED, 1, prompt + generated),
+            (prompt + MAX_PREALLOCATED + 1, 899, prompt + generated),
         ] {
             let rows = Tensor::zeros((len, 1, 2), candle_core::DType::F32, &Device::Cpu)?;
-            cache.grow(&[run(start, len)]);
+            cache.announce(&[run(start, len)]);
             cache.append(0, &rows, &rows)?;
             assert_eq!(rooms(&cache)?, Some(room), "behind {start} + {len} tokens");
         }
@@ -236,7 +236,7 @@ mod tests {
         for (start, len) in [(0, 2), (2, 0), (2, 1), (3, 1), (4, 7)] {
             let numbers = |scale: f32| (start * 4..(start + len) * 4).map(|x| x as f32 * scale).collect::<Vec<_>>();
             let tensor = |scale| Tensor::from_vec(numbers(scale), (len, 2, 2), &Device::Cpu);
-            cache.grow(&[run(start, len)]);
+            cache.announce(&[run(start, len)]);
             cache.append(0, &tensor(1.0)?, &tensor(-1.0)?)?;
             wanted.extend(numbers(1.0));
             let (keys, values) = cache.layer(0)?.expect("keys and values");

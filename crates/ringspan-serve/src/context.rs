@@ -7,8 +7,8 @@ use ringspan::kernel::Score;
 use ringspan::{Mask, Run};
 use ringspan_candle::decode::decode;
 use ringspan_candle::experts::Local;
-use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, AttentionInputs, Context, Drops, Experts, TensorParallel};
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
+use ringspan_candle::{Attend, AttentionInputs, Context, Experts, InputDropout, TensorParallel};
 use std::cell::RefCell;
 
 /// Attention of the prefill: it runs over all ranks, and each rank caches the keys and values of its own tokens.
@@ -20,7 +20,7 @@ pub(crate) struct Prefill<'a> {
 impl<'a> Prefill<'a> {
     /// The prompt must be dealt to the ranks by the context's layout; the cache must be empty.
     pub(crate) fn new(context: &'a Context, cache: &'a mut Cache) -> Self {
-        cache.grow(context.layout().runs(context.group().rank()));
+        cache.announce(context.layout().runs(context.group().rank()));
         Self { context, cache: RefCell::new(cache) }
     }
 }
@@ -47,8 +47,8 @@ impl Attend for Prefill<'_> {
         self.context.tensor_parallel()
     }
 
-    fn drops(&self) -> Option<&Drops> {
-        self.context.drops()
+    fn input_dropout(&self) -> Option<&InputDropout> {
+        self.context.input_dropout()
     }
 }
 
@@ -59,17 +59,17 @@ pub(crate) struct Decode<'a> {
     cache: RefCell<&'a mut Cache>,
     position: [usize; 1],
     length: usize,
-    keeps: bool,
+    owns_token: bool,
 }
 
 impl<'a> Decode<'a> {
     /// The new token is at `position`, after all others, in a text that may grow to `length` tokens.
     pub(crate) fn new(group: &'a Group, cache: &'a mut Cache, position: usize, length: usize) -> Self {
-        let keeps = owner(position, group.size()) == group.rank();
-        if keeps {
-            cache.grow(&[Run { document: 0, start: position, len: 1, step: 1 }]);
+        let owns_token = owner(position, group.size()) == group.rank();
+        if owns_token {
+            cache.announce(&[Run { document: 0, start: position, len: 1, step: 1 }]);
         }
-        Self { group, cache: RefCell::new(cache), position: [position], length, keeps }
+        Self { group, cache: RefCell::new(cache), position: [position], length, owns_token }
     }
 }
 
@@ -80,7 +80,7 @@ impl Attend for Decode<'_> {
         if tokens != 1 {
             bail!("decoding takes one token at a time, not {tokens}");
         }
-        if self.keeps {
+        if self.owns_token {
             self.cache.borrow_mut().append(layer, k, v)?;
         }
         let cache = self.cache.borrow();
@@ -110,10 +110,10 @@ impl Attend for Decode<'_> {
     }
 
     fn tensor_parallel(&self) -> &TensorParallel {
-        &WHOLE
+        &NO_TENSOR_PARALLEL
     }
 
-    fn drops(&self) -> Option<&Drops> {
+    fn input_dropout(&self) -> Option<&InputDropout> {
         None
     }
 }

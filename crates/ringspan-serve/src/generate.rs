@@ -102,7 +102,7 @@ pub fn generate_on_rank(
     let mut prefill = Duration::ZERO;
     let mut stop = Stop::Length;
     if options.max_tokens > 0 {
-        let mut hidden = read_prompt(group, model, prompt, &layout, &mut cache, total)?;
+        let mut hidden = prefill_prompt(group, model, prompt, &layout, &mut cache, total)?;
         loop {
             // One rank draws the token and broadcasts it: the others need neither logits nor a random stream.
             let drawn = if leads { Some(sampler.sample(&next_logits(model, group.rank(), &hidden)?)?) } else { None };
@@ -143,7 +143,7 @@ fn check(model: &Model, prompt: &[u32], options: &Options) -> Result<()> {
 }
 
 /// Runs the prompt through the model, fills the cache, and returns the hidden state `[1, C]` of the last token on every rank.
-fn read_prompt(
+fn prefill_prompt(
     group: &Arc<Group>,
     model: &Model,
     prompt: &[u32],
@@ -152,7 +152,7 @@ fn read_prompt(
     total: usize,
 ) -> Result<Tensor> {
     let rank = group.rank();
-    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.growing_to(total);
+    let context = Context::new(group.clone(), Arc::new(layout.clone()), Strategy::Ring)?.with_max_length(total);
     let own = layout.shard(rank, prompt, 1)?;
     let hidden = model.hidden(rank, &own, &Prefill::new(&context, cache))?;
     // Only the rank that holds the prompt's last token has that token's hidden state; it broadcasts it.

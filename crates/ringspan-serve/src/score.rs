@@ -5,7 +5,7 @@ use crate::model::{Mesh, Model};
 use ringspan::attention::Group;
 use ringspan::comm::Buffer;
 use ringspan::{Documents, Layout, LayoutKind, Strategy};
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Context, loss};
 use std::sync::Arc;
 
@@ -91,7 +91,7 @@ fn score_on_rank(
     let hidden = model.hidden(rank, &tokens, &context)?;
     let hidden = model.decoder().norm(model.weights(rank), &hidden)?;
     let (head, weights) = (model.decoder().model().head(), model.weights(rank));
-    let log_probs = head.log_probs(&hidden, &targets, weights, &WHOLE)?;
+    let log_probs = head.log_probs(&hidden, &targets, weights, &NO_TENSOR_PARALLEL)?;
     let logits = if logits { Some(head.logits(&hidden, weights)?.flatten_all()?.to_vec1()?) } else { None };
     Ok((log_probs, logits))
 }

@@ -7,7 +7,7 @@ use crate::{
     setup::model_error,
     tokenizer::{TOKENIZER_CONFIG, Tokenizer},
 };
-use ringspan_models::{Origin, texts::GENERATION_CONFIG};
+use ringspan_models::{Origin, special_tokens::GENERATION_CONFIG};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 

@@ -10,7 +10,7 @@ use crate::{
 };
 use ringspan_candle::StoredWeights;
 use ringspan_candle::model::stored;
-use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, folder, folder::Folder, texts};
+use ringspan_models::{Base, Config, Decoder, NewWeights, Origin, folder, folder::Folder, special_tokens};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -117,7 +117,7 @@ impl Given {
         let tokenizer = match &config.tokenizer {
             Some(named) => named_tokenizer(named)?,
             None if beside.exists() => {
-                let ends = texts::end_tokens(&[], &self.json).map_err(model_error)?;
+                let ends = special_tokens::end_tokens(&[], &self.json).map_err(model_error)?;
                 let tokenizer = Tokenizer::read(&beside)?.or_ends(&ends);
                 self.end_with(&tokenizer);
                 return Ok(Some(tokenizer));
@@ -178,7 +178,7 @@ fn named_tokenizer(named: &Path) -> Result<Tokenizer> {
 }
 
 fn missing(path: PathBuf) -> Error {
-    let problem = texts::without_tokenizer(path.parent().unwrap_or(Path::new(".")));
+    let problem = special_tokens::without_tokenizer(path.parent().unwrap_or(Path::new(".")));
     Error::Tokenizer { path, problem }
 }
 
@@ -193,7 +193,7 @@ fn of_model(path: &Path, text: bool) -> Result<Option<Tokenizer>> {
             path: path.join(TOKENIZER),
             problem: format!(
                 "{}; text needs one: put it into the model's folder, or give --tokens",
-                texts::without_tokenizer(path)
+                special_tokens::without_tokenizer(path)
             ),
         }),
         None => Ok(None),

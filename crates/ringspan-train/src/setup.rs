@@ -16,8 +16,8 @@ use crate::{
     start::Start,
     tokenizer::Tokenizer,
 };
+use ringspan_candle::gpu_memory::GpuMemoryUse;
 use ringspan_candle::model::stored;
-use ringspan_candle::room::Room;
 use ringspan_candle::{DeviceName, Recompute, Weights, offload};
 use ringspan_models::{Config, Decoder};
 use serde_json::Value;
@@ -125,7 +125,7 @@ impl Setup {
 
     /// Makes the plan, and checks it against the free memory of the GPUs of this process's ranks, as far as that is known. Where
     /// the configuration does not say which activations are recomputed, the plan recomputes as few as memory allows.
-    pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
+    pub(crate) fn make_plan(&mut self, config: &TrainConfig, gpus: Vec<GpuMemoryUse>) -> Result<()> {
         let auto = || Recompute::ALL.into_iter().rev().collect();
         for recompute in config.recompute.map_or_else(auto, |given| vec![given]) {
             self.make_plan_with(recompute, config, gpus.clone())?;
@@ -137,7 +137,12 @@ impl Setup {
     }
 
     /// Like [`make_plan`](Self::make_plan), with a fixed choice of the activations that are recomputed.
-    pub(crate) fn make_plan_with(&mut self, recompute: Recompute, config: &TrainConfig, gpus: Vec<Room>) -> Result<()> {
+    pub(crate) fn make_plan_with(
+        &mut self,
+        recompute: Recompute,
+        config: &TrainConfig,
+        gpus: Vec<GpuMemoryUse>,
+    ) -> Result<()> {
         self.recompute = recompute;
         let mut plan = Plan::new(config, self, self.decoder.config())?;
         if !gpus.is_empty() {
@@ -194,13 +199,13 @@ impl Setup {
 /// Refuses `--offload-activations` for a model with so few layers that all activations would stay on the GPU.
 fn check_offload(config: &TrainConfig, decoder: &Decoder) -> Result<()> {
     let layers = decoder.config().num_hidden_layers;
-    if !config.offload_activations || layers > offload::STAYING {
+    if !config.offload_activations || layers > offload::RESIDENT_LAYERS {
         return Ok(());
     }
     Err(Error::Settings(format!(
         "--offload-activations has no effect: the model has {layers} layers, and what {} of them keep is on the GPU at any time; \
          leave it out",
-        offload::STAYING
+        offload::RESIDENT_LAYERS
     )))
 }
 

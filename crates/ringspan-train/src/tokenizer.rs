@@ -5,7 +5,7 @@ use crate::{
     error::{Error, Result},
     windows::{self, Token, Window},
 };
-use ringspan_models::texts::{self, Around};
+use ringspan_models::special_tokens::{self, SpecialTokens};
 use serde_json::{Value, json};
 use std::{
     fmt,
@@ -48,7 +48,7 @@ impl fmt::Display for End {
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    around: Around,
+    special_tokens: SpecialTokens,
     /// A copy that encodes text which spells a special token as that token. It is large, so it is made on first use.
     templated: OnceLock<tokenizers::Tokenizer>,
     end: Option<End>,
@@ -77,7 +77,7 @@ impl Tokenizer {
             read.end = Some(End { id, token: named.into(), said: NAMED });
         }
         let config = ringspan_models::folder::config_json(folder).ok().unwrap_or_default();
-        let ends = texts::end_tokens(&[folder.as_path()], &config).map_err(|e| Error::Model(e.to_string()))?;
+        let ends = special_tokens::end_tokens(&[folder.as_path()], &config).map_err(|e| Error::Model(e.to_string()))?;
         Ok(read.or_ends(&ends))
     }
 
@@ -137,11 +137,12 @@ impl Tokenizer {
     /// [`Error::Tokenizer`] for a post-processor that fails.
     pub fn new(inner: tokenizers::Tokenizer, path: &Path) -> Result<Self> {
         let wrong = |e: tokenizers::Error| Error::Tokenizer { path: path.into(), problem: e.to_string() };
-        let mut inner = texts::uncut(inner).map_err(wrong)?;
+        let mut inner = special_tokens::without_truncation(inner).map_err(wrong)?;
         // Text that spells a special token stays text: data cannot end a document by naming the token.
         inner.set_encode_special_tokens(true);
-        let around = Around::of(&inner).map_err(wrong)?;
-        let read = Self { inner, around, templated: OnceLock::new(), end: None, path: path.into(), folder: None };
+        let special_tokens = SpecialTokens::of(&inner).map_err(wrong)?;
+        let read =
+            Self { inner, special_tokens, templated: OnceLock::new(), end: None, path: path.into(), folder: None };
         let usual = END_OF_TEXT.iter().filter_map(|name| read.inner.token_to_id(name));
         let end = usual.into_iter().find_map(|id| read.end_if_special(id, USUAL));
         Ok(Self { end, ..read })
@@ -183,13 +184,13 @@ impl Tokenizer {
     /// Special tokens that stand before a text, such as `<s>`.
     #[must_use]
     pub fn before(&self) -> &[u32] {
-        &self.around.before
+        &self.special_tokens.prefix
     }
 
     /// Special tokens that stand after a text: the post-processor's, then the one that ends a document unless it is among them.
     #[must_use]
     pub fn behind(&self) -> Vec<u32> {
-        let mut behind = self.around.behind.clone();
+        let mut behind = self.special_tokens.suffix.clone();
         behind.extend(self.end_of_text().filter(|end| !behind.contains(end)));
         behind
     }

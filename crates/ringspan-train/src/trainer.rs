@@ -91,7 +91,7 @@ pub fn plan_on(ranks: &Ranks, config: &TrainConfig, stop: &AtomicBool, observer:
     if config.device != DeviceName::Cpu {
         let opened = Devices::open(config.device, ranks.local_rank());
         // A process without a GPU calls it as well: in this collective, processes find out who shares a GPU.
-        let rooms = opened.as_ref().unwrap_or(&Devices::CPU).rooms(ranks, config.ranks())?;
+        let rooms = opened.as_ref().unwrap_or(&Devices::CPU).gpu_memory_use(ranks, config.ranks())?;
         match opened {
             Ok(_) => setup.make_plan(config, rooms)?,
             Err(error) => setup.plan.gpus_unknown = error.to_string(),
@@ -120,7 +120,7 @@ pub fn train_on(
     }
     let devices = Devices::open(config.device, ranks.local_rank())?.computing_in(config.dtype);
     if devices.are_gpus() {
-        let rooms = devices.rooms(ranks, config.ranks())?;
+        let rooms = devices.gpu_memory_use(ranks, config.ranks())?;
         setup.make_plan(config, rooms)?;
         possible(&setup.plan)?;
     }

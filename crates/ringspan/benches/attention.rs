@@ -13,8 +13,8 @@
 use criterion::{BenchmarkId, Criterion, Throughput};
 use half::{bf16, f16};
 use ringspan::kernel::{
-    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Place, Relative, Saved, Score,
-    Statistics, Sums, Tile, View,
+    Buckets, Data, Dropout, FloatsMut, HeadMap, Inputs, Isa, Kernel, Partial, Relative, Saved, Score, Statistics, Sums,
+    Tile, TilePosition, View,
 };
 use ringspan::mask::Band;
 use std::hint::black_box;
@@ -77,7 +77,7 @@ impl Case {
 
     fn tiles(&self) -> [Tile; 1] {
         let lo = if self.causal { 0 } else { i64::MIN };
-        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX }, place: Place::START }]
+        [Tile { q: 0..self.s, k: 0..self.s, band: Band { lo, hi: i64::MAX }, place: TilePosition::START }]
     }
 
     /// Calls `work` with the inputs of the kernels.

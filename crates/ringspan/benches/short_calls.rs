@@ -5,7 +5,7 @@
 //! last column is the share of it that the kernel with two threads reaches, and its range. `isa=avx2` chooses the
 //! instruction set, `rounds=9` how often each is timed.
 
-use ringspan::kernel::{HeadMap, Inputs, Isa, Kernel, Partial, Place, Score, Tile, View};
+use ringspan::kernel::{HeadMap, Inputs, Isa, Kernel, Partial, Score, Tile, TilePosition, View};
 use ringspan::mask::Band;
 use std::sync::Barrier;
 use std::time::Instant;
@@ -38,7 +38,8 @@ impl Work {
         let view = View { heads: *heads, ..all };
         let map = HeadMap::grouped(*heads, *heads).expect("as many of both");
         let inputs = Inputs { q: view, k: view, v: view, heads: &map, score, bias: None };
-        let tile = Tile { q: 0..*tokens, k: 0..*tokens, band: Band { lo: 0, hi: i64::MAX }, place: Place::START };
+        let tile =
+            Tile { q: 0..*tokens, k: 0..*tokens, band: Band { lo: 0, hi: i64::MAX }, place: TilePosition::START };
         partial.max.fill(f32::NEG_INFINITY);
         partial.sum.fill(0.0);
         kernel.forward(&inputs, &[tile], partial).expect("a CPU does not fail");

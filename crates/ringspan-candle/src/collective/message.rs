@@ -11,7 +11,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, DType, Result, Shape, Storage, Tensor, bail};
 use half::bf16;
 use ringspan::comm::Buffer;
-use ringspan::kernel::{GpuElement, GpuSource, Handed};
+use ringspan::kernel::{GpuElement, GpuSource, SharedSlice};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -33,11 +33,11 @@ pub(super) fn message(x: &Tensor) -> Result<Buffer> {
     Ok(Buffer::Device(Arc::new(handed?)))
 }
 
-fn handed<T: GpuElement>(slice: &CudaSlice<T>, x: &Tensor, start: usize) -> Result<Handed> {
+fn handed<T: GpuElement>(slice: &CudaSlice<T>, x: &Tensor, start: usize) -> Result<SharedSlice> {
     // An empty view may start beyond the end of its storage.
     let range = if x.elem_count() == 0 { 0..0 } else { start..start + x.elem_count() };
     // SAFETY: the tensor keeps its storage alive, and nothing writes to it any more.
-    unsafe { Handed::new(slice, range, x.clone()) }.map_err(candle_core::Error::wrap)
+    unsafe { SharedSlice::new(slice, range, x.clone()) }.map_err(candle_core::Error::wrap)
 }
 
 /// Checks that rank `from` sent `rows` rows like those of x.
@@ -69,7 +69,7 @@ pub(super) fn check(part: &Buffer, from: usize, x: &Tensor, rows: usize) -> Resu
 fn tensor_of(part: &Buffer) -> Option<&Tensor> {
     let Buffer::Device(elements) = part else { return None };
     let elements: &dyn Any = &**elements;
-    elements.downcast_ref().map(Handed::owner)?.downcast_ref()
+    elements.downcast_ref().map(SharedSlice::owner)?.downcast_ref()
 }
 
 /// The received elements as a tensor of a shape that was checked, on the device and in the type of x.

@@ -1,8 +1,8 @@
 //! The collectives for tensors on the CPU, whose elements are copied into messages; bf16 is sent as 16-bit words.
 
 use crate::cast::cast;
-use crate::kept::rounded;
 use crate::number::Number;
+use crate::stored_activation::rounded;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
 use half::bf16;

@@ -11,8 +11,8 @@ use std::sync::Arc;
 type Comm = Arc<dyn Communicator>;
 
 /// Whether tensors on the device of x are handed over from GPU to GPU.
-pub(super) fn hands_over(comm: &Comm, x: &Tensor) -> bool {
-    gpu::holds(x) && comm.hands_over()
+pub(super) fn passes_device_memory(comm: &Comm, x: &Tensor) -> bool {
+    gpu::holds(x) && comm.passes_device_memory()
 }
 
 pub(super) fn all_gather(comm: &Comm, x: &Tensor, counts: Vec<usize>) -> Result<Tensor> {
@@ -21,9 +21,9 @@ pub(super) fn all_gather(comm: &Comm, x: &Tensor, counts: Vec<usize>) -> Result<
     given(x, value, move |d| scatter(&comm, d, &counts))
 }
 
-/// As [`super::reduce_scatter`]; unless `seen`, the result is zeros and nothing is sent.
-pub(super) fn reduce_scatter(comm: &Comm, x: &Tensor, counts: &[usize], seen: bool) -> Result<Tensor> {
-    let value = match seen {
+/// As [`super::reduce_scatter`]; unless `needs_values`, the result is zeros and nothing is sent.
+pub(super) fn reduce_scatter(comm: &Comm, x: &Tensor, counts: &[usize], needs_values: bool) -> Result<Tensor> {
+    let value = match needs_values {
         true => scatter(comm, &x.detach(), counts)?,
         false => rows_like(x, counts[comm.rank()])?,
     };
@@ -37,9 +37,14 @@ pub(super) fn all_reduce(comm: &Comm, x: &Tensor) -> Result<Tensor> {
     given(x, value, move |d| reduce(&comm, d))
 }
 
-/// As [`super::all_to_all`]; unless `seen`, the result is zeros and nothing is sent.
-pub(super) fn all_to_all(comm: &Comm, x: &Tensor, [send, receive]: [&[usize]; 2], seen: bool) -> Result<Tensor> {
-    let value = match seen {
+/// As [`super::all_to_all`]; unless `needs_values`, the result is zeros and nothing is sent.
+pub(super) fn all_to_all(
+    comm: &Comm,
+    x: &Tensor,
+    [send, receive]: [&[usize]; 2],
+    needs_values: bool,
+) -> Result<Tensor> {
+    let value = match needs_values {
         true => exchange(comm, &x.detach(), send, receive)?,
         false => rows_like(x, receive.iter().sum())?,
     };

@@ -14,8 +14,8 @@ pub use builder::ContextBuilder;
 pub use heads::QkvFormat;
 
 use crate::attend::{Attend, AttentionInputs};
-use crate::attention::{Memory, attention, attention_keeping};
-use crate::dropout::Drops;
+use crate::attention::{SavedAttention, attention, attention_saving};
+use crate::dropout::InputDropout;
 use crate::experts::{Experts, Local};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
@@ -42,7 +42,7 @@ pub struct Context {
     length: usize,
     experts: Arc<dyn Experts + Send + Sync>,
     tensor_parallel: TensorParallel,
-    drops: Option<Drops>,
+    dropout: Option<InputDropout>,
     /// Layers share masks and planning takes time, so each schedule is made once.
     schedules: Mutex<HashMap<ScheduleKey, Arc<Schedule>>>,
 }
@@ -80,7 +80,7 @@ impl Context {
             length,
             experts: Arc::new(Local),
             tensor_parallel: TensorParallel::default(),
-            drops: None,
+            dropout: None,
             schedules: Mutex::default(),
         })
     }
@@ -95,14 +95,14 @@ impl Context {
         Self { tensor_parallel, ..self }
     }
 
-    /// Sets the dropout of layer inputs; the tokens of `drops` must be those of this rank.
-    pub fn with_drops(self, drops: Drops) -> Self {
-        Self { drops: Some(drops), ..self }
+    /// Sets the dropout of layer inputs; the tokens of `dropout` must be those of this rank.
+    pub fn with_input_dropout(self, dropout: InputDropout) -> Self {
+        Self { dropout: Some(dropout), ..self }
     }
 
     /// Announces that sequences will grow to `length` tokens: rotary embeddings whose frequencies depend on the length are
     /// made for it.
-    pub fn growing_to(self, length: usize) -> Self {
+    pub fn with_max_length(self, length: usize) -> Self {
         Self { length: self.length.max(length), ..self }
     }
 
@@ -173,15 +173,15 @@ impl Attend for Context {
         attention(&self.group, &self.schedule_of(inputs, mask)?, inputs, score.clone())
     }
 
-    fn attention_keeping(
+    fn attention_saving(
         &self,
-        memory: &mut Memory,
+        memory: &mut SavedAttention,
         _layer: usize,
         inputs: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
-        attention_keeping(&self.group, &self.schedule_of(inputs, mask)?, inputs, score.clone(), memory)
+        attention_saving(&self.group, &self.schedule_of(inputs, mask)?, inputs, score.clone(), memory)
     }
 
     fn positions(&self) -> &[usize] {
@@ -200,7 +200,7 @@ impl Attend for Context {
         &self.tensor_parallel
     }
 
-    fn drops(&self) -> Option<&Drops> {
-        self.drops.as_ref()
+    fn input_dropout(&self) -> Option<&InputDropout> {
+        self.dropout.as_ref()
     }
 }

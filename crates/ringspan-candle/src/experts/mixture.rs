@@ -5,9 +5,9 @@
 
 use super::part::GatedPart;
 use super::stacked::StackedPart;
-use super::{Expert, NOWHERE, Routing, on_gpu};
-use crate::kept::{Kept, Storage};
-use crate::links::{LinkedGradients, Links};
+use super::{Expert, REMOTE_EXPERT, Routing, on_gpu};
+use crate::links::{ExtraGradients, ExtraParameters};
+use crate::stored_activation::{Storage, StoredActivation};
 use crate::tape::{self, Reads};
 use crate::{gpu, number};
 use candle_core::backend::BackendStorage;
@@ -17,13 +17,13 @@ use std::sync::{Mutex, PoisonError};
 
 /// Holds the products of one layer's mixture between its first computation and its recomputation.
 #[derive(Debug, Default)]
-pub struct Memory {
+pub struct SavedExperts {
     storage: Storage,
     /// For each expert with tokens, in ascending order, its stored products; empty on a GPU, which stores none.
     kept: Option<Vec<Products>>,
 }
 
-impl Memory {
+impl SavedExperts {
     /// An empty memory.
     #[must_use]
     pub fn new(storage: Storage) -> Self {
@@ -47,26 +47,26 @@ impl Memory {
 /// # Errors
 /// Shapes that do not fit, and what `expert` returns.
 pub fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
-    mixed_keeping(x, routing, expert, &mut Memory::default())
+    mixed_saving(x, routing, expert, &mut SavedExperts::default())
 }
 
-/// Like [`mixed`], with a memory, as [`Experts::mix_keeping`](super::Experts::mix_keeping) describes: if `memory` is empty,
+/// Like [`mixed`], with a memory, as [`Experts::mix_saving`](super::Experts::mix_saving) describes: if `memory` is empty,
 /// the products with gate and up, 2 I numbers for each chosen expert of a token, are stored there. Otherwise they are taken
 /// out, and the result is zeros. On a GPU nothing is stored, and everything is computed twice.
 ///
 /// # Errors
 /// As for [`mixed`], and a memory that was filled with another routing.
-pub fn mixed_keeping(
+pub fn mixed_saving(
     x: &Tensor,
     routing: &Routing,
     expert: &dyn Fn(usize) -> Result<Expert>,
-    memory: &mut Memory,
+    memory: &mut SavedExperts,
 ) -> Result<Tensor> {
     let ((tokens, width), (rows, top)) = (x.dims2()?, routing.weights.dims2()?);
     if rows != tokens || routing.chosen.len() != tokens * top {
         bail!("{} choices and weights {:?} do not fit {tokens} tokens", routing.chosen.len(), routing.weights.shape());
     }
-    if let Some(numbers) = routing.drops.as_ref().map(|drops| drops.tokens().len()).filter(|n| *n != tokens) {
+    if let Some(numbers) = routing.dropout.as_ref().map(|dropout| dropout.tokens().len()).filter(|n| *n != tokens) {
         bail!("what is dropped of {numbers} tokens does not fit {tokens}");
     }
     if gpu::holds(x) {
@@ -80,7 +80,7 @@ pub fn mixed_keeping(
     let (inputs, factors) = (x.detach(), weights.detach().flatten_all()?.to_vec1::<f32>()?);
     let mut slots: HashMap<u32, Vec<u32>> = HashMap::new();
     for (slot, &chosen) in routing.chosen.iter().enumerate() {
-        if chosen != NOWHERE {
+        if chosen != REMOTE_EXPERT {
             slots.entry(chosen).or_default().push(slot as u32);
         }
     }
@@ -93,7 +93,7 @@ pub fn mixed_keeping(
     }
     let first = known.is_none();
     let mut known = known.into_iter().flatten();
-    let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), Links::default());
+    let (mut out, mut parts, mut links) = (vec![0.0f32; tokens * width], Vec::new(), ExtraParameters::default());
     let mut stack_linked = None;
     for index in order {
         let (expert, slots) = (expert(index as usize)?, slots.remove(&index).unwrap_or_default());
@@ -104,7 +104,7 @@ pub fn mixed_keeping(
         let part = match &expert {
             Expert::Gated(expert) => {
                 expert.parameters().try_for_each(|parameter| links.tie(parameter))?;
-                RoutedExpert::Gated(GatedPart::new(expert, routing.drops.as_ref(), slots, top))
+                RoutedExpert::Gated(GatedPart::new(expert, routing.dropout.as_ref(), slots, top))
             }
             Expert::Stacked(expert) => {
                 // All experts of a stack share the same parameters, which are linked once.
@@ -136,7 +136,7 @@ pub fn mixed_keeping(
 struct Mixed {
     top: usize,
     parts: Vec<Linked>,
-    gradients: LinkedGradients,
+    gradients: ExtraGradients,
     out: Mutex<Vec<f32>>,
 }
 
@@ -157,7 +157,7 @@ enum RoutedExpert {
 /// The products of one expert's tokens with its gate and up, `[n, I]` each, or with both in one matrix, `[n, 2 I]`, stored
 /// for the backward pass.
 #[derive(Debug, Clone)]
-struct Products(Vec<Kept>);
+struct Products(Vec<StoredActivation>);
 
 impl Products {
     /// Returns `self`, or an error if a product has another shape.
@@ -195,7 +195,7 @@ impl RoutedExpert {
                 vec![both]
             }
         };
-        Ok(Products(products.iter().map(|product| Kept::new(product, storage)).collect::<Result<_>>()?))
+        Ok(Products(products.iter().map(|product| StoredActivation::new(product, storage)).collect::<Result<_>>()?))
     }
 }
 

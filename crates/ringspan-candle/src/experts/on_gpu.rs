@@ -1,10 +1,10 @@
 //! A mixture of experts on a GPU, composed of candle's operations: the tokens of all experts are gathered once, and their
 //! outputs added once.
 
-use super::{Expert, ExpertStack, GatedExpert, NOWHERE, Routing, StackedExpert};
+use super::{Expert, ExpertStack, GatedExpert, REMOTE_EXPERT, Routing, StackedExpert};
 use crate::activation::Activation;
 use crate::cast::cast;
-use crate::dropout::Drops;
+use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
 use crate::gpu;
 use crate::linear::{linear, linear_wide};
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Result<Expert>) -> Result<Tensor> {
     let (top, device) = (routing.weights.dim(1)?, x.device());
     let mut slots: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    for (slot, &chosen) in routing.chosen.iter().enumerate().filter(|(_, chosen)| **chosen != NOWHERE) {
+    for (slot, &chosen) in routing.chosen.iter().enumerate().filter(|(_, chosen)| **chosen != REMOTE_EXPERT) {
         slots.entry(chosen).or_default().push(slot as u32);
     }
     if slots.is_empty() {
@@ -30,16 +30,16 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     }
     let all: Vec<u32> = slots.values().flatten().copied().collect();
     let tokens: Vec<u32> = all.iter().map(|slot| slot / top as u32).collect();
-    let rows = gpu::picked(x, &tokens)?;
+    let rows = gpu::gather_rows(x, &tokens)?;
     let (count, tokens) = (all.len(), Tensor::from_vec(tokens, all.len(), device)?);
     let factors = routing.weights.contiguous()?.flatten_all()?.index_select(&Tensor::new(all, device)?, 0)?;
     let (mut outputs, mut first) = (Vec::new(), 0);
     for (index, slots) in &slots {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
-        let drops = routing.drops.as_ref().map(|drops| drops.of_rows(&tokens));
+        let dropout = routing.dropout.as_ref().map(|dropout| dropout.of_rows(&tokens));
         let rows = rows.narrow(0, first, slots.len())?;
         outputs.push(match expert(*index as usize)? {
-            Expert::Gated(expert) => output(&rows, &expert, drops.as_ref())?,
+            Expert::Gated(expert) => output(&rows, &expert, dropout.as_ref())?,
             Expert::Stacked(expert) => stacked(&rows, &expert)?,
         });
         first += slots.len();
@@ -48,15 +48,15 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     cast(&Tensor::zeros(x.shape(), DType::F32, device)?.index_add(&tokens, &weighted, 0)?, x.dtype())
 }
 
-/// One expert's output: x `[n, C]` to `[n, C]`. `drops` is the dropout of the inputs of adapters.
-fn output(x: &Tensor, expert: &GatedExpert, drops: Option<&Drops>) -> Result<Tensor> {
+/// One expert's output: x `[n, C]` to `[n, C]`. `dropout` is the dropout of the inputs of adapters.
+fn output(x: &Tensor, expert: &GatedExpert, dropout: Option<&InputDropout>) -> Result<Tensor> {
     let GatedExpert { gate, up, down, adapters } = expert;
     let (gate, up, down) = (gate.tensor()?, up.tensor()?, down.tensor()?);
     if adapters.iter().all(Option::is_none) {
         return gated_mlp(x, gate, up, down, Activation::Silu);
     }
     let through = |x: &Tensor, weight: &Tensor, adapter: &Option<Adapter>| match adapter {
-        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.part(x, drops)?)?, x.dtype()),
+        Some(adapter) => cast(&(linear_wide(x, weight)? + adapter.part(x, dropout)?)?, x.dtype()),
         None => linear(x, weight, None),
     };
     let [of_gate, of_up, of_down] = adapters;

@@ -6,11 +6,11 @@
 use super::GatedExpert;
 use super::product::{back_through, through};
 use crate::cast::cast;
-use crate::dropout::Drops;
-use crate::kept::Kept;
+use crate::dropout::InputDropout;
 use crate::lora::Adapter;
 use crate::matmul::product_of;
 use crate::slices::values;
+use crate::stored_activation::StoredActivation;
 use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -20,7 +20,7 @@ pub(super) struct GatedPart {
     /// Which of gate, up and down need gradients; the matrices of adapters always do.
     trained: [bool; 3],
     /// The dropout of the expert's tokens, for its adapters.
-    drops: Option<Drops>,
+    dropout: Option<InputDropout>,
     /// The rows of the tokens `[n]`, and the indices of their routing weights in `[T, K]`.
     tokens: Vec<u32>,
     slots: Vec<u32>,
@@ -28,11 +28,11 @@ pub(super) struct GatedPart {
 
 impl GatedPart {
     /// The expert with the tokens of these `slots`, which are indices in `[T, K]`; each token has `top` of them.
-    pub(super) fn new(expert: &GatedExpert, drops: Option<&Drops>, slots: Vec<u32>, top: usize) -> Self {
+    pub(super) fn new(expert: &GatedExpert, dropout: Option<&InputDropout>, slots: Vec<u32>, top: usize) -> Self {
         let tokens: Vec<u32> = slots.iter().map(|slot| slot / top as u32).collect();
         Self {
             trained: expert.weights().map(|weight| weight.dense().is_some_and(Tensor::track_op)),
-            drops: drops.map(|drops| drops.of_rows(&tokens)),
+            dropout: dropout.map(|dropout| dropout.of_rows(&tokens)),
             expert: expert.detach(),
             tokens,
             slots,
@@ -65,7 +65,7 @@ impl GatedPart {
     fn adapted(&self, x: &Tensor, weight: &Weight, adapter: Option<&Adapter>) -> Result<Tensor> {
         let y = through(x, weight)?;
         match adapter {
-            Some(adapter) => y + adapter.part(x, self.drops.as_ref())?,
+            Some(adapter) => y + adapter.part(x, self.dropout.as_ref())?,
             None => Ok(y),
         }
     }
@@ -78,16 +78,16 @@ impl GatedPart {
     /// [`GatedExpert::parameters`], in their order, with `None` for matrices that are not trained.
     pub(super) fn backward(
         &self,
-        [gate, up]: [&Kept; 2],
+        [gate, up]: [&StoredActivation; 2],
         x: &Tensor,
         factors: &[f32],
         d_out: &Tensor,
         dx: &mut [f32],
         d_factors: &mut [f32],
     ) -> Result<Vec<Option<Tensor>>> {
-        let ([of_gate, of_up, of_down], drops) = (self.adapters(), self.drops.as_ref());
+        let ([of_gate, of_up, of_down], dropout) = (self.adapters(), self.dropout.as_ref());
         let (x, d_out) = (gathered(x, &self.tokens)?, gathered(d_out, &self.tokens)?);
-        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, drops)).transpose();
+        let back = |adapter: Option<&Adapter>, dy: &Tensor| adapter.map(|it| it.backward(dy, dropout)).transpose();
         // The routing weights are not included yet, so that the gradient of these weights can be computed from this product.
         let mut unscaled = back_through(&d_out, &self.expert.down)?;
         let down_back = back(of_down, &d_out)?;
@@ -114,7 +114,7 @@ impl GatedPart {
         }
         for ((adapter, back), (dy, x)) in self.adapters().into_iter().zip([gate_back, up_back, down_back]).zip(pairs) {
             if let (Some(adapter), Some([_, d_narrow])) = (adapter, back) {
-                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, drops)?.map(Some));
+                gradients.extend(adapter.d_matrices(x, dy, &d_narrow, dropout)?.map(Some));
             }
         }
         Ok(gradients)

@@ -7,9 +7,9 @@ use super::part::{gathered, scatter};
 use super::product::{back_through_one, through_one};
 use super::{ExpertStack, StackedExpert};
 use crate::cast::cast;
-use crate::kept::Kept;
 use crate::matmul::product_of;
 use crate::slices::values;
+use crate::stored_activation::StoredActivation;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without graphs.
@@ -106,7 +106,7 @@ impl StackedPart {
     /// gradients.
     pub(super) fn backward(
         &self,
-        gate_up: &Kept,
+        gate_up: &StoredActivation,
         x: &Tensor,
         factors: &[f32],
         d_out: &Tensor,

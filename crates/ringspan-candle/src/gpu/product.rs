@@ -1,7 +1,7 @@
 //! Matrix products by cuBLAS that candle does not offer: of bf16 with f32 results, and added to the output.
 
 use super::operand::Operand;
-use crate::matmul::Into;
+use crate::matmul::Accumulate;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::cublas::{result, sys};
 use candle_core::{CudaStorage, DType, Layout, Result, bail};
@@ -20,7 +20,7 @@ pub(crate) struct Output<'a> {
 ///
 /// # Errors
 /// Other types or layouts, an output that is too small, sizes beyond those of cuBLAS; failures of cuBLAS.
-pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Into) -> Result<()> {
+pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Accumulate) -> Result<()> {
     let ((m, k), (inner, n)) = (a_at.shape().dims2()?, b_at.shape().dims2()?);
     if inner != k || a.dtype() != b.dtype() {
         let (a, b) = ((a_at.shape(), a.dtype()), (b_at.shape(), b.dtype()));
@@ -34,7 +34,7 @@ pub(crate) fn product((a, a_at): Side, (b, b_at): Side, to: Output, into: Into) 
         return Ok(());
     }
     let size = |size: usize| i32::try_from(size).map_err(candle_core::Error::wrap);
-    let (one, before) = (1.0f32, if into == Into::Sum { 1.0f32 } else { 0.0 });
+    let (one, before) = (1.0f32, if into == Accumulate::Add { 1.0f32 } else { 0.0 });
     let (a_type, a_op, a_leading) = (kind(a.dtype())?, turned(a_at)?, leading(a_at)?);
     let (b_type, b_op, b_leading) = (kind(b.dtype())?, turned(b_at)?, leading(b_at)?);
     let (stream, blas) = (device.cuda_stream(), device.cublas_handle());

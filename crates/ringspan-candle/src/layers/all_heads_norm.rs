@@ -47,7 +47,7 @@ impl AllHeadsNorm {
         }
         let (weight, flat) = (pass.tensor(&self.weight)?, x.flatten_from(1)?);
         let tp = pass.attend().tensor_parallel();
-        if tp.is_whole() {
+        if tp.is_single_rank() {
             return rms_norm(&flat, weight, self.eps)?.reshape(x.shape());
         }
         let wide = cast(&flat, DType::F32)?;

@@ -94,9 +94,9 @@ impl Attention {
     /// every mesh drops the same weights.
     fn score(&self, pass: &ForwardPass) -> Result<Score> {
         let score = self.score.clone();
-        let Some(drops) = pass.attend().drops().filter(|_| self.dropout > 0.0) else { return Ok(score) };
+        let Some(dropout) = pass.attend().input_dropout().filter(|_| self.dropout > 0.0) else { return Ok(score) };
         let heads = self.heads.of_rank(pass.attend().tensor_parallel().place()).map_err(candle_core::Error::wrap)?;
-        let dropout = drops.of_attention(self.dropout, self.stream, heads.queries.start);
+        let dropout = dropout.of_attention(self.dropout, self.stream, heads.queries.start);
         Ok(Score { dropout: Some(dropout), ..score })
     }
 }

@@ -1,11 +1,11 @@
 //! The gated feed-forward layer (gated MLP).
 
 use super::ForwardPass;
-use super::projection::{Loaded, Projection};
+use super::projection::{LinearWithWeights, Projection};
 use super::row_linear::reduced;
 use super::with_bias;
 use crate::activation::Activation;
-use crate::dropout::Drops;
+use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
 use crate::geglu::geglu;
 use crate::gpu;
@@ -75,44 +75,44 @@ impl GatedMlp {
         if pass.is_recomputed() { residual_unseen(stream, &out) } else { residual(stream, &out) }
     }
 
-    fn output(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+    fn output(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
         if pass.tokens() == 0 {
             return Ok(x.clone());
         }
         let x = pass.gather(x)?;
         // With tensor parallelism, the bias is added to the values of the sum over ranks, so these are read.
-        let seen = seen || self.down.has_bias() && !pass.attend().tensor_parallel().is_whole();
+        let needs_values = needs_values || self.down.has_bias() && !pass.attend().tensor_parallel().is_single_rank();
         if let Some([gate, up, down]) = self.plain_weights(pass)? {
             let out = match pass.store() {
-                Some(store) => store.gated(&self.name, &x, [&gate, &up, &down], self.activation, seen)?,
+                Some(store) => store.gated(&self.name, &x, [&gate, &up, &down], self.activation, needs_values)?,
                 None => gated_mlp(&x, &gate, &up, &down, self.activation)?,
             };
             return pass.reduce(&out);
         }
         // There are no tiles on a GPU, and a layer that stores its products has the intermediate tensors of all rows anyway.
         if !gpu::holds(&x) && pass.store().is_none_or(|store| !store.keeps_products()) {
-            return self.tiled(&x, seen, pass);
+            return self.tiled(&x, needs_values, pass);
         }
         let [gate, up] = match &self.inner {
             Inner::Apart([gate, up]) => [gate.forward(&x, pass)?, up.forward(&x, pass)?],
             Inner::Stacked(both) => halves(&both.forward(&x, pass)?, 1)?,
         };
-        reduced(&self.down, &gated(&gate, &up, self.activation)?, seen, pass)
+        reduced(&self.down, &gated(&gate, &up, self.activation)?, needs_values, pass)
     }
 
     /// The output, computed with the intermediate tensors of one tile of rows at a time.
-    fn tiled(&self, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+    fn tiled(&self, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
         let mut rows = GatedRows {
             inner: self.inner().iter().map(|linear| linear.load(pass)).collect::<Result<_>>()?,
             down: self.down.load(pass)?,
             activation: self.activation,
-            drops: pass.attend().drops().cloned(),
+            dropout: pass.attend().input_dropout().cloned(),
         };
         // With tensor parallelism, the bias is added once, after the sum over ranks.
-        let is_whole = pass.attend().tensor_parallel().is_whole();
+        let is_whole = pass.attend().tensor_parallel().is_single_rank();
         let bias = if is_whole { None } else { rows.down.bias.take() };
         let out = match pass.store() {
-            Some(store) => store.tiled(&self.name, x, rows, seen)?,
+            Some(store) => store.tiled(&self.name, x, rows, needs_values)?,
             None => tiled(x, rows)?,
         };
         let sum = pass.reduce(&out)?;
@@ -159,30 +159,30 @@ impl GatedMlp {
 #[derive(Clone)]
 struct GatedRows {
     /// The projections of gate and up, or the one projection of both.
-    inner: Vec<Loaded>,
-    down: Loaded,
+    inner: Vec<LinearWithWeights>,
+    down: LinearWithWeights,
     activation: Activation,
-    drops: Option<Drops>,
+    dropout: Option<InputDropout>,
 }
 
 impl RowFunction for GatedRows {
     fn parameters(&mut self) -> Vec<&mut Tensor> {
-        self.inner.iter_mut().chain([&mut self.down]).flat_map(Loaded::parameters).collect()
+        self.inner.iter_mut().chain([&mut self.down]).flat_map(LinearWithWeights::parameters).collect()
     }
 
     fn width(&self) -> Result<usize> {
         Ok(self.down.weight.dims()[0])
     }
 
-    fn forward(&self, x: &Tensor, rows: Range<usize>, seen: bool) -> Result<Tensor> {
-        let drops = self.drops.as_ref().map(|drops| drops.of(drops.tokens()[rows].to_vec()));
-        let drops = drops.as_ref();
+    fn forward(&self, x: &Tensor, rows: Range<usize>, needs_values: bool) -> Result<Tensor> {
+        let dropout = self.dropout.as_ref().map(|dropout| dropout.of(dropout.tokens()[rows].to_vec()));
+        let dropout = dropout.as_ref();
         let [gate, up] = match self.inner.as_slice() {
-            [gate, up] => [gate.forward(x, drops, true)?, up.forward(x, drops, true)?],
-            [both] => halves(&both.forward(x, drops, true)?, 1)?,
+            [gate, up] => [gate.forward(x, dropout, true)?, up.forward(x, dropout, true)?],
+            [both] => halves(&both.forward(x, dropout, true)?, 1)?,
             _ => bail!("a gated layer of {} inner projections", self.inner.len()),
         };
-        self.down.forward(&gated(&gate, &up, self.activation)?, drops, seen)
+        self.down.forward(&gated(&gate, &up, self.activation)?, dropout, needs_values)
     }
 }
 

@@ -7,7 +7,7 @@ use super::projection::Projection;
 use super::router::{Router, RouterLayer};
 use super::stacked_experts::StackedExperts;
 use crate::activation::ClampedSwiglu;
-use crate::dropout::Drops;
+use crate::dropout::InputDropout;
 use crate::experts::{Expert, GatedExpert, Routing};
 use crate::model::Scope;
 use crate::residual::{residual, residual_unseen};
@@ -109,15 +109,15 @@ impl MixtureOfExperts {
         let (attend, experts) = (pass.attend(), pass.attend().experts());
         // With tensor parallelism, this rank routes its own rows of the shared tokens. A rank without rows still takes part,
         // since it may compute experts for other ranks.
-        let rows = if x.dim(0)? == 0 { 0..0 } else { attend.tensor_parallel().part(pass.tokens()) };
-        let drops = self.drops(rows, pass);
+        let rows = if x.dim(0)? == 0 { 0..0 } else { attend.tensor_parallel().shard_range(pass.tokens()) };
+        let dropout = self.dropout(rows, pass);
         let choices = match x.dim(0)? {
             0 => self.router.nothing(x)?,
-            _ => self.router.forward(x, drops.as_ref(), experts.pressures(self.index), pass)?,
+            _ => self.router.forward(x, dropout.as_ref(), experts.router_gradients(self.index), pass)?,
         };
         experts.routed(self.index, choices.load)?;
-        let drops = drops.filter(|_| self.has_adapters(pass));
-        let routing = Routing { chosen: choices.chosen, weights: choices.weights, drops };
+        let dropout = dropout.filter(|_| self.has_adapters(pass));
+        let routing = Routing { chosen: choices.chosen, weights: choices.weights, dropout };
         match &self.experts {
             Experts::Apart(all) => experts.mix(self.index, x, &routing, &|index| apart(&all[index], pass)),
             Experts::Stacked(all) => {
@@ -128,9 +128,9 @@ impl MixtureOfExperts {
     }
 
     /// The dropout of these tokens in adapters; `None` if no adapter has dropout.
-    fn drops(&self, tokens: Range<usize>, pass: &ForwardPass) -> Option<Drops> {
-        let drops = pass.attend().drops().filter(|_| pass.adapters().drop_inputs())?;
-        Some(drops.of(drops.tokens()[tokens].to_vec()))
+    fn dropout(&self, tokens: Range<usize>, pass: &ForwardPass) -> Option<InputDropout> {
+        let dropout = pass.attend().input_dropout().filter(|_| pass.adapters().drop_inputs())?;
+        Some(dropout.of(dropout.tokens()[tokens].to_vec()))
     }
 
     /// Whether any expert has an adapter.

@@ -1,8 +1,8 @@
 //! One weight matrix with its bias and adapter, from which all linear layers are built.
 
 use super::ForwardPass;
-use crate::dropout::Drops;
-use crate::linear_adapted::Frozen;
+use crate::dropout::InputDropout;
+use crate::linear_adapted::FrozenLinear;
 use crate::lora::{Adapter, matrices};
 use crate::model::{Init, Scope};
 use crate::residual::residual;
@@ -82,38 +82,44 @@ impl Projection {
         self.product(x, self.bias(pass)?, true, pass)
     }
 
-    /// Like [`forward`](Self::forward), with this bias instead; `seen` says whether anything reads the output values when the
+    /// Like [`forward`](Self::forward), with this bias instead; `needs_values` says whether anything reads the output values when the
     /// layer is recomputed.
-    pub(super) fn product(&self, x: &Tensor, bias: Option<&Tensor>, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+    pub(super) fn product(
+        &self,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        needs_values: bool,
+        pass: &ForwardPass,
+    ) -> Result<Tensor> {
         let weight = self.weight(pass)?;
         if x.dim(0)? == 0 {
             return weight.linear(x, bias);
         }
         let adapter = self.adapter(pass)?;
-        if let (Some(adapter), Some(frozen)) = (&adapter, Frozen::new(weight, bias)) {
-            let narrow = adapter.narrow(x, self.drops(pass).as_deref())?;
+        if let (Some(adapter), Some(frozen)) = (&adapter, FrozenLinear::new(weight, bias)) {
+            let narrow = adapter.narrow(x, self.dropout(pass).as_deref())?;
             return match pass.store() {
-                Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], seen),
+                Some(store) => store.adapted(&self.name, x, frozen, [&narrow, &adapter.b], needs_values),
                 None => frozen.with_adapter(x, &narrow, &adapter.b),
             };
         }
         let out = match pass.store() {
-            Some(store) => store.linear(&self.name, x, weight, bias, seen)?,
+            Some(store) => store.linear(&self.name, x, weight, bias, needs_values)?,
             None => weight.linear(x, bias)?,
         };
         match adapter {
-            Some(adapter) => residual(&out, &adapter.part(x, self.drops(pass).as_deref())?),
+            Some(adapter) => residual(&out, &adapter.part(x, self.dropout(pass).as_deref())?),
             None => Ok(out),
         }
     }
 
     /// The dropout of the layer's input rows: of this rank's rows if it holds the layer whole, else of all tokens of the
     /// group.
-    fn drops<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, Drops>> {
-        let (drops, tp) = (pass.attend().drops()?, pass.attend().tensor_parallel());
-        Some(match self.replicated && !tp.is_whole() {
-            true => Cow::Owned(drops.of(drops.tokens()[tp.part(pass.tokens())].to_vec())),
-            false => Cow::Borrowed(drops),
+    fn dropout<'a>(&self, pass: &ForwardPass<'a>) -> Option<Cow<'a, InputDropout>> {
+        let (dropout, tp) = (pass.attend().input_dropout()?, pass.attend().tensor_parallel());
+        Some(match self.replicated && !tp.is_single_rank() {
+            true => Cow::Owned(dropout.of(dropout.tokens()[tp.shard_range(pass.tokens())].to_vec())),
+            false => Cow::Borrowed(dropout),
         })
     }
 
@@ -125,8 +131,12 @@ impl Projection {
     }
 
     /// The layer with the values of its parameters.
-    pub(super) fn load(&self, pass: &ForwardPass) -> Result<Loaded> {
-        Ok(Loaded { weight: self.weight(pass)?.clone(), bias: self.bias(pass)?.cloned(), adapter: self.adapter(pass)? })
+    pub(super) fn load(&self, pass: &ForwardPass) -> Result<LinearWithWeights> {
+        Ok(LinearWithWeights {
+            weight: self.weight(pass)?.clone(),
+            bias: self.bias(pass)?.cloned(),
+            adapter: self.adapter(pass)?,
+        })
     }
 
     /// The first column of the whole input that this rank holds.
@@ -140,21 +150,21 @@ impl Projection {
             Some(Split::KeyValueHeads(heads, dim)) => {
                 heads.of_rank(tp.place()).map_err(candle_core::Error::wrap)?.key_values.start * dim
             }
-            Some(Split::Even(_)) => tp.part(self.inputs).start,
-            Some(Split::ExpertWidth(_)) => pass.attend().experts().part(self.inputs).start,
+            Some(Split::Even(_)) => tp.shard_range(self.inputs).start,
+            Some(Split::ExpertWidth(_)) => pass.attend().experts().local_width(self.inputs).start,
         })
     }
 }
 
 /// A linear layer with the values of its parameters, for use where no [`ForwardPass`] is available.
 #[derive(Debug, Clone)]
-pub(super) struct Loaded {
+pub(super) struct LinearWithWeights {
     pub(super) weight: Weight,
     pub(super) bias: Option<Tensor>,
     pub(super) adapter: Option<Adapter>,
 }
 
-impl Loaded {
+impl LinearWithWeights {
     /// The tensors that can be trained: a dense weight, the bias and the adapter's matrices, as far as they exist.
     pub(super) fn parameters(&mut self) -> impl Iterator<Item = &mut Tensor> {
         let weight = match &mut self.weight {
@@ -165,21 +175,21 @@ impl Loaded {
         weight.into_iter().chain(&mut self.bias).chain(adapter)
     }
 
-    /// x `[T, in]` to `[T, out]`. Unless `seen`, nothing reads the output values, only gradients.
-    pub(super) fn forward(&self, x: &Tensor, drops: Option<&Drops>, seen: bool) -> Result<Tensor> {
-        if let (Some(adapter), Some(frozen)) = (&self.adapter, Frozen::new(&self.weight, self.bias.as_ref())) {
-            let narrow = adapter.narrow(x, drops)?;
-            return match seen {
+    /// x `[T, in]` to `[T, out]`. Unless `needs_values`, nothing reads the output values, only gradients.
+    pub(super) fn forward(&self, x: &Tensor, dropout: Option<&InputDropout>, needs_values: bool) -> Result<Tensor> {
+        if let (Some(adapter), Some(frozen)) = (&self.adapter, FrozenLinear::new(&self.weight, self.bias.as_ref())) {
+            let narrow = adapter.narrow(x, dropout)?;
+            return match needs_values {
                 true => frozen.with_adapter(x, &narrow, &adapter.b),
                 false => frozen.with_adapter_again(x, &narrow, &adapter.b, None),
             };
         }
-        let out = match seen {
+        let out = match needs_values {
             true => self.weight.linear(x, self.bias.as_ref())?,
-            false => self.weight.linear_again(x, self.bias.as_ref(), None)?,
+            false => self.weight.linear_recomputed(x, self.bias.as_ref(), None)?,
         };
         match &self.adapter {
-            Some(adapter) => residual(&out, &adapter.part(x, drops)?),
+            Some(adapter) => residual(&out, &adapter.part(x, dropout)?),
             None => Ok(out),
         }
     }

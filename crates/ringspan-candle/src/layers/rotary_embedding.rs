@@ -1,7 +1,7 @@
 //! Rotary position embedding as a layer (Su et al., 2021).
 
 use super::ForwardPass;
-use crate::rope::{Rotation, rope};
+use crate::rope::{RotaryTable, rope};
 use candle_core::{Result, Tensor};
 
 /// Rotates pairs of a head's elements by angles that grow with the token's position.
@@ -74,19 +74,19 @@ impl RotaryEmbedding {
     /// in Hugging Face transformers. A growing sequence is rotated for its final length from the start, while transformers
     /// leaves cached keys at the base of the length for which they were computed.
     #[must_use]
-    pub fn rotation(&self, positions: &[usize], length: usize) -> Rotation {
+    pub fn rotation(&self, positions: &[usize], length: usize) -> RotaryTable {
         let length = length as f64;
         match &self.by_length {
             Some(ByLength::DynamicBase { theta, factor, trained }) if length > *trained => {
                 let dim = 2.0 * self.frequencies.len() as f64;
                 let growth = factor * length / trained - (factor - 1.0);
                 let frequencies = inverse_frequencies(theta * growth.powf(dim / (dim - 2.0)), dim as usize);
-                Rotation::new(positions, &frequencies, self.scale)
+                RotaryTable::new(positions, &frequencies, self.scale)
             }
             Some(ByLength::Long { frequencies, original }) if length > *original => {
-                Rotation::new(positions, frequencies, self.scale)
+                RotaryTable::new(positions, frequencies, self.scale)
             }
-            _ => Rotation::new(positions, &self.frequencies, self.scale),
+            _ => RotaryTable::new(positions, &self.frequencies, self.scale),
         }
     }
 }

@@ -5,8 +5,8 @@
 use super::ForwardPass;
 use super::projection::Projection;
 use crate::cast::cast;
-use crate::dropout::Drops;
-use crate::experts::{Load, Pressure, pressed};
+use crate::dropout::InputDropout;
+use crate::experts::{Load, RouterGradient, with_router_gradient};
 use crate::linear::linear;
 use crate::lora::Adapter;
 use crate::model::{Init, Scope};
@@ -130,23 +130,23 @@ impl RouterLayer {
         self.gate.weight_name()
     }
 
-    /// Routes the tokens x `[T, C]`, at least one. `pressures` are gradients of further losses with respect to the scores.
+    /// Routes the tokens x `[T, C]`, at least one. `router_gradients` are gradients of further losses with respect to the scores.
     pub(super) fn forward(
         &self,
         x: &Tensor,
-        drops: Option<&Drops>,
-        pressures: Vec<Pressure>,
+        dropout: Option<&InputDropout>,
+        router_gradients: Vec<RouterGradient>,
         pass: &ForwardPass,
     ) -> Result<Choices> {
         let router = &self.router;
-        let logits = self.logits(x, drops, pass)?;
+        let logits = self.logits(x, dropout, pass)?;
         let mut scores = match router.scoring {
             Scoring::Softmax => softmax(&logits)?,
             // The sigmoid, in a form whose derivative is finite everywhere.
             Scoring::Sigmoid => (((logits * 0.5)?.tanh()? + 1.0)? * 0.5)?,
         };
-        for pressure in pressures {
-            scores = pressed(&scores, pressure)?;
+        for router_gradient in router_gradients {
+            scores = with_router_gradient(&scores, router_gradient)?;
         }
         let correction = match &self.correction {
             Some(name) => cast(pass.tensor(name)?, DType::F32)?.to_vec1()?,
@@ -176,7 +176,7 @@ impl RouterLayer {
 
     /// The logits `[T, E]`, f32 whatever type the model computes in: near a tie, rounding would route a token to another
     /// expert.
-    fn logits(&self, x: &Tensor, drops: Option<&Drops>, pass: &ForwardPass) -> Result<Tensor> {
+    fn logits(&self, x: &Tensor, dropout: Option<&InputDropout>, pass: &ForwardPass) -> Result<Tensor> {
         let exact = |tensor: &Tensor| cast(tensor, DType::F32);
         let x = &exact(x)?;
         let product = |name: &str, x: &Tensor, weight: Tensor| match pass.store() {
@@ -193,7 +193,7 @@ impl RouterLayer {
             Some(adapter) => {
                 let adapter = Adapter { a: exact(&adapter.a)?, b: exact(&adapter.b)?, ..adapter };
                 let name = format!("{}.lora_B", self.gate.name());
-                logits + product(&name, &adapter.narrow(x, drops)?, adapter.b.clone())?
+                logits + product(&name, &adapter.narrow(x, dropout)?, adapter.b.clone())?
             }
             None => Ok(logits),
         }

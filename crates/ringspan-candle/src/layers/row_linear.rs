@@ -34,14 +34,14 @@ impl RowLinear {
     }
 }
 
-/// The sum of a projection over the ranks that share its inputs, to which the bias is added once; `seen` is as in
+/// The sum of a projection over the ranks that share its inputs, to which the bias is added once; `needs_values` is as in
 /// [`Projection::product`].
-pub(super) fn reduced(projection: &Projection, x: &Tensor, seen: bool, pass: &ForwardPass) -> Result<Tensor> {
+pub(super) fn reduced(projection: &Projection, x: &Tensor, needs_values: bool, pass: &ForwardPass) -> Result<Tensor> {
     let bias = projection.bias(pass)?;
-    if pass.attend().tensor_parallel().is_whole() {
-        return projection.product(x, bias, seen, pass);
+    if pass.attend().tensor_parallel().is_single_rank() {
+        return projection.product(x, bias, needs_values, pass);
     }
-    let sum = pass.reduce(&projection.product(x, None, seen, pass)?)?;
+    let sum = pass.reduce(&projection.product(x, None, needs_values, pass)?)?;
     match bias.filter(|_| pass.tokens() > 0) {
         Some(bias) => with_bias(&sum, bias),
         None => Ok(sum),

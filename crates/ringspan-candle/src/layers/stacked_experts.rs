@@ -59,9 +59,9 @@ impl StackedExperts {
             down_bias: bias(down_bias)?,
             activation: self.activation,
             // Where ranks sum over shards of the width, only the first adds the bias.
-            adds_down_bias: experts.part(self.width).start == 0,
+            adds_down_bias: experts.local_width(self.width).start == 0,
         };
-        Ok(ExpertsHere { stack: Arc::new(stack), first: experts.held(self.experts).start })
+        Ok(ExpertsHere { stack: Arc::new(stack), first: experts.local_experts(self.experts).start })
     }
 }
 

@@ -54,11 +54,11 @@ impl VocabEmbedding {
         if tokens.is_empty() {
             return Tensor::zeros((0, self.width), dtype, device);
         }
-        if tp.is_whole() {
+        if tp.is_single_rank() {
             return self.scaled(table.lookup(tokens)?);
         }
         // Each rank has a shard of the vocabulary, and contributes zeros for other tokens.
-        let known = tp.part(self.vocabulary);
+        let known = tp.shard_range(self.vocabulary);
         let place = |token: u32| (token as usize).checked_sub(known.start).filter(|place| *place < known.len());
         let places: Vec<u32> = tokens.iter().filter_map(|token| Some(place(*token)? as u32)).collect();
         let mut rows = vec![0.0f32; tokens.len() * self.width];
@@ -78,7 +78,7 @@ impl VocabEmbedding {
     /// Failures of other ranks.
     pub fn backward(&self, d_rows: &Tensor, tokens: &[u32], tp: &TensorParallel) -> Result<Tensor> {
         let d_rows = tp.gather(&self.scaled(d_rows.clone())?, tokens.len())?;
-        let known = tp.part(self.vocabulary);
+        let known = tp.shard_range(self.vocabulary);
         let own = |token: u32| (token as usize).checked_sub(known.start).filter(|row| *row < known.len());
         match d_rows.device().is_cpu() {
             true => sums_by_token(&d_rows, tokens, own, [known.len(), self.width]),

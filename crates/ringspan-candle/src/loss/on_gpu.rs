@@ -8,7 +8,7 @@ use super::{CHUNK_ON_GPU as CHUNK, HeadLoss, Sums, Vocabulary};
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, tensor, unwritten};
 use crate::gpu::product::{Output, product};
-use crate::matmul::Into;
+use crate::matmul::Accumulate;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::DeviceRepr;
 use candle_core::{CudaStorage, DType, Layout, Result, Shape, Tensor};
@@ -83,7 +83,7 @@ fn of_all(
     let (mut of_chunks, mut totals) = (Vec::new(), Vec::new());
     for rows in chunks.all() {
         let own = chunks.sums(rows.clone())?;
-        if vocabulary.shared.is_whole() {
+        if vocabulary.shared.is_single_rank() {
             chunks.differentiate(rows.clone(), &own, scale)?;
             of_chunks.push(own);
         } else {
@@ -93,7 +93,7 @@ fn of_all(
         }
         chunks.multiply(rows, &mut d_hidden, d_head.as_mut())?;
     }
-    if vocabulary.shared.is_whole() {
+    if vocabulary.shared.is_single_rank() {
         totals = read(&Tensor::cat(&of_chunks, 0)?)?;
     }
     Ok(HeadLoss {
@@ -183,7 +183,7 @@ impl<'a> Chunks<'a> {
         let (hidden, head) = (self.hidden.narrow(0, rows.start, rows.len())?, self.head.t()?);
         let ((hidden_held, hidden_at), (head_held, head_at)) = (hidden.storage_and_layout(), head.storage_and_layout());
         let output = Output { of: &mut self.logits, first: 0 };
-        product((on_gpu(&hidden_held)?, hidden_at), (on_gpu(&head_held)?, head_at), output, Into::Fresh)?;
+        product((on_gpu(&hidden_held)?, hidden_at), (on_gpu(&head_held)?, head_at), output, Accumulate::Overwrite)?;
 
         let device = self.logits.device();
         let (mut sums, stream) = (unwritten(device, &shape, DType::F32)?, device.cuda_stream());
@@ -247,11 +247,11 @@ impl<'a> Chunks<'a> {
             (self.narrow.as_ref().unwrap_or(&self.logits), self.layout(&rows)?, self.hidden.dim(1)?);
         let (head_held, head_at) = self.head.storage_and_layout();
         let output = Output { of: d_hidden, first: rows.start * width };
-        product((gradient, &at), (on_gpu(&head_held)?, head_at), output, Into::Fresh)?;
+        product((gradient, &at), (on_gpu(&head_held)?, head_at), output, Accumulate::Overwrite)?;
         let Some(d_head) = d_head else { return Ok(()) };
         let hidden = self.hidden.narrow(0, rows.start, rows.len())?;
         let (hidden_held, hidden_at) = hidden.storage_and_layout();
-        let into = if rows.start == 0 { Into::Fresh } else { Into::Sum };
+        let into = if rows.start == 0 { Accumulate::Overwrite } else { Accumulate::Add };
         let output = Output { of: d_head, first: 0 };
         product((gradient, &at.transpose(0, 1)?), (on_gpu(&hidden_held)?, hidden_at), output, into)
     }

@@ -51,10 +51,10 @@ fn lanes(pieces: usize) -> usize {
 const SHARED_BYTES: usize = 2 * 4 * THREADS / WARP;
 
 /// A tensor that is read, as its storage and layout.
-type Held<'a> = (&'a CudaStorage, &'a Layout);
+type StoredTensor<'a> = (&'a CudaStorage, &'a Layout);
 
 /// Computes the norm as an operation returns it: x consists of rows, the weight is contiguous.
-pub(super) fn forward(x: Held, w: Held, eps: f64) -> Result<(CudaStorage, Shape)> {
+pub(super) fn forward(x: StoredTensor, w: StoredTensor, eps: f64) -> Result<(CudaStorage, Shape)> {
     let (x_read, x_at) = x;
     if x_at.shape().elem_count() == 0 {
         return zeros(x_read, x_at.shape());
@@ -64,7 +64,7 @@ pub(super) fn forward(x: Held, w: Held, eps: f64) -> Result<(CudaStorage, Shape)
 }
 
 /// Computes x + y and the norm of this sum: x and y consist of rows and are not empty, the weight is contiguous.
-pub(crate) fn forward_of_sum(x: Held, y: Held, w: Held, eps: f64) -> Result<[CudaStorage; 2]> {
+pub(crate) fn forward_of_sum(x: StoredTensor, y: StoredTensor, w: StoredTensor, eps: f64) -> Result<[CudaStorage; 2]> {
     let (device, shape, dtype) = (x.0.device(), x.1.shape(), x.0.dtype());
     if y.0.dtype() != dtype || y.1.shape() != shape {
         let y = (y.0.dtype(), y.1.shape());
@@ -77,9 +77,9 @@ pub(crate) fn forward_of_sum(x: Held, y: Held, w: Held, eps: f64) -> Result<[Cud
 
 /// Fills `out` with the norm of x or, with `added`, with the norm of its sum with another tensor; the sum is written, too.
 fn written(
-    (x, x_at): Held,
-    added: Option<(Held, &mut CudaStorage)>,
-    (w, w_at): Held,
+    (x, x_at): StoredTensor,
+    added: Option<(StoredTensor, &mut CudaStorage)>,
+    (w, w_at): StoredTensor,
     eps: f64,
     mut out: CudaStorage,
 ) -> Result<CudaStorage> {

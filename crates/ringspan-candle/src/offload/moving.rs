@@ -48,7 +48,7 @@ impl Buffers {
 }
 
 /// A tensor that is being copied to the CPU, is there, is being copied back, or is back.
-pub(super) struct Moving {
+pub(super) struct OffloadTransfer {
     mover: Arc<Mover>,
     shape: Shape,
     dtype: DType,
@@ -75,7 +75,7 @@ impl Mover {
     }
 
     /// Starts to copy a contiguous tensor to the CPU, after all work that was started on its stream.
-    pub(super) fn send(self: &Arc<Self>, tensor: &Tensor) -> Result<Moving> {
+    pub(super) fn send(self: &Arc<Self>, tensor: &Tensor) -> Result<OffloadTransfer> {
         let (storage, layout) = tensor.storage_and_layout();
         let storage = operand::on_gpu(&storage)?;
         let Some((start, end)) = layout.contiguous_offsets() else {
@@ -97,7 +97,7 @@ impl Mover {
                 return Err(error);
             }
         };
-        Ok(Moving {
+        Ok(OffloadTransfer {
             mover: self.clone(),
             shape: layout.shape().clone(),
             dtype: storage.dtype(),
@@ -162,9 +162,9 @@ impl Drop for Mover {
     }
 }
 
-impl Moving {
+impl OffloadTransfer {
     /// Frees the GPU memory, as soon as the copy to the CPU has ended.
-    pub(super) fn let_go(&mut self) -> Result<()> {
+    pub(super) fn free_gpu_memory(&mut self) -> Result<()> {
         match &self.buffer {
             Some(_) => self.leave(),
             None => Ok(()),
@@ -207,7 +207,7 @@ impl Moving {
     }
 }
 
-impl Drop for Moving {
+impl Drop for OffloadTransfer {
     fn drop(&mut self) {
         // A failure of the device is reported by the next call.
         let _ = self.leave();
@@ -247,7 +247,7 @@ mod tests {
                 };
                 let mut moving = mover.send(&numbers(&device, count))?;
                 come();
-                moving.let_go()?;
+                moving.free_gpu_memory()?;
                 let other = numbers(&device, count + 1);
                 moving.fetch()?;
                 come();
@@ -270,11 +270,11 @@ mod tests {
     fn work_on_the_gpu_waits_for_no_copy() -> Result<()> {
         let Some(device) = unwatched().filter(is_late) else { return Ok(()) };
         let mover = mover(&device);
-        let under_way = |moving: &Moving| moving.there.as_ref().is_some_and(|(_, end)| !end.is_complete());
+        let under_way = |moving: &OffloadTransfer| moving.there.as_ref().is_some_and(|(_, end)| !end.is_complete());
         let mut moving = mover.send(&numbers(&device, 3000))?;
         let computed = numbers(&device, 10).to_vec1::<f32>()?;
         assert!(under_way(&moving), "a copy to the CPU held up {} numbers", computed.len());
-        moving.let_go()?;
+        moving.free_gpu_memory()?;
         moving.fetch()?;
         let computed = numbers(&device, 10).to_vec1::<f32>()?;
         assert!(under_way(&moving), "a copy from the CPU held up {} numbers", computed.len());

@@ -4,8 +4,8 @@ use super::dots;
 use super::input::Input;
 use super::matrix::QuantizedMatrix;
 use super::tiles;
-use crate::kept::Kept;
 use crate::slices::{cpu, rows, values};
+use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Layout, Result, Shape, Tensor, bail};
 use std::sync::{Mutex, PoisonError};
@@ -31,7 +31,7 @@ pub fn linear_quantized_again(
     x: &Tensor,
     weight: &QuantizedMatrix,
     bias: Option<&Tensor>,
-    known: Option<Kept>,
+    known: Option<StoredActivation>,
 ) -> Result<Tensor> {
     let shape = [x.dim(0)?, weight.dims().0];
     let known = known.map_or_else(|| Ok(vec![0.0; shape[0] * shape[1]]), |known| known.values(&shape))?;

@@ -2,9 +2,9 @@ use super::blocks::{self, Block, with_block};
 use super::lanes::{Lanes, VectorWork, on_each};
 use super::{Format, QuantizedMatrix, linear_quantized, linear_quantized_again};
 use crate::cotangent::backward;
-use crate::kept::{Kept, Storage};
 use crate::linear::linear;
 use crate::pool;
+use crate::stored_activation::{Storage, StoredActivation};
 use bytes::Bytes;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use std::collections::HashMap;
@@ -240,13 +240,14 @@ fn a_layer_that_was_computed_before_has_its_values_and_its_gradient() -> Result<
     let (x, dy) = (Var::from_tensor(&waves(3, 64, 1)?)?, waves(3, 5, 2)?);
     let y = linear_quantized(&x, &weight, None)?;
     let dx = floats(backward(&y, &dy)?.get(&x).expect("a gradient"))?;
-    for known in [Some(Kept::new(&y, Storage::F32)?), None] {
+    for known in [Some(StoredActivation::new(&y, Storage::F32)?), None] {
         let wanted = if known.is_some() { floats(&y)? } else { vec![0.0; 15] };
         let again = linear_quantized_again(&x, &weight, None, known)?;
         assert_eq!(floats(&again)?, wanted);
         assert_eq!(floats(backward(&again, &dy)?.get(&x).expect("a gradient"))?, dx);
     }
-    let refused = message(linear_quantized_again(&x, &weight, None, Some(Kept::new(&dy.t()?, Storage::F32)?)));
+    let refused =
+        message(linear_quantized_again(&x, &weight, None, Some(StoredActivation::new(&dy.t()?, Storage::F32)?)));
     assert!(refused.contains("[5, 3]") && refused.contains("[3, 5]"), "{refused}");
     Ok(())
 }

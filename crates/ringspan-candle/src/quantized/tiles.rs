@@ -2,7 +2,7 @@
 
 use super::input::Input;
 use super::matrix::QuantizedMatrix;
-use crate::matmul::{Into, Matrix, product};
+use crate::matmul::{Accumulate, Matrix, product};
 use crate::pool;
 use std::ops::Range;
 
@@ -77,7 +77,7 @@ fn add_rows(x: Input, weight: &QuantizedMatrix, rows: Range<usize>, out: &mut [f
         let range = start..columns.min(start + step);
         let tile = &mut tile[..rows.len() * range.len()];
         weight.decode(rows.clone(), range.clone(), tile);
-        product(x.columns(range.clone()), Matrix::new(tile, rows.len(), range.len()).t(), out, Into::Sum);
+        product(x.columns(range.clone()), Matrix::new(tile, rows.len(), range.len()).t(), out, Accumulate::Add);
     }
 }
 
@@ -94,6 +94,6 @@ pub(super) fn backward(dy: Input, weight: &QuantizedMatrix, dx: &mut [f32]) {
         let range = start..rows.min(start + step);
         let tile = &mut tile[..range.len() * columns];
         weight.decode(range.clone(), 0..columns, tile);
-        product(dy.columns(range.clone()), Matrix::new(tile, range.len(), columns), dx, Into::Sum);
+        product(dy.columns(range.clone()), Matrix::new(tile, range.len(), columns), dx, Accumulate::Add);
     }
 }

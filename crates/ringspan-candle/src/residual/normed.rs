@@ -1,8 +1,8 @@
 //! The residual sum and its norm on a GPU by one kernel, and their gradients by another.
 //!
 //! A candle operation has one result and sees the gradient of that result alone. So the sum and its norm are the results of
-//! two operations, which both take the result of a third operation, [`Both`]. Their backward passes store their gradients for
-//! that of [`Both`], which runs last. In candle's graph, a scalar 0 is passed between them.
+//! two operations, which both take the result of a third operation, [`SumAndNorm`]. Their backward passes store their gradients for
+//! that of [`SumAndNorm`], which runs last. In candle's graph, a scalar 0 is passed between them.
 
 use crate::gpu::operand::{on_gpu, tensor};
 use crate::gpu::{readable, zeros};
@@ -21,15 +21,15 @@ pub(super) fn residual_norm(x: &Tensor, y: &Tensor, weight: &Tensor, eps: f64) -
     if ![&x, &y, &weight].iter().any(|tensor| tensor.track_op()) {
         return Ok((tensor(sum, x.shape()), tensor(normed, x.shape())));
     }
-    let meeting = Arc::new(Meeting::default());
-    let both = x.apply_op3(&y, &weight, Both { eps, meeting: meeting.clone() })?;
+    let shared = Arc::new(SharedGradients::default());
+    let both = x.apply_op3(&y, &weight, SumAndNorm { eps, shared: shared.clone() })?;
     let part = |which: Which, value: CudaStorage| {
         let value = Mutex::new(Some((value, x.shape().clone())));
-        both.apply_op1(Part { which, value, meeting: meeting.clone() })
+        both.apply_op1(FusedResult { which, value, shared: shared.clone() })
     };
     let (sum, normed) = (part(Which::Sum, sum)?, part(Which::Normed, normed)?);
     // Detached, since the graph of the sum leads back here.
-    meeting.sum.get_or_init(|| sum.detach());
+    shared.sum.get_or_init(|| sum.detach());
     Ok((sum, normed))
 }
 
@@ -41,13 +41,13 @@ enum Which {
 
 /// The state that the three operations share.
 #[derive(Default)]
-struct Meeting {
+struct SharedGradients {
     sum: OnceLock<Tensor>,
-    /// The gradients of the sum and of its norm, until [`Both`] uses them.
+    /// The gradients of the sum and of its norm, until [`SumAndNorm`] uses them.
     gradients: Mutex<[Option<Tensor>; 2]>,
 }
 
-impl Meeting {
+impl SharedGradients {
     fn leave(&self, which: Which, gradient: &Tensor) {
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)[which as usize] = Some(gradient.clone());
     }
@@ -58,13 +58,13 @@ impl Meeting {
 }
 
 /// The sum or its norm, whose value is computed already.
-struct Part {
+struct FusedResult {
     which: Which,
     value: Mutex<Option<(CudaStorage, Shape)>>,
-    meeting: Arc<Meeting>,
+    shared: Arc<SharedGradients>,
 }
 
-impl CustomOp1 for Part {
+impl CustomOp1 for FusedResult {
     fn name(&self) -> &'static str {
         match self.which {
             Which::Sum => "residual of a norm",
@@ -84,19 +84,19 @@ impl CustomOp1 for Part {
     }
 
     fn bwd(&self, both: &Tensor, _value: &Tensor, d: &Tensor) -> Result<Option<Tensor>> {
-        self.meeting.leave(self.which, d);
-        // The scalar 0 is returned as a gradient so that candle visits [`Both`].
+        self.shared.leave(self.which, d);
+        // The scalar 0 is returned as a gradient so that candle visits [`SumAndNorm`].
         Ok(Some(both.detach()))
     }
 }
 
 /// The operation from which the sum and its norm are derived.
-struct Both {
+struct SumAndNorm {
     eps: f64,
-    meeting: Arc<Meeting>,
+    shared: Arc<SharedGradients>,
 }
 
-impl CustomOp3 for Both {
+impl CustomOp3 for SumAndNorm {
     fn name(&self) -> &'static str {
         "residual and norm"
     }
@@ -133,7 +133,7 @@ impl CustomOp3 for Both {
         _both: &Tensor,
         _d: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (d, d_weight) = match (self.meeting.take(), self.meeting.sum.get()) {
+        let (d, d_weight) = match (self.shared.take(), self.shared.sum.get()) {
             ([d_sum, Some(d_normed)], Some(sum)) => {
                 let (d, d_weight) = norm::on_gpu::backward(sum, weight, &d_normed, d_sum.as_ref(), self.eps)?;
                 (Some(d), d_weight)

@@ -1,6 +1,6 @@
 //! Rotary position embedding on a GPU, which reads x with its strides.
 
-use super::Rotation;
+use super::RotaryTable;
 use crate::gpu::kernels::{Layer, Options, THREADS, launch};
 use crate::gpu::operand::{Operand, on_gpu, unwritten};
 use crate::gpu::zeros;
@@ -28,7 +28,7 @@ pub(crate) struct Job {
 // SAFETY: the struct consists of plain numbers and is laid out as in C.
 unsafe impl DeviceRepr for Job {}
 
-impl Rotation {
+impl RotaryTable {
     /// Cosines and sines on a device, `[T, D/2]`.
     fn on(&self, device: &Device) -> Result<[Tensor; 2]> {
         if let Some(uploaded) = self.uploaded.get().filter(|[cos, _]| cos.device().same_device(device)) {
@@ -43,7 +43,7 @@ impl Rotation {
 }
 
 /// Rotates x `[T, H, D]` forward or, with `back`, backward, as an operation returns it.
-pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &Rotation, back: bool) -> Result<(CudaStorage, Shape)> {
+pub(super) fn turned(x: &CudaStorage, at: &Layout, rotation: &RotaryTable, back: bool) -> Result<(CudaStorage, Shape)> {
     let ((tokens, heads, _), half, device) = (at.shape().dims3()?, rotation.half, x.device());
     if at.shape().elem_count() == 0 {
         return zeros(x, at.shape());

@@ -139,18 +139,18 @@ fn sums_that_nothing_looks_at_are_not_computed() -> Result<()> {
     let [x, y] = [0.3, 0.5].map(|pace| wave(&[2, 3], pace).and_then(|tensor| Var::from_tensor(&tensor)));
     let (x, y) = (x?, y?);
     let noted = || Noted { number: 0, held: Arc::default(), all: Arc::default(), ran: Arc::default() };
-    let unseen = |y: &Tensor| apply_unseen(noted(), [y], Reads::Nothing, ((2, 3), y.dtype()));
-    let (output, tape) = Tape::record(|| residual(&x.sqr()?, &unseen(&y)?))?;
+    let unused = |y: &Tensor| apply_unused(noted(), [y], Reads::Nothing, ((2, 3), y.dtype()));
+    let (output, tape) = Tape::record(|| residual(&x.sqr()?, &unused(&y)?))?;
     assert_eq!((output.dims(), output.stride()), (&[2, 3][..], &[0, 0][..]));
     let mut gradients = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?)?;
     let wanted: Vec<f32> = numbers(&x)?.into_iter().map(|x| 2.0 * x).collect();
     assert_eq!(numbers(&gradients.remove(&x).expect("a gradient"))?, wanted);
     assert_eq!(numbers(&gradients.remove(&y).expect("a gradient"))?, vec![1.0; 6]);
 
-    let (output, tape) = Tape::record(|| unseen(&y)? * 2.0)?;
+    let (output, tape) = Tape::record(|| unused(&y)? * 2.0)?;
     let refused = tape.backward(output, Tensor::ones((2, 3), DType::F32, &Device::Cpu)?);
     assert!(refused.is_err_and(|error| error.to_string().contains("residual stream")));
     // Without a tape, the sum is computed.
-    assert_eq!(numbers(&unseen(&y)?)?, numbers(&y)?);
+    assert_eq!(numbers(&unused(&y)?)?, numbers(&y)?);
     Ok(())
 }

@@ -7,9 +7,9 @@
 
 use super::Parameter;
 use crate::gpu::operand;
-use crate::kept;
 use crate::pinned::{Pinned, failed};
 use crate::precision::Precision;
+use crate::stored_activation;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::op::BackpropOp;
@@ -24,7 +24,7 @@ const ALIGNED: usize = 256;
 /// Number of blocks of pinned memory of a size: the CPU fills or reads one while another is copied.
 const PIECES: usize = 2;
 
-pub(super) struct Lane {
+pub(super) struct CopyStreams {
     device: CudaDevice,
     /// The streams of parameters to the GPU and of gradients to the CPU: gradients wait for work that parameters must not
     /// wait for.
@@ -49,15 +49,15 @@ enum Slice {
 }
 
 /// Gradients that are being copied to the CPU.
-pub(super) struct Coming {
-    lane: Arc<Lane>,
+pub(super) struct PendingDownload {
+    lane: Arc<CopyStreams>,
     /// Each gradient with its offset in pinned memory; the tensors stay on the GPU until all are copied.
     gradients: BTreeMap<String, (Tensor, usize)>,
     pinned: Option<Pinned>,
     end: Option<CudaEvent>,
 }
 
-impl Lane {
+impl CopyStreams {
     pub(super) fn new(device: &CudaDevice) -> Result<Self> {
         let stream = || device.cuda_stream().context().new_stream().map_err(failed("make a stream"));
         Ok(Self { device: device.clone(), up: stream()?, down: stream()?, free: Mutex::default() })
@@ -98,8 +98,8 @@ impl Lane {
             for part in &parameter.parts {
                 let to = &mut all[at..at + part.len() * width];
                 match precision {
-                    Precision::F32 => kept::copy(part, numbers_mut(to)?),
-                    Precision::Bf16 => kept::round(part, numbers_mut(to)?),
+                    Precision::F32 => stored_activation::copy(part, numbers_mut(to)?),
+                    Precision::Bf16 => stored_activation::round(part, numbers_mut(to)?),
                 }
                 at += to.len();
             }
@@ -127,13 +127,13 @@ impl Lane {
         slices.into_iter().zip(parameters).map(tensor).collect()
     }
 
-    pub(super) fn download(self: &Arc<Self>, gradients: BTreeMap<String, Tensor>) -> Result<Coming> {
+    pub(super) fn download(self: &Arc<Self>, gradients: BTreeMap<String, Tensor>) -> Result<PendingDownload> {
         let contiguous = |(name, gradient): (String, Tensor)| Ok((name, gradient.contiguous()?.detach()));
         let gradients: BTreeMap<_, _> = gradients.into_iter().map(contiguous).collect::<Result<_>>()?;
         let (places, bytes) = places(gradients.values().map(|x| x.elem_count() * x.dtype().size_in_bytes()));
         let pinned = self.pinned(bytes)?;
         let gradients = gradients.into_iter().zip(places).map(|((name, x), at)| (name, (x, at))).collect();
-        let mut coming = Coming { lane: self.clone(), gradients, pinned: Some(pinned), end: None };
+        let mut coming = PendingDownload { lane: self.clone(), gradients, pinned: Some(pinned), end: None };
         let started = coming.start();
         coming.end = Some(self.down.record_event(None).map_err(failed("mark the end of a copy"))?);
         started.map(|()| coming)
@@ -171,7 +171,7 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for CopyStreams {
     fn drop(&mut self) {
         let context = self.up.context();
         [&self.up, &self.down].into_iter().for_each(|stream| context.record_err(stream.synchronize()));
@@ -189,7 +189,7 @@ impl Slice {
     }
 }
 
-impl Coming {
+impl PendingDownload {
     fn start(&mut self) -> Result<()> {
         let Some(pinned) = &mut self.pinned else { return Ok(()) };
         for (gradient, at) in self.gradients.values().filter(|(gradient, _)| gradient.elem_count() > 0) {
@@ -217,7 +217,7 @@ impl Coming {
         let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
         let bytes = &mut pinned.bytes()?[at..at + bytes];
         Ok(Some(match gradient.dtype() {
-            DType::BF16 => f(gradient.dims(), &kept::widened(numbers_mut(bytes)?)),
+            DType::BF16 => f(gradient.dims(), &stored_activation::widened(numbers_mut(bytes)?)),
             _ => f(gradient.dims(), numbers_mut(bytes)?),
         }))
     }
@@ -227,7 +227,7 @@ impl Coming {
     }
 }
 
-impl Drop for Coming {
+impl Drop for PendingDownload {
     fn drop(&mut self) {
         let end = self.end.take();
         // Gradients that nothing waited for are freed on candle's stream after their copy.
@@ -262,8 +262,8 @@ mod tests {
     use crate::pinned::test::{is_late, unwatched};
     use candle_core::{Device, Shape};
 
-    fn lane(device: &Device) -> Arc<Lane> {
-        Arc::new(device.as_cuda_device().and_then(Lane::new).expect("a stream"))
+    fn lane(device: &Device) -> Arc<CopyStreams> {
+        Arc::new(device.as_cuda_device().and_then(CopyStreams::new).expect("a stream"))
     }
 
     fn numbers(seed: usize, count: usize) -> Vec<f32> {
@@ -296,7 +296,7 @@ mod tests {
             [Precision::F32, Precision::Bf16].into_iter().flat_map(|it| ahead.map(|ahead| (it, ahead)))
         {
             let come = || ahead.map_or(Ok(()), |stream| stream.synchronize().map_err(failed("go ahead")));
-            let mut gone: Vec<(usize, Coming)> = Vec::new();
+            let mut gone: Vec<(usize, PendingDownload)> = Vec::new();
             let mut reserved = None;
             for (seed, count) in [700, 3000, 700, 720, 3000, 1].into_iter().enumerate() {
                 let values = numbers(seed, count);

@@ -5,7 +5,7 @@ use crate::{BF16, assert_equal, bound, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor};
 use ringspan::comm::Communicator;
 use ringspan::{Documents, Layout, LayoutKind, Mask, Score, Strategy};
-use ringspan_candle::kept::Storage;
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{Attend, AttentionInputs, Context, Precision, RankDevice, Transfers, loss};
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use ringspan::Error;
 use ringspan::comm::{Communicator, threads};
 use ringspan::kernel::Gpu;
 use ringspan::kernel::nccl::{self, Options};
-use ringspan_candle::kept::Storage;
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{RankDevice, collective};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

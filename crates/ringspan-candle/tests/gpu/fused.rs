@@ -6,16 +6,16 @@ use candle_core::{DType, Device, Result, Tensor};
 use ringspan_candle::activation::Activation;
 use ringspan_candle::cast::cast;
 use ringspan_candle::norm::rms_norm;
-use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::swiglu::gated;
 use ringspan_candle::{Precision, RankDevice};
 
 const EPS: f64 = 1e-5;
 
-fn rotation(tokens: usize, half: usize) -> Rotation {
+fn rotation(tokens: usize, half: usize) -> RotaryTable {
     let positions: Vec<usize> = (0..tokens).map(|token| token * token * 7 % 1001).collect();
     let frequencies: Vec<f64> = (0..half).map(|pair| 10_000f64.powf(-(pair as f64) / half as f64)).collect();
-    Rotation::new(&positions, &frequencies, 1.1)
+    RotaryTable::new(&positions, &frequencies, 1.1)
 }
 
 /// The norms of rows of x, and the gradients of x and of the weight.

@@ -4,7 +4,7 @@ use crate::ranks::on_ranks;
 use crate::{assert_equal, assert_within, bound, gpu, numbers, random, rounding};
 use candle_core::{DType, Device, Result, Tensor};
 use ringspan_candle::loss::{CHUNK, HeadLoss, IGNORE, OutputHead, head_loss, log_probs};
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{RankDevice, TensorParallel};
 
 /// Hidden states, an output head, and a target for each token.
@@ -36,7 +36,7 @@ impl Case {
 
     /// The results on a device, with this rank's shard of the head.
     fn on(&self, device: &RankDevice, shared: &TensorParallel) -> Result<Results> {
-        let part = shared.part(self.head.dim(0)?);
+        let part = shared.shard_range(self.head.dim(0)?);
         let (hidden, head) = (device.parameter(&self.hidden)?, self.head.narrow(0, part.start, part.len())?);
         let weight = device.parameter(&head)?.into();
         Results::new(&hidden, OutputHead { weight, softcap: self.softcap }, &self.targets, shared)
@@ -122,7 +122,7 @@ fn vocabularies_of_every_size_and_any_number_of_tokens() -> Result<()> {
         let wanted = case.in_f64();
         for gpu in [gpu.clone(), rounding(&gpu)] {
             let what = format!("{tokens} tokens of {width}, {vocabulary} in {}", gpu.precision());
-            case.on(&gpu, &WHOLE)?.assert_near(&wanted, bound(&gpu), &what);
+            case.on(&gpu, &NO_TENSOR_PARALLEL)?.assert_near(&wanted, bound(&gpu), &what);
         }
     }
     Ok(())
@@ -132,9 +132,9 @@ fn vocabularies_of_every_size_and_any_number_of_tokens() -> Result<()> {
 fn the_loss_of_a_head_is_that_of_the_cpu() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     let case = Case::new(CHUNK + 88, 8, 19);
-    let wanted = case.on(&RankDevice::CPU, &WHOLE)?;
+    let wanted = case.on(&RankDevice::CPU, &NO_TENSOR_PARALLEL)?;
     for gpu in [gpu.clone(), rounding(&gpu)] {
-        case.on(&gpu, &WHOLE)?.assert_near(&wanted, bound(&gpu), &gpu.precision().to_string());
+        case.on(&gpu, &NO_TENSOR_PARALLEL)?.assert_near(&wanted, bound(&gpu), &gpu.precision().to_string());
     }
     Ok(())
 }
@@ -146,10 +146,14 @@ fn logits_are_capped() -> Result<()> {
     for (softcap, vocabulary) in [(1.5, 31), (30.0, 256), (0.2, 1027)] {
         let case = Case { softcap: Some(softcap), ..Case::new(40, 16, vocabulary) };
         let wanted = case.in_f64();
-        case.on(&RankDevice::CPU, &WHOLE)?.assert_near(&wanted, bound(&gpu), &format!("cap {softcap} on the CPU"));
+        case.on(&RankDevice::CPU, &NO_TENSOR_PARALLEL)?.assert_near(
+            &wanted,
+            bound(&gpu),
+            &format!("cap {softcap} on the CPU"),
+        );
         for gpu in [gpu.clone(), rounding(&gpu)] {
             let what = format!("cap {softcap}, {vocabulary} in {}", gpu.precision());
-            case.on(&gpu, &WHOLE)?.assert_near(&wanted, bound(&gpu), &what);
+            case.on(&gpu, &NO_TENSOR_PARALLEL)?.assert_near(&wanted, bound(&gpu), &what);
         }
     }
     Ok(())
@@ -159,16 +163,17 @@ fn logits_are_capped() -> Result<()> {
 fn no_tokens_and_none_with_a_target() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for gpu in [gpu.clone(), rounding(&gpu)] {
-        let none = Case::new(0, 4, 9).on(&gpu, &WHOLE)?;
+        let none = Case::new(0, 4, 9).on(&gpu, &NO_TENSOR_PARALLEL)?;
         assert_eq!(none, Results { nll_sum: 0.0, log_probs: vec![], d_hidden: vec![], d_head: vec![0.0; 36] });
         let case = Case { targets: vec![IGNORE; 5], ..Case::new(5, 4, 9) };
         let zeros = |count| vec![0.0; count];
         let wanted = Results { nll_sum: 0.0, log_probs: zeros(5), d_hidden: zeros(20), d_head: zeros(36) };
-        assert_eq!(case.on(&gpu, &WHOLE)?, wanted);
+        assert_eq!(case.on(&gpu, &NO_TENSOR_PARALLEL)?, wanted);
         // A frozen head has no gradient.
         let (hidden, head) = (gpu.parameter(&case.hidden)?, gpu.parameter(&case.head)?);
-        assert!(head_loss(&hidden, &head, &case.targets, 1.0, false, &WHOLE)?.d_head.is_none());
-        let wrong = head_loss(&hidden, &head, &[9; 5], 1.0, true, &WHOLE).expect_err("a target behind the vocabulary");
+        assert!(head_loss(&hidden, &head, &case.targets, 1.0, false, &NO_TENSOR_PARALLEL)?.d_head.is_none());
+        let wrong = head_loss(&hidden, &head, &[9; 5], 1.0, true, &NO_TENSOR_PARALLEL)
+            .expect_err("a target behind the vocabulary");
         assert!(wrong.to_string().contains("target 9"), "{wrong}");
     }
     Ok(())
@@ -190,7 +195,7 @@ fn parts_of_what_is_stored() -> Result<()> {
             let wanted =
                 Case { hidden: hidden_there, head: head_there, targets: targets.to_vec(), softcap: None }.in_f64();
             let what = format!("from row {first}, {columns} columns in {}", gpu.precision());
-            Results::new(&hidden, &head, &targets, &WHOLE)?.assert_near(&wanted, bound(&gpu), &what);
+            Results::new(&hidden, &head, &targets, &NO_TENSOR_PARALLEL)?.assert_near(&wanted, bound(&gpu), &what);
         }
     }
     Ok(())
@@ -238,7 +243,7 @@ fn logits_beyond_what_exponentials_reach() -> Result<()> {
         };
         let wanted = case.in_f64();
         assert!(wanted.nll_sum > 2000.0, "{}", wanted.nll_sum);
-        case.on(&gpu, &WHOLE)?.assert_near(&wanted, bound(&gpu), &format!("slopes of {vocabulary}"));
+        case.on(&gpu, &NO_TENSOR_PARALLEL)?.assert_near(&wanted, bound(&gpu), &format!("slopes of {vocabulary}"));
     }
     Ok(())
 }
@@ -264,8 +269,8 @@ fn numbers_that_are_none_stay_in_their_rows_as_on_the_cpu() -> Result<()> {
             let targets = vec![1, 0, IGNORE];
             let hidden = Tensor::new(&[[1f32], [0.5], [1.0]], &Device::Cpu)?;
             let case = Case { hidden, head, targets, softcap: None };
-            let [got, wanted] =
-                [&gpu, &RankDevice::CPU].map(|device| case.on(device, &WHOLE).expect("no error, whatever comes in"));
+            let [got, wanted] = [&gpu, &RankDevice::CPU]
+                .map(|device| case.on(device, &NO_TENSOR_PARALLEL).expect("no error, whatever comes in"));
             let same = |got: &[f32], wanted: &[f32]| {
                 let near = |a: f32, b: f32| (a - b).abs() <= 1e-5 * b.abs().max(1.0);
                 got.iter().zip(wanted).all(|(a, b)| a == b || (a.is_nan() && b.is_nan()) || near(*a, *b))
@@ -290,7 +295,7 @@ fn a_token_that_is_no_number_leaves_others_alone() -> Result<()> {
     let mut broken = numbers(&case.hidden);
     broken[5] = f32::NAN;
     let broken = Case { hidden: Tensor::from_vec(broken, (3, 4), &Device::Cpu)?, ..Case::new(3, 4, 40) };
-    let (got, wanted) = (broken.on(&gpu, &WHOLE)?, case.on(&gpu, &WHOLE)?);
+    let (got, wanted) = (broken.on(&gpu, &NO_TENSOR_PARALLEL)?, case.on(&gpu, &NO_TENSOR_PARALLEL)?);
     for row in [0, 2] {
         assert_eq!(got.log_probs[row], wanted.log_probs[row]);
         assert_eq!(got.d_hidden[4 * row..4 * row + 4], wanted.d_hidden[4 * row..4 * row + 4]);
@@ -304,7 +309,7 @@ fn the_same_inputs_give_the_same_bits() -> Result<()> {
     let Some(gpu) = gpu() else { return Ok(()) };
     for gpu in [gpu.clone(), rounding(&gpu)] {
         let case = Case::new(2 * CHUNK + 70, 8, 2100);
-        let [one, other] = [(); 2].map(|()| case.on(&gpu, &WHOLE).map(|results| results.bits()));
+        let [one, other] = [(); 2].map(|()| case.on(&gpu, &NO_TENSOR_PARALLEL).map(|results| results.bits()));
         assert_eq!(one?, other?, "{}", gpu.precision());
     }
     Ok(())

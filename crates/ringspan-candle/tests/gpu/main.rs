@@ -17,16 +17,16 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use ringspan::kernel::Gpu;
 use ringspan_candle::activation::Activation;
 use ringspan_candle::cast::cast;
-use ringspan_candle::experts::{Local, Memory, pressed};
-use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
-use ringspan_candle::kept::{Kept, Storage};
-use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::experts::{Local, SavedExperts, with_router_gradient};
+use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
+use ringspan_candle::linear::{linear, linear_recomputed};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::residual::residual;
-use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::rope::{RotaryTable, rope};
+use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::swiglu::{geglu, swiglu};
 use ringspan_candle::{
-    Adapter, Drops, Expert, Experts, GatedExpert, Precision, RankDevice, Routing, cotangent, geglu as gemma,
+    Adapter, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice, Routing, cotangent, geglu as gemma,
 };
 use std::sync::Arc;
 
@@ -140,20 +140,20 @@ fn a_layer_that_is_computed_again_has_what_was_kept_and_the_same_gradients() {
     let inputs = [random(&[5, 12], 1), random(&[7, 12], 2), random(&[7], 3)];
     for storage in [Storage::F32, Storage::Bf16] {
         compare("linear again", &inputs, |_, x| {
-            let kept = Kept::new(&linear(&x[0], &x[1], Some(&x[2]))?, storage)?;
-            linear_again(&x[0], &x[1], Some(&x[2]), Some(kept))
+            let kept = StoredActivation::new(&linear(&x[0], &x[1], Some(&x[2]))?, storage)?;
+            linear_recomputed(&x[0], &x[1], Some(&x[2]), Some(kept))
         });
     }
-    compare("linear unseen", &inputs[..2], |_, x| linear_again(&x[0], &x[1], None, None));
+    compare("linear unseen", &inputs[..2], |_, x| linear_recomputed(&x[0], &x[1], None, None));
     let inputs = [random(&[6, 8], 1), random(&[10, 8], 2), random(&[10, 8], 3), random(&[8, 10], 4)];
     for activation in [Activation::Silu, Activation::GeluTanh] {
         compare("gated", &inputs, |_, x| gated_mlp(&x[0], &x[1], &x[2], &x[3], activation));
         for keeps in [false, true] {
             compare("gated again", &inputs, |_, x| {
                 let weights = [&x[1], &x[2], &x[3]];
-                let (out, wide) = gated_mlp_keeping(&x[0], weights, activation, Storage::F32)?;
-                let known = Kept::new(&out, Storage::F32)?;
-                gated_mlp_again(&x[0], weights, activation, keeps.then_some(wide), keeps.then_some(known))
+                let (out, wide) = gated_mlp_saving(&x[0], weights, activation, Storage::F32)?;
+                let known = StoredActivation::new(&out, Storage::F32)?;
+                gated_mlp_recomputed(&x[0], weights, activation, keeps.then_some(wide), keeps.then_some(known))
             });
         }
     }
@@ -171,18 +171,18 @@ fn norms_gates_rotations_and_sums() {
     compare("geglu of Gemma", &[x.clone(), y.clone()], |_, x| gemma::geglu(&x[0], &x[1]));
     compare("residual", &[x.clone(), y], |_, x| residual(&x[0], &x[1]));
     compare("residual of nothing", &[random(&[0, 4], 1), random(&[0, 4], 1)], |_, x| residual(&x[0], &x[1]));
-    let rotation = Rotation::new(&[0, 3, 1000, 7], &[1.0, 0.1, 0.003], 1.0);
+    let rotation = RotaryTable::new(&[0, 3, 1000, 7], &[1.0, 0.1, 0.003], 1.0);
     compare("rope", &[random(&[4, 2, 6], 1)], |_, x| rope(&x[0], &rotation));
-    let drops = Drops::new(5, vec![1, 2, 3, 5, 8, 13]);
-    compare("dropout", &[x], |_, x| drops.apply(&x[0], 0.4, 2, 1));
+    let dropout = InputDropout::new(5, vec![1, 2, 3, 5, 8, 13]);
+    compare("dropout", &[x], |_, x| dropout.apply(&x[0], 0.4, 2, 1));
 }
 
 #[test]
 fn experts_and_the_pressure_on_their_router() {
     mixture(false);
-    let pressure = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
+    let router_gradient = Arc::new(std::sync::OnceLock::from(vec![0.5, -1.0, 2.0]));
     compare("pressed", &[random(&[4, 3], 3)], |_, x| {
-        cast(&pressed(&cast(&x[0], DType::F32)?, pressure.clone())?, x[0].dtype())
+        cast(&with_router_gradient(&cast(&x[0], DType::F32)?, router_gradient.clone())?, x[0].dtype())
     });
 }
 
@@ -205,11 +205,11 @@ fn mixture(adapted: bool) {
         inputs.extend([random(&[rank, from], 30 + which), random(&[to, rank], 50 + which)]);
     }
     let Some(gpu) = gpu() else { return };
-    let drops = Drops::new(7, (0..tokens).map(|token| 3 * token + 1).collect());
+    let dropout = InputDropout::new(7, (0..tokens).map(|token| 3 * token + 1).collect());
     let mix = |again: bool, x: &[Tensor]| -> Result<Tensor> {
         // Routing weights are f32, whatever type the model computes in.
         let weights = cast(&x[1], DType::F32)?;
-        let routing = Routing { chosen: chosen.clone(), weights, drops: adapted.then(|| drops.clone()) };
+        let routing = Routing { chosen: chosen.clone(), weights, dropout: adapted.then(|| dropout.clone()) };
         let expert = |index: usize| {
             let [gate, up, down] = [0, 1, 2].map(|which| x[2 + 3 * index + which].clone());
             let adapter = |which: usize| {
@@ -221,13 +221,13 @@ fn mixture(adapted: bool) {
             let adapters = [0, 1, 2].map(|which| (adapted && (which != 1 || index != 3)).then(|| adapter(which)));
             Ok(Expert::from(GatedExpert { adapters, ..GatedExpert::plain(gate, up, down) }))
         };
-        let mut memory = Memory::new(Storage::F32);
-        let first = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;
+        let mut memory = SavedExperts::new(Storage::F32);
+        let first = Local.mix_saving(&mut memory, 0, &x[0], &routing, &expert)?;
         assert!(!memory.is_empty(), "ranks ask whether this is the second time");
         if !again {
             return Ok(first);
         }
-        let second = Local.mix_keeping(&mut memory, 0, &x[0], &routing, &expert)?;
+        let second = Local.mix_saving(&mut memory, 0, &x[0], &routing, &expert)?;
         assert!(memory.is_empty());
         Ok(second)
     };

@@ -2,7 +2,7 @@
 
 use super::*;
 use ringspan_candle::Offload;
-use ringspan_candle::offload::STAYING;
+use ringspan_candle::offload::RESIDENT_LAYERS;
 
 const LAYERS: usize = 6;
 
@@ -28,7 +28,7 @@ fn what_layers_keep_comes_back_to_the_bit_pass_after_pass() -> Result<()> {
         for layer in 0..LAYERS {
             offload.forward(layer)?;
             for tensor in made(&gpu, layer, pass)? {
-                kept.push((layer, Kept::new(&tensor, Storage::F32)?.away(&offload)?));
+                kept.push((layer, StoredActivation::new(&tensor, Storage::F32)?.offload(&offload)?));
             }
         }
         held.push(offload.held());
@@ -47,7 +47,7 @@ fn what_layers_keep_comes_back_to_the_bit_pass_after_pass() -> Result<()> {
         }
     }
     // Three tensors of each offloaded layer take one page each; the longer ones of later passes fit into the same buffers.
-    assert_eq!(held, [(LAYERS - STAYING) * 3 * 4096; 3], "bytes of the CPU");
+    assert_eq!(held, [(LAYERS - RESIDENT_LAYERS) * 3 * 4096; 3], "bytes of the CPU");
     Ok(())
 }
 
@@ -60,7 +60,7 @@ fn passes_that_were_left_and_layers_that_were_left_out_do_no_harm() -> Result<()
         let mut kept = Vec::new();
         for layer in 0..LAYERS {
             offload.forward(layer)?;
-            kept.push(Kept::new(&made(&gpu, layer, pass)?[0], Storage::F32)?.away(&offload)?);
+            kept.push(StoredActivation::new(&made(&gpu, layer, pass)?[0], Storage::F32)?.offload(&offload)?);
         }
         match pass {
             // A pass may end anywhere, with an error.
@@ -95,7 +95,7 @@ fn what_is_on_the_cpu_stays_there() -> Result<()> {
     offload.forward(0)?;
     let x = random(&[3, 5], 1);
     for storage in [Storage::F32, Storage::Bf16] {
-        assert_eq!(numbers(&Kept::new(&x, storage)?.away(&offload)?.tensor()?), numbers(&x));
+        assert_eq!(numbers(&StoredActivation::new(&x, storage)?.offload(&offload)?.tensor()?), numbers(&x));
     }
     assert_eq!(offload.held(), 0);
     Ok(())
@@ -110,9 +110,12 @@ fn a_longer_pass_does_not_hold_what_a_shorter_one_used() -> Result<()> {
         let mut kept = Vec::new();
         for layer in 0..LAYERS {
             offload.forward(layer)?;
-            kept.push(Kept::new(&random(&[numbers], 1).to_device(gpu.tensors())?, Storage::F32)?.away(&offload)?);
+            kept.push(
+                StoredActivation::new(&random(&[numbers], 1).to_device(gpu.tensors())?, Storage::F32)?
+                    .offload(&offload)?,
+            );
         }
-        assert_eq!(offload.held(), (LAYERS - STAYING) * pinned, "{numbers} numbers a layer");
+        assert_eq!(offload.held(), (LAYERS - RESIDENT_LAYERS) * pinned, "{numbers} numbers a layer");
     }
     Ok(())
 }

@@ -7,9 +7,9 @@ use ringspan::attention::{Group, Tokens};
 use ringspan::comm::{Communicator, threads};
 use ringspan::kernel::Gpu;
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
-use ringspan_candle::attention::Memory;
+use ringspan_candle::attention::SavedAttention;
 use ringspan_candle::decode::decode;
-use ringspan_candle::kept::Storage;
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{Attend, AttentionInputs, Context, RankDevice, collective};
 use std::sync::Arc;
 
@@ -119,9 +119,9 @@ impl Mesh {
                 let Some(storage) = self.again else {
                     return context.layer_attention(0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
                 };
-                let mut memory = Memory::new(storage);
+                let mut memory = SavedAttention::new(storage);
                 let mut call =
-                    || context.attention_keeping(&mut memory, 0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
+                    || context.attention_saving(&mut memory, 0, &AttentionInputs::new(&q, &k, &v), &mask, &score);
                 // The graph of the first computation is dropped before the recomputation.
                 drop(call()?);
                 call()

@@ -6,21 +6,21 @@ use ringspan::comm::threads::{Options, run};
 use ringspan::{Documents, Error, Kernel, Layout, LayoutKind, Mask, Run, Score, Strategy};
 use ringspan_candle::activation::{Activation, ClampedSwiglu};
 use ringspan_candle::cast::cast;
-use ringspan_candle::experts::{ExpertStack, Local, Memory, StackedExpert, mixed_keeping};
+use ringspan_candle::experts::{ExpertStack, Local, SavedExperts, StackedExpert, mixed_saving};
 use ringspan_candle::gated_mlp::{self, gated_mlp};
-use ringspan_candle::kept::{Kept, Storage};
-use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::linear::{linear, linear_recomputed};
 use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::norm::rms_norm;
 use ringspan_candle::quantized::{Format, QuantizedMatrix};
 use ringspan_candle::residual::{residual, residual_norm};
-use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::rope::{RotaryTable, rope};
+use ringspan_candle::stored_activation::{Storage, StoredActivation};
 use ringspan_candle::swiglu::swiglu;
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::transfers::{Parameter, Reserved};
 use ringspan_candle::{
-    Adapter, Attend, AttentionInputs, Context, Drops, Expert, Experts, GatedExpert, Precision, RankDevice, Routing,
-    Transfers, Weight, collective, cotangent, geglu, pool,
+    Adapter, Attend, AttentionInputs, Context, Expert, Experts, GatedExpert, InputDropout, Precision, RankDevice,
+    Routing, Transfers, Weight, collective, cotangent, geglu, pool,
 };
 use std::sync::Arc;
 
@@ -130,12 +130,12 @@ fn what_is_known_of_a_linear_layer_is_what_it_computed() -> Result<()> {
     let first = results(Precision::Bf16, &[x.clone(), weight.clone()], 0, &|x| linear(&x[0], &x[1], None));
     for storage in [Storage::F32, Storage::Bf16] {
         let again = results(Precision::Bf16, &[x.clone(), weight.clone()], 0, &|x| {
-            let known = Kept::new(&linear(&x[0], &x[1], None)?.detach(), storage)?;
-            linear_again(&x[0], &x[1], None, Some(known))
+            let known = StoredActivation::new(&linear(&x[0], &x[1], None)?.detach(), storage)?;
+            linear_recomputed(&x[0], &x[1], None, Some(known))
         });
         assert_eq!(first, again);
     }
-    let unseen = results(Precision::Bf16, &[x, weight], 0, &|x| linear_again(&x[0], &x[1], None, None));
+    let unseen = results(Precision::Bf16, &[x, weight], 0, &|x| linear_recomputed(&x[0], &x[1], None, None));
     assert_eq!(unseen[1..], first[1..]);
     assert_eq!(unseen[0], vec![0.0; 35]);
     Ok(())
@@ -157,10 +157,10 @@ fn norms_rotations_gates_and_sums() {
         compare("swiglu", &[x.clone(), y.clone()], |x| swiglu(&x[0], &x[1]));
         compare("geglu", &[x.clone(), y.clone()], |x| geglu::geglu(&x[0], &x[1]));
         let positions: Vec<usize> = (0..rows).map(|row| 3 * row + 1).collect();
-        let rotation = Rotation::new(&positions, &[1.0, 0.1, 0.01], 0.9);
+        let rotation = RotaryTable::new(&positions, &[1.0, 0.1, 0.01], 0.9);
         compare("rotation", &[random(&[rows, 4, 6], 5)], |x| rope(&x[0], &rotation));
-        let drops = Drops::new(3, (0..rows).collect());
-        compare("drop", &[x], |x| drops.apply(&x[0], 0.3, 2, 1));
+        let dropout = InputDropout::new(3, (0..rows).collect());
+        compare("drop", &[x], |x| dropout.apply(&x[0], 0.3, 2, 1));
     }
 }
 
@@ -176,9 +176,9 @@ fn the_gated_layer_across_tiles_and_again() {
         for storage in [Storage::F32, Storage::Bf16] {
             let again = |x: &[Tensor]| {
                 let weights = [&x[1], &x[2], &x[3]];
-                let (out, wide) = gated_mlp::gated_mlp_keeping(&x[0], weights, activation, storage)?;
-                let known = Kept::new(&out.detach(), storage)?;
-                gated_mlp::gated_mlp_again(&x[0], weights, activation, Some(wide), Some(known))
+                let (out, wide) = gated_mlp::gated_mlp_saving(&x[0], weights, activation, storage)?;
+                let known = StoredActivation::new(&out.detach(), storage)?;
+                gated_mlp::gated_mlp_recomputed(&x[0], weights, activation, Some(wide), Some(known))
             };
             assert_eq!(results(Precision::Bf16, &inputs, 0, &again), results(Precision::Bf16, &inputs, 0, &once));
         }
@@ -208,8 +208,8 @@ fn the_loss_across_chunks() -> Result<()> {
             let device = RankDevice::CPU.computing_in(precision);
             let (hidden, head) = (device.parameter(&hidden)?, device.parameter(&head)?);
             let head = loss::OutputHead { weight: head.into(), softcap };
-            let log_probs = loss::log_probs(&hidden, head.clone(), &targets(skips), &WHOLE)?;
-            Ok((loss::head_loss(&hidden, head, &targets(skips), 0.25, true, &WHOLE)?, log_probs))
+            let log_probs = loss::log_probs(&hidden, head.clone(), &targets(skips), &NO_TENSOR_PARALLEL)?;
+            Ok((loss::head_loss(&hidden, head, &targets(skips), 0.25, true, &NO_TENSOR_PARALLEL)?, log_probs))
         };
         let ((wanted, of_wanted), (got, of_got)) = (on(Precision::F32)?, on(Precision::Bf16)?);
         // The same numbers are multiplied exactly, and summed in f32.
@@ -246,12 +246,12 @@ fn attended(precision: Precision, (ring, ulysses): (usize, usize), again: bool) 
             let (q, k, v, sinks) = (q?, k?, v?, device.parameter(&random(&[4], 5))?);
             let context = Context::new(Arc::new(group), layout.clone(), Strategy::Ring)?;
             let inputs = AttentionInputs { sinks: Some(&sinks), ..AttentionInputs::new(&q, &k, &v) };
-            let mut memory = ringspan_candle::attention::Memory::default();
+            let mut memory = ringspan_candle::attention::SavedAttention::default();
             let (mask, score, before) = (Mask::causal(), Score::new(0.25), comm.bytes_sent());
-            let mut out = context.attention_keeping(&mut memory, 0, &inputs, &mask, &score)?;
+            let mut out = context.attention_saving(&mut memory, 0, &inputs, &mask, &score)?;
             let sent = comm.bytes_sent() - before;
             if again {
-                out = context.attention_keeping(&mut memory, 0, &inputs, &mask, &score)?;
+                out = context.attention_saving(&mut memory, 0, &inputs, &mask, &score)?;
             }
             assert_eq!(out.dtype(), precision.dtype());
             let gradients = cotangent::backward(&out, &shard(4, 9)?)?;
@@ -385,16 +385,16 @@ fn mixtures_of_experts_with_adapters() {
     }
     // Routing weights are f32.
     inputs.push(random(&[5, 2], 2));
-    let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
-    let mix = |x: &[Tensor], memory: &mut Memory| {
+    let dropout = InputDropout::new(7, vec![40, 3, 11, 12, 29]);
+    let mix = |x: &[Tensor], memory: &mut SavedExperts| {
         let weights = x[x.len() - 1].clone();
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights, drops: Some(drops.clone()) };
-        mixed_keeping(&x[0], &routing, &|index| expert(&x[1..], index), memory)
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights, dropout: Some(dropout.clone()) };
+        mixed_saving(&x[0], &routing, &|index| expert(&x[1..], index), memory)
     };
-    compare_with("mixture", &inputs, 1, |x| mix(x, &mut Memory::default()));
-    let once = results(Precision::Bf16, &inputs, 1, &|x| mix(x, &mut Memory::default()));
+    compare_with("mixture", &inputs, 1, |x| mix(x, &mut SavedExperts::default()));
+    let once = results(Precision::Bf16, &inputs, 1, &|x| mix(x, &mut SavedExperts::default()));
     let again = results(Precision::Bf16, &inputs, 1, &|x| {
-        let mut memory = Memory::new(Storage::F32);
+        let mut memory = SavedExperts::new(Storage::F32);
         mix(x, &mut memory)?;
         mix(x, &mut memory)
     });
@@ -404,7 +404,7 @@ fn mixtures_of_experts_with_adapters() {
             .concat();
         results(precision, &x, 0, &|x| {
             let weights = Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?;
-            let routing = Routing { chosen: Vec::new(), weights, drops: None };
+            let routing = Routing { chosen: Vec::new(), weights, dropout: None };
             Local.mix(0, &x[0], &routing, &|index| expert(&x[1..], index))
         })
     };
@@ -432,7 +432,7 @@ fn mixtures_of_stacked_experts() {
             activation,
             adds_down_bias: true,
         });
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), drops: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[5].clone(), dropout: None };
         Local.mix(0, &x[0], &routing, &|index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index })))
     });
 }

@@ -3,10 +3,10 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use ringspan_candle::activation::ClampedSwiglu;
 use ringspan_candle::experts::{ExpertStack, StackedExpert};
-use ringspan_candle::experts::{Local, Memory, Pressure, mixed, mixed_keeping, pressed};
+use ringspan_candle::experts::{Local, RouterGradient, SavedExperts, mixed, mixed_saving, with_router_gradient};
 use ringspan_candle::geglu::geglu;
-use ringspan_candle::kept::Storage;
-use ringspan_candle::{Adapter, Drops, Expert, Experts, GatedExpert, Routing};
+use ringspan_candle::stored_activation::Storage;
+use ringspan_candle::{Adapter, Expert, Experts, GatedExpert, InputDropout, Routing};
 
 pub(crate) fn random(shape: &[usize], seed: usize) -> Tensor {
     let count: usize = shape.iter().product();
@@ -89,7 +89,7 @@ fn a_mixture_of_experts_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let fused = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
         Local.mix(0, &x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()))
     };
     compare(&inputs(), fused, plain);
@@ -119,12 +119,12 @@ fn adapted_inputs() -> Vec<Tensor> {
 #[test]
 fn a_mixture_of_experts_with_adapters_equals_its_definition() {
     // The numbers of the tokens among all tokens of a step.
-    let drops = Drops::new(7, vec![40, 3, 11, 12, 29]);
+    let dropout = InputDropout::new(7, vec![40, 3, 11, 12, 29]);
     let through = |x: &Tensor, token: usize, weight: &Tensor, adapter: &Option<Adapter>| -> Result<Tensor> {
         let y = x.matmul(&weight.t()?)?;
         let Some(adapter) = adapter else { return Ok(y) };
         let ones = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?;
-        let mask = drops.of_rows(&[token as u32]).apply(&ones, adapter.dropout, adapter.layer, adapter.first)?;
+        let mask = dropout.of_rows(&[token as u32]).apply(&ones, adapter.dropout, adapter.layer, adapter.first)?;
         let narrow = (x * mask.to_dtype(DType::F64)?)?.matmul(&adapter.a.t()?)?;
         y + (narrow.matmul(&adapter.b.t()?)? * adapter.scale)?
     };
@@ -146,16 +146,16 @@ fn a_mixture_of_experts_with_adapters_equals_its_definition() {
         Tensor::cat(&rows, 0)
     };
     let fused = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(dropout.clone()) };
         Local.mix(0, &x[0], &routing, &|index| Ok(adapted(x, index)?.into()))
     };
     compare(&adapted_inputs(), fused, plain);
     // The mixture is computed twice, as in a recomputed layer whose products are stored.
     let kept = |x: &[Tensor]| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(drops.clone()) };
-        let mut memory = Memory::default();
-        let once = mixed_keeping(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?.detach();
-        once + mixed_keeping(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(dropout.clone()) };
+        let mut memory = SavedExperts::default();
+        let once = mixed_saving(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?.detach();
+        once + mixed_saving(&x[0], &routing, &|index| Ok(adapted(x, index)?.into()), &mut memory)?
     };
     compare(&adapted_inputs(), kept, plain);
 }
@@ -169,7 +169,7 @@ fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
         let of =
             |(at, var): (usize, &Var)| if trained(at) { var.as_tensor().clone() } else { var.as_detached_tensor() };
         let x: Vec<Tensor> = vars.iter().enumerate().map(of).collect();
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
         let y = mixed(&x[0], &routing, &|index| Ok(adapted(&x, index)?.into()))?;
         let store = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
         vars.iter().map(|var| store.get(var).map(|d| d.flatten_all()?.to_vec1()).transpose()).collect()
@@ -183,7 +183,8 @@ fn experts_that_stay_as_they_are_get_no_gradients() -> Result<()> {
 #[test]
 fn what_is_dropped_of_other_tokens_is_refused() {
     let x = inputs();
-    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: Some(Drops::new(1, vec![0; 4])) };
+    let routing =
+        Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: Some(InputDropout::new(1, vec![0; 4])) };
     let message =
         mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("four of five").to_string();
     assert!(message.contains("4 tokens") && message.contains("fit 5"), "{message}");
@@ -194,13 +195,13 @@ fn what_is_dropped_of_other_tokens_is_refused() {
 fn a_mixture_takes_strided_inputs() {
     let fused = |x: &[Tensor]| {
         let (strided, weights) = (x[0].t()?.contiguous()?.t()?, (x[1].t()?.contiguous()?.t()? * 1.0)?);
-        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, drops: None }, &|index| {
+        mixed(&strided, &Routing { chosen: CHOSEN.to_vec(), weights, dropout: None }, &|index| {
             Ok(of(&x[2..], index)?.into())
         })
     };
     let plain = |x: &[Tensor]| {
         let single = x.iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), drops: None };
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: single[1].clone(), dropout: None };
         mixed(&single[0], &routing, &|index| Ok(of(&single[2..], index)?.into()))?.to_dtype(DType::F64)
     };
     compare(&inputs(), fused, plain);
@@ -233,19 +234,19 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
         }
         Tensor::cat(&rows, 0)
     };
-    let mix = |x: &[Tensor], memory: &mut Memory| {
-        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
+    let mix = |x: &[Tensor], memory: &mut SavedExperts| {
+        let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
         let [gate_up, gate_up_bias, down, down_bias] = [2, 3, 4, 5].map(|at: usize| x[at].clone());
         let (gate_up, down) = (gate_up.into(), down.into());
         let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
         let stack = std::sync::Arc::new(stack);
         let expert = |index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index }));
-        mixed_keeping(&x[0], &routing, &expert, memory)
+        mixed_saving(&x[0], &routing, &expert, memory)
     };
-    compare(&all, |x| mix(x, &mut Memory::default()), plain);
+    compare(&all, |x| mix(x, &mut SavedExperts::default()), plain);
     // The mixture is computed twice, as in a recomputed layer whose products are stored.
     let twice = |x: &[Tensor]| {
-        let mut memory = Memory::default();
+        let mut memory = SavedExperts::default();
         let once = mix(x, &mut memory)?.detach();
         once + mix(x, &mut memory)?
     };
@@ -256,23 +257,23 @@ fn a_mixture_of_stacked_experts_equals_its_definition() {
 fn experts_that_nobody_chose_are_not_asked_for() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
     let asked = std::cell::RefCell::new(Vec::new());
-    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None }, &|index| {
+    mixed(&x[0], &Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None }, &|index| {
         asked.borrow_mut().push(index);
         Ok(of(&x[2..], index)?.into())
     })?;
     assert_eq!(*asked.borrow(), [0, 1, 3]);
-    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, drops: None };
+    let none = Routing { chosen: Vec::new(), weights: Tensor::zeros((0, 2), DType::F32, &Device::Cpu)?, dropout: None };
     let empty = Tensor::zeros((0, 6), DType::F32, &Device::Cpu)?;
     assert_eq!(mixed(&empty, &none, &|_| unreachable!("no token chose"))?.dims(), [0, 6]);
     Ok(())
 }
 
 /// Gradients of x, of the routing weights and of all parameters, with a `memory` of the experts' products.
-fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
+fn gradients_of(memory: &mut SavedExperts) -> Result<(Tensor, Vec<Vec<f32>>)> {
     let vars = inputs().iter().map(|x| Var::from_tensor(&x.to_dtype(DType::F32)?)).collect::<Result<Vec<_>>>()?;
     let x: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), drops: None };
-    let y = mixed_keeping(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)?;
+    let routing = Routing { chosen: CHOSEN.to_vec(), weights: x[1].clone(), dropout: None };
+    let y = mixed_saving(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)?;
     let gradients = (&y * random(y.dims(), 99).to_dtype(DType::F32)?)?.sum_all()?.backward()?;
     let of = |var: &Var| match gradients.get(var) {
         Some(gradient) => gradient.flatten_all()?.to_vec1(),
@@ -283,9 +284,9 @@ fn gradients_of(memory: &mut Memory) -> Result<(Tensor, Vec<Vec<f32>>)> {
 
 #[test]
 fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result<()> {
-    let (_, wanted) = gradients_of(&mut Memory::default())?;
+    let (_, wanted) = gradients_of(&mut SavedExperts::default())?;
     for (storage, bound) in [(Storage::F32, 0.0), (Storage::Bf16, 1e-2)] {
-        let mut memory = Memory::new(storage);
+        let mut memory = SavedExperts::new(storage);
         let (first, _) = gradients_of(&mut memory)?;
         assert!(!memory.is_empty() && first.abs()?.sum_all()?.to_scalar::<f32>()? > 1.0);
         let (second, got) = gradients_of(&mut memory)?;
@@ -307,12 +308,12 @@ fn products_that_are_kept_give_the_gradients_of_those_computed_again() -> Result
 #[test]
 fn products_of_other_choices_are_refused() -> Result<()> {
     let x = inputs().iter().map(|x| x.to_dtype(DType::F32)).collect::<Result<Vec<_>>>()?;
-    let mix = |chosen: [u32; 10], memory: &mut Memory| {
-        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), drops: None };
-        mixed_keeping(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)
+    let mix = |chosen: [u32; 10], memory: &mut SavedExperts| {
+        let routing = Routing { chosen: chosen.to_vec(), weights: x[1].clone(), dropout: None };
+        mixed_saving(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into()), memory)
     };
     let refused = |chosen: [u32; 10], words: [&str; 2]| -> Result<()> {
-        let mut memory = Memory::default();
+        let mut memory = SavedExperts::default();
         mix(CHOSEN, &mut memory)?;
         let message = mix(chosen, &mut memory).expect_err("another routing").to_string();
         assert!(words.iter().all(|word| message.contains(word)), "{message}");
@@ -325,29 +326,29 @@ fn products_of_other_choices_are_refused() -> Result<()> {
 #[test]
 fn choices_that_do_not_fit_the_tokens_are_refused() {
     let x = inputs();
-    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), drops: None };
+    let routing = Routing { chosen: CHOSEN[..9].to_vec(), weights: x[1].clone(), dropout: None };
     let message = mixed(&x[0], &routing, &|index| Ok(of(&x[2..], index)?.into())).expect_err("nine of ten").to_string();
     assert!(message.contains("9 choices") && message.contains("5 tokens"), "{message}");
 }
 
-/// The pressure acts like a term `sum over tokens of p . pressure` in the loss.
+/// The pressure acts like a term `sum over tokens of p . router_gradient` in the loss.
 #[test]
 fn pressure_is_the_gradient_of_a_term_of_the_loss() {
-    let pressure = [0.5f32, -1.0, 2.0];
+    let router_gradient = [0.5f32, -1.0, 2.0];
     let p = Var::from_tensor(&random(&[4, 3], 1).to_dtype(DType::F32).expect("f32")).expect("a variable");
     let gradient = |y: Tensor| y.backward().expect("differentiable").remove(&p).expect("a gradient");
-    let later = Pressure::default();
-    let y = pressed(&p, later.clone()).and_then(|p| p.sqr()?.sum_all()).expect("computes");
+    let later = RouterGradient::default();
+    let y = with_router_gradient(&p, later.clone()).and_then(|p| p.sqr()?.sum_all()).expect("computes");
     assert!(y.backward().expect_err("too early").to_string().contains("forward pass"));
-    later.set(pressure.to_vec()).expect("once");
+    later.set(router_gradient.to_vec()).expect("once");
     let got = gradient(y);
-    let row = Tensor::new(&pressure, &Device::Cpu).expect("a row");
+    let row = Tensor::new(&router_gradient, &Device::Cpu).expect("a row");
     let term = p.broadcast_mul(&row).and_then(|x| x.sum_all()).expect("computes");
     let wanted = gradient((p.sqr().and_then(|x| x.sum_all()).expect("computes") + term).expect("a sum"));
     let difference = (got - wanted).and_then(|x| x.abs()?.sum(D::Minus1)?.sum_all()?.to_scalar::<f32>());
     assert!(difference.expect("a number") < 1e-5);
-    let one = Pressure::default();
+    let one = RouterGradient::default();
     one.set(vec![1.0]).expect("once");
-    let y = pressed(&p, one).and_then(|p| p.sum_all()).expect("computes");
+    let y = with_router_gradient(&p, one).and_then(|p| p.sum_all()).expect("computes");
     assert!(y.backward().expect_err("three experts").to_string().contains("1 experts"));
 }

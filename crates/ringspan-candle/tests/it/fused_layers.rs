@@ -5,9 +5,9 @@ use ringspan_candle::activation::Activation;
 use ringspan_candle::linear::linear;
 use ringspan_candle::loss::{self, IGNORE};
 use ringspan_candle::norm::rms_norm;
-use ringspan_candle::rope::{Rotation, rope};
+use ringspan_candle::rope::{RotaryTable, rope};
 use ringspan_candle::swiglu::{geglu, swiglu};
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{cotangent, gated_mlp, pool};
 
 /// Numbers between -1 and 1 without a pattern, so that sums of them do not cancel.
@@ -94,7 +94,7 @@ fn rope_equals_its_definition() {
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
         Tensor::cat(&[first, second], 2)
     };
-    let rotation = Rotation::new(&positions, &frequencies, 1.0);
+    let rotation = RotaryTable::new(&positions, &frequencies, 1.0);
     compare(&[random(&[4, 2, 6], 1)], |x| rope(&x[0], &rotation), plain);
 }
 
@@ -125,22 +125,26 @@ fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
 
     let (hidden, head) = (hidden.to_dtype(DType::F32)?, head.to_dtype(DType::F32)?);
     let head = loss::OutputHead { weight: head.into(), softcap };
-    let got = loss::head_loss(&hidden, head.clone(), &targets, scale, true, &WHOLE)?;
+    let got = loss::head_loss(&hidden, head.clone(), &targets, scale, true, &NO_TENSOR_PARALLEL)?;
     assert!((got.nll_sum / nll.to_scalar::<f64>()? - 1.0).abs() < 1e-6);
     assert!(relative_l2(&got.d_hidden, gradients.get(&h).expect("tracked"))? < 1e-6);
     let d_head = got.d_head.expect("trained");
     assert!(relative_l2(&d_head, gradients.get(&w).expect("tracked"))? < 1e-6);
-    let frozen = loss::head_loss(&hidden, head.clone(), &targets, scale, false, &WHOLE)?;
+    let frozen = loss::head_loss(&hidden, head.clone(), &targets, scale, false, &NO_TENSOR_PARALLEL)?;
     assert!(frozen.d_head.is_none() && frozen.nll_sum == got.nll_sum);
     assert_eq!(frozen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
     // The hidden state of a token without a target is not read.
     let mut rows = hidden.to_vec2::<f32>()?;
     rows.iter_mut().zip(&targets).filter(|(_, target)| **target == IGNORE).for_each(|(row, _)| row.fill(f32::NAN));
-    let unseen = loss::head_loss(&Tensor::new(rows, &Device::Cpu)?, head.clone(), &targets, scale, true, &WHOLE)?;
+    let unseen =
+        loss::head_loss(&Tensor::new(rows, &Device::Cpu)?, head.clone(), &targets, scale, true, &NO_TENSOR_PARALLEL)?;
     assert_eq!(unseen.d_hidden.to_vec2::<f32>()?, got.d_hidden.to_vec2::<f32>()?);
     assert_eq!(unseen.d_head.expect("trained").to_vec2::<f32>()?, d_head.to_vec2::<f32>()?);
-    let log_probs =
-        Tensor::from_vec(loss::log_probs(&hidden, head.clone(), &targets, &WHOLE)?, (tokens, 1), &Device::Cpu)?;
+    let log_probs = Tensor::from_vec(
+        loss::log_probs(&hidden, head.clone(), &targets, &NO_TENSOR_PARALLEL)?,
+        (tokens, 1),
+        &Device::Cpu,
+    )?;
     assert!(relative_l2(&log_probs, &picked)? < 1e-6);
     assert!(relative_l2(&loss::logits(&hidden, head)?, &logits)? < 1e-6);
     Ok(())
@@ -150,11 +154,13 @@ fn equal_across_chunks(softcap: Option<f32>) -> Result<()> {
 fn no_tokens_cost_nothing_and_bad_targets_are_named() -> Result<()> {
     let (none, head) =
         (Tensor::zeros((0, 4), DType::F32, &Device::Cpu)?, Tensor::ones((9, 4), DType::F32, &Device::Cpu)?);
-    let loss = loss::head_loss(&none, &head, &[], 1.0, true, &WHOLE)?;
+    let loss = loss::head_loss(&none, &head, &[], 1.0, true, &NO_TENSOR_PARALLEL)?;
     assert_eq!((loss.nll_sum, loss.d_hidden.dims()), (0.0, &[0, 4][..]));
     let one = Tensor::ones((1, 4), DType::F32, &Device::Cpu)?;
-    let error =
-        loss::head_loss(&one, &head, &[9], 1.0, true, &WHOLE).err().map(|error| error.to_string()).unwrap_or_default();
+    let error = loss::head_loss(&one, &head, &[9], 1.0, true, &NO_TENSOR_PARALLEL)
+        .err()
+        .map(|error| error.to_string())
+        .unwrap_or_default();
     assert!(error.contains("target 9") && error.contains("vocabulary of 9"), "{error}");
     Ok(())
 }
@@ -253,7 +259,7 @@ fn layers_compute_alike_on_any_number_of_threads() -> Result<()> {
     let w = random(&[24], 2).to_dtype(DType::F32)?;
     let run = |threads: usize| -> Result<Vec<Tensor>> {
         pool::run(threads, || {
-            let rotation = Rotation::new(&positions, &[1.0, 0.1, 0.003], 1.0);
+            let rotation = RotaryTable::new(&positions, &[1.0, 0.1, 0.003], 1.0);
             let (x, w) = (Var::from_tensor(&x)?, Var::from_tensor(&w)?);
             let y = swiglu(
                 &rms_norm(&x, &w, 1e-5)?,

@@ -3,7 +3,7 @@
 use crate::feed_forward::{compare, random};
 use candle_core::{DType, Result, Tensor};
 use ringspan_candle::activation::ClampedSwiglu;
-use ringspan_candle::experts::{ExpertStack, Memory, StackedExpert, mixed_keeping};
+use ringspan_candle::experts::{ExpertStack, SavedExperts, StackedExpert, mixed_saving};
 use ringspan_candle::quantized::{Format, QuantizedMatrix, QuantizedStack};
 use ringspan_candle::{Adapter, Expert, GatedExpert, Routing, Weight};
 use std::sync::Arc;
@@ -67,12 +67,12 @@ fn inputs(others: impl IntoIterator<Item = Tensor>) -> Vec<Tensor> {
 /// Compares the mixture computed once, and computed twice as in a recomputed layer whose products are stored.
 fn compare_both(
     inputs: &[Tensor],
-    mix: impl Fn(&[Tensor], &mut Memory) -> Result<Tensor>,
+    mix: impl Fn(&[Tensor], &mut SavedExperts) -> Result<Tensor>,
     plain: impl Fn(&[Tensor]) -> Result<Tensor>,
 ) {
-    compare(inputs, |x| mix(x, &mut Memory::default()), &plain);
+    compare(inputs, |x| mix(x, &mut SavedExperts::default()), &plain);
     let twice = |x: &[Tensor]| {
-        let mut memory = Memory::default();
+        let mut memory = SavedExperts::default();
         let once = mix(x, &mut memory)?.detach();
         once + mix(x, &mut memory)?
     };
@@ -119,14 +119,14 @@ fn experts_with_matrices_of_their_own_learn_adapters_beside_what_is_stored() {
                 through(&((&gate / (gate.neg()?.exp()? + 1.0)?)? * through(row, 1)?)?, 2)
             })
         };
-        let mix = |x: &[Tensor], memory: &mut Memory| {
-            let routing = Routing { chosen: chosen(), weights: x[1].clone(), drops: None };
+        let mix = |x: &[Tensor], memory: &mut SavedExperts| {
+            let routing = Routing { chosen: chosen(), weights: x[1].clone(), dropout: None };
             let expert = |index: usize| {
                 let [gate, up, down] = weights[index].clone();
                 let adapters = [0, 1, 2].map(|which| beside(x, index, which));
                 Ok(Expert::from(GatedExpert { gate, up, down, adapters }))
             };
-            mixed_keeping(&x[0], &routing, &expert, memory)
+            mixed_saving(&x[0], &routing, &expert, memory)
         };
         compare_both(&inputs(adapters), mix, plain);
     }
@@ -154,14 +154,14 @@ fn experts_in_one_parameter_compute_with_what_is_stored() {
                 ((up + 1.0)? * opened)?.matmul(&of(&down, expert)?)?.broadcast_add(&x[3].get(expert)?)
             })
         };
-        let mix = |x: &[Tensor], memory: &mut Memory| {
-            let routing = Routing { chosen: chosen(), weights: x[1].clone(), drops: None };
+        let mix = |x: &[Tensor], memory: &mut SavedExperts| {
+            let routing = Routing { chosen: chosen(), weights: x[1].clone(), dropout: None };
             let (gate_up, down) = (gate_up.clone().into(), down.clone().into());
             let [gate_up_bias, down_bias] = [x[2].clone(), x[3].clone()];
             let stack = ExpertStack { gate_up, gate_up_bias, down, down_bias, activation, adds_down_bias: true };
             let stack = Arc::new(stack);
             let expert = |index| Ok(Expert::Stacked(StackedExpert { stack: stack.clone(), index }));
-            mixed_keeping(&x[0], &routing, &expert, memory)
+            mixed_saving(&x[0], &routing, &expert, memory)
         };
         compare_both(&inputs(biases), mix, plain);
     }

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use ringspan::attention::{Forward, Gradients, Inputs, Wire, on_device};
 use ringspan::comm::ranks::Ranks;
 use ringspan::comm::{Buffer, Communicator, threads};
-use ringspan::kernel::{Data, Held, Kernel, Statistics, View};
+use ringspan::kernel::{Data, DeviceTensor, Kernel, Statistics, View};
 use ringspan::schedule::HeadShare;
 use ringspan::{Group, Schedule};
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl Work<'_> {
         let kernel = group.kernel();
         let (q, k, v) = (kernel.hold(q)?, kernel.hold(k)?, kernel.hold(v)?);
         let (d_out, bias) = (hold(kernel, d_out)?, hold(kernel, bias)?);
-        let bias = bias.as_ref().map(Held::view);
+        let bias = bias.as_ref().map(DeviceTensor::view);
         let inputs = Inputs { bias, ..Inputs::new(q.view(), k.view(), v.view(), &self.terms.score) };
 
         let (mut seconds_forward, mut seconds_backward) = (Vec::new(), Vec::new());
@@ -186,7 +186,7 @@ fn together(comm: &dyn Communicator) -> Result<Instant> {
 }
 
 /// Copies a tensor, if there is one, to the device where the rank's kernel computes.
-fn hold<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<Held<'a>>> {
+fn hold<'a>(kernel: &Kernel, view: Option<View<'a>>) -> Result<Option<DeviceTensor<'a>>> {
     Ok(view.map(|view| kernel.hold(view)).transpose()?)
 }
 

@@ -235,9 +235,9 @@ fn is_empty(value: &Value) -> bool {
 
 /// A value as JSON, shortened for an error message.
 fn shortened(value: &Value) -> String {
-    const MOST: usize = 80;
+    const MAX_PATTERN: usize = 80;
     let text = value.to_string();
-    match text.char_indices().nth(MOST) {
+    match text.char_indices().nth(MAX_PATTERN) {
         Some((end, _)) => format!("{} ...", &text[..end]),
         None => text,
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// A parameter, and the part of a stored tensor that holds it.
 #[derive(Debug, PartialEq)]
-pub(super) struct Part {
+pub(super) struct StoredPart {
     pub(super) name: String,
     /// Offset of its first element in the stored tensor.
     pub(super) start: usize,
@@ -13,19 +13,19 @@ pub(super) struct Part {
 
 /// The parameters that are stored in tensor `name` of `shape`; `known` has the shapes of the model's parameters. Empty if the
 /// tensor belongs to no decoder.
-pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Vec<Part> {
+pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<String, Vec<usize>>) -> Vec<StoredPart> {
     let Some(name) = of_text(name) else { return Vec::new() };
     // Some folders store the tied matrix a second time, as the output head.
     if name.ends_with("rotary_emb.inv_freq") || (tied && name == crate::decoder::HEAD) {
         return Vec::new();
     }
     if known.contains_key(&name) {
-        return vec![Part { name, start: 0, shape: shape.to_vec() }];
+        return vec![StoredPart { name, start: 0, shape: shape.to_vec() }];
     }
     // Transformers keeps the experts of a layer in one tensor, and some files do so, too.
     if let (Some(prefix), [experts, both, width]) = (name.strip_suffix("experts.gate_up_proj"), shape) {
         let wide = both / 2;
-        let part = |expert: usize, which: usize, end: &str| Part {
+        let part = |expert: usize, which: usize, end: &str| StoredPart {
             name: format!("{prefix}experts.{expert}.{end}.weight"),
             start: (expert * both + which * wide) * width,
             shape: vec![wide, *width],
@@ -33,14 +33,14 @@ pub(super) fn parts(name: &str, shape: &[usize], tied: bool, known: &BTreeMap<St
         return (0..*experts).flat_map(|e| [part(e, 0, "gate_proj"), part(e, 1, "up_proj")]).collect();
     }
     if let (Some(prefix), [experts, width, wide]) = (name.strip_suffix("experts.down_proj"), shape) {
-        let part = |expert: usize| Part {
+        let part = |expert: usize| StoredPart {
             name: format!("{prefix}experts.{expert}.down_proj.weight"),
             start: expert * width * wide,
             shape: vec![*width, *wide],
         };
         return (0..*experts).map(part).collect();
     }
-    vec![Part { name, start: 0, shape: shape.to_vec() }]
+    vec![StoredPart { name, start: 0, shape: shape.to_vec() }]
 }
 
 /// The name of a parameter inside the language model of a multimodal model; `None` for parameters of its vision part.
@@ -58,7 +58,7 @@ fn of_text(name: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Part, parts};
+    use super::{StoredPart, parts};
     use std::collections::BTreeMap;
 
     fn names(name: &str) -> Vec<String> {
@@ -78,11 +78,12 @@ mod tests {
     #[test]
     fn experts_in_one_tensor_are_parts_of_it() {
         let both = parts("model.layers.3.mlp.experts.gate_up_proj", &[2, 6, 5], false, &BTreeMap::new());
-        let part = |name: &str, start: usize| Part { name: name.into(), start, shape: vec![3, 5] };
+        let part = |name: &str, start: usize| StoredPart { name: name.into(), start, shape: vec![3, 5] };
         assert_eq!(both[0], part("model.layers.3.mlp.experts.0.gate_proj.weight", 0));
         assert_eq!(both[3], part("model.layers.3.mlp.experts.1.up_proj.weight", 45));
         let down = parts("model.layers.3.mlp.experts.down_proj", &[2, 5, 3], false, &BTreeMap::new());
-        let last = Part { name: "model.layers.3.mlp.experts.1.down_proj.weight".into(), start: 15, shape: vec![5, 3] };
+        let last =
+            StoredPart { name: "model.layers.3.mlp.experts.1.down_proj.weight".into(), start: 15, shape: vec![5, 3] };
         assert_eq!((down.len(), &down[1]), (2, &last));
     }
 }

@@ -17,7 +17,7 @@ pub(super) enum Joined {
 }
 
 /// Both tensors, each as rows of its last dimension, and with its shape.
-pub(super) type Both = [(Weight, Vec<usize>); 2];
+pub(super) type SplitTensors = [(Weight, Vec<usize>); 2];
 
 impl Joined {
     /// Joins the tensors to the parameter: two tensors `[e, out / 2, in]` to `[e, in, out]`, two `[e, out / 2]` to `[e, out]`,
@@ -26,7 +26,7 @@ impl Joined {
     ///
     /// # Errors
     /// Shapes that do not fit each other.
-    pub(super) fn parameter(self, both: Both) -> Result<Weight> {
+    pub(super) fn parameter(self, both: SplitTensors) -> Result<Weight> {
         let [(first, shape), (second, other)] = &both;
         match (self, &shape[..], &other[..]) {
             (Self::Alternating, &[all, wide, inputs], _) if shape == other => {

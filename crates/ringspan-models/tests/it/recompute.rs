@@ -5,11 +5,11 @@ use candle_core::{Result, Tensor};
 use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
-use ringspan_candle::attention::Memory;
-use ringspan_candle::experts::{Local, Memory as MixtureMemory};
-use ringspan_candle::kept::Storage;
+use ringspan_candle::attention::SavedAttention;
+use ringspan_candle::experts::{Local, SavedExperts};
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{
-    Attend, AttentionInputs, CheckpointPolicy, Context, Drops, Expert, Experts, Load, Recompute, Routing,
+    Attend, AttentionInputs, CheckpointPolicy, Context, Expert, Experts, InputDropout, Load, Recompute, Routing,
     TensorParallel,
 };
 use ringspan_models::gradients;
@@ -29,16 +29,16 @@ impl Attend for Counting {
         self.context.layer_attention(layer, inputs, mask, score)
     }
 
-    fn attention_keeping(
+    fn attention_saving(
         &self,
-        memory: &mut Memory,
+        memory: &mut SavedAttention,
         layer: usize,
         inputs: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> Result<Tensor> {
         self.computed.set(self.computed.get() + usize::from(memory.is_empty()));
-        self.context.attention_keeping(memory, layer, inputs, mask, score)
+        self.context.attention_saving(memory, layer, inputs, mask, score)
     }
 
     fn positions(&self) -> &[usize] {
@@ -57,8 +57,8 @@ impl Attend for Counting {
         self.context.tensor_parallel()
     }
 
-    fn drops(&self) -> Option<&Drops> {
-        self.context.drops()
+    fn input_dropout(&self) -> Option<&InputDropout> {
+        self.context.input_dropout()
     }
 }
 
@@ -155,23 +155,23 @@ impl Experts for Noting {
         Local.mix(layer, x, routing, expert)
     }
 
-    fn mix_keeping(
+    fn mix_saving(
         &self,
-        memory: &mut MixtureMemory,
+        memory: &mut SavedExperts,
         layer: usize,
         x: &Tensor,
         routing: &Routing,
         expert: &dyn Fn(usize) -> Result<Expert>,
     ) -> Result<Tensor> {
-        Local.mix_keeping(memory, layer, x, routing, expert)
+        Local.mix_saving(memory, layer, x, routing, expert)
     }
 
-    fn held(&self, experts: usize) -> std::ops::Range<usize> {
-        Local.held(experts)
+    fn local_experts(&self, experts: usize) -> std::ops::Range<usize> {
+        Local.local_experts(experts)
     }
 
-    fn part(&self, whole: usize) -> std::ops::Range<usize> {
-        Local.part(whole)
+    fn local_width(&self, whole: usize) -> std::ops::Range<usize> {
+        Local.local_width(whole)
     }
 
     fn routed(&self, layer: usize, load: Load) -> Result<()> {

@@ -4,8 +4,8 @@ use crate::support::load;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::experts::Local;
-use ringspan_candle::tensor_parallel::WHOLE;
-use ringspan_candle::{Attend, AttentionInputs, Drops, Experts, Recompute, TensorParallel, Unit, Weights};
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
+use ringspan_candle::{Attend, AttentionInputs, Experts, InputDropout, Recompute, TensorParallel, Unit, Weights};
 use ringspan_models::{Decoder, Error, gradients};
 
 /// Attention that ignores queries and keys.
@@ -29,10 +29,10 @@ impl Attend for Values {
     }
 
     fn tensor_parallel(&self) -> &TensorParallel {
-        &WHOLE
+        &NO_TENSOR_PARALLEL
     }
 
-    fn drops(&self) -> Option<&Drops> {
+    fn input_dropout(&self) -> Option<&InputDropout> {
         None
     }
 }

@@ -10,12 +10,12 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::experts::Local;
-use ringspan_candle::kept::Storage;
 use ringspan_candle::model::stored;
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::stored_activation::Storage;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{
-    Attend, AttentionInputs, Balanced, CheckpointPolicy, Context, Drops, ExpertParallel, Experts, ParallelRank,
-    Portion, Recompute, StoredWeights, TensorParallel, Unit, Weights, loss,
+    Attend, AttentionInputs, CheckpointPolicy, Context, ExpertParallel, Experts, InputDropout, LoadBalancedExperts,
+    ParallelRank, Portion, Recompute, StoredWeights, TensorParallel, Unit, Weights, loss,
 };
 use ringspan_models::{Decoder, Error, Parameters, folder, gradients};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -80,14 +80,14 @@ struct Dense<'a> {
     batch: &'a Batch,
     positions: Vec<usize>,
     experts: Shared,
-    drops: Option<Drops>,
+    drops: Option<InputDropout>,
 }
 
 impl Attend for Dense<'_> {
-    fn attention(
+    fn layer_attention(
         &self,
         _: usize,
-        &AttentionInputs { q, k, v, sinks }: &AttentionInputs,
+        &AttentionInputs { q, k, v, sinks, .. }: &AttentionInputs,
         mask: &Mask,
         score: &Score,
     ) -> candle_core::Result<Tensor> {
@@ -146,10 +146,10 @@ impl Attend for Dense<'_> {
     }
 
     fn tensor_parallel(&self) -> &TensorParallel {
-        &WHOLE
+        &NO_TENSOR_PARALLEL
     }
 
-    fn drops(&self) -> Option<&Drops> {
+    fn input_dropout(&self) -> Option<&InputDropout> {
         self.drops.as_ref()
     }
 }
@@ -169,7 +169,7 @@ pub(crate) fn on_one_device_dropping(
     let positions = (0..batch.tokens.len()).map(|at| at % batch.len).collect();
     let balanced = balanced(decoder, Arc::new(Local), |_| Ok(()));
     let experts = balanced.clone().map_or(Arc::new(Local) as Shared, |balanced| balanced);
-    let drops = seed.map(|seed| Drops::new(seed, (0..batch.tokens.len()).collect()));
+    let drops = seed.map(|seed| InputDropout::new(seed, (0..batch.tokens.len()).collect()));
     let dense = Dense { batch, positions, experts, drops };
     let (mut answer, order) =
         local(decoder, weights, &batch.tokens, &batch.targets(), batch.valid(), &dense).expect("computes");
@@ -182,9 +182,9 @@ fn balanced(
     decoder: &Decoder,
     inner: Shared,
     sum: impl Fn(&mut [f64]) -> candle_core::Result<()> + Send + Sync + 'static,
-) -> Option<Arc<Balanced>> {
+) -> Option<Arc<LoadBalancedExperts>> {
     let coefficient = decoder.config().router_aux_loss()?;
-    Some(Arc::new(Balanced::new(inner, coefficient, sum)))
+    Some(Arc::new(LoadBalancedExperts::new(inner, coefficient, sum)))
 }
 
 /// How a model is distributed over ranks.
@@ -276,7 +276,7 @@ pub(crate) fn on_ranks(
             let numbers: Vec<usize> = (0..batch.tokens.len()).collect();
             let numbers = layout.shard(rank / tp, &numbers, 1).map_err(candle_core::Error::wrap)?;
             let context = match drops {
-                Some(seed) => context.with_drops(Drops::new(seed, numbers)),
+                Some(seed) => context.with_input_dropout(InputDropout::new(seed, numbers)),
                 None => context,
             };
             let place = spread.parallel_rank(rank);
@@ -324,7 +324,8 @@ fn portions_of(decoder: &Decoder, weights: &Weights, place: ParallelRank) -> Res
 
 /// Adds the logits `[T, V of rank]` of a rank to those of all, `[B * S, V]`.
 fn add_logits(decoder: &Decoder, layout: &Layout, (rank, of): (usize, &Context), own: &[f32], all: &mut [f32]) {
-    let (vocabulary, known) = (decoder.config().vocab_size, of.tensor_parallel().part(decoder.config().vocab_size));
+    let (vocabulary, known) =
+        (decoder.config().vocab_size, of.tensor_parallel().shard_range(decoder.config().vocab_size));
     let mut wide = vec![0.0; own.len() / known.len() * vocabulary];
     for (row, own) in wide.chunks_exact_mut(vocabulary).zip(own.chunks_exact(known.len())) {
         row[known.clone()].copy_from_slice(own);

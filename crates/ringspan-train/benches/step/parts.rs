@@ -9,12 +9,12 @@ use ringspan::attention::Group;
 use ringspan::comm::threads::{self, Options};
 use ringspan::{Documents, Kernel, Layout, LayoutKind, Mask, Score, Strategy};
 use ringspan_candle::activation::Activation;
-use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_again, gated_mlp_keeping};
-use ringspan_candle::kept::{Kept, Storage};
-use ringspan_candle::linear::{linear, linear_again};
+use ringspan_candle::gated_mlp::{gated_mlp, gated_mlp_recomputed, gated_mlp_saving};
+use ringspan_candle::linear::{linear, linear_recomputed};
 use ringspan_candle::norm::rms_norm;
-use ringspan_candle::rope::{Rotation, rope};
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::rope::{RotaryTable, rope};
+use ringspan_candle::stored_activation::{Storage, StoredActivation};
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_candle::{Attend, AttentionInputs, Context, Recompute, cotangent, loss, pool};
 use ringspan_models::Config;
 use ringspan_train::{Method, Optimizer, Update};
@@ -124,7 +124,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         clock.part("linear", layers * times, products * product(shape[0], shape[1]), || {
             let first = linear(&x.detach(), &weight.detach(), None)?;
             let again = match keeps_products {
-                true => linear_again(x, &weight, None, Some(Kept::new(&first, storage)?))?,
+                true => linear_recomputed(x, &weight, None, Some(StoredActivation::new(&first, storage)?))?,
                 false => linear(x, &weight, None)?,
             };
             Ok(cotangent::backward(&again, &dy).map(drop)?)
@@ -139,10 +139,10 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         let constant = weights.map(Tensor::detach);
         let (x_first, [g, u, d]) = (x.detach(), [&constant[0], &constant[1], &constant[2]]);
         let kept = match keeps_products {
-            true => Some(gated_mlp_keeping(&x_first, [g, u, d], act, storage)?.1),
+            true => Some(gated_mlp_saving(&x_first, [g, u, d], act, storage)?.1),
             false => gated_mlp(&x_first, g, u, d, act).map(|_| None)?,
         };
-        let again = gated_mlp_again(&x, weights, act, kept, None)?;
+        let again = gated_mlp_recomputed(&x, weights, act, kept, None)?;
         Ok(cotangent::backward(&again, &dy).map(drop)?)
     })?;
 
@@ -174,7 +174,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
     let (vocabulary, head) = (config.vocab_size, random(&[config.vocab_size, hidden])?);
     let targets: Vec<u32> = (0..tokens).map(|token| (token % vocabulary) as u32).collect();
     clock.part("loss", 1.0, 3.0 * product(vocabulary, hidden), || {
-        Ok(loss::head_loss(&x, head.as_tensor(), &targets, 1.0, true, &WHOLE).map(drop)?)
+        Ok(loss::head_loss(&x, head.as_tensor(), &targets, 1.0, true, &NO_TENSOR_PARALLEL).map(drop)?)
     })?;
 
     let scale = random(&[hidden])?;
@@ -183,7 +183,7 @@ fn of_rank(case: &Case, config: &Config) -> Result<Vec<Part>> {
         Ok(cotangent::backward(&rms_norm(&x, &scale, 1e-6)?, &dy).map(drop)?)
     })?;
     let positions: Vec<usize> = (0..tokens).collect();
-    let rotation = Rotation::new(&positions, &vec![0.1; dim / 2], 1.0);
+    let rotation = RotaryTable::new(&positions, &vec![0.1; dim / 2], 1.0);
     for heads in [&q, &k] {
         let dy = ones_like(heads)?;
         clock.part("rope", layers, 0.0, || {

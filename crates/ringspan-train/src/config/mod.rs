@@ -14,7 +14,7 @@ use crate::{
 use checks::refuse_used_folder;
 use ringspan::comm::ranks::Ranks;
 use ringspan::{LayoutKind, Strategy};
-use ringspan_candle::kept::Storage;
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{DeviceName, Precision, Recompute};
 use ringspan_models::{Lora, RopeScaling, folder::SavedType};
 pub use source::{Source, TextSource};

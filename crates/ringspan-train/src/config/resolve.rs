@@ -9,7 +9,7 @@ use crate::{
     optimizer::OptimizerKind,
     settings::Settings,
 };
-use ringspan_candle::kept::Storage;
+use ringspan_candle::stored_activation::Storage;
 use ringspan_candle::{DeviceName, Precision, Recompute};
 use std::time::Duration;
 

@@ -38,7 +38,7 @@ impl Experts {
         Some(Self {
             layers: layers.filter(|layer| decoder.is_sparse(*layer)).count() as u64,
             all: decoder.experts() as u64,
-            top: (decoder.experts_seen() * decoder.experts() as f64).round() as u64,
+            top: (decoder.expert_share_per_token() * decoder.experts() as f64).round() as u64,
             wide: wide.div_ceil(width_ranks) as u64,
             ep: ep as u64,
             width_ranks: width_ranks as u64,

@@ -53,10 +53,10 @@ pub(super) fn nearest(config: &TrainConfig, shape: &Shape, load: &Load, side: Si
     let least = shape.computed_again();
     let found = |settings: &str, needed: u64| Ok(format!("the nearest that fits is {settings} ({})", bytes(needed)));
     let mut given = String::new();
-    if side == Side::Gpu && !shape.offloads && shape.layers > offload::STAYING as u64 {
+    if side == Side::Gpu && !shape.offloads && shape.layers > offload::RESIDENT_LAYERS as u64 {
         let needed = needs(&shape.offloaded(), load.tokens, load.batch)?;
         if needed <= free {
-            let away = load.ranks * shape.away(load.tokens) * (shape.layers - offload::STAYING as u64);
+            let away = load.ranks * shape.away(load.tokens) * (shape.layers - offload::RESIDENT_LAYERS as u64);
             return found(&format!("--offload-activations, with {} more of the CPU's memory", bytes(away)), needed);
         }
     }

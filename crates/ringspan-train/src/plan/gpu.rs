@@ -9,13 +9,13 @@ use super::{
     shape::Shape,
 };
 use crate::error::Result;
-use ringspan_candle::{Recompute, kept::Storage, loss, offload};
+use ringspan_candle::{Recompute, loss, offload, stored_activation::Storage};
 
 /// Bytes of an f32 element.
 const WIDE: u64 = 4;
 
 /// Number of layers whose stored activations are on the GPU at a time, where activations are offloaded.
-const STAYING: u64 = offload::STAYING as u64;
+const RESIDENT_LAYERS: u64 = offload::RESIDENT_LAYERS as u64;
 
 impl Shape {
     /// Predicted memory on the GPU of a rank with `tokens` tokens: the fullest moment, and its parts.
@@ -54,7 +54,7 @@ impl Shape {
             (
                 "at the loss",
                 vec![
-                    kept_of(self.layers, STAYING),
+                    kept_of(self.layers, RESIDENT_LAYERS),
                     ("the head, with its gradient, and a layer", width * head + d_head + weights(1)),
                     ("logits of a chunk", WIDE * chunk + if width < WIDE { width * chunk } else { 0 }),
                     ("hidden states, with their gradient", 2 * stream + 2 * whole_stream + angles),
@@ -77,7 +77,7 @@ impl Shape {
                 self.layers.saturating_sub(1),
             ),
         ] {
-            let kept = kept_of(layers.saturating_sub(1), STAYING - 1);
+            let kept = kept_of(layers.saturating_sub(1), RESIDENT_LAYERS - 1);
             let fed = activations(self.of_feed_forward(tokens, rows));
             let attended = activations(self.of_attention(tokens, rows));
             moments.push((names[0], vec![kept, layer(layers, of_down), leaving(behind), fed]));
@@ -92,7 +92,7 @@ impl Shape {
         let held = &self.held;
         let moving = |unit: u64| if held.shares() { WIDE * unit } else { 0 };
         let away = match self.offloads {
-            true => self.away(tokens) * self.layers.saturating_sub(STAYING),
+            true => self.away(tokens) * self.layers.saturating_sub(RESIDENT_LAYERS),
             false => 0,
         };
         // There are two pinned buffers of each size: one is filled or read while the other one is copied.

@@ -8,7 +8,7 @@ use super::shape::Shape;
 use crate::error::Result;
 use ringspan::Strategy;
 use ringspan_candle::quantized::scratch;
-use ringspan_candle::{Recompute, gated_mlp, kept::Storage, loss};
+use ringspan_candle::{Recompute, gated_mlp, loss, stored_activation::Storage};
 
 /// Bytes that a rank holds per token of the whole batch: tokens and targets, of the batch and as they are dealt to ranks.
 pub(super) const OF_BATCH: u64 = 24;

@@ -20,8 +20,8 @@ use crate::{
 };
 use fit::{Load, Side};
 use ringspan::{Layout, Schedule};
-use ringspan_candle::{DeviceName, ParallelRank, Precision, Recompute, room::Room};
-use ringspan_models::{Beyond, Config, Decoder, adapter};
+use ringspan_candle::{DeviceName, ParallelRank, Precision, Recompute, gpu_memory::GpuMemoryUse};
+use ringspan_models::{Config, ContextOverflow, Decoder, adapter};
 use shape::Shape;
 use std::fmt;
 
@@ -68,7 +68,7 @@ pub struct Plan {
     /// The fullest moment of the GPU's memory, in words.
     pub gpu_fullest: &'static str,
     /// The GPUs of this process's ranks, where their memory is known.
-    pub gpus: Vec<Room>,
+    pub gpus: Vec<GpuMemoryUse>,
     /// Why it is not known, in words; empty where it is, or where the CPU computes.
     pub gpus_unknown: String,
     /// The activations that are recomputed for the backward pass.
@@ -193,7 +193,7 @@ impl Plan {
     }
 
     /// Checks the plan against the free memory of the GPUs of this process's ranks.
-    pub(crate) fn meet(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<Room>) -> Result<()> {
+    pub(crate) fn meet(&mut self, config: &TrainConfig, setup: &Setup, gpus: Vec<GpuMemoryUse>) -> Result<()> {
         (self.gpus, self.gpus_unknown) = (gpus, String::new());
         let each = self.gpu_bytes();
         let full = self.gpus.iter().find(|gpu| each * gpu.ranks as u64 > gpu.free);
@@ -340,8 +340,8 @@ fn model_words(config: &TrainConfig, setup: &Setup) -> String {
     }
 }
 
-fn beyond_words(config: &TrainConfig, beyond: Beyond) -> String {
-    let told = Beyond { by: None, ..beyond };
+fn beyond_words(config: &TrainConfig, beyond: ContextOverflow) -> String {
+    let told = ContextOverflow { by: None, ..beyond };
     match &config.model_config {
         // A checkpoint belongs to its model's configuration, so no other one is proposed.
         _ if config.resume => told.to_string(),
@@ -463,7 +463,7 @@ impl fmt::Display for Plan {
             let room = if self.leaves_room() { "the least for which there is room" } else { "for want of room" };
             writeln!(f, "           --recompute auto is {}, {room}", self.recompute)?;
         }
-        for Room { name, free, total, ranks: count } in &self.gpus {
+        for GpuMemoryUse { name, free, total, ranks: count } in &self.gpus {
             let (free, total) = (bytes(*free), bytes(*total));
             writeln!(f, "           {free} of {total} is free on {name}, for {}", ranks(*count))?;
         }

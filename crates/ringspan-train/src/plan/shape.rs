@@ -10,7 +10,7 @@ use crate::{
 use ringspan::schedule::{HeadShare, Pass, Sizes};
 use ringspan::{Layout, Strategy};
 use ringspan_candle::shard::ShardSpec;
-use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, kept::Storage};
+use ringspan_candle::{DeviceName, Heads, ParallelRank, Precision, Recompute, Unit, stored_activation::Storage};
 use ringspan_models::{Config, Decoder};
 
 /// Sizes of a model on a rank; each is that of the rank that has most of it.

@@ -104,7 +104,7 @@ fn of_token(setup: &Setup) -> f64 {
         if shape.len() < 2 || name.ends_with("bias") || looked_up {
             return 0.0;
         }
-        let seen = if name.contains(".experts.") { decoder.experts_seen() } else { 1.0 };
+        let seen = if name.contains(".experts.") { decoder.expert_share_per_token() } else { 1.0 };
         let passes = if decoder.trains(name) { 6.0 } else { 4.0 };
         passes * seen * shape.iter().product::<usize>() as f64
     };

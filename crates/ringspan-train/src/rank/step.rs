@@ -17,8 +17,8 @@ use ringspan::{
     comm::{Buffer, Communicator, numbers},
 };
 use ringspan_candle::{
-    Balanced, CheckpointPolicy, Drops, Experts, Load, ParallelRank, StoredWeights, Unit, context::Context,
-    tensor_parallel,
+    CheckpointPolicy, Experts, InputDropout, Load, LoadBalancedExperts, ParallelRank, StoredWeights, Unit,
+    context::Context, tensor_parallel,
 };
 use ringspan_models::gradients;
 use std::sync::{Arc, Mutex};
@@ -139,14 +139,14 @@ impl Rank<'_> {
 
     /// The experts with an auxiliary loss that balances their load over all ranks, where the model asks for it; `share` scales
     /// its factor.
-    fn balanced(&self, share: f64) -> Option<Balanced> {
+    fn balanced(&self, share: f64) -> Option<LoadBalancedExperts> {
         let coefficient = self.setup.decoder.config().router_aux_loss()? * share;
         let world = self.world.clone();
         let sum_over_ranks = move |values: &mut [f64]| {
             values.copy_from_slice(&numbers::all_reduce(&*world, values).map_err(candle_core::Error::wrap)?);
             Ok(())
         };
-        Some(Balanced::new(self.groups.experts.clone(), coefficient, sum_over_ranks))
+        Some(LoadBalancedExperts::new(self.groups.experts.clone(), coefficient, sum_over_ranks))
     }
 
     /// This rank's tokens of a micro-batch, with the dropout of a training step.
@@ -154,7 +154,7 @@ impl Rank<'_> {
         let before = batches[..index].iter().map(|batch| batch.tokens.len()).sum();
         let local = self.local(&batches[index])?;
         Ok(match self.drops(step, before, &batches[index])? {
-            Some(drops) => Part { context: local.context.with_drops(drops), ..local },
+            Some(drops) => Part { context: local.context.with_input_dropout(drops), ..local },
             None => local,
         })
     }
@@ -162,7 +162,7 @@ impl Rank<'_> {
     /// The dropout of this rank's tokens of a batch in a step, where adapters or attention have any. It follows from the tokens'
     /// indices among the places of the step's batches, which every mesh fills with the same tokens; `before` is the index of the
     /// batch's first place.
-    fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<Drops>> {
+    fn drops(&self, step: u64, before: usize, batch: &Batch) -> Result<Option<InputDropout>> {
         let decoder = &self.setup.decoder;
         if decoder.lora().is_none_or(|lora| lora.dropout == 0.0) && decoder.config().attention_dropout() == 0.0 {
             return Ok(None);
@@ -172,7 +172,7 @@ impl Rank<'_> {
         let numbers: Vec<usize> = (first..first + part.tokens.len()).collect();
         let numbers = self.layout(&part)?.shard(self.groups.cp.rank(), &numbers, 1)?;
         // Seed and step share a word, and do not meet before one of them fills half of it.
-        Ok(Some(Drops::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
+        Ok(Some(InputDropout::new(self.config.seed.rotate_left(32) ^ step, numbers).in_batch_from(first)))
     }
 
     fn local(&self, batch: &Batch) -> Result<Part> {
@@ -184,7 +184,7 @@ impl Rank<'_> {
         // A rotary base may depend on the sequence length, which must not depend on how rows are dealt: it is the length of the
         // rows, not that of the longest document in a part.
         let context = Context::new(cp.clone(), Arc::new(layout), self.config.strategy)?
-            .growing_to(batch.length)
+            .with_max_length(batch.length)
             .with_tensor_parallel(tensor.clone())
             .with_experts(experts.clone());
         Ok(Part { tokens, targets, context })

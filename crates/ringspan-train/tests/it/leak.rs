@@ -6,7 +6,7 @@ use ringspan::{
     comm::threads::{self, Options},
 };
 use ringspan_candle::context::Context;
-use ringspan_candle::tensor_parallel::WHOLE;
+use ringspan_candle::tensor_parallel::NO_TENSOR_PARALLEL;
 use ringspan_models::{Config, Decoder};
 use ringspan_train::data::{Batch, Fit, IGNORE, Packer, Store};
 use std::sync::Arc;
@@ -37,7 +37,12 @@ fn log_probs(batch: &Batch, layout: &str, ring: usize, ulysses: usize) -> Vec<f3
         let targets = layout.shard(rank, &batch.targets, 1)?;
         let hidden = ringspan_train::hidden(&decoder, &weights, &tokens, &context).unwrap();
         let hidden = decoder.norm(&weights, &hidden).unwrap();
-        Ok::<_, ringspan_train::Error>(decoder.model().head().log_probs(&hidden, &targets, &weights, &WHOLE)?)
+        Ok::<_, ringspan_train::Error>(decoder.model().head().log_probs(
+            &hidden,
+            &targets,
+            &weights,
+            &NO_TENSOR_PARALLEL,
+        )?)
     })
     .unwrap();
     let mut global = vec![0.0; batch.tokens.len()];

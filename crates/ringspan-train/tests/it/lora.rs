@@ -96,14 +96,14 @@ fn every_mesh_trains_the_same_adapters_of_experts() {
         near(what, &adapter::load(got).unwrap().weights, &wanted.weights, 1e-4);
     };
     // Ranks share whole experts, or their width, or both; some of them have rows of their own.
-    let uncut = Settings { sharding: Some("none".into()), ..mesh(1, 2, 2, 2, 1) };
+    let without_truncation = Settings { sharding: Some("none".into()), ..mesh(1, 2, 2, 2, 1) };
     let meshes = [
         mesh(1, 2, 1, 2, 1),
         mesh(1, 1, 2, 1, 1),
         mesh(2, 1, 2, 2, 1),
         mesh(4, 1, 1, 2, 2),
         mesh(2, 2, 1, 1, 2),
-        uncut,
+        without_truncation,
     ];
     for (n, settings_of) in meshes.iter().enumerate() {
         let (many, memory) = run(settings_of.over(&settings(root, &format!("mesh-{n}"))).unwrap());

@@ -2,11 +2,11 @@
 
 use super::block::{Blocks, key_elements, payload, receive, send, stored, wire_of, zeros};
 use super::meter::Meter;
-use super::ulysses::Part;
+use super::ulysses::HeadPart;
 use super::wire::floats;
-use super::{Forward, Group, Inputs, MOST_TILES, check_shape, f32_bytes, stored_bytes, tiling};
+use super::{Forward, Group, Inputs, MAX_TILES_PER_CALL, check_shape, f32_bytes, stored_bytes, tiling};
 use crate::error::{Error, Result};
-use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Saved, Statistics, SumPlace, View};
+use crate::kernel::{self, Data, Floats, HeadMap, Kernel, RowTarget, Saved, Statistics, View};
 use crate::schedule::{self, Block, Pass, Rows, Schedule};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -101,7 +101,7 @@ pub fn on_device(
     let statistics = Statistics { max: max.view().data, sum: sum.view().data };
     let (inputs, d_out) = (&held.inputs(), d_out.view());
     let Inputs { q, k, v, score, bias } = *inputs;
-    let delta = kernel.delta_there(out.view(), d_out)?;
+    let delta = kernel.delta_on_device(out.view(), d_out)?;
     let d_sinks = match &score.sinks {
         // The CPU sums these few numbers per query in f64.
         Some(sinks) => {
@@ -129,7 +129,7 @@ pub fn on_device(
         d_bias: bias_zeros(kernel, bias, &mut meter)?,
         peak_bytes: 0,
     };
-    let parts = Part::all(group, schedule, inputs)?;
+    let parts = HeadPart::all(group, schedule, inputs)?;
     let mut results = Vec::new();
     let mut under_way = parts.first().map(|part| part.send(inputs, Some(&saved), &mut meter)).transpose()?;
     for (number, part) in parts.iter().enumerate() {
@@ -193,7 +193,7 @@ fn over_ring(
     // Gradients of keys and values of one ring rank are one message: dk, then dv.
     let mut own = zeros(kernel, both, meter)?;
     let mut foreign: HashMap<usize, Floats> = HashMap::new();
-    let plan = schedule.outline(Pass::Backward, rank);
+    let plan = schedule.steps(Pass::Backward, rank);
     let lists = schedule::list_bytes(&plan);
     meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
@@ -228,7 +228,7 @@ fn over_ring(
                 }
             };
             let mut sums = kernel::Sums { dq, dk, dv, d_table: d_table.all_mut(), d_bias };
-            schedule.in_batches(compute, tiling(&inputs), MOST_TILES, |tiles| {
+            schedule.in_batches(compute, tiling(&inputs), MAX_TILES_PER_CALL, |tiles| {
                 meter.touch(size_of_val(tiles) as u64 + kernel.backward_workspace(&inputs, tiles));
                 kernel.backward(&inputs, tiles, &saved, &mut sums)
             })?;
@@ -286,7 +286,7 @@ fn add_rows(kernel: &Kernel, sum: &mut Floats, values: Data, rows: &Rows, inputs
     let (k_width, v_width) = (k.heads * k.dim, v.heads * v.dim);
     let (dk, dv) = sum.split_at_mut(k.tokens * k_width);
     let keys = rows.len() * k_width;
-    let place = |width| SumPlace { rows: rows.ranges(), offset: 0, stride: width, width };
+    let place = |width| RowTarget { rows: rows.ranges(), offset: 0, stride: width, width };
     kernel.add(dk, &place(k_width), values.slice(0..keys))?;
     kernel.add(dv, &place(v_width), values.slice(keys..values.len()))
 }

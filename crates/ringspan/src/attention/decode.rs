@@ -8,7 +8,7 @@ use super::wire::{Wire, floats};
 use super::{Group, Inputs};
 use crate::documents::Run;
 use crate::error::{Error, Result};
-use crate::kernel::{self, Floats, HeadMap, Place, State, Statistics, Tile};
+use crate::kernel::{self, Floats, HeadMap, SoftmaxState, Statistics, Tile, TilePosition};
 use crate::mask::Mask;
 use std::sync::Arc;
 
@@ -78,7 +78,7 @@ impl Tokens<'_> {
                             q: q_row + first + piece.q.start..q_row + first + piece.q.end,
                             k: k_row + piece.k.start..k_row + piece.k.end,
                             band: piece.band,
-                            place: Place {
+                            place: TilePosition {
                                 query: q_part.start,
                                 key: k_part.start,
                                 distance: mask.distance(q_part.start, k_part.start, self.frames.0, self.frames.1),
@@ -165,7 +165,7 @@ const OPERATION: &str = "the merge of softmax states";
 /// Number of query tokens, number of heads, width of a value.
 type Sizes = (usize, usize, usize);
 
-fn all_gather(group: &Group, state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
+fn all_gather(group: &Group, state: SoftmaxState, (tokens, heads, v_dim): Sizes) -> Result<SoftmaxState> {
     let (kernel, comm) = (group.kernel(), &**group.cp());
     let own = kernel.outgoing(Arc::new(state.into_message()), comm)?;
     let states = comm.all_gather(Arc::unwrap_or_clone(own))?;
@@ -179,7 +179,7 @@ fn all_gather(group: &Group, state: State, (tokens, heads, v_dim): Sizes) -> Res
 
 /// Rank r merges the states of ranks r + 1, r + 2, r + 4, .. until it meets a set bit of r, then sends its own to r minus
 /// that bit.
-fn tree(group: &Group, mut state: State, (tokens, heads, v_dim): Sizes) -> Result<State> {
+fn tree(group: &Group, mut state: SoftmaxState, (tokens, heads, v_dim): Sizes) -> Result<SoftmaxState> {
     let (kernel, comm) = (group.kernel(), &**group.cp());
     let (rank, size, len) = (comm.rank(), comm.size(), tokens * heads * (v_dim + 2));
     let mut below = Vec::new();

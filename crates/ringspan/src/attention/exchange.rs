@@ -9,7 +9,7 @@ use super::meter::Meter;
 use super::wire::{Wire, floats};
 use crate::comm::{Buffer, Communicator, Pending};
 use crate::error::Result;
-use crate::kernel::{Floats, Piece, SumPlace, View};
+use crate::kernel::{Floats, Piece, RowTarget, View};
 use crate::schedule::Rows;
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,9 +21,9 @@ pub(super) struct Exchange<'a> {
 }
 
 /// A tensor whose exchange has been started.
-pub(super) struct Moving {
+pub(super) struct PendingExchange {
     /// The parts from each member; this member's own part is already here.
-    parts: Vec<Part>,
+    parts: Vec<ReceivedPart>,
     sent: Vec<Box<dyn Pending>>,
     heads: Vec<Range<usize>>,
     dim: usize,
@@ -32,7 +32,7 @@ pub(super) struct Moving {
     bytes: u64,
 }
 
-enum Part {
+enum ReceivedPart {
     Here(Arc<Buffer>),
     Coming(Box<dyn Pending>),
 }
@@ -52,7 +52,7 @@ impl<'a> Exchange<'a> {
         wire: Wire,
         tag: u64,
         meter: &mut Meter,
-    ) -> Result<Moving> {
+    ) -> Result<PendingExchange> {
         let rows = Rows::all(local.tokens);
         let piece = |heads: &Range<usize>| Piece { view: *local, heads: heads.clone(), rows: rows.ranges() };
         let part = |heads| self.group.kernel().pack(wire.stored(), &[piece(heads)]);
@@ -68,7 +68,7 @@ impl<'a> Exchange<'a> {
         dim: usize,
         tag: u64,
         meter: &mut Meter,
-    ) -> Result<Moving> {
+    ) -> Result<PendingExchange> {
         let row = heads[self.comm().rank()].len() * dim;
         let parts = all.parts(self.tokens.iter().map(|tokens| tokens * row));
         let parts = parts.into_iter().map(Floats::into_message).collect();
@@ -86,56 +86,62 @@ impl<'a> Exchange<'a> {
         (dim, wire): (usize, Wire),
         tag: u64,
         meter: &mut Meter,
-    ) -> Result<Moving> {
+    ) -> Result<PendingExchange> {
         let bytes = parts.iter().map(Buffer::bytes).sum();
         meter.hold(bytes);
         let (rank, mut sent, mut coming) = (self.comm().rank(), Vec::new(), Vec::new());
         for (member, part) in parts.into_iter().enumerate() {
             if member == rank {
-                coming.push(Part::Here(Arc::new(part)));
+                coming.push(ReceivedPart::Here(Arc::new(part)));
             } else {
                 sent.push(send_to(self.group, self.comm(), member, tag, Arc::new(part))?);
-                coming.push(Part::Coming(self.comm().receive(member, tag)?));
+                coming.push(ReceivedPart::Coming(self.comm().receive(member, tag)?));
             }
         }
-        Ok(Moving { parts: coming, sent, heads, dim, wire, bytes })
+        Ok(PendingExchange { parts: coming, sent, heads, dim, wire, bytes })
     }
 
     /// Finishes [`to_heads`](Self::to_heads) and returns `[Tg, own heads, dim]`.
-    pub(super) fn heads(&self, moving: Moving, meter: &mut Meter) -> Result<Buffer> {
-        let (row, kernel) = (moving.heads[self.comm().rank()].len() * moving.dim, self.group.kernel());
-        let (mut all, mut filled) = (kernel.room(moving.wire.stored(), self.all_tokens() * row)?, 0);
-        meter.hold(self.all_tokens() as u64 * row as u64 * moving.wire.width());
-        for (part, &tokens) in moving.parts.into_iter().zip(&self.tokens) {
-            let message = part.take(self.group, moving.wire, meter)?;
-            let elements = moving.wire.read(&message, tokens * row, "the exchange of heads")?;
+    pub(super) fn heads(&self, exchange: PendingExchange, meter: &mut Meter) -> Result<Buffer> {
+        let (row, kernel) = (exchange.heads[self.comm().rank()].len() * exchange.dim, self.group.kernel());
+        let (mut all, mut filled) = (kernel.room(exchange.wire.stored(), self.all_tokens() * row)?, 0);
+        meter.hold(self.all_tokens() as u64 * row as u64 * exchange.wire.width());
+        for (part, &tokens) in exchange.parts.into_iter().zip(&self.tokens) {
+            let message = part.take(self.group, exchange.wire, meter)?;
+            let elements = exchange.wire.read(&message, tokens * row, "the exchange of heads")?;
             kernel.append(&mut all, filled, elements)?;
             filled += elements.len();
         }
-        finish(moving.sent)?;
-        meter.release(moving.bytes);
+        finish(exchange.sent)?;
+        meter.release(exchange.bytes);
         Ok(all)
     }
 
     /// Finishes [`to_tokens`](Self::to_tokens) and adds the result to `local` `[T, heads, dim]`: heads that several members
     /// hold (replicated key-value heads) are summed, in member order.
-    pub(super) fn tokens(&self, moving: Moving, heads: usize, local: &mut Floats, meter: &mut Meter) -> Result<()> {
-        let (tokens, dim) = (self.tokens[self.comm().rank()], moving.dim);
-        for (part, range) in moving.parts.into_iter().zip(&moving.heads) {
-            let message = part.take(self.group, moving.wire, meter)?;
+    pub(super) fn tokens(
+        &self,
+        exchange: PendingExchange,
+        heads: usize,
+        local: &mut Floats,
+        meter: &mut Meter,
+    ) -> Result<()> {
+        let (tokens, dim) = (self.tokens[self.comm().rank()], exchange.dim);
+        for (part, range) in exchange.parts.into_iter().zip(&exchange.heads) {
+            let message = part.take(self.group, exchange.wire, meter)?;
             let width = range.len() * dim;
             let part = floats(&message, tokens * width, "the exchange of tokens")?;
             let rows = Rows::all(tokens);
-            let place = SumPlace { rows: rows.ranges(), offset: range.start * dim, stride: heads * dim, width };
+            let place = RowTarget { rows: rows.ranges(), offset: range.start * dim, stride: heads * dim, width };
             self.group.kernel().add(local.all_mut(), &place, part)?;
         }
-        finish(moving.sent)?;
-        meter.release(moving.bytes);
+        finish(exchange.sent)?;
+        meter.release(exchange.bytes);
         Ok(())
     }
 }
 
-impl Part {
+impl ReceivedPart {
     /// The message of this part. The caller drops it before it takes the next one, so only one is held at a time.
     fn take(self, group: &Group, wire: Wire, meter: &mut Meter) -> Result<Arc<Buffer>> {
         match self {

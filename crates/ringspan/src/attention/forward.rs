@@ -2,9 +2,9 @@
 
 use super::block::{Blocks, payload, receive, send, wire_of, zeros};
 use super::meter::Meter;
-use super::ulysses::Part;
+use super::ulysses::HeadPart;
 use super::wire::floats;
-use super::{Group, Inputs, MOST_TILES, f32_bytes, stored_bytes, tiling};
+use super::{Group, Inputs, MAX_TILES_PER_CALL, f32_bytes, stored_bytes, tiling};
 use crate::error::Result;
 use crate::kernel::{self, Data, Floats, HeadMap, Kernel, Statistics};
 use crate::schedule::{self, Block, Pass, Schedule};
@@ -81,7 +81,7 @@ pub fn on_device(group: &Group, schedule: &Schedule, inputs: &Inputs) -> Result<
         return Ok(Forward { out, statistics, peak_bytes: meter.peak() });
     }
 
-    let parts = Part::all(group, schedule, inputs)?;
+    let parts = HeadPart::all(group, schedule, inputs)?;
     let mut out = zeros(kernel, q.tokens * q.heads * v.dim, &mut meter)?;
     let [mut max, mut sum] =
         [zeros(kernel, q.tokens * q.heads, &mut meter)?, zeros(kernel, q.tokens * q.heads, &mut meter)?];
@@ -124,7 +124,7 @@ fn over_ring(
     let state_bytes = |tokens: usize| f32_bytes(tokens * heads * (v_dim + 2));
     let mut own = kernel.state(inputs.q.tokens, heads, v_dim)?;
     meter.hold(state_bytes(inputs.q.tokens));
-    let plan = schedule.outline(Pass::Forward, rank);
+    let plan = schedule.steps(Pass::Forward, rank);
     let lists = schedule::list_bytes(&plan);
     meter.hold(lists);
     let wire = group.wire(&inputs.q, &inputs.k, &inputs.v);
@@ -145,7 +145,7 @@ fn over_ring(
                 meter.hold(state_bytes(inputs.q.tokens));
                 foreign.insert(kernel.state_to_send(inputs.q.tokens, heads, v_dim)?)
             };
-            schedule.in_batches(compute, tiling(&inputs), MOST_TILES, |tiles| {
+            schedule.in_batches(compute, tiling(&inputs), MAX_TILES_PER_CALL, |tiles| {
                 meter.touch(size_of_val(tiles) as u64 + kernel.forward_workspace(&inputs, tiles));
                 kernel.attend(&inputs, tiles, state)
             })?;

@@ -2,14 +2,14 @@
 
 use super::Inputs;
 use crate::error::Result;
-use crate::kernel::{Held, Kernel, Score};
+use crate::kernel::{DeviceTensor, Kernel, Score};
 
 /// Inputs on the kernel's device: borrowed if they were there, copied if not.
 pub(super) struct HeldInputs<'a> {
-    q: Held<'a>,
-    k: Held<'a>,
-    v: Held<'a>,
-    bias: Option<Held<'a>>,
+    q: DeviceTensor<'a>,
+    k: DeviceTensor<'a>,
+    v: DeviceTensor<'a>,
+    bias: Option<DeviceTensor<'a>>,
     score: &'a Score,
 }
 
@@ -24,6 +24,6 @@ impl<'a> Inputs<'a> {
 impl HeldInputs<'_> {
     pub(super) fn inputs(&self) -> Inputs<'_> {
         let Self { q, k, v, bias, score } = self;
-        Inputs { q: q.view(), k: k.view(), v: v.view(), score, bias: bias.as_ref().map(Held::view) }
+        Inputs { q: q.view(), k: k.view(), v: v.view(), score, bias: bias.as_ref().map(DeviceTensor::view) }
     }
 }

@@ -141,7 +141,7 @@ fn tiling(inputs: &kernel::Inputs) -> Tiling {
 }
 
 /// Maximum number of tiles in one kernel call, so that the list of tiles takes only a few megabytes.
-const MOST_TILES: usize = 1 << 16;
+const MAX_TILES_PER_CALL: usize = 1 << 16;
 
 /// Bytes of a tensor's elements in its storage type.
 fn stored_bytes(view: &View) -> u64 {

@@ -1,7 +1,7 @@
 //! One part of the heads of a Ulysses group: its inputs travel to the member that computes it, and its results come back.
 
 use super::block::stored;
-use super::exchange::{Exchange, Moving};
+use super::exchange::{Exchange, PendingExchange};
 use super::meter::Meter;
 use super::wire::{Wire, floats};
 use super::{Group, Inputs, f32_bytes};
@@ -12,7 +12,7 @@ use crate::schedule::{HeadShare, Schedule};
 use std::ops::Range;
 
 /// The exchanges of queries and of keys in a Ulysses group, and the heads that each member computes in this part.
-pub(super) struct Part<'a> {
+pub(super) struct HeadPart<'a> {
     pub(super) queries: Exchange<'a>,
     pub(super) keys: Exchange<'a>,
     query_heads: Vec<Range<usize>>,
@@ -28,11 +28,11 @@ const TAGS: u64 = 16;
 
 /// The inputs of a part whose exchange has been started.
 pub(super) struct Sent {
-    q: Moving,
-    k: Moving,
-    v: Moving,
-    bias: Option<Moving>,
-    saved: Option<[Moving; 4]>,
+    q: PendingExchange,
+    k: PendingExchange,
+    v: PendingExchange,
+    bias: Option<PendingExchange>,
+    saved: Option<[PendingExchange; 4]>,
 }
 
 /// The inputs of a part after the exchange: this member's heads of all tokens of the group.
@@ -49,7 +49,7 @@ pub(super) struct Arrived {
     tokens: (usize, usize),
 }
 
-impl<'a> Part<'a> {
+impl<'a> HeadPart<'a> {
     /// All parts, in the order in which the group computes them.
     pub(super) fn all(group: &'a Group, schedule: &Schedule, inputs: &Inputs) -> Result<Vec<Self>> {
         let grid = schedule.grid();
@@ -114,7 +114,7 @@ impl<'a> Part<'a> {
             Some([d_out, max, sum, delta]) => {
                 let d_out = self.queries.heads(d_out, meter)?;
                 let (tokens, heads) = (self.queries.all_tokens(), self.share.query.len());
-                let mut by_head = |values: Moving| {
+                let mut by_head = |values: PendingExchange| {
                     let values = self.queries.heads(values, meter)?;
                     meter.touch(values.bytes());
                     self.kernel().transpose(floats(&values, tokens * heads, "the exchange of heads")?, tokens, heads)
@@ -137,18 +137,36 @@ impl<'a> Part<'a> {
     }
 
     /// Starts the exchange of a result per query, `[Tg, heads, dim]`, back from heads to tokens.
-    pub(super) fn return_queries(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
+    pub(super) fn return_queries(
+        &self,
+        all: Floats,
+        dim: usize,
+        number: u64,
+        meter: &mut Meter,
+    ) -> Result<PendingExchange> {
         self.queries.to_tokens(all, &self.query_heads, dim, self.tag + 8 + number, meter)
     }
 
     /// Starts the exchange of a result per key, `[Tg, kv heads, dim]`, back from heads to tokens.
-    pub(super) fn return_keys(&self, all: Floats, dim: usize, number: u64, meter: &mut Meter) -> Result<Moving> {
+    pub(super) fn return_keys(
+        &self,
+        all: Floats,
+        dim: usize,
+        number: u64,
+        meter: &mut Meter,
+    ) -> Result<PendingExchange> {
         self.keys.to_tokens(all, &self.key_heads, dim, self.tag + 8 + number, meter)
     }
 
     /// Starts the exchange of the bias gradient back to tokens; the gradients of a bias shared by all heads are summed over
     /// members.
-    pub(super) fn return_bias(&self, all: Floats, bias: &View, number: u64, meter: &mut Meter) -> Result<Moving> {
+    pub(super) fn return_bias(
+        &self,
+        all: Floats,
+        bias: &View,
+        number: u64,
+        meter: &mut Meter,
+    ) -> Result<PendingExchange> {
         self.queries.to_tokens(all, &self.bias_heads(bias), bias.dim, self.tag + 8 + number, meter)
     }
 
@@ -163,7 +181,7 @@ impl<'a> Part<'a> {
 }
 
 impl Arrived {
-    /// Tells the meter that the memory taken by [`receive`](Part::receive) is free.
+    /// Tells the meter that the memory taken by [`receive`](HeadPart::receive) is free.
     pub(super) fn release(self, meter: &mut Meter) {
         let tensors = [&self.q, &self.k, &self.v].into_iter().chain(&self.bias).map(Buffer::bytes).sum::<u64>();
         // Three statistics: maximum, sum and delta.

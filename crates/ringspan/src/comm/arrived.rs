@@ -3,13 +3,13 @@
 use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, GroupId, Mailbox};
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::header::{Call, Content};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 /// The part that another rank sent for a collective, with its description of that collective.
-struct Brought {
+struct ReceivedPart {
     call: Call,
     data: Arc<Buffer>,
 }
@@ -20,7 +20,7 @@ pub(in crate::comm) struct Arrived {
     mailboxes: HashMap<Address, Mailbox<Arc<Buffer>>>,
     /// Parts of collectives that this rank has not left, by group and number of the collective, then by the sender's world
     /// rank.
-    rounds: HashMap<(GroupId, u64), BTreeMap<usize, Brought>>,
+    rounds: HashMap<(GroupId, u64), BTreeMap<usize, ReceivedPart>>,
 }
 
 impl Arrived {
@@ -35,8 +35,8 @@ impl Arrived {
                 let address = Address { group, from, to: self.rank, tag };
                 self.with_mailbox(&address, |mailbox| mailbox.send(data));
             }
-            Content::Part { group, number, call } => {
-                self.rounds.entry((group, number)).or_default().insert(from, Brought { call, data });
+            Content::CollectivePart { group, number, call } => {
+                self.rounds.entry((group, number)).or_default().insert(from, ReceivedPart { call, data });
             }
             Content::Finished => (),
         }
@@ -78,12 +78,12 @@ impl Arrived {
         &mut self,
         (group, number): (&GroupId, u64),
         ranks: &[usize],
-        mut own: Option<Part>,
-    ) -> Vec<Part> {
+        mut own: Option<CollectivePart>,
+    ) -> Vec<CollectivePart> {
         let mut round = self.rounds.remove(&(group.clone(), number)).unwrap_or_default();
         let part = |rank: &usize| match *rank == self.rank {
             true => own.take(),
-            false => round.remove(rank).map(|brought| Part::whole(brought.data)),
+            false => round.remove(rank).map(|brought| CollectivePart::whole(brought.data)),
         };
         ranks.iter().filter_map(part).collect()
     }

@@ -19,7 +19,7 @@ pub(in crate::comm) enum Content {
     /// A message of a group under a tag.
     Message { group: GroupId, tag: u64 },
     /// A part of a collective of a group.
-    Part { group: GroupId, number: u64, call: Call },
+    CollectivePart { group: GroupId, number: u64, call: Call },
     /// No message follows from the sender.
     Finished,
 }
@@ -83,7 +83,7 @@ impl Header {
         let message = match &self.content {
             Content::Finished => head.number(0),
             Content::Message { group, tag } => with_group(head.number(1).number(*tag), group),
-            Content::Part { group, number, call } => {
+            Content::CollectivePart { group, number, call } => {
                 with_group(head.number(2).number(*number).number(call.fingerprint).text(&call.text), group)
             }
         };
@@ -114,7 +114,7 @@ impl Header {
                 let number = reader.number()?;
                 let fingerprint = reader.number()?;
                 let call = Call { text: reader.text()?, fingerprint };
-                Content::Part { number, call, group: group(&mut reader)? }
+                Content::CollectivePart { number, call, group: group(&mut reader)? }
             }
             _ => return None,
         };
@@ -133,7 +133,7 @@ mod tests {
         for content in [
             Content::Finished,
             Content::Message { group: [].into(), tag: u64::MAX },
-            Content::Part { group, number: 5, call },
+            Content::CollectivePart { group, number: 5, call },
         ] {
             for kind in [Kind::F32, Kind::U16, Kind::U64, Kind::U8] {
                 let header = Header { content: content.clone(), kind, len: 1 << 40 };

@@ -54,7 +54,7 @@ pub enum Buffer {
     U64(Vec<u64>),
     /// Raw bytes.
     U8(Vec<u8>),
-    /// Elements in the memory of a device, for communicators that [hand them over](Communicator::hands_over).
+    /// Elements in the memory of a device, for communicators that [hand them over](Communicator::passes_device_memory).
     Device(Arc<dyn OnDevice>),
 }
 
@@ -133,7 +133,7 @@ pub trait Communicator: Send + Sync {
     fn progress(&self);
     /// Whether messages may be [`Buffer::Device`]: they reach the receiver as they are in the same process, or are moved to
     /// the receiver's device. A communicator that wraps another passes the question on.
-    fn hands_over(&self) -> bool {
+    fn passes_device_memory(&self) -> bool {
         false
     }
     /// Sends `parts[r]` to each rank r and returns the parts that the ranks sent to this one; lengths may differ, and be 0.

@@ -57,7 +57,7 @@ impl Ranks {
     /// The same processes with another communicator, which has the same ranks and wraps the one they had. Has no effect on
     /// threads.
     #[must_use]
-    pub fn talking_by(&self, comm: Arc<dyn Communicator>) -> Self {
+    pub fn with_communicator(&self, comm: Arc<dyn Communicator>) -> Self {
         Self { process: self.process.as_ref().map(|process| Process { comm, ..process.clone() }) }
     }
 

@@ -63,8 +63,8 @@ impl Communicator for Timed {
         self.inner.progress();
     }
 
-    fn hands_over(&self) -> bool {
-        self.inner.hands_over()
+    fn passes_device_memory(&self) -> bool {
+        self.inner.passes_device_memory()
     }
 
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {

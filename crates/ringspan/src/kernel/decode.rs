@@ -8,8 +8,8 @@ use super::buffer::{Pool, Target};
 use super::isa::Code;
 use super::micro::accumulate;
 use super::pack::copy;
-use super::plan::Meeting;
-use super::terms::{Scaling, Terms};
+use super::plan::BlockPair;
+use super::terms::{Scaling, ScoreTerms};
 use super::vector::{Simd, exp};
 use super::workers::Workers;
 use super::{HeadMap, Partial, Tile, View, isa};
@@ -33,7 +33,7 @@ pub(super) struct Decode<'a> {
     pub(super) v: View<'a>,
     pub(super) heads: &'a HeadMap,
     pub(super) scaling: Scaling,
-    pub(super) terms: Option<&'a Terms<'a>>,
+    pub(super) terms: Option<&'a ScoreTerms<'a>>,
 }
 
 impl Decode<'_> {
@@ -82,7 +82,7 @@ impl Decode<'_> {
                 }
             }
         }
-        let meeting = Meeting::of_query(tile, rows.start);
+        let block_pair = BlockPair::of_query(tile, rows.start);
         let state = states.chunks_exact_mut(self.state());
         for ((scores, state), head) in scores.chunks_exact_mut(CHUNK).zip(state).zip(heads.clone()) {
             let (seen, rest) = scores.split_at_mut(rows.len());
@@ -90,7 +90,7 @@ impl Decode<'_> {
                 seen.iter_mut().for_each(|s| *s *= self.scaling.products);
             }
             if let Some(terms) = self.terms {
-                terms.of_query(simd, head, &meeting, seen);
+                terms.score_single_query(simd, head, &block_pair, seen);
             }
             // Vectors may extend beyond the last key; exp turns these scores into exact zeros.
             rest.fill(f32::NEG_INFINITY);
@@ -107,7 +107,7 @@ impl Decode<'_> {
             }
             (state[0], state[1]) = (max, simd.sum(sum));
             if let Some(terms) = self.terms {
-                terms.drop_of_query(head, &meeting, &mut scores[..rows.len()]);
+                terms.drop_single_query(head, &block_pair, &mut scores[..rows.len()]);
             }
         }
         sums.fill(0.0);

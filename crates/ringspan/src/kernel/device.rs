@@ -190,7 +190,7 @@ impl Kernel {
     }
 
     /// Like [`delta`](Self::delta), for tensors on this kernel's device.
-    pub(crate) fn delta_there(&self, out: View, d_out: View) -> Result<Floats> {
+    pub(crate) fn delta_on_device(&self, out: View, d_out: View) -> Result<Floats> {
         match &self.0 {
             Device::Cpu(_) => self.delta(out, d_out).map(Floats::Host),
             #[cfg(feature = "cuda")]

@@ -7,8 +7,8 @@ use super::buffer::{Target, lines};
 use super::isa::Code;
 use super::micro::{multiply, multiply_seen};
 use super::pack::{self, Keys};
-use super::plan::{self, Part, Plan};
-use super::terms::{self, Scaling, Terms};
+use super::plan::{self, Plan, TilePart};
+use super::terms::{self, Scaling, ScoreTerms};
 use super::vector::{Simd, exp};
 use super::view::Data;
 use super::{HeadMap, KEY_BLOCK, View};
@@ -22,7 +22,7 @@ pub(super) struct Forward<'a> {
     pub(super) keys: &'a Keys,
     pub(super) v_dim: usize,
     pub(super) scaling: Scaling,
-    pub(super) terms: Option<&'a Terms<'a>>,
+    pub(super) terms: Option<&'a ScoreTerms<'a>>,
     /// Output, `[Tq, H, Dv]`.
     pub(super) out: Target,
     /// Maximum of the softmax, `[H, Tq]`.
@@ -33,13 +33,13 @@ pub(super) struct Forward<'a> {
 
 /// Number of elements of a worker's scratch buffer; the packed keys are shared.
 pub(super) fn scratch(dim: usize, v_dim: usize, code: Code, bias: bool) -> usize {
-    let (lanes, bias) = (code.lanes(), Terms::scratch(bias, code.lanes()));
+    let (lanes, bias) = (code.lanes(), ScoreTerms::scratch(bias, code.lanes()));
     let out = lines(lanes * v_dim.next_multiple_of(code.rows()));
     lines(lanes * dim.div_ceil(code.pair())) + out + lines(lanes * KEY_BLOCK) + bias
 }
 
 /// The softmax state of one block, with the queries in the lanes.
-struct State<V, const N: usize> {
+struct BlockState<V, const N: usize> {
     max: [V; N],
     sum: [V; N],
 }
@@ -111,7 +111,7 @@ impl Forward<'_> {
         let (mut max_lanes, mut sum_lanes) = ([f32::NEG_INFINITY; 64], [0.0; 64]);
         max_lanes[..rows.len()].copy_from_slice(max);
         sum_lanes[..rows.len()].copy_from_slice(sum);
-        let mut state = State { max: [simd.splat(0.0); N], sum: [simd.splat(0.0); N] };
+        let mut state = BlockState { max: [simd.splat(0.0); N], sum: [simd.splat(0.0); N] };
         for v in 0..N {
             // SAFETY: N * LANES is at most 64.
             unsafe {
@@ -159,7 +159,7 @@ impl Forward<'_> {
     ///
     /// # Safety
     /// `q` is `[D][lanes]`, `out` `[Dv up to R][lanes]`, `p` `[KEY_BLOCK][lanes]`; `keys` are among the packed rows, and
-    /// their start and number are multiples of R. `bias` has the size of `Terms::scratch`.
+    /// their start and number are multiples of R. `bias` has the size of `ScoreTerms::scratch`.
     #[allow(clippy::too_many_arguments)] // This is a loop body, moved out for readability.
     #[inline(always)]
     unsafe fn key_block<S: Simd, const R: usize, const N: usize>(
@@ -167,13 +167,13 @@ impl Forward<'_> {
         simd: S,
         head: usize,
         block: usize,
-        part: &Part,
+        part: &TilePart,
         keys: Range<usize>,
         q: &[f32],
         out: &mut [f32],
         p: &mut [f32],
         bias: &mut [f32],
-        state: &mut State<S::V, N>,
+        state: &mut BlockState<S::V, N>,
     ) {
         let lanes = N * S::LANES;
         let kv = self.heads.kv_of(head);
@@ -240,8 +240,8 @@ impl Forward<'_> {
             }
         }
         let frame = self.terms.map(|terms| {
-            let meeting = self.plan.meeting(block, part, base);
-            let frame = terms.frame(simd, meeting, head, keys.len(), lanes, bias);
+            let block_pair = self.plan.block_pair(block, part, base);
+            let frame = terms.frame(simd, block_pair, head, keys.len(), lanes, bias);
             let bounds = (low, high);
             max = [simd.splat(f32::NEG_INFINITY); N];
             // SAFETY: p and bias are [KEY_BLOCK][lanes].
@@ -312,7 +312,7 @@ impl Forward<'_> {
             }
         }
 
-        let careful = border && self.keys.spoilt(kv, &keys);
+        let mask_products = border && self.keys.has_non_finite(kv, &keys);
         for column in (0..self.v_dim).step_by(R) {
             // SAFETY: as above.
             let values = unsafe { self.keys.values::<R>(kv, column, keys.start) };
@@ -327,7 +327,7 @@ impl Forward<'_> {
                     }
                 }
                 let (values, p) = (values.as_ptr(), p.as_ptr());
-                if careful {
+                if mask_products {
                     acc = multiply_seen::<S, R, N>(simd, depth, values, R, p, lanes, (&low, &high), acc);
                 } else {
                     // Products are added in the order of the keys, as in the careful way: so queries that see only finite

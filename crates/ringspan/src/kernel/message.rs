@@ -79,7 +79,7 @@ impl Kernel {
     pub(crate) fn outgoing(&self, message: Arc<Buffer>, comm: &dyn Communicator) -> Result<Arc<Buffer>> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Some(array)) = (&self.0, array(&message)) {
-            if comm.hands_over() {
+            if comm.passes_device_memory() {
                 array.share(cuda)?;
                 return Ok(message);
             }

@@ -10,10 +10,10 @@ mod cuda;
 mod decode;
 mod delta;
 mod device;
+mod device_tensor;
 mod floats;
 mod forward;
 mod head_map;
-mod held;
 mod isa;
 mod message;
 mod micro;
@@ -40,11 +40,11 @@ mod test;
 #[cfg(feature = "nccl")]
 pub use cuda::nccl;
 #[cfg(feature = "cuda")]
-pub use cuda::{Gpu, GpuArray, GpuData, GpuElement, GpuMemory, GpuMut, GpuSource, Handed, Lent, nvrtc};
+pub use cuda::{BorrowedSlice, Gpu, GpuArray, GpuData, GpuElement, GpuMemory, GpuMut, GpuSource, SharedSlice, nvrtc};
 pub use device::{Kernel, Progress};
+pub use device_tensor::DeviceTensor;
 pub use floats::{Floats, FloatsMut};
 pub use head_map::HeadMap;
-pub use held::Held;
 pub use isa::Isa;
 pub use partial::Partial;
 pub use score::{Buckets, Dropout, Relative, Score};
@@ -52,8 +52,8 @@ pub use statistics::Statistics;
 pub use view::{Data, View};
 
 pub(crate) use message::{Piece, read};
-pub(crate) use state::State;
-pub(crate) use sums::Place as SumPlace;
+pub(crate) use state::SoftmaxState;
+pub(crate) use sums::RowTarget;
 pub(crate) use view::Stored;
 
 use crate::mask::Band;
@@ -73,14 +73,14 @@ pub struct Tile {
     /// Visible pairs, with indices local to `q` and `k`.
     pub band: Band,
     /// Position of the tile in the batch; read only if scores depend on it (a relative term, a bias, dropout).
-    pub place: Place,
+    pub place: TilePosition,
 }
 
 /// Position of a tile in the batch, for scores and dropout that depend on global positions.
 ///
 /// Query i and key j, local to the tile, are the tokens `query + i * step` and `key + j * step`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct TilePosition {
     /// Index of the first query in the flat batch `[B, Sq]`.
     pub query: usize,
     /// Index of the first key in its batch row.
@@ -91,7 +91,7 @@ pub struct Place {
     pub step: usize,
 }
 
-impl Place {
+impl TilePosition {
     /// The position of a tile at the start of a row, with the same positions for queries and keys.
     pub const START: Self = Self { query: 0, key: 0, distance: 0, step: 1 };
 }

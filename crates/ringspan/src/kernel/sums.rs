@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// Rows of a sum, to which consecutive rows of a message are added.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place<'a> {
+pub(crate) struct RowTarget<'a> {
     pub(crate) rows: &'a [Range<usize>],
     /// `offset` is the number of elements before the first row, `stride` the distance of rows, `width` the elements of a
     /// row.
@@ -16,7 +16,7 @@ pub(crate) struct Place<'a> {
     pub(crate) width: usize,
 }
 
-impl Place<'_> {
+impl RowTarget<'_> {
     /// Number of elements that are added.
     pub(crate) fn len(&self) -> usize {
         self.rows.iter().map(ExactSizeIterator::len).sum::<usize>() * self.width
@@ -43,7 +43,7 @@ impl Kernel {
     ///
     /// # Panics
     /// If the sum is too short, or `values` has another number of elements than the rows.
-    pub(crate) fn add(&self, sum: FloatsMut, place: &Place, values: Data) -> Result<()> {
+    pub(crate) fn add(&self, sum: FloatsMut, place: &RowTarget, values: Data) -> Result<()> {
         assert!(
             place.end() <= sum.len() && place.len() == values.len(),
             "{place:?} of {} and {}",
@@ -81,7 +81,7 @@ impl Kernel {
         let len = sum.len();
         self.add(
             sum,
-            &Place { rows: std::slice::from_ref(&(0..len.min(1))), offset: 0, stride: len, width: len },
+            &RowTarget { rows: std::slice::from_ref(&(0..len.min(1))), offset: 0, stride: len, width: len },
             values,
         )
     }

@@ -2,10 +2,10 @@
 //! keys.
 //!
 //! The blocked kernels write raw products to a buffer `[key][lane]` and call one pass over it, forward or backward. A call
-//! without such terms has no [`Terms`] and no cost.
+//! without such terms has no [`ScoreTerms`] and no cost.
 
 use super::pack::columns;
-use super::plan::Meeting;
+use super::plan::BlockPair;
 use super::score::{column, keeps};
 use super::vector::{Simd, exp, tanh};
 use super::{Buckets, Data, Dropout, KEY_BLOCK, Relative, Score, View};
@@ -14,7 +14,7 @@ use super::{Buckets, Data, Dropout, KEY_BLOCK, Relative, Score, View};
 pub(super) const LANES: usize = 64;
 
 /// The score terms of a call.
-pub(super) struct Terms<'a> {
+pub(super) struct ScoreTerms<'a> {
     softcap: Option<f32>,
     relative: Option<Distances<'a>>,
     bias: Option<View<'a>>,
@@ -28,8 +28,8 @@ struct Distances<'a> {
 }
 
 /// The terms of all pairs of one block of queries and one block of keys.
-pub(super) struct Frame {
-    meeting: Meeting,
+pub(super) struct BlockTerms {
+    block_pair: BlockPair,
     /// Number of keys in the block.
     keys: usize,
     /// Relative terms by `lane + keys - 1 - key`, so that the terms of neighbouring lanes are contiguous.
@@ -62,7 +62,7 @@ pub(super) struct Scaling {
 }
 
 impl Scaling {
-    /// Chooses for a call with or without [`Terms`]: a softcap takes products divided by the cap, everything else takes
+    /// Chooses for a call with or without [`ScoreTerms`]: a softcap takes products divided by the cap, everything else takes
     /// scores.
     ///
     /// Scaling queries costs nothing, but rounds each of their numbers. With products of f32 this is negligible, and a
@@ -81,7 +81,7 @@ impl Scaling {
     }
 }
 
-impl<'a> Terms<'a> {
+impl<'a> ScoreTerms<'a> {
     /// The terms that `score` and `bias` need besides a factor; `None` if there are none.
     pub(super) fn new(score: &'a Score, bias: Option<View<'a>>) -> Option<Self> {
         let Score { softcap, dropout, .. } = *score;
@@ -108,41 +108,46 @@ impl<'a> Terms<'a> {
     pub(super) fn frame<S: Simd>(
         &self,
         simd: S,
-        meeting: Meeting,
+        block_pair: BlockPair,
         head: usize,
         keys: usize,
         lanes: usize,
         bias: &mut [f32],
-    ) -> Frame {
-        let mut frame =
-            Frame { meeting, keys, diagonal: [0.0; LANES + KEY_BLOCK], rows: [[0; LANES]; 2], columns: [0; KEY_BLOCK] };
+    ) -> BlockTerms {
+        let mut frame = BlockTerms {
+            block_pair,
+            keys,
+            diagonal: [0.0; LANES + KEY_BLOCK],
+            rows: [[0; LANES]; 2],
+            columns: [0; KEY_BLOCK],
+        };
         if let Some(relative) = &self.relative {
             for (at, term) in frame.diagonal.iter_mut().enumerate().take(lanes + keys - 1) {
-                *term = relative.term(head, frame.meeting.distance(at as i64 - (keys as i64 - 1)));
+                *term = relative.term(head, frame.block_pair.distance(at as i64 - (keys as i64 - 1)));
             }
         }
         if let Some(dropout) = self.dropout {
             for lane in 0..lanes {
-                let [a, b] = dropout.row(head, frame.meeting.query(lane));
+                let [a, b] = dropout.row(head, frame.block_pair.query(lane));
                 (frame.rows[0][lane], frame.rows[1][lane]) = (a, b);
             }
             for (key, word) in frame.columns.iter_mut().enumerate().take(keys) {
-                *word = column(frame.meeting.key(key));
+                *word = column(frame.block_pair.key(key));
             }
         }
         if let Some(view) = &self.bias {
             bias[..keys * lanes].fill(0.0);
-            let held = frame.meeting.keys(keys);
+            let held = frame.block_pair.keys(keys);
             let head = head.min(view.heads - 1);
-            let row = |lane: usize| Some(view.at(frame.meeting.row(lane)?, head));
-            if frame.meeting.step() == 1 {
-                let first = frame.meeting.key(held.start);
+            let row = |lane: usize| Some(view.at(frame.block_pair.row(lane)?, head));
+            if frame.block_pair.step() == 1 {
+                let first = frame.block_pair.key(held.start);
                 let row = |lane: usize| Some(row(lane)?.slice(first..first + held.len()));
                 columns(simd, &mut bias[held.start * lanes..], held.len(), lanes, 1.0, row);
             } else {
                 for (lane, row) in (0..lanes).filter_map(|lane| Some((lane, row(lane)?))) {
                     for key in held.clone() {
-                        bias[key * lanes + lane] = row.get(frame.meeting.key(key));
+                        bias[key * lanes + lane] = row.get(frame.block_pair.key(key));
                     }
                 }
             }
@@ -161,7 +166,7 @@ impl<'a> Terms<'a> {
         &self,
         simd: S,
         factor: f32,
-        frame: &Frame,
+        frame: &BlockTerms,
         s: *mut f32,
         bias: &[f32],
         bounds: Option<&Bounds>,
@@ -190,7 +195,7 @@ impl<'a> Terms<'a> {
         &self,
         simd: S,
         factor: f32,
-        frame: &Frame,
+        frame: &BlockTerms,
         x: S::V,
         bias: &[f32],
         bounds: Option<&Bounds>,
@@ -224,7 +229,7 @@ impl<'a> Terms<'a> {
 
     /// Applies dropout to the weights `p` `[keys][lanes]`.
     #[inline(always)]
-    pub(super) fn drop(&self, frame: &Frame, lanes: usize, p: &mut [f32]) {
+    pub(super) fn drop(&self, frame: &BlockTerms, lanes: usize, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
         let mut kept = [0.0; LANES];
         for (key, p) in p.chunks_exact_mut(lanes).enumerate().take(frame.keys) {
@@ -246,7 +251,7 @@ impl<'a> Terms<'a> {
         &self,
         simd: S,
         factor: f32,
-        frame: &Frame,
+        frame: &BlockTerms,
         p: *mut f32,
         ds: *mut f32,
         bias: &mut [f32],
@@ -291,7 +296,7 @@ impl<'a> Terms<'a> {
         }
         if let (Some(buckets), Some(relative)) = (buckets, &self.relative) {
             for (at, sum) in diagonal.iter().enumerate().take(N * S::LANES + frame.keys - 1) {
-                let distance = frame.meeting.distance(at as i64 - (frame.keys as i64 - 1));
+                let distance = frame.block_pair.distance(at as i64 - (frame.keys as i64 - 1));
                 sums.table[relative.bucket(buckets, distance)] += f64::from(*sum);
             }
         }
@@ -299,15 +304,15 @@ impl<'a> Terms<'a> {
 
     /// Adds the gradients that [`gradients`](Self::gradients) left in `bias` to the row of a query's bias gradient.
     #[inline(always)]
-    pub(super) fn add_bias(frame: &Frame, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
-        for key in frame.meeting.keys(frame.keys) {
-            row[frame.meeting.key(key)] += bias[key * lanes + lane];
+    pub(super) fn add_bias(frame: &BlockTerms, lanes: usize, bias: &[f32], lane: usize, row: &mut [f32]) {
+        for key in frame.block_pair.keys(frame.keys) {
+            row[frame.block_pair.key(key)] += bias[key * lanes + lane];
         }
     }
 
     /// Turns scaled products of one query into scores; `s[i]` belongs to row `first + i` of the tile's keys.
     #[inline(always)]
-    pub(super) fn of_query<S: Simd>(&self, simd: S, head: usize, meeting: &Meeting, s: &mut [f32]) {
+    pub(super) fn score_single_query<S: Simd>(&self, simd: S, head: usize, block_pair: &BlockPair, s: &mut [f32]) {
         if let Some(cap) = self.softcap {
             for s in s.chunks_exact_mut(S::LANES) {
                 // SAFETY: the chunk has LANES numbers.
@@ -319,29 +324,29 @@ impl<'a> Terms<'a> {
         }
         if let Some(relative) = &self.relative {
             for (key, s) in s.iter_mut().enumerate() {
-                *s += relative.term(head, meeting.distance(-(key as i64)));
+                *s += relative.term(head, block_pair.distance(-(key as i64)));
             }
         }
         if let Some(view) = &self.bias {
             let row = view.at(0, head.min(view.heads - 1));
             for (key, s) in s.iter_mut().enumerate() {
-                *s += row.get(meeting.key(key));
+                *s += row.get(block_pair.key(key));
             }
         }
     }
 
     /// Applies dropout to the weights of one query.
     #[inline(always)]
-    pub(super) fn drop_of_query(&self, head: usize, meeting: &Meeting, p: &mut [f32]) {
+    pub(super) fn drop_single_query(&self, head: usize, block_pair: &BlockPair, p: &mut [f32]) {
         let Some(dropout) = self.dropout else { return };
-        let (row, threshold, growth) = (dropout.row(head, meeting.query(0)), dropout.threshold(), dropout.growth());
+        let (row, threshold, growth) = (dropout.row(head, block_pair.query(0)), dropout.threshold(), dropout.growth());
         for (key, p) in p.iter_mut().enumerate() {
-            *p *= if keeps(row, column(meeting.key(key)), threshold) { growth } else { 0.0 };
+            *p *= if keeps(row, column(block_pair.key(key)), threshold) { growth } else { 0.0 };
         }
     }
 }
 
-impl Frame {
+impl BlockTerms {
     /// The factors on the weights of one key, for all lanes: 0 or the growth of kept weights.
     #[inline(always)]
     fn kept(&self, dropout: Dropout, key: usize, kept: &mut [f32; LANES]) {
@@ -354,7 +359,7 @@ impl Frame {
 
     /// The row of a lane's query, if it is in the tile.
     pub(super) fn row(&self, lane: usize) -> Option<usize> {
-        self.meeting.row(lane)
+        self.block_pair.row(lane)
     }
 }
 

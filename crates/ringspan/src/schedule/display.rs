@@ -18,7 +18,7 @@ impl Display for Schedule {
             for rank in 0..drawn {
                 let total = self.pairs(self.grid.rank(rank, 0)).max(1);
                 write!(f, "  {rank:>3}:")?;
-                for step in self.outline(pass, rank) {
+                for step in self.steps(pass, rank) {
                     f.write_str(" |")?;
                     match &step.compute {
                         Some(compute) => {

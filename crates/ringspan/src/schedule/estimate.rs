@@ -89,7 +89,7 @@ impl Schedule {
         };
         let pair = (2 * heads * products) as f64 / machine.flops;
         let mut ranks: Vec<Player> =
-            (0..self.grid().ring).map(|rank| Player::new(self, self.outline(pass, rank), pair)).collect();
+            (0..self.grid().ring).map(|rank| Player::new(self, self.steps(pass, rank), pair)).collect();
         let mut arrivals: HashMap<(usize, usize, Block), f64> = HashMap::new();
         loop {
             let mut moved = false;

@@ -159,7 +159,7 @@ impl Schedule {
 
     /// The steps of a ring rank, with the tiles of each computation.
     pub fn plan(&self, pass: Pass, ring_rank: usize) -> Plan {
-        let mut plan = self.outline(pass, ring_rank);
+        let mut plan = self.steps(pass, ring_rank);
         for compute in plan.iter_mut().filter_map(|step| step.compute.as_mut()) {
             *compute = self.filled(compute, Tiling::Placed);
         }
@@ -168,7 +168,7 @@ impl Schedule {
 
     /// The [`plan`](Self::plan) without tiles. Short runs make a hundred thousand tiles in a step, so an executor, which
     /// needs one step at a time, requests [batches](Self::in_batches) of them and drops each after use.
-    pub(crate) fn outline(&self, pass: Pass, ring_rank: usize) -> Plan {
+    pub(crate) fn steps(&self, pass: Pass, ring_rank: usize) -> Plan {
         let backward = pass == Pass::Backward;
         let mut plan = match (self.strategy, pass) {
             (Strategy::Ring, Pass::Forward) => ring::forward(self, ring_rank),
@@ -186,19 +186,19 @@ impl Schedule {
 
     /// Number of visible pairs that `rank` of the P ranks computes forward, for one head.
     pub fn pairs(&self, rank: usize) -> u64 {
-        let computed = self.outline(Pass::Forward, self.grid.place(rank).0);
+        let computed = self.steps(Pass::Forward, self.grid.place(rank).0);
         computed.iter().filter_map(|step| step.compute.as_ref()).map(|compute| self.pairs_of(compute)).sum()
     }
 
     /// Bytes that a ring rank's plan takes during a pass, without tiles; the plan has a step for each ring rank that it
     /// meets.
     pub fn plan_bytes(&self, pass: Pass, ring_rank: usize) -> u64 {
-        list_bytes(&self.outline(pass, ring_rank))
+        list_bytes(&self.steps(pass, ring_rank))
     }
 
     /// The rows that a ring rank sends to others in one pass.
     pub fn traffic(&self, pass: Pass, ring_rank: usize) -> Traffic {
-        Traffic::of(&self.outline(pass, ring_rank))
+        Traffic::of(&self.steps(pass, ring_rank))
     }
 
     /// Whether ring rank `q` sees any key of ring rank `k`.

@@ -382,8 +382,7 @@ fn tiles_of_documents_in_pieces_are_few() {
             let (layout, _) = Layout::pair(kind, &documents, &documents, mask, ranks).expect("deals");
             let schedule = Schedule::new(Strategy::Ring, &layout, &layout, mask, grid).expect("fits");
             let runs = |rank: usize| schedule.query_groups().runs(rank).len();
-            for compute in
-                (0..grid.ring).flat_map(|rank| schedule.outline(Pass::Forward, rank)).filter_map(|s| s.compute)
+            for compute in (0..grid.ring).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|s| s.compute)
             {
                 let (tiles, runs) =
                     (schedule.filled(&compute, Tiling::Joined).tiles.len(), runs(compute.queries) + runs(compute.keys));
@@ -399,7 +398,7 @@ fn single_tokens_dealt_by_work_make_few_tiles_under_a_window() {
     let kind = LayoutKind::Balanced(Some(1));
     let (layout, _) = Layout::pair(kind, &documents, &documents, &mask, 4).expect("deals");
     let schedule = Schedule::new(Strategy::Ring, &layout, &layout, &mask, (4, 1)).expect("fits");
-    for compute in (0..4).flat_map(|rank| schedule.outline(Pass::Forward, rank)).filter_map(|step| step.compute) {
+    for compute in (0..4).flat_map(|rank| schedule.steps(Pass::Forward, rank)).filter_map(|step| step.compute) {
         let tiles = schedule.filled(&compute, Tiling::Joined).tiles.len();
         let runs = layout.runs(compute.queries).len() + layout.runs(compute.keys).len();
         assert!(tiles <= 4 * runs, "{tiles} tiles of {runs} runs");
@@ -415,7 +414,7 @@ fn plans_of_thousands_of_ranks_take_no_list_of_ranks_at_each_step() {
         [Strategy::Ring, Strategy::PassQ].into_iter().flat_map(|s| [(s, Pass::Forward), (s, Pass::Backward)])
     {
         let schedule = Schedule::new(strategy, &layout, &layout, &Mask::causal(), (RANKS, 1)).expect("fits");
-        let sent = |rank| schedule.outline(pass, rank).iter().map(|step| step.send.len()).sum::<usize>();
+        let sent = |rank| schedule.steps(pass, rank).iter().map(|step| step.send.len()).sum::<usize>();
         let each = RANKS - 1;
         let blocks = if strategy == Strategy::PassQ && pass == Pass::Backward { 2 * each } else { each };
         assert!((0..RANKS).all(|rank| sent(rank) == blocks), "{strategy}");

@@ -4,7 +4,7 @@ use super::stairs::{self, Stair};
 use super::{Compute, Rows, Schedule};
 use crate::documents::{Documents, Run, Strand};
 use crate::error::Result;
-use crate::kernel::{Place, Tile};
+use crate::kernel::{Tile, TilePosition};
 use crate::mask::{Band, Piece, Seen};
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -103,34 +103,34 @@ impl Schedule {
         rows
     }
 
-    /// A computation of an [`outline`](Self::outline), completed with its tiles.
-    pub(super) fn filled(&self, outline: &Compute, tiling: Tiling) -> Compute {
+    /// A computation of an [`steps`](Self::steps), completed with its tiles.
+    pub(super) fn filled(&self, steps: &Compute, tiling: Tiling) -> Compute {
         let mut tiles = Vec::new();
-        self.tiles(outline.queries, outline.keys, tiling, |tile| tiles.push(tile));
-        Compute { tiles: self.in_block(tiles, outline), ..outline.clone() }
+        self.tiles(steps.queries, steps.keys, tiling, |tile| tiles.push(tile));
+        Compute { tiles: self.in_block(tiles, steps), ..steps.clone() }
     }
 
-    /// Calls `each` with batches of at most `most` tiles of a computation of an [`outline`](Self::outline): documents with
+    /// Calls `each` with batches of at most `most` tiles of a computation of an [`steps`](Self::steps): documents with
     /// gaps can have millions of tiles that are [placed](Tiling::Placed).
     ///
     /// # Errors
     /// The first error of `each`.
     pub(crate) fn in_batches(
         &self,
-        outline: &Compute,
+        steps: &Compute,
         tiling: Tiling,
         most: usize,
         mut each: impl FnMut(&[Tile]) -> Result<()>,
     ) -> Result<()> {
         let (mut tiles, mut result) = (Vec::new(), Ok(()));
-        self.tiles(outline.queries, outline.keys, tiling, |tile| {
+        self.tiles(steps.queries, steps.keys, tiling, |tile| {
             tiles.push(tile);
             if tiles.len() >= most && result.is_ok() {
-                result = each(&self.in_block(std::mem::take(&mut tiles), outline));
+                result = each(&self.in_block(std::mem::take(&mut tiles), steps));
             }
         });
         result?;
-        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, outline)) }
+        if tiles.is_empty() { Ok(()) } else { each(&self.in_block(tiles, steps)) }
     }
 
     /// Changes key rows from the owner's rows to the rows that the block holds.
@@ -138,10 +138,10 @@ impl Schedule {
         if rows.len() < self.key_groups.tokens(*keys) { compact(tiles, rows) } else { tiles }
     }
 
-    fn place(&self, q: &Run, k: &Run) -> Place {
+    fn place(&self, q: &Run, k: &Run) -> TilePosition {
         let (queries, keys) = (self.query_groups.documents(), self.key_groups.documents());
         let (q_document, k_document) = (queries.get(q.document), keys.get(k.document));
-        Place {
+        TilePosition {
             query: q_document.offset + q.start,
             key: k_document.offset + k.start - k_document.row * keys.row_len(),
             distance: self.mask.distance(q.start, k.start, q_document.extent, k_document.extent),
@@ -157,7 +157,7 @@ fn moved(range: &Range<usize>, by: usize) -> Range<usize> {
 
 /// A tile in which all pairs are visible, without a valid position.
 fn whole(q: Range<usize>, k: Range<usize>) -> Tile {
-    Tile { band: Band::whole(q.len(), k.len()), q, k, place: Place::START }
+    Tile { band: Band::whole(q.len(), k.len()), q, k, place: TilePosition::START }
 }
 
 /// The key rows of a tile that any query of it sees.
@@ -177,7 +177,7 @@ fn compact(tiles: Vec<Tile>, rows: &Rows) -> Vec<Tile> {
         let cut = (seen.start - tile.k.start) as i64;
         // When the first `cut` keys are removed, i - j grows by `cut`.
         let band = Band { lo: tile.band.lo + cut, hi: tile.band.hi + cut };
-        let place = Place {
+        let place = TilePosition {
             key: tile.place.key + cut as usize * tile.place.step,
             distance: tile.place.distance - cut * tile.place.step as i64,
             ..tile.place

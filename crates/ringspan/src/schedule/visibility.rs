@@ -86,7 +86,7 @@ impl Visibility {
 }
 
 /// A strand of keys of a document, with the ranks that hold its runs.
-struct Held {
+struct OwnedStrand {
     strand: Strand,
     /// Stretches of consecutive runs on the same rank: the index after the last run, and the rank.
     stretches: Vec<(usize, usize)>,
@@ -94,7 +94,7 @@ struct Held {
     ranks: Vec<usize>,
 }
 
-impl Held {
+impl OwnedStrand {
     /// Makes the strand of sorted runs with their ranks; `None` if there are no runs.
     fn new(runs: &[(Run, usize)]) -> Option<Self> {
         let strand = Strand::of_sorted(runs.iter().map(|(run, _)| *run))?;
@@ -121,18 +121,18 @@ impl Held {
 }
 
 /// The key runs of all ranks, grouped into strands by document.
-fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<Held>> {
+fn keys_by_document(key: &Layout) -> HashMap<usize, Vec<OwnedStrand>> {
     let mut runs: Vec<(Run, usize)> =
         (0..key.ranks()).flat_map(|rank| key.runs(rank).iter().map(move |run| (*run, rank))).collect();
     runs.retain(|(run, _)| run.len > 0);
     runs.sort_by_key(|(run, _)| (run.document, run.start));
-    let mut keys: HashMap<usize, Vec<Held>> = HashMap::new();
+    let mut keys: HashMap<usize, Vec<OwnedStrand>> = HashMap::new();
     for of_document in runs.chunk_by(|a, b| a.0.document == b.0.document) {
         // Striped runs interleave, so each of them is a strand of its own.
         let rises = |pair: &[(Run, usize)]| pair[0].0.last() < pair[1].0.start;
         let apart = if of_document.windows(2).all(rises) { of_document.len() } else { 1 };
         let of = keys.entry(of_document[0].0.document).or_default();
-        of.extend(of_document.chunks(apart).filter_map(Held::new));
+        of.extend(of_document.chunks(apart).filter_map(OwnedStrand::new));
     }
     keys
 }

@@ -12,7 +12,7 @@ use tokenizers::tokenizer::SplitDelimiterBehavior::Isolated;
 use tokenizers::{PreTokenizerWrapper, Tokenizer};
 
 /// A pre-tokenizer: a way to split text into words before pairs are merged.
-struct Cut {
+struct PreTokenizer {
     /// The values of `tokenizer.ggml.pre` that stand for it.
     names: &'static [&'static str],
     /// The name by which candle builds the rest of the tokenizer; candle's `qwen2` normalises text to NFC.
@@ -21,11 +21,11 @@ struct Cut {
     /// token.
     begins: bool,
     /// The rule that splits text into words.
-    words: Words,
+    words: SplitRule,
 }
 
 /// A rule that splits text into words.
-enum Words {
+enum SplitRule {
     /// The rule that candle has for this name.
     Candle,
     /// Each match of a pattern is a word; the patterns are applied one after the other.
@@ -74,16 +74,36 @@ const DEEPSEEK_V3: [&str; 3] = [
     ),
 ];
 
-const CUTS: [Cut; 9] = [
-    Cut { names: &["llama-bpe", "llama3", "llama-v3"], candle: "llama3", begins: true, words: Words::Candle },
-    Cut { names: &["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"], candle: "llama3", begins: false, words: Words::Candle },
-    Cut { names: &["qwen2", "deepseek-r1-qwen", "stablelm2"], candle: "qwen2", begins: false, words: Words::Candle },
-    Cut { names: &["gpt-2", "phi-2", "olmo"], candle: "gpt2", begins: false, words: Words::Gpt2 },
-    Cut { names: &["smollm", "refact", "starcoder"], candle: "gpt2", begins: false, words: Words::Digits },
-    Cut { names: &["gpt-4o"], candle: "llama3", begins: false, words: Words::Patterns(&[O200K]) },
-    Cut { names: &["deepseek-llm"], candle: "llama3", begins: false, words: Words::Patterns(&DEEPSEEK_V2) },
-    Cut { names: &["deepseek-v3"], candle: "llama3", begins: false, words: Words::Patterns(&DEEPSEEK_V3) },
-    Cut { names: &["tekken"], candle: "llama3", begins: true, words: Words::Patterns(&[TEKKEN]) },
+const CUTS: [PreTokenizer; 9] = [
+    PreTokenizer {
+        names: &["llama-bpe", "llama3", "llama-v3"],
+        candle: "llama3",
+        begins: true,
+        words: SplitRule::Candle,
+    },
+    PreTokenizer {
+        names: &["dbrx", "smaug-bpe", "chatglm-bpe", "glm4"],
+        candle: "llama3",
+        begins: false,
+        words: SplitRule::Candle,
+    },
+    PreTokenizer {
+        names: &["qwen2", "deepseek-r1-qwen", "stablelm2"],
+        candle: "qwen2",
+        begins: false,
+        words: SplitRule::Candle,
+    },
+    PreTokenizer { names: &["gpt-2", "phi-2", "olmo"], candle: "gpt2", begins: false, words: SplitRule::Gpt2 },
+    PreTokenizer { names: &["smollm", "refact", "starcoder"], candle: "gpt2", begins: false, words: SplitRule::Digits },
+    PreTokenizer { names: &["gpt-4o"], candle: "llama3", begins: false, words: SplitRule::Patterns(&[O200K]) },
+    PreTokenizer {
+        names: &["deepseek-llm"],
+        candle: "llama3",
+        begins: false,
+        words: SplitRule::Patterns(&DEEPSEEK_V2),
+    },
+    PreTokenizer { names: &["deepseek-v3"], candle: "llama3", begins: false, words: SplitRule::Patterns(&DEEPSEEK_V3) },
+    PreTokenizer { names: &["tekken"], candle: "llama3", begins: true, words: SplitRule::Patterns(&[TEKKEN]) },
 ];
 
 /// Builds the tokenizer of a file whose kind is `gpt2`.
@@ -112,7 +132,7 @@ pub(super) fn tokenizer(file: GgufFile) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-impl Words {
+impl SplitRule {
     fn pre_tokenizer(&self) -> tokenizers::Result<Option<PreTokenizerWrapper>> {
         let gpt2 = ByteLevel::new(false, true, true);
         Ok(match self {

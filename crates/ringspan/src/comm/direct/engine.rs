@@ -2,9 +2,9 @@
 //! of the lane. It advances only when it is called. The protocol is described in `README.md`.
 
 use super::lane::{Lane, Transfer};
-use super::note::{Note, OnItsWay};
+use super::note::{DeviceAnnouncement, Note};
 use crate::comm::arrived::Arrived;
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::header::{Content, Header, Kind};
 use crate::comm::{Buffer, Communicator, OnDevice, Pending};
 use crate::error::{Error, Result};
@@ -19,7 +19,7 @@ const PAYLOADS: u64 = 1;
 #[derive(Default)]
 struct Peer {
     /// The posted receive of the rank's next note.
-    ear: Option<Box<dyn Pending>>,
+    pending_note: Option<Box<dyn Pending>>,
     /// Whether the rank has said that it sends nothing more.
     gone: bool,
     /// The rank's answer to the last question of what it does.
@@ -27,12 +27,12 @@ struct Peer {
     /// Blocks that were announced to the rank and that it has not answered yet, by number of the message.
     unanswered: VecDeque<(u64, Arc<dyn OnDevice>)>,
     /// Messages that the rank announced, in its order: one counts as arrived when all before it have.
-    incoming: VecDeque<(Content, Coming)>,
+    incoming: VecDeque<(Content, IncomingMessage)>,
     /// Number of the first message in `incoming`.
     first: u64,
 }
 
-enum Coming {
+enum IncomingMessage {
     /// A payload that the underlying communicator delivers.
     Payload(Box<dyn Pending>),
     /// A block that a flight of the lane delivers.
@@ -41,13 +41,13 @@ enum Coming {
 }
 
 /// A message of this rank that has not left yet.
-enum Leaving {
+enum OutgoingMessage {
     Payload(Box<dyn Pending>),
     Flight,
 }
 
 /// A transfer in a flight, with the number of its message.
-struct Passenger {
+struct FlightTransfer {
     transfer: Transfer,
     /// Index of the message: for a send among this rank's messages, for a receive among the sender's.
     number: u64,
@@ -61,12 +61,12 @@ pub(super) struct Engine {
     /// Number of blocks without an answer, over all peers.
     unanswered: usize,
     /// Flights that transfers can still be added to, by number.
-    boarding: BTreeMap<u64, Vec<Passenger>>,
+    boarding: BTreeMap<u64, Vec<FlightTransfer>>,
     /// Number of the lowest flight that transfers can still be added to.
     open: u64,
     /// Flights that were started and have not ended, in their order.
-    flying: VecDeque<(u64, Vec<Passenger>)>,
-    leaving: BTreeMap<u64, Leaving>,
+    flying: VecDeque<(u64, Vec<FlightTransfer>)>,
+    leaving: BTreeMap<u64, OutgoingMessage>,
     /// Number of the next message that is sent.
     next: u64,
     pub(super) arrived: Arrived,
@@ -98,7 +98,7 @@ impl Engine {
     }
 
     /// Starts sending, and returns the message's number, for use with [`has_left`](Self::has_left).
-    pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
+    pub(super) fn send(&mut self, to: usize, content: Content, part: CollectivePart) -> Result<u64> {
         let number = self.next;
         self.next += 1;
         if to == self.rank() {
@@ -106,7 +106,7 @@ impl Engine {
             return Ok(number);
         }
         if let Buffer::Device(elements) = &*part.data {
-            let device = Some(OnItsWay { form: self.lane.form(&**elements)?, earliest: self.open });
+            let device = Some(DeviceAnnouncement { form: self.lane.form(&**elements)?, earliest: self.open });
             self.note(
                 to,
                 &Note::Announce { header: Header { content, kind: Kind::U8, len: elements.elements() }, device },
@@ -114,14 +114,14 @@ impl Engine {
             if elements.elements() > 0 {
                 self.peers[to].unanswered.push_back((number, elements.clone()));
                 self.unanswered += 1;
-                self.leaving.insert(number, Leaving::Flight);
+                self.leaving.insert(number, OutgoingMessage::Flight);
             }
             return Ok(number);
         }
         let header = Header { content, kind: Kind::of(&part.data), len: part.range.len() };
         self.note(to, &Note::Announce { header, device: None })?;
         let payload = self.beneath.send(to, PAYLOADS, whole(part))?;
-        self.leaving.insert(number, Leaving::Payload(payload));
+        self.leaving.insert(number, OutgoingMessage::Payload(payload));
         Ok(number)
     }
 
@@ -163,8 +163,8 @@ impl Engine {
         let mut moved = false;
         for from in (0..self.peers.len()).filter(|from| *from != self.beneath.rank()).collect::<Vec<_>>() {
             while !self.peers[from].gone {
-                let Some(note) = self.hear(from)? else { break };
-                self.heed(from, note)?;
+                let Some(note) = self.next_note(from)? else { break };
+                self.handle_note(from, note)?;
                 moved = true;
             }
         }
@@ -175,7 +175,7 @@ impl Engine {
         }
         let mut left = Vec::new();
         for (number, leaving) in &mut self.leaving {
-            if let Leaving::Payload(payload) = leaving
+            if let OutgoingMessage::Payload(payload) = leaving
                 && payload.test()?
             {
                 left.push(*number);
@@ -190,27 +190,27 @@ impl Engine {
 
     /// The next note of a rank, if one has arrived. A rank that has ended sends none: then the error is the failure of its
     /// end.
-    pub(super) fn hear(&mut self, from: usize) -> Result<Option<Note>> {
-        let mut ear = match self.peers[from].ear.take() {
-            Some(ear) => ear,
+    pub(super) fn next_note(&mut self, from: usize) -> Result<Option<Note>> {
+        let mut pending_note = match self.peers[from].pending_note.take() {
+            Some(pending_note) => pending_note,
             None => self.beneath.receive(from, NOTES)?,
         };
-        if !ear.test()? {
-            self.peers[from].ear = Some(ear);
+        if !pending_note.test()? {
+            self.peers[from].pending_note = Some(pending_note);
             return Ok(None);
         }
         let damaged = || self.broken(format!("rank {from} sent a damaged note"));
-        match ear.wait()?.as_deref() {
+        match pending_note.wait()?.as_deref() {
             Some(Buffer::U8(bytes)) => Note::decode(bytes).map(Some).ok_or_else(damaged),
             _ => Err(damaged()),
         }
     }
 
-    fn heed(&mut self, from: usize, note: Note) -> Result<()> {
+    fn handle_note(&mut self, from: usize, note: Note) -> Result<()> {
         match note {
             Note::Announce { header, device } => {
                 let coming = match device {
-                    None => Coming::Payload(self.beneath.receive(from, PAYLOADS)?),
+                    None => IncomingMessage::Payload(self.beneath.receive(from, PAYLOADS)?),
                     Some(way) => self.make_room(from, header.len, way)?,
                 };
                 self.peers[from].incoming.push_back((header.content, coming));
@@ -224,7 +224,7 @@ impl Engine {
                 }
                 self.unanswered -= 1;
                 let transfer = Transfer::Send { to: from, elements };
-                self.boarding.entry(flight).or_default().push(Passenger { transfer, number });
+                self.boarding.entry(flight).or_default().push(FlightTransfer { transfer, number });
             }
             Note::Question => self.note(from, &Note::Doing { text: self.doing.clone() })?,
             Note::Doing { text } => self.peers[from].does = Some(text),
@@ -241,42 +241,47 @@ impl Engine {
     }
 
     /// Makes room for an announced block and answers: the block goes with the first flight that is open at both ends.
-    fn make_room(&mut self, from: usize, len: usize, OnItsWay { form, earliest }: OnItsWay) -> Result<Coming> {
+    fn make_room(
+        &mut self,
+        from: usize,
+        len: usize,
+        DeviceAnnouncement { form, earliest }: DeviceAnnouncement,
+    ) -> Result<IncomingMessage> {
         let elements = self.lane.room(form, len)?;
         if len == 0 {
-            return Ok(Coming::Here(Arc::new(Buffer::Device(elements))));
+            return Ok(IncomingMessage::Here(Arc::new(Buffer::Device(elements))));
         }
         let flight = earliest.max(self.open);
         let Peer { first, incoming, .. } = &self.peers[from];
         let number = first + incoming.len() as u64;
         let transfer = Transfer::Receive { from, elements };
-        self.boarding.entry(flight).or_default().push(Passenger { transfer, number });
+        self.boarding.entry(flight).or_default().push(FlightTransfer { transfer, number });
         self.note(from, &Note::Answer { flight })?;
-        Ok(Coming::Flight)
+        Ok(IncomingMessage::Flight)
     }
 
     /// Starts flights. None may start while an answer is missing, because the block in question could belong to it.
     fn depart(&mut self) -> Result<()> {
         while self.unanswered == 0
-            && let Some((flight, passengers)) = self.boarding.pop_first()
+            && let Some((flight, transfers)) = self.boarding.pop_first()
         {
             self.open = flight.checked_add(1).ok_or_else(|| self.broken("flights are counted to 2^64".into()))?;
-            self.lane.start(passengers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
-            self.flying.push_back((flight, passengers));
+            self.lane.start(transfers.iter().map(|passenger| passenger.transfer.clone()).collect())?;
+            self.flying.push_back((flight, transfers));
         }
         Ok(())
     }
 
     /// Completes the transfers of the first flight, which has ended.
     fn land(&mut self) {
-        for Passenger { transfer, number } in self.flying.pop_front().map(|(_, all)| all).into_iter().flatten() {
+        for FlightTransfer { transfer, number } in self.flying.pop_front().map(|(_, all)| all).into_iter().flatten() {
             match transfer {
                 Transfer::Send { .. } => drop(self.leaving.remove(&number)),
                 Transfer::Receive { from, elements } => {
                     let Peer { first, incoming, .. } = &mut self.peers[from];
                     let at = usize::try_from(number - *first).unwrap_or(usize::MAX);
                     if let Some((_, coming)) = incoming.get_mut(at) {
-                        *coming = Coming::Here(Arc::new(Buffer::Device(elements)));
+                        *coming = IncomingMessage::Here(Arc::new(Buffer::Device(elements)));
                     }
                 }
             }
@@ -287,13 +292,13 @@ impl Engine {
     fn deliver(&mut self, from: usize) -> Result<()> {
         while let Some((content, coming)) = self.peers[from].incoming.pop_front() {
             let data = match coming {
-                Coming::Here(data) => Ok(data),
-                Coming::Flight => Err(Coming::Flight),
-                Coming::Payload(mut payload) => match payload.test()? {
+                IncomingMessage::Here(data) => Ok(data),
+                IncomingMessage::Flight => Err(IncomingMessage::Flight),
+                IncomingMessage::Payload(mut payload) => match payload.test()? {
                     true => {
                         Ok(payload.wait()?.ok_or_else(|| self.broken("a receive ended without a payload".into()))?)
                     }
-                    false => Err(Coming::Payload(payload)),
+                    false => Err(IncomingMessage::Payload(payload)),
                 },
             };
             match data {
@@ -323,7 +328,7 @@ impl Engine {
     /// The first of `ranks` that sends nothing more, and whose messages have all arrived here: a flight may have ended
     /// there earlier than here.
     pub(super) fn gone(&self, ranks: &[usize]) -> Option<usize> {
-        let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, passengers)| passengers));
+        let flights = || self.boarding.values().chain(self.flying.iter().map(|(_, transfers)| transfers));
         let with = |rank: usize| flights().flatten().any(|passenger| passenger.transfer.peer() == rank);
         let over = |rank: &usize| self.peers[*rank].gone && self.peers[*rank].incoming.is_empty() && !with(*rank);
         ranks.iter().copied().find(over)
@@ -331,21 +336,21 @@ impl Engine {
 
     /// Describes what is known of a rank that is waited for.
     pub(super) fn describe(&self, peer: usize) -> String {
-        let with = |(_, passengers): &&(u64, Vec<Passenger>)| passengers.iter().any(|p| p.transfer.peer() == peer);
+        let with = |(_, transfers): &&(u64, Vec<FlightTransfer>)| transfers.iter().any(|p| p.transfer.peer() == peer);
         let Peer { unanswered, incoming, gone, does, .. } = &self.peers[peer];
         let doing = match does.as_deref() {
             None => "it does not say what it does".into(),
             Some("") => "it computes".into(),
             Some(text) => format!("it waits in {text}"),
         };
-        let known = if let Some((flight, passengers)) = self.flying.iter().find(with) {
-            let count = passengers.len();
+        let known = if let Some((flight, transfers)) = self.flying.iter().find(with) {
+            let count = transfers.len();
             format!("has a block in flight {flight} ({count} blocks here), which has not ended")
         } else if *gone {
             "has finished".into()
         } else if !unanswered.is_empty() {
             format!("has not answered the announcement of {} blocks", unanswered.len())
-        } else if matches!(incoming.front(), Some((_, Coming::Payload(_)))) {
+        } else if matches!(incoming.front(), Some((_, IncomingMessage::Payload(_)))) {
             "has announced a message that is still on its way".into()
         } else if self.unanswered > 0 {
             format!("may wait as well: other ranks have not answered the announcement of {} blocks", self.unanswered)
@@ -357,7 +362,7 @@ impl Engine {
 }
 
 /// Copies a part into its own buffer, unless it is a whole buffer.
-fn whole(Part { data, range }: Part) -> Arc<Buffer> {
+fn whole(CollectivePart { data, range }: CollectivePart) -> Arc<Buffer> {
     if range.len() == data.len() {
         return data;
     }

@@ -5,7 +5,7 @@ use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::Operation;
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
 use crate::comm::header::{Call, Content};
 use crate::error::{Error, Result};
@@ -143,7 +143,7 @@ impl World {
     /// A rank that sends nothing more but is waited for has failed or finished: the underlying communicator knows which.
     fn ask_of_the_gone(&self, engine: &mut Engine, operation: &Operation, missing: &[usize]) -> Result<()> {
         let Some(peer) = engine.gone(missing) else { return Ok(()) };
-        engine.hear(peer).map(drop).map_err(|error| self.lost(engine, operation, error))
+        engine.next_note(peer).map(drop).map_err(|error| self.lost(engine, operation, error))
     }
 
     fn send_part(
@@ -151,7 +151,7 @@ impl World {
         engine: &mut Engine,
         operation: &Operation,
         to: usize,
-        message: (Content, Part),
+        message: (Content, CollectivePart),
     ) -> Result<u64> {
         let (content, part) = message;
         if to != self.rank {
@@ -174,7 +174,7 @@ impl Transport for World {
         let mut engine = self.engine();
         self.check_with(operation)?;
         let content = Content::Message { group: address.group, tag: address.tag };
-        self.send_part(&mut engine, operation, address.to, (content, Part::whole(data)))
+        self.send_part(&mut engine, operation, address.to, (content, CollectivePart::whole(data)))
     }
 
     fn left(&self, _: usize, number: u64, operation: &Operation) -> Result<bool> {
@@ -221,7 +221,13 @@ impl Transport for World {
         self.engine().arrived.with_mailbox(address, |mailbox| mailbox.abandon(ticket));
     }
 
-    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
+    fn join(
+        &self,
+        member: Member,
+        number: u64,
+        operation: &Operation,
+        parts: Vec<CollectivePart>,
+    ) -> Result<Vec<CollectivePart>> {
         let Member { group, ranks, place } = member;
         let call = Call::new(operation);
         let (mut own, mut sent) = (None, Vec::new());
@@ -233,7 +239,7 @@ impl Transport for World {
                     own = Some(part);
                     continue;
                 }
-                let content = Content::Part { group: group.clone(), number, call: call.clone() };
+                let content = Content::CollectivePart { group: group.clone(), number, call: call.clone() };
                 sent.push((ranks[to], self.send_part(&mut engine, operation, ranks[to], (content, part))?));
             }
         }
@@ -264,7 +270,7 @@ impl Transport for World {
         }
     }
 
-    fn hands_over(&self) -> bool {
+    fn passes_device_memory(&self) -> bool {
         true
     }
 

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::sync::AtomicU64;
 use mailbox::{Address, GroupId};
 use operation::{Call, Collective, Operation};
-use part::Part;
+use part::CollectivePart;
 use pending::{Receiving, Sent};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,7 +32,7 @@ pub(in crate::comm) struct Group<W> {
 struct Exchanged {
     number: u64,
     operation: Operation,
-    parts: Vec<Part>,
+    parts: Vec<CollectivePart>,
 }
 
 impl<W: Transport> Group<W> {
@@ -75,7 +75,7 @@ impl<W: Transport> Group<W> {
     }
 
     /// Exchanges parts all-to-all, the basis of every collective.
-    fn exchange(&self, collective: Collective, parts: Vec<Part>) -> Result<Exchanged> {
+    fn exchange(&self, collective: Collective, parts: Vec<CollectivePart>) -> Result<Exchanged> {
         let (number, operation) = self.begin(collective);
         if parts.len() != self.size() {
             let problem = format!("{} parts for {} ranks", parts.len(), self.size());
@@ -92,7 +92,7 @@ impl<W: Transport> Group<W> {
     /// Refuses device memory if the transport cannot pass it on.
     fn check_memory(&self, data: &Buffer, operation: &Operation) -> Result<()> {
         match data {
-            Buffer::Device(_) if !self.world.hands_over() => {
+            Buffer::Device(_) if !self.world.passes_device_memory() => {
                 let problem = "elements in the memory of a device, which only ranks of one process hand over";
                 self.refuse(operation, problem.into())
             }
@@ -100,7 +100,7 @@ impl<W: Transport> Group<W> {
         }
     }
 
-    fn f32<'a>(&self, part: &'a Part, len: usize, operation: &Operation) -> Result<&'a [f32]> {
+    fn f32<'a>(&self, part: &'a CollectivePart, len: usize, operation: &Operation) -> Result<&'a [f32]> {
         match &*part.data {
             Buffer::F32(values) if part.range.len() == len => Ok(&values[part.range.clone()]),
             other => self.refuse(operation, format!("received {} elements that are not {len} of f32", other.len())),
@@ -108,7 +108,7 @@ impl<W: Transport> Group<W> {
     }
 
     /// Sums `parts` in rank order.
-    fn sum(&self, parts: &[Part], len: usize, operation: &Operation) -> Result<Vec<f32>> {
+    fn sum(&self, parts: &[CollectivePart], len: usize, operation: &Operation) -> Result<Vec<f32>> {
         let mut sum = vec![0.0; len];
         for (rank, part) in parts.iter().enumerate() {
             let part = self.f32(part, len, operation)?;
@@ -153,17 +153,17 @@ impl<W: Transport> Communicator for Group<W> {
         self.world.progress();
     }
 
-    fn hands_over(&self) -> bool {
-        self.world.hands_over()
+    fn passes_device_memory(&self) -> bool {
+        self.world.passes_device_memory()
     }
 
     fn all_to_all(&self, parts: Vec<Buffer>) -> Result<Vec<Arc<Buffer>>> {
-        let parts = parts.into_iter().map(|part| Part::whole(Arc::new(part))).collect();
+        let parts = parts.into_iter().map(|part| CollectivePart::whole(Arc::new(part))).collect();
         Ok(buffers(self.exchange(Collective::AllToAll, parts)?.parts))
     }
 
     fn all_gather(&self, data: Buffer) -> Result<Vec<Arc<Buffer>>> {
-        let part = Part::whole(Arc::new(data));
+        let part = CollectivePart::whole(Arc::new(data));
         Ok(buffers(self.exchange(Collective::AllGather, vec![part; self.size()])?.parts))
     }
 
@@ -186,7 +186,7 @@ impl<W: Transport> Communicator for Group<W> {
         let counts: Vec<usize> = (0..size).map(|rank| share + usize::from(rank < more)).collect();
         let parts = split(Arc::new(Buffer::F32(data.to_vec())), &counts);
         let Exchanged { operation, parts, .. } = self.exchange(Collective::AllReduce { elements }, parts)?;
-        let own = Part::whole(Arc::new(Buffer::F32(self.sum(&parts, counts[self.rank], &operation)?)));
+        let own = CollectivePart::whole(Arc::new(Buffer::F32(self.sum(&parts, counts[self.rank], &operation)?)));
         let Exchanged { operation, parts: sums, .. } =
             self.exchange(Collective::AllReduce { elements }, vec![own; size])?;
         let mut rest = data;
@@ -216,18 +216,18 @@ impl<W: Transport> Communicator for Group<W> {
             return self.refuse(&operation, problem);
         }
         // Ranks without data send empty messages, so that ranks with different roots notice it.
-        let part = Part::whole(Arc::new(data.unwrap_or(Buffer::U8(Vec::new()))));
+        let part = CollectivePart::whole(Arc::new(data.unwrap_or(Buffer::U8(Vec::new()))));
         let Exchanged { parts, .. } = self.exchange(collective(world_root), vec![part; self.size()])?;
         Ok(buffers(parts).swap_remove(root))
     }
 
     fn barrier(&self) -> Result<()> {
-        let nothing = Part::whole(Arc::new(Buffer::U8(Vec::new())));
+        let nothing = CollectivePart::whole(Arc::new(Buffer::U8(Vec::new())));
         self.exchange(Collective::Barrier, vec![nothing; self.size()]).map(|_| ())
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Communicator>> {
-        let part = Part::whole(Arc::new(Buffer::U64(vec![color as u64, key as u64])));
+        let part = CollectivePart::whole(Arc::new(Buffer::U64(vec![color as u64, key as u64])));
         let Exchanged { number, operation, parts } = self.exchange(Collective::Split, vec![part; self.size()])?;
         let mut members: Vec<(u64, usize)> = Vec::new();
         for (rank, part) in parts.iter().enumerate() {
@@ -252,17 +252,17 @@ impl<W: Transport> Communicator for Group<W> {
     }
 }
 
-fn buffers(parts: Vec<Part>) -> Vec<Arc<Buffer>> {
+fn buffers(parts: Vec<CollectivePart>) -> Vec<Arc<Buffer>> {
     parts.into_iter().map(|part| part.data).collect()
 }
 
 /// Divides a buffer into consecutive parts of the given lengths, without copying.
-fn split(data: Arc<Buffer>, counts: &[usize]) -> Vec<Part> {
+fn split(data: Arc<Buffer>, counts: &[usize]) -> Vec<CollectivePart> {
     let mut start = 0;
     let part = |&count: &usize| {
         let range = start..start + count;
         start = range.end;
-        Part { data: data.clone(), range }
+        CollectivePart { data: data.clone(), range }
     };
     counts.iter().map(part).collect()
 }

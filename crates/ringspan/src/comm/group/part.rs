@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 /// A range of a buffer. Parts of the same buffer share it.
 #[derive(Debug, Clone)]
-pub(in crate::comm) struct Part {
+pub(in crate::comm) struct CollectivePart {
     pub(in crate::comm) data: Arc<Buffer>,
     pub(in crate::comm) range: Range<usize>,
 }
 
-impl Part {
+impl CollectivePart {
     pub(in crate::comm) fn whole(data: Arc<Buffer>) -> Self {
         let range = 0..data.len();
         Self { data, range }

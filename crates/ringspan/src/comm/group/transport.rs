@@ -2,7 +2,7 @@
 
 use super::mailbox::{Address, GroupId};
 use super::operation::Operation;
-use super::part::Part;
+use super::part::CollectivePart;
 use crate::comm::Buffer;
 use crate::error::Result;
 use std::sync::Arc;
@@ -44,11 +44,17 @@ pub(in crate::comm) trait Transport: Send + Sync + 'static {
     fn abandon(&self, address: &Address, ticket: u64);
     /// Joins collective `number` of a group with one part for each member, waits until all members have joined, and returns
     /// the parts they sent to this one, in the group's order.
-    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>>;
+    fn join(
+        &self,
+        member: Member,
+        number: u64,
+        operation: &Operation,
+        parts: Vec<CollectivePart>,
+    ) -> Result<Vec<CollectivePart>>;
     /// Advances transfers, if the transport does not do so by itself. Never blocks.
     fn progress(&self);
     /// Whether messages in device memory are passed on as they are.
-    fn hands_over(&self) -> bool {
+    fn passes_device_memory(&self) -> bool {
         false
     }
     /// Payload bytes that `rank` has sent to other ranks.

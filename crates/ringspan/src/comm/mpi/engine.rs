@@ -3,7 +3,7 @@
 use super::wire::{Request, Result, Wire};
 use crate::comm::Buffer;
 use crate::comm::arrived::Arrived;
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::header::{Content, Header, Kind};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl Engine {
     }
 
     /// Starts sending, and returns the message's number, for use with [`has_left`](Self::has_left).
-    pub(super) fn send(&mut self, to: usize, content: Content, part: Part) -> Result<u64> {
+    pub(super) fn send(&mut self, to: usize, content: Content, part: CollectivePart) -> Result<u64> {
         self.check_open()?;
         let number = self.next;
         self.next += 1;

@@ -38,7 +38,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
-use watch::{Place, Watch};
+use watch::{RankAddress, Watch};
 use wire::Wire;
 
 /// Longest time that starting or ending MPI may take; it does not say why it hangs.
@@ -91,7 +91,7 @@ impl World {
         if threading < Threading::Serialized {
             return Err(refused(rank, format!("MPI allows calls from {threading:?} threads, but needs Serialized")));
         }
-        let place = Place::agree(&wire).map_err(|problem| refused(rank, problem))?;
+        let place = RankAddress::agree(&wire).map_err(|problem| refused(rank, problem))?;
         let watch = Watch::start(&place, &options).map_err(|error| refused(rank, error.to_string()))?;
         drop(started);
         let world = Arc::new(world::World::new(Engine::new(wire), watch, options.deadline));

@@ -6,7 +6,7 @@ use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::{Operation, listing};
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
 use crate::comm::header::{Call, Content};
 use crate::error::{Error, Result};
@@ -43,7 +43,7 @@ impl World {
     /// Says that this rank sends nothing more, and waits until all ranks have said so. It has no deadline: others may have
     /// hours of work left, and the watch detects whether they are alive.
     pub(super) fn finish(&self) -> Result<()> {
-        let nothing = || Part::whole(Arc::new(Buffer::U8(Vec::new())));
+        let nothing = || CollectivePart::whole(Arc::new(Buffer::U8(Vec::new())));
         let operation = &"the end of its work";
         {
             let mut engine = self.engine();
@@ -195,7 +195,7 @@ impl Transport for World {
             self.bytes_sent.fetch_add(data.bytes(), Ordering::Relaxed);
         }
         let content = Content::Message { group: address.group, tag: address.tag };
-        let sent = engine.send(address.to, content, Part::whole(data)).and_then(|number| {
+        let sent = engine.send(address.to, content, CollectivePart::whole(data)).and_then(|number| {
             // Polling sends the header at once, so that the receiver can fetch the payload.
             engine.progress()?;
             Ok(number)
@@ -255,7 +255,13 @@ impl Transport for World {
         self.engine().arrived.with_mailbox(address, |mailbox| mailbox.abandon(ticket));
     }
 
-    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
+    fn join(
+        &self,
+        member: Member,
+        number: u64,
+        operation: &Operation,
+        parts: Vec<CollectivePart>,
+    ) -> Result<Vec<CollectivePart>> {
         let Member { group, ranks, place } = member;
         let call = Call::new(operation);
         let mut own = None;
@@ -269,7 +275,7 @@ impl Transport for World {
                     continue;
                 }
                 self.bytes_sent.fetch_add(part.bytes(), Ordering::Relaxed);
-                let content = Content::Part { group: group.clone(), number, call: call.clone() };
+                let content = Content::CollectivePart { group: group.clone(), number, call: call.clone() };
                 let started = engine.send(ranks[to], content, part);
                 sent.push(started.map_err(|problem| self.lost(operation, problem))?);
             }

@@ -45,7 +45,7 @@ const OF_THREAD: u64 = 2 << 20;
 /// part of every rank for every other.
 pub fn memory(size: usize) -> u64 {
     let pairs = (size as u64).saturating_mul(size as u64);
-    let collective = pairs.saturating_mul(2 * size_of::<Option<super::group::part::Part>>() as u64);
+    let collective = pairs.saturating_mul(2 * size_of::<Option<super::group::part::CollectivePart>>() as u64);
     collective.saturating_add(OF_THREAD.saturating_mul(size as u64))
 }
 

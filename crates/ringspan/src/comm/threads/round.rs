@@ -1,7 +1,7 @@
 //! A collective in progress: the parts that each rank has sent to each other.
 
 use crate::comm::group::operation::Operation;
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ pub(super) struct Round {
     pub(super) first: usize,
     members: Arc<[usize]>,
     /// Parts by sender and receiver (ranks of the group); empty for senders that have not joined yet.
-    parts: Vec<Vec<Option<Part>>>,
+    parts: Vec<Vec<Option<CollectivePart>>>,
     /// By receiver, the sender (world rank) and arrival time of the last part; `None` without a simulated link.
     last: Vec<Option<(usize, Instant)>>,
     missing: usize,
@@ -28,7 +28,7 @@ impl Round {
     }
 
     /// Records the parts that `rank` of the group sends, one for each member.
-    pub(super) fn bring(&mut self, rank: usize, parts: Vec<Part>) {
+    pub(super) fn bring(&mut self, rank: usize, parts: Vec<CollectivePart>) {
         self.parts[rank] = parts.into_iter().map(Some).collect();
         self.missing -= 1;
     }
@@ -55,7 +55,7 @@ impl Round {
     }
 
     /// Removes and returns the parts that all ranks sent to `rank` of the group.
-    pub(super) fn collect(&mut self, rank: usize) -> Vec<Part> {
+    pub(super) fn collect(&mut self, rank: usize) -> Vec<CollectivePart> {
         self.left += 1;
         self.parts.iter_mut().filter_map(|parts| parts.get_mut(rank)?.take()).collect()
     }

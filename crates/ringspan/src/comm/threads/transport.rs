@@ -8,7 +8,7 @@ use crate::comm::Buffer;
 use crate::comm::group::failure::Failure;
 use crate::comm::group::mailbox::{Address, Mailbox};
 use crate::comm::group::operation::Operation;
-use crate::comm::group::part::Part;
+use crate::comm::group::part::CollectivePart;
 use crate::comm::group::transport::{Member, Transport};
 use crate::error::{Error, Result};
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -206,13 +206,19 @@ impl Transport for ThreadTransport {
         self.lock().with_mailbox(address.clone(), |mailbox| mailbox.abandon(ticket));
     }
 
-    fn join(&self, member: Member, number: u64, operation: &Operation, parts: Vec<Part>) -> Result<Vec<Part>> {
+    fn join(
+        &self,
+        member: Member,
+        number: u64,
+        operation: &Operation,
+        parts: Vec<CollectivePart>,
+    ) -> Result<Vec<CollectivePart>> {
         let (own, members, place) = (member.rank(), member.ranks, member.place);
         let key = (member.group.clone(), number);
         let mut shared = self.lock();
         shared.check(own, operation)?;
         shared.note_thread(own);
-        let bytes: Vec<u64> = parts.iter().map(Part::bytes).collect();
+        let bytes: Vec<u64> = parts.iter().map(CollectivePart::bytes).collect();
         let new = || Round::new(operation.clone(), own, members.clone());
         let round = shared.rounds.entry(key.clone()).or_insert_with(new);
         if round.operation != *operation {
@@ -249,7 +255,7 @@ impl Transport for ThreadTransport {
 
     fn progress(&self) {}
 
-    fn hands_over(&self) -> bool {
+    fn passes_device_memory(&self) -> bool {
         true
     }
 

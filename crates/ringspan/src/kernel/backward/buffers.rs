@@ -3,7 +3,7 @@
 use super::super::KEY_BLOCK;
 use super::super::buffer::lines;
 use super::super::isa::Code;
-use super::super::terms::Terms;
+use super::super::terms::ScoreTerms;
 
 /// Sizes of a worker's buffers in elements, rounded up to whole cache lines.
 #[derive(Clone, Copy)]
@@ -59,7 +59,7 @@ impl Sizes {
             dv: lines(KEY_BLOCK * v_wide),
             p: lines(KEY_BLOCK * lanes),
             halves: if pair == 1 { 0 } else { lines(KEY_BLOCK * half_row) },
-            bias: Terms::scratch(bias, lanes),
+            bias: ScoreTerms::scratch(bias, lanes),
         }
     }
 
@@ -138,7 +138,7 @@ pub(super) struct KeyBlock<'s> {
     /// Gradient of the head's buckets, `[count]`.
     pub(super) table: &'s mut [f64],
     /// Whether any key or value of the block is not finite.
-    pub(super) spoilt: bool,
+    pub(super) has_non_finite: bool,
 }
 
 impl<'s> KeyBlock<'s> {
@@ -155,7 +155,7 @@ impl<'s> KeyBlock<'s> {
         let (ds_halves, rest) = rest.split_at_mut(sizes.halves);
         let (ds_pairs, rest) = rest.split_at_mut(sizes.pairs());
         let bias = &mut rest[..sizes.bias];
-        let spoilt = false;
-        Self { k_panels, v_panels, k, dk, dv, p, ds, p_halves, ds_halves, ds_pairs, bias, table, spoilt }
+        let has_non_finite = false;
+        Self { k_panels, v_panels, k, dk, dv, p, ds, p_halves, ds_halves, ds_pairs, bias, table, has_non_finite }
     }
 }

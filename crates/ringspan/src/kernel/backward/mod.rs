@@ -17,7 +17,7 @@ use super::buffer::Target;
 use super::isa::Code;
 use super::pack::{copy, is_finite, operand_columns, panels};
 use super::plan::Plan;
-use super::terms::{Scaling, Terms};
+use super::terms::{Scaling, ScoreTerms};
 use super::vector::Simd;
 use super::{HeadMap, KEY_BLOCK, View};
 use buffers::{KeyBlock, QueryBlock};
@@ -44,7 +44,7 @@ pub(super) struct Backward<'a> {
     pub(super) code: Code,
     pub(super) scale: f32,
     pub(super) scaling: Scaling,
-    pub(super) terms: Option<&'a Terms<'a>>,
+    pub(super) terms: Option<&'a ScoreTerms<'a>>,
     /// Gradient of the bias, `[Tq, H or 1, Sk]`; each row is written by one worker only.
     pub(super) d_bias: Target,
     pub(super) bias: Option<View<'a>>,
@@ -91,9 +91,9 @@ impl Backward<'_> {
         let Share { head, blocks, sums, table, progress } = share;
         let sizes = Sizes::new(self.q.dim, self.v.dim, self.code, self.bias.is_some());
         let (queries, rest) = scratch.split_at_mut(blocks.len() * sizes.block());
-        let mut spoilt = Vec::with_capacity(blocks.len());
+        let mut has_non_finite = Vec::with_capacity(blocks.len());
         for (buffer, block) in queries.chunks_exact_mut(sizes.block()).zip(blocks.clone()) {
-            spoilt.push(self.pack_queries(simd, sizes, head, block, &mut QueryBlock::of(sizes, buffer)));
+            has_non_finite.push(self.pack_queries(simd, sizes, head, block, &mut QueryBlock::of(sizes, buffer)));
         }
         let mut at = KeyBlock::of(sizes, rest, table);
         let kv = self.heads.kv_of(head);
@@ -114,7 +114,15 @@ impl Backward<'_> {
                     let keys = (from - base) / R * R..(to - base).next_multiple_of(R);
                     let (now, next) = queries[i * sizes.block()..].split_at_mut(sizes.block());
                     let next = &next[..next.len().min(sizes.block())];
-                    let pair = Pair { head, block, part, base, keys, spoilt: spoilt[i] || at.spoilt, next };
+                    let pair = Pair {
+                        head,
+                        block,
+                        part,
+                        base,
+                        keys,
+                        has_non_finite: has_non_finite[i] || at.has_non_finite,
+                        next,
+                    };
                     let mut queries = QueryBlock::of(sizes, now);
                     // SAFETY: the buffers have these sizes; the panels lie within KEY_BLOCK.
                     unsafe { self.pair::<S, R, N>(simd, sizes, &pair, &mut queries, &mut at) };
@@ -194,7 +202,7 @@ impl Backward<'_> {
         to.dk.fill(0.0);
         to.dv.fill(0.0);
         let (k, v) = (&to.k_panels[..count * sizes.depth], &to.v_panels[..count * sizes.v_depth]);
-        to.spoilt = !(is_finite::<S>(k) && is_finite::<S>(v));
+        to.has_non_finite = !(is_finite::<S>(k) && is_finite::<S>(v));
     }
 }
 

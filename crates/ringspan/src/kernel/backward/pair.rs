@@ -3,8 +3,8 @@
 use super::super::KEY_BLOCK;
 use super::super::buffer::LINE;
 use super::super::micro::{accumulate, multiply};
-use super::super::plan::{self, Part};
-use super::super::terms::{self, Bounds, TermSums, Terms};
+use super::super::plan::{self, TilePart};
+use super::super::terms::{self, Bounds, ScoreTerms, TermSums};
 use super::super::vector::{Simd, exp, prefetch_far};
 use super::super::view::Data;
 use super::buffers::{KeyBlock, QueryBlock, Sizes};
@@ -15,13 +15,13 @@ use std::ops::Range;
 pub(super) struct Pair<'a> {
     pub(super) head: usize,
     pub(super) block: usize,
-    pub(super) part: &'a Part,
+    pub(super) part: &'a TilePart,
     /// First row of the block of keys.
     pub(super) base: usize,
     /// Range of rows in the block of keys, in multiples of R.
     pub(super) keys: Range<usize>,
     /// Whether any of the operands is not finite.
-    pub(super) spoilt: bool,
+    pub(super) has_non_finite: bool,
     /// The buffer of the next block of queries, for prefetching: blocks come from the L3 cache, and their rows are too far
     /// apart for the hardware prefetcher.
     pub(super) next: &'a [f32],
@@ -47,8 +47,8 @@ impl Backward<'_> {
         let border = part.all.start > base + keys.start || part.all.end < base + keys.end;
         // If operands may be NaN, multiplying by a weight of 0 is not enough to hide them from lanes or keys that do not
         // see them.
-        let careful = pair.spoilt && (border || self.plan.rows(block).len() < lanes);
-        if border || careful {
+        let mask_products = pair.has_non_finite && (border || self.plan.rows(block).len() < lanes);
+        if border || mask_products {
             let (low, high) = &mut bounds;
             self.plan.bounds(block, part, base + keys.start, keys.len(), &mut low[..lanes], &mut high[..lanes]);
         }
@@ -57,7 +57,7 @@ impl Backward<'_> {
         let zero = [[simd.splat(0.0); N]; R];
         // At the boundary only vectors that see keys are computed, unless a later pass reads all pairs.
         let whole = 0..keys.len();
-        let spans: [Range<usize>; N] = match border && !careful && self.terms.is_none() {
+        let spans: [Range<usize>; N] = match border && !mask_products && self.terms.is_none() {
             true => plan::spans(low, high, S::LANES, R),
             false => std::array::from_fn(|_| whole.clone()),
         };
@@ -138,11 +138,11 @@ impl Backward<'_> {
             }
         }
         if let Some(terms) = self.terms {
-            let bounds = (border || careful).then_some(&bounds);
+            let bounds = (border || mask_products).then_some(&bounds);
             // SAFETY: p, ds and the bias are [KEY_BLOCK][lanes], the statistics of all lanes.
             unsafe { self.apply_terms::<S, N>(simd, terms, pair, bounds, queries, at) };
         }
-        if careful {
+        if mask_products {
             return self.add_seen(simd, sizes, pair, &bounds, queries, at);
         }
         if S::PAIR > 1 {
@@ -198,15 +198,15 @@ impl Backward<'_> {
     unsafe fn apply_terms<S: Simd, const N: usize>(
         &self,
         simd: S,
-        terms: &Terms,
+        terms: &ScoreTerms,
         pair: &Pair,
         bounds: Option<&Bounds>,
         queries: &QueryBlock,
         at: &mut KeyBlock,
     ) {
         let (lanes, keys, head) = (N * S::LANES, pair.keys.clone(), pair.head);
-        let meeting = self.plan.meeting(pair.block, pair.part, pair.base + keys.start);
-        let frame = terms.frame(simd, meeting, head, keys.len(), lanes, at.bias);
+        let block_pair = self.plan.block_pair(pair.block, pair.part, pair.base + keys.start);
+        let frame = terms.frame(simd, block_pair, head, keys.len(), lanes, at.bias);
         let (max, rest) = queries.statistics.split_at(lanes);
         let (inverse_sum, delta) = rest.split_at(lanes);
         let mut sums = TermSums { table: at.table, max, inverse_sum, delta };
@@ -229,7 +229,7 @@ impl Backward<'_> {
             let row = row * bias.heads + head.min(bias.heads - 1);
             // SAFETY: no other worker has this row of this head, or, if heads share it, of any head.
             let row = unsafe { self.d_bias.row(row * bias.dim, bias.dim) };
-            Terms::add_bias(&frame, lanes, at.bias, lane, row);
+            ScoreTerms::add_bias(&frame, lanes, at.bias, lane, row);
         }
     }
 

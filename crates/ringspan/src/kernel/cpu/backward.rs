@@ -2,7 +2,7 @@
 
 use super::super::backward::{Backward, KeySums, Share, Sizes};
 use super::super::buffer::{Aligned, Target, lines};
-use super::super::terms::Terms;
+use super::super::terms::ScoreTerms;
 use super::super::{Data, Inputs, Saved, Sums, Tile, isa};
 use super::{Cpu, SEGMENT, plan};
 use std::ops::Range;
@@ -25,7 +25,7 @@ impl Cpu {
         let (d_table, d_bias) = (sums.d_table.host()?, sums.d_bias.host()?);
         let code = self.code_for(inputs);
         let lanes = code.lanes();
-        let terms = Terms::new(score, bias);
+        let terms = ScoreTerms::new(score, bias);
         let plan = plan(inputs, tiles, code);
         if plan.keys.is_empty() || q.heads == 0 {
             return Some(());

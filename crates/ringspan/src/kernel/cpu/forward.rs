@@ -5,7 +5,7 @@ use super::super::decode::Decode;
 use super::super::forward::{self, Forward};
 use super::super::pack::{CHUNK, Keys, Packing};
 use super::super::plan::Plan;
-use super::super::terms::{Scaling, Terms};
+use super::super::terms::{Scaling, ScoreTerms};
 use super::super::workers::Countdown;
 use super::super::{HeadMap, Inputs, Partial, Tile, isa};
 use super::{Cpu, plan};
@@ -21,7 +21,7 @@ impl Cpu {
         }
         // For a single query, packing would cost more than the products.
         self.hook.begin();
-        let terms = Terms::new(score, bias);
+        let terms = ScoreTerms::new(score, bias);
         let seen = |tile: &Tile| {
             let keys = if tile.q.is_empty() { 0..0 } else { tile.band.keys(0, tile.k.len()) };
             tile.k.start + keys.start..tile.k.start + keys.end
@@ -36,7 +36,7 @@ impl Cpu {
     pub(in crate::kernel) fn forward(&self, inputs: &Inputs, tiles: &[Tile], partial: &mut Partial) {
         self.hook.begin();
         let Inputs { q, k, v, heads, score, bias } = *inputs;
-        let terms = Terms::new(score, bias);
+        let terms = ScoreTerms::new(score, bias);
         let code = self.code_for(inputs);
         let plan = plan(inputs, tiles, code);
         if plan.keys.is_empty() || q.heads == 0 {
@@ -118,7 +118,7 @@ const ALONE: usize = 4;
 /// still at it, so waits are rare, and none is for ever.
 struct Tasks {
     /// Key-value heads that are each packed by one worker, and computed by it and by workers that have nothing else to do.
-    whole: Vec<Whole>,
+    whole: Vec<PackedHead>,
     /// For each worker's part of `whole`, the number of heads that have been taken.
     taken: Vec<AtomicUsize>,
     groups: Vec<Group>,
@@ -131,7 +131,7 @@ struct Tasks {
 }
 
 /// A key-value head that one worker packs.
-struct Whole {
+struct PackedHead {
     kv: usize,
     /// The query heads that read it.
     queries: Range<usize>,
@@ -171,7 +171,7 @@ impl Tasks {
             count += queries.len() * blocks.len();
         }
         let taken = (0..workers).map(|_| AtomicUsize::new(0)).collect();
-        let whole = whole.into_iter().map(|kv| Whole {
+        let whole = whole.into_iter().map(|kv| PackedHead {
             kv,
             queries: heads.queries_of(kv),
             packed: AtomicBool::new(false),
@@ -182,7 +182,7 @@ impl Tasks {
 
     /// Returns a head to be packed by one worker: first from the worker's own part, which is the same in each call and may
     /// still be in its cache, then from other workers' parts.
-    fn next_whole(&self, worker: usize) -> Option<&Whole> {
+    fn next_whole(&self, worker: usize) -> Option<&PackedHead> {
         let workers = self.taken.len();
         let at = |owner: usize| self.whole.len() * owner / workers;
         (0..workers).map(|other| (worker + other) % workers).find_map(|owner| {
@@ -192,7 +192,7 @@ impl Tasks {
     }
 
     /// Takes a query head and a block of its queries; none if all blocks of the key-value head are taken.
-    fn next_block(&self, whole: &Whole) -> Option<(usize, usize)> {
+    fn next_block(&self, whole: &PackedHead) -> Option<(usize, usize)> {
         let taken = whole.taken.fetch_add(1, Ordering::Relaxed);
         let head = whole.queries.start + taken / self.blocks.len();
         whole.queries.contains(&head).then(|| (head, self.blocks[taken % self.blocks.len()]))

@@ -3,7 +3,7 @@
 use super::super::{FloatsMut, Inputs, Saved, Sums, Tile};
 use super::job::Job;
 use super::options::Options;
-use super::tables::{Rows, Tables, Terms};
+use super::tables::{Rows, ScoreTerms, Tables};
 use super::{Cuda, count};
 use crate::error::Result;
 
@@ -23,7 +23,7 @@ impl Cuda {
         let options = Options::backward(inputs, d_out, tensor, self.gpu.0.shared_memory);
         let Some(queries) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
         let Some(keys) = Tables::new(self, inputs, tiles, Rows::Keys, options.rows)? else { return Ok(()) };
-        let terms = Terms::new(self, inputs.score)?;
+        let terms = ScoreTerms::new(self, inputs.score)?;
         let d_table = self.zeros::<f64>(queries.blocks * sums.d_table.len())?;
         let job = Job {
             q: q_view,

@@ -20,7 +20,7 @@ impl Gpu {
     pub fn connect(&self, ranks: &Ranks, deadline: Duration) -> Result<(Ranks, Option<String>)> {
         let Some(comm) = ranks.comm() else { return Ok((ranks.clone(), None)) };
         let (comm, way) = by_nccl(comm, self, deadline)?;
-        Ok((ranks.talking_by(comm), Some(way)))
+        Ok((ranks.with_communicator(comm), Some(way)))
     }
 }
 

@@ -4,7 +4,7 @@ use super::super::{Inputs, Tile};
 use super::job::Job;
 use super::memory::GpuArray;
 use super::options::Options;
-use super::tables::{Rows, Tables, Terms};
+use super::tables::{Rows, ScoreTerms, Tables};
 use super::{Cuda, count};
 use crate::error::Result;
 
@@ -16,7 +16,7 @@ impl Cuda {
         let tensor = self.tensor_cores(&[(q, &q_view), (k, &k_view), (v, &v_view)]);
         let options = Options::forward(inputs, tensor, self.gpu.0.shared_memory);
         let Some(tables) = Tables::new(self, inputs, tiles, Rows::Queries, options.rows)? else { return Ok(()) };
-        let terms = Terms::new(self, inputs.score)?;
+        let terms = ScoreTerms::new(self, inputs.score)?;
         let rows = q.tokens * q.heads;
         let out = state.all_mut().write(&self.stream)?;
         let max = out + 4 * (rows * v.dim) as u64;

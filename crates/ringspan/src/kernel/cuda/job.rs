@@ -43,7 +43,7 @@ pub(super) struct Tile {
 /// Range of rows of the other side that a block has to compute with, in one tile.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Part {
+pub(super) struct TilePart {
     pub(super) tile: i32,
     pub(super) from: i32,
     pub(super) to: i32,
@@ -119,7 +119,7 @@ unsafe impl cudarc::driver::DeviceRepr for Move {}
 // SAFETY: as above.
 unsafe impl cudarc::driver::DeviceRepr for Tile {}
 // SAFETY: as above.
-unsafe impl cudarc::driver::DeviceRepr for Part {}
+unsafe impl cudarc::driver::DeviceRepr for TilePart {}
 
 /// Converts a size that is limited by those of the tensors, which were checked.
 pub(super) fn checked(size: usize) -> i32 {

@@ -7,7 +7,7 @@
 
 use super::super::Data;
 use super::super::view::Stored;
-use super::sharing::{GpuSource, Sharing, wait_for};
+use super::cross_stream::{CrossStreamAccess, GpuSource, wait_for};
 use super::{Cuda, Gpu};
 use crate::comm::OnDevice;
 use crate::error::{Error, Result};
@@ -22,7 +22,7 @@ pub(super) struct Memory {
     /// The allocation; `None` if the memory is borrowed.
     taken: Option<CudaSlice<u8>>,
     /// The stream on which it is written, and the streams that read it.
-    sharing: Sharing,
+    sharing: CrossStreamAccess,
 }
 
 impl Drop for Memory {
@@ -256,12 +256,12 @@ element!(half::f16, F16);
 /// This rank's reads wait for work that was started before on the slice's stream, and work that is started there after the
 /// loan waits for this rank. These waits are on the GPU, not on the CPU.
 #[derive(Debug)]
-pub struct Lent<'a> {
+pub struct BorrowedSlice<'a> {
     array: GpuArray,
     _lender: std::marker::PhantomData<&'a ()>,
 }
 
-impl Lent<'_> {
+impl BorrowedSlice<'_> {
     /// Borrows the elements, for views.
     pub fn data(&self) -> GpuData<'_> {
         self.array.data()
@@ -279,13 +279,13 @@ impl Cuda {
 
     /// Makes an array of memory that was allocated on this rank's stream.
     pub(super) fn own(&self, taken: CudaSlice<u8>, stored: Stored, len: usize) -> GpuArray {
-        let (gpu, sharing, at) = (self.gpu.clone(), Sharing::new(self.stream.clone()), self.at(&taken));
+        let (gpu, sharing, at) = (self.gpu.clone(), CrossStreamAccess::new(self.stream.clone()), self.at(&taken));
         let memory = Memory { gpu, at, taken: Some(taken), sharing };
         GpuArray { memory: Arc::new(memory), stored, start: 0, len }
     }
 
     /// Borrows `slice`, which must be on this GPU.
-    pub(in crate::kernel) fn borrow<'a, T: GpuElement>(&self, slice: &'a CudaSlice<T>) -> Result<Lent<'a>> {
+    pub(in crate::kernel) fn borrow<'a, T: GpuElement>(&self, slice: &'a CudaSlice<T>) -> Result<BorrowedSlice<'a>> {
         if slice.context().cu_ctx() != self.gpu.0.context.cu_ctx() {
             return Err(Error::Device {
                 device: format!("{:?}", self.gpu),
@@ -296,10 +296,10 @@ impl Cuda {
         let stream = slice.stream().clone();
         let (at, read) = slice.device_ptr(&stream);
         drop(read);
-        let sharing = Sharing::new(stream.clone());
+        let sharing = CrossStreamAccess::new(stream.clone());
         let memory = Memory { gpu: self.gpu.clone(), at, taken: None, sharing };
         let array = GpuArray { memory: Arc::new(memory), stored: T::data(&[]).stored(), start: 0, len: slice.len() };
         array.memory.sharing.share().map_err(self.gpu.failed("mark what is lent"))?;
-        Ok(Lent { array, _lender: std::marker::PhantomData })
+        Ok(BorrowedSlice { array, _lender: std::marker::PhantomData })
     }
 }

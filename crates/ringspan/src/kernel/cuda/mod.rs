@@ -6,8 +6,8 @@
 
 mod backward;
 mod connect;
+mod cross_stream;
 mod forward;
-mod handed;
 mod job;
 mod library;
 mod memory;
@@ -17,13 +17,13 @@ pub mod nccl;
 pub mod nvrtc;
 mod options;
 mod room;
-mod sharing;
+mod shared_slice;
 mod tables;
 
-pub use handed::Handed;
-pub use memory::{GpuArray, GpuData, GpuElement, GpuMut, Lent};
+pub use cross_stream::GpuSource;
+pub use memory::{BorrowedSlice, GpuArray, GpuData, GpuElement, GpuMut};
 pub use room::GpuMemory;
-pub use sharing::GpuSource;
+pub use shared_slice::SharedSlice;
 
 use super::{Progress, View};
 use crate::error::{Error, Result};

@@ -1,7 +1,7 @@
 //! A rank's operations on GPU tensors besides attention: copies, messages, sums, softmax states.
 
 use super::super::message::Piece;
-use super::super::sums::Place;
+use super::super::sums::RowTarget;
 use super::super::view::Stored;
 use super::super::{Data, Statistics, View};
 use super::job::Move;
@@ -149,7 +149,7 @@ impl Cuda {
     }
 
     /// Adds consecutive rows to the rows of `place`.
-    pub(in crate::kernel) fn add(&self, mut sum: GpuMut, place: &Place, values: GpuData) -> Result<()> {
+    pub(in crate::kernel) fn add(&self, mut sum: GpuMut, place: &RowTarget, values: GpuData) -> Result<()> {
         let list = self.rows(place.rows)?;
         let job = Move {
             from: self.read(values)?,

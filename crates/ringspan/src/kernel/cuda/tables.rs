@@ -2,7 +2,7 @@
 
 use super::super::plan::Plan;
 use super::super::{HeadMap, Inputs, Relative, Score, Tile};
-use super::job::{self, Job, Part};
+use super::job::{self, Job, TilePart};
 use super::{Cuda, count};
 use crate::error::Result;
 use crate::mask::Band;
@@ -13,14 +13,14 @@ pub(super) struct Tables {
     /// Number of blocks of rows, including those without parts.
     pub(super) blocks: usize,
     tiles: CudaSlice<job::Tile>,
-    parts: CudaSlice<Part>,
+    parts: CudaSlice<TilePart>,
     parts_of: CudaSlice<i32>,
     kv_of: CudaSlice<i32>,
     heads_of: CudaSlice<i32>,
 }
 
 /// Score terms that depend on the distance.
-pub(super) struct Terms {
+pub(super) struct ScoreTerms {
     terms: CudaSlice<f32>,
     first: CudaSlice<i64>,
 }
@@ -51,7 +51,7 @@ impl Tables {
         for at in 0..plan.blocks() {
             for part in plan.parts(at).iter().filter(|part| !part.any.is_empty()) {
                 let (from, to) = (job::checked(part.any.start), job::checked(part.any.end));
-                parts.push(Part { tile: count(part.tile, "tiles")?, from, to });
+                parts.push(TilePart { tile: count(part.tile, "tiles")?, from, to });
             }
             parts_of.push(count(parts.len(), "parts of tiles")?);
         }
@@ -82,7 +82,7 @@ impl Tables {
     }
 }
 
-impl Terms {
+impl ScoreTerms {
     pub(super) fn new(cuda: &Cuda, score: &Score) -> Result<Self> {
         let (terms, first) = match &score.relative {
             None => (&[][..], Vec::new()),

@@ -38,7 +38,7 @@ pub(super) struct Keys {
     /// Number of rows in an element of the values: 1 or 2.
     pair: usize,
     /// Whether the values of a head in a chunk of rows are not all finite: `[G][chunk]`.
-    spoilt: Vec<AtomicBool>,
+    has_non_finite: Vec<AtomicBool>,
 }
 
 impl Keys {
@@ -54,11 +54,11 @@ impl Keys {
         let base = plan.keys.start / code.rows() * code.rows();
         let rows = (plan.keys.end - base).next_multiple_of(code.rows());
         let (size, k_head) = Self::size(rows, k, v, code);
-        let spoilt = (0..k.heads * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
+        let has_non_finite = (0..k.heads * rows.div_ceil(CHUNK)).map(|_| AtomicBool::new(false)).collect();
         let (head, pair) = (size / k.heads.max(1), code.pair());
         let mut data = take(size);
         let target = Target::new(&mut data);
-        Self { data, target, base, rows, k_head, head, depth: k.dim.div_ceil(pair), pair, spoilt }
+        Self { data, target, base, rows, k_head, head, depth: k.dim.div_ceil(pair), pair, has_non_finite }
     }
 
     pub(super) fn into_buffer(self) -> Aligned {
@@ -66,10 +66,10 @@ impl Keys {
     }
 
     /// Whether values of a head in the chunks of these rows (counted from `base`) are not all finite.
-    pub(super) fn spoilt(&self, head: usize, rows: &std::ops::Range<usize>) -> bool {
+    pub(super) fn has_non_finite(&self, head: usize, rows: &std::ops::Range<usize>) -> bool {
         let chunks = rows.start / CHUNK..rows.end.div_ceil(CHUNK);
         let first = head * self.rows.div_ceil(CHUNK);
-        chunks.into_iter().any(|chunk| self.spoilt[first + chunk].load(Ordering::Relaxed))
+        chunks.into_iter().any(|chunk| self.has_non_finite[first + chunk].load(Ordering::Relaxed))
     }
 
     /// The panel of R keys that starts `row` rows after `base`, and those after it: `[D][R]` each.
@@ -142,6 +142,6 @@ impl Packing<'_> {
             }
         }
         // Threads read this only after they have seen that the chunk is counted as packed.
-        keys.spoilt[head * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
+        keys.has_non_finite[head * keys.rows.div_ceil(CHUNK) + chunk].store(!finite, Ordering::Relaxed);
     }
 }

@@ -1,7 +1,7 @@
 //! Joins neighbouring tiles, and neighbouring parts of blocks.
 
 use super::super::Tile;
-use super::Part;
+use super::TilePart;
 use crate::mask::Band;
 use std::ops::Range;
 
@@ -34,8 +34,8 @@ fn is_whole(tile: &Tile) -> bool {
 }
 
 /// Joins the parts of a block that all of its queries see completely and whose keys are consecutive.
-pub(super) fn wholes(parts: &mut Vec<Part>) {
-    let (mut whole, mut joined): (Vec<Part>, Vec<Part>) =
+pub(super) fn wholes(parts: &mut Vec<TilePart>) {
+    let (mut whole, mut joined): (Vec<TilePart>, Vec<TilePart>) =
         parts.drain(..).partition(|part| !part.any.is_empty() && part.any == part.all);
     whole.sort_by_key(|part| part.any.start);
     for part in whole {
@@ -53,10 +53,10 @@ pub(super) fn wholes(parts: &mut Vec<Part>) {
 /// Joins the parts of a block whose keys are consecutive, if each query's keys then form a band: so no block of keys is
 /// visited twice. `seen` returns the keys of a part that a query row sees.
 pub(super) fn neighbours(
-    mut parts: Vec<Part>,
+    mut parts: Vec<TilePart>,
     rows: &Range<usize>,
-    seen: impl Fn(&Part, usize) -> Range<usize>,
-) -> Vec<Part> {
+    seen: impl Fn(&TilePart, usize) -> Range<usize>,
+) -> Vec<TilePart> {
     parts.retain(|part| !part.any.is_empty());
     parts.sort_by_key(|part| part.any.start);
     let (mut joined, mut parts) = (Vec::new(), parts.into_iter().peekable());
@@ -75,7 +75,11 @@ pub(super) fn neighbours(
 }
 
 /// The union of a group of parts, if each query sees one range of it, and both ends of the range advance with the queries.
-fn as_band(group: &[Part], rows: &Range<usize>, seen: impl Fn(&Part, usize) -> Range<usize>) -> Option<Part> {
+fn as_band(
+    group: &[TilePart],
+    rows: &Range<usize>,
+    seen: impl Fn(&TilePart, usize) -> Range<usize>,
+) -> Option<TilePart> {
     let mut lanes = Vec::with_capacity(rows.len());
     for row in rows.clone() {
         let mut ranges: Vec<_> = group.iter().map(|part| seen(part, row)).filter(|keys| !keys.is_empty()).collect();
@@ -95,12 +99,12 @@ fn as_band(group: &[Part], rows: &Range<usize>, seen: impl Fn(&Part, usize) -> R
     let any = lanes[first].start..lanes[last].end;
     let whole = seeing.len() == rows.len() && lanes[last].start < lanes[first].end;
     let all = if whole { lanes[last].start..lanes[first].end } else { any.start..any.start };
-    Some(Part { tile: group[0].tile, any, all, joined: Some(lanes) })
+    Some(TilePart { tile: group[0].tile, any, all, joined: Some(lanes) })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::Place;
+    use super::super::super::TilePosition;
     use super::super::Plan;
     use super::*;
     use proptest::prelude::*;
@@ -112,7 +116,7 @@ mod tests {
         for q in 0..8 {
             for k in 0..=q {
                 let band = Band { lo: if k == q { 0 } else { i64::MIN }, hi: i64::MAX };
-                tiles.push(Tile { q: q * 64..q * 64 + 64, k: k * 64..k * 64 + 64, band, place: Place::START });
+                tiles.push(Tile { q: q * 64..q * 64 + 64, k: k * 64..k * 64 + 64, band, place: TilePosition::START });
             }
         }
         let (apart, joined) = (Plan::new(&tiles, 48, 512, 512), Plan::joined(&tiles, 48, 512, 512));
@@ -139,7 +143,7 @@ mod tests {
                     let (lo, w, kind) = bands[row * 5 + column];
                     let band = if kind == 0 { Band { lo: -99, hi: 99 } } else { Band { lo, hi: lo + w } };
                     if kind < 2 {
-                        tiles.push(Tile { q: q..q + height, k: k..k + width, band, place: Place::START });
+                        tiles.push(Tile { q: q..q + height, k: k..k + width, band, place: TilePosition::START });
                     }
                     k += width;
                 }

@@ -2,12 +2,12 @@
 
 mod join;
 
-use super::{Place, Tile};
+use super::{Tile, TilePosition};
 use std::borrow::Cow;
 use std::ops::Range;
 
 /// The part of a tile that belongs to one block of queries.
-pub(super) struct Part {
+pub(super) struct TilePart {
     /// Index of the tile in the plan.
     pub(super) tile: usize,
     /// Key rows that any query of the block sees.
@@ -20,8 +20,8 @@ pub(super) struct Part {
 
 /// The intersection of a block of queries and a block of keys of a tile.
 #[derive(Clone)]
-pub(super) struct Meeting {
-    place: Place,
+pub(super) struct BlockPair {
+    place: TilePosition,
     /// Row of lane 0.
     row: usize,
     /// Rows of lane 0 and key 0, relative to the tile; negative if the tile begins later.
@@ -32,7 +32,7 @@ pub(super) struct Meeting {
     keys: usize,
 }
 
-impl Meeting {
+impl BlockPair {
     /// The keys of a tile from row `key` on, with the tile's only query.
     pub(super) fn of_query(tile: &Tile, key: usize) -> Self {
         let j = (key - tile.k.start) as i64;
@@ -78,7 +78,7 @@ pub(super) struct Plan<'a> {
     tiles: Cow<'a, [Tile]>,
     lanes: usize,
     queries: usize,
-    parts: Vec<Vec<Part>>,
+    parts: Vec<Vec<TilePart>>,
     /// The smallest range that contains all visible keys.
     pub(super) keys: Range<usize>,
     seen_keys: Vec<bool>,
@@ -105,7 +105,7 @@ impl<'a> Plan<'a> {
     }
 
     fn of(tiles: Cow<'a, [Tile]>, lanes: usize, queries: usize, keys: usize) -> Self {
-        let mut parts: Vec<Vec<Part>> = Vec::new();
+        let mut parts: Vec<Vec<TilePart>> = Vec::new();
         parts.resize_with(queries.div_ceil(lanes), Vec::new);
         let (mut seen_keys, mut seen_queries) = (Cover::new(keys), Cover::new(queries));
         let (mut first, mut last) = (keys, 0);
@@ -132,7 +132,7 @@ impl<'a> Plan<'a> {
                 let any = shift(head.start..tail.end);
                 let whole = i1 - i0 == block.len() && tail.start < head.end;
                 let all = if whole { shift(tail.start..head.end) } else { any.start..any.start };
-                parts.push(Part { tile: index, any, all, joined: None });
+                parts.push(TilePart { tile: index, any, all, joined: None });
             }
         }
         let (seen_keys, seen_queries) = (seen_keys.rows(), seen_queries.rows());
@@ -145,8 +145,8 @@ impl<'a> Plan<'a> {
         let (blocks, parts) = (queries.div_ceil(lanes), tiles.iter().map(blocks_of).sum::<usize>());
         // A growing list has capacity for at most twice its elements, and at first for four. A joined part of a block also
         // has a range for each query.
-        let of_block = size_of::<Vec<Part>>() + 4 * size_of::<Part>() + lanes * size_of::<Range<usize>>();
-        let lists = 2 * (parts * size_of::<Part>() + size_of_val(tiles)) + blocks * of_block;
+        let of_block = size_of::<Vec<TilePart>>() + 4 * size_of::<TilePart>() + lanes * size_of::<Range<usize>>();
+        let lists = 2 * (parts * size_of::<TilePart>() + size_of_val(tiles)) + blocks * of_block;
         (lists + (queries + keys) * (size_of::<i32>() + 1)) as u64
     }
 
@@ -161,7 +161,7 @@ impl<'a> Plan<'a> {
     }
 
     /// The parts that a block has to compute.
-    pub(super) fn parts(&self, block: usize) -> &[Part] {
+    pub(super) fn parts(&self, block: usize) -> &[TilePart] {
         &self.parts[block]
     }
 
@@ -217,7 +217,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Key rows of a part that query `row` of the block `rows` sees.
-    fn seen(&self, part: &Part, rows: &Range<usize>, row: usize) -> Range<usize> {
+    fn seen(&self, part: &TilePart, rows: &Range<usize>, row: usize) -> Range<usize> {
         if part.any == part.all {
             return part.all.clone();
         }
@@ -233,12 +233,12 @@ impl<'a> Plan<'a> {
     }
 
     /// The intersection of a block and the keys from row `base` on.
-    pub(super) fn meeting(&self, block: usize, part: &Part, base: usize) -> Meeting {
+    pub(super) fn block_pair(&self, block: usize, part: &TilePart, base: usize) -> BlockPair {
         let (tile, rows) = (&self.tiles[part.tile], self.rows(block));
         let (i, j) = (rows.start as i64 - tile.q.start as i64, base as i64 - tile.k.start as i64);
         // Lanes after the block's last query are outside the tile.
         let queries = tile.q.len().min(rows.end - tile.q.start.min(rows.end));
-        Meeting { place: tile.place, row: rows.start, i, j, queries, keys: tile.k.len() }
+        BlockPair { place: tile.place, row: rows.start, i, j, queries, keys: tile.k.len() }
     }
 
     /// For each lane the visible keys of a part, `low[lane]..high[lane]`, counted from `base` and limited to `width`.
@@ -247,7 +247,7 @@ impl<'a> Plan<'a> {
     pub(super) fn bounds(
         &self,
         block: usize,
-        part: &Part,
+        part: &TilePart,
         base: usize,
         width: usize,
         low: &mut [f32],
@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn one_key_head_keeps_all_threads_busy() {
         // Two workers share one key-value head: the second has a private sum, and both do about half.
-        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, place: Place::START }];
+        let tiles = [Tile { q: 0..960, k: 0..960, band: Band { lo: 0, hi: i64::MAX }, place: TilePosition::START }];
         let plan = Plan::new(&tiles, 48, 960, 960);
         for heads in [1, 2, 3] {
             let shares = plan.shares(heads, 2);
@@ -333,7 +333,7 @@ mod tests {
         fn parts_hold_every_visible_pair_once_and_whole_ranges_are_visible_to_all(
             q0 in 0usize..9, n in 0usize..20, k0 in 0usize..9, m in 0usize..20, lo in -25i64..25, w in 0i64..30, lanes in 1usize..9,
         ) {
-            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w }, place: Place::START };
+            let tile = Tile { q: q0..q0 + n, k: k0..k0 + m, band: Band { lo, hi: lo + w }, place: TilePosition::START };
             let (queries, keys) = (q0 + n + 3, k0 + m + 2);
             let tiles = [tile.clone()];
             let plan = Plan::new(&tiles, lanes, queries, keys);

@@ -95,7 +95,7 @@ const FULL: Band = Band { lo: i64::MIN, hi: i64::MAX };
 const CAUSAL: Band = Band { lo: 0, hi: i64::MAX };
 
 fn tile(q: Range<usize>, k: Range<usize>, band: Band) -> Tile {
-    Tile { q, k, band, place: Place::START }
+    Tile { q, k, band, place: TilePosition::START }
 }
 
 impl Problem {
@@ -164,7 +164,7 @@ impl Problem {
         let place = |tile: &Tile| {
             let query = self.first.0 + tile.q.start * self.step;
             let key = self.first.1 + (rows.start + tile.k.start) * self.step;
-            Place { query, key, distance: query as i64 - key as i64, step: self.step }
+            TilePosition { query, key, distance: query as i64 - key as i64, step: self.step }
         };
         tiles.iter().map(|tile| Tile { place: place(tile), ..tile.clone() }).collect()
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::comm::Buffer;
-use crate::kernel::{Floats, Piece, Stored as Type, SumPlace, read};
+use crate::kernel::{Floats, Piece, RowTarget, Stored as Type, read};
 use std::sync::Arc;
 
 const TYPES: [Type; 3] = [Type::F32, Type::Bf16, Type::F16];
@@ -90,10 +90,10 @@ fn sums_transposes_and_appended_messages_are_those_of_the_cpu() {
             sum
         };
         let (mut sum, values) = (hold(&start), hold(&values));
-        let place = SumPlace { rows: &rows, offset: 4, stride: 12, width: 5 };
+        let place = RowTarget { rows: &rows, offset: 4, stride: 12, width: 5 };
         kernel.add(sum.all_mut(), &place, values.data()).expect("added");
         let (_, second) = sum.split_at_mut(12 * 20);
-        let touching = SumPlace { rows: std::slice::from_ref(&(2..11)), offset: 0, stride: 5, width: 5 };
+        let touching = RowTarget { rows: std::slice::from_ref(&(2..11)), offset: 0, stride: 5, width: 5 };
         kernel.add(second, &touching, values.data()).expect("added");
         let turned = kernel.transpose(sum.data(), 40, 12).expect("turned");
         let mut all = kernel.room(Type::F32, 45 + 480).expect("room");
@@ -169,7 +169,7 @@ fn what_lies_elsewhere_is_refused() {
 mod streams {
     use super::*;
     use crate::kernel::device::Device;
-    use crate::kernel::{GpuArray, GpuSource, Handed};
+    use crate::kernel::{GpuArray, GpuSource, SharedSlice};
     use cudarc::driver::CudaContext;
 
     fn ranks() -> Option<[Kernel; 2]> {
@@ -269,7 +269,7 @@ mod streams {
             let reader = CudaContext::new(device).expect("a GPU that works").new_stream().expect("a stream");
             let slice = Arc::new(stream.clone_htod(&numbers).expect("a copy"));
             // SAFETY: the owner is the slice, and nobody writes to it.
-            let hand = |range| unsafe { Handed::new(&slice, range, slice.clone()) };
+            let hand = |range| unsafe { SharedSlice::new(&slice, range, slice.clone()) };
             let error = hand(990..1001).expect_err("behind its end").to_string();
             assert!(error.contains("elements 990..1001 of 1000"), "{error}");
             let handed = hand(100..120).expect("handed over");
@@ -315,7 +315,7 @@ fn a_rank_without_rows_adds_nothing() {
         let mut sum = kernel.zeros(0).expect("zeros");
         let nothing = kernel.hold(View::new(&[], 0, 1, 4).expect("its size")).expect("held");
         kernel.add_all(sum.all_mut(), nothing.view().data).expect("added");
-        let place = SumPlace { rows: std::slice::from_ref(&(0..0)), offset: 0, stride: 8, width: 4 };
+        let place = RowTarget { rows: std::slice::from_ref(&(0..0)), offset: 0, stride: 8, width: 4 };
         kernel.add(sum.all_mut(), &place, nothing.view().data).expect("added");
         assert!(kernel.to_host(sum).expect("copied").is_empty());
     }

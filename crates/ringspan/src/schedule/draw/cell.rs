@@ -150,7 +150,7 @@ impl Schedule {
         let (mut cells, mut count) = (Vec::new(), 0);
         for rank in 0..self.grid().ring {
             for (step, compute) in
-                self.outline(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
+                self.steps(Pass::Forward, rank).iter().enumerate().filter_map(|(n, s)| Some((n, s.compute.as_ref()?)))
             {
                 for q in queries.runs(compute.queries) {
                     let (frame_q, frame_k) = (queries.documents().get(q.document), keys.documents().get(q.document));

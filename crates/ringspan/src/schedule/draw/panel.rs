@@ -47,7 +47,7 @@ impl Panel {
                 let owner = compute.map(|compute| if moved { compute.queries } else { compute.keys });
                 (compute.map_or(0, |compute| schedule.pairs_of(compute)), owner, bytes)
             };
-            schedule.outline(pass, rank).iter().map(of).collect()
+            schedule.steps(pass, rank).iter().map(of).collect()
         };
         let members = schedule.grid().members();
         let rank = |rank: usize| {

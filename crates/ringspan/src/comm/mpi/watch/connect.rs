@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NAME: usize = 256;
 
 /// The machine of a rank, and the address at which rank 0 listens.
-pub(in super::super) struct Place {
+pub(in super::super) struct RankAddress {
     pub(super) rank: usize,
     pub(super) size: usize,
     /// Number of ranks on this machine, and how many of them have a lower rank than this one.
@@ -26,7 +26,7 @@ pub(in super::super) struct Place {
     secret: [u64; 2],
 }
 
-impl Place {
+impl RankAddress {
     /// Lets rank 0 listen, and tells all ranks the address. All ranks must call this.
     pub(in super::super) fn agree(wire: &Wire) -> Result<Self, String> {
         let name =

@@ -6,7 +6,7 @@
 mod connect;
 mod signal;
 
-pub(super) use connect::Place;
+pub(super) use connect::RankAddress;
 
 use super::Options;
 use crate::comm::group::failure::Failure;
@@ -70,7 +70,7 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Connects the ranks, and starts the threads of the watch.
-    pub(super) fn start(place: &Place, options: &Options) -> io::Result<Arc<Self>> {
+    pub(super) fn start(place: &RankAddress, options: &Options) -> io::Result<Arc<Self>> {
         let streams = place.connect()?;
         let (rank, size) = (place.rank, place.size);
         let own = Doing { does: String::new(), misses: Vec::new(), since: Instant::now() };

@@ -155,7 +155,7 @@ fn written(version: c_int) -> String {
 }
 
 /// A send or a receive of a block, with its address.
-pub(super) struct Way {
+pub(super) struct NcclTransfer {
     pub(super) peer: usize,
     pub(super) sends: bool,
     pub(super) at: u64,
@@ -213,11 +213,11 @@ impl Comm {
     /// # Safety
     /// The memory must be on this GPU and stay valid until the stream has passed the transfers; sent memory must not be
     /// written to, received memory neither read nor written.
-    pub(super) unsafe fn start(&self, ways: &[Way], stream: *mut c_void) -> Result<()> {
+    pub(super) unsafe fn start(&self, transfers: &[NcclTransfer], stream: *mut c_void) -> Result<()> {
         let calls = &self.nccl.calls;
         // SAFETY: all calls between start and end of the group are on one thread.
         self.nccl.check(unsafe { (calls.group_start)() }, "begin a group", self.handle)?;
-        let one = |way: &Way| {
+        let one = |way: &NcclTransfer| {
             let peer = c_count(way.peer)?;
             // SAFETY: the contract of the caller.
             let code = unsafe {
@@ -228,7 +228,7 @@ impl Comm {
             };
             self.nccl.check(code, if way.sends { "send" } else { "receive" }, self.handle)
         };
-        let all = ways.iter().try_for_each(one);
+        let all = transfers.iter().try_for_each(one);
         // SAFETY: a group was started on this thread; it is ended even if calls in it failed.
         let end = self.nccl.check(unsafe { (calls.group_end)() }, "end a group", self.handle);
         all.and(end)

@@ -4,14 +4,14 @@
 mod library;
 
 use super::super::view::Stored;
+use super::cross_stream::GpuSource;
 use super::memory::GpuArray;
-use super::sharing::GpuSource;
 use super::{Cuda, Gpu};
 use crate::comm::direct::{self, Lane, Transfer};
 use crate::comm::{Buffer, Communicator, OnDevice, Pending};
 use crate::error::{Error, Result};
 use cudarc::driver::CudaEvent;
-use library::{Comm, NAMES, Nccl, UniqueId, Way};
+use library::{Comm, NAMES, Nccl, NcclTransfer, UniqueId};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -212,12 +212,12 @@ impl Link {
                 }
             };
             let bytes = elements.elements() * usize::try_from(elements.width()).unwrap_or(0);
-            Ok(Way { peer: transfer.peer(), sends, at, bytes })
+            Ok(NcclTransfer { peer: transfer.peer(), sends, at, bytes })
         };
         let ways = transfers.iter().map(way).collect::<Result<Vec<_>>>()?;
         self.cuda.bind()?;
         // SAFETY: the elements are kept until the flight has ended or the communicator was aborted; elements that are sent
-        // are not written to any more (`Kernel::outgoing`, `Handed::new`), and received elements are not handed out before.
+        // are not written to any more (`Kernel::outgoing`, `SharedSlice::new`), and received elements are not handed out before.
         let started = unsafe { self.comm()?.start(&ways, stream.cu_stream().cast()) };
         started.map_err(|message| self.failed(message))
     }

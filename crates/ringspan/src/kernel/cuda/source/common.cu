@@ -26,14 +26,14 @@ struct Tile {
 };
 
 // The part of a tile that concerns a block of rows: rows from..to of the other side.
-struct Part {
+struct TilePart {
     int tile, from, to;
 };
 
 struct Job {
     View q, k, v, bias, d_out;
     const Tile *tiles;
-    const Part *parts;
+    const TilePart *parts;
     // Parts parts_of[b] .. parts_of[b + 1] belong to block b.
     const int *parts_of;
     // Of each query head its key-value head; and the first query head of each key-value head, and behind the last.

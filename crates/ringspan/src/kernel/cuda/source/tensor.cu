@@ -248,8 +248,8 @@ __device__ void add_visible(float (&sums)[WIDTH_OF / 8][4], const float (&weight
 // One of both, for all threads of the block alike.
 template <int WIDTH_OF, int STRIDE_OF>
 __device__ inline void add_chunk(float (&sums)[WIDTH_OF / 8][4], const float (&weights)[TILES][4], const u16 *others,
-                                 const Seen &seen, bool spoilt) {
-    if (spoilt) {
+                                 const Seen &seen, bool has_special) {
+    if (has_special) {
         add_visible<WIDTH_OF, STRIDE_OF>(sums, weights, others, seen);
     } else {
         add_products<WIDTH_OF, STRIDE_OF>(sums, weights, others);

@@ -29,13 +29,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         group_copies();
         wait_copies<0>();
         const bool whole = sees_all(tile, first, rows, base, count);
-        const bool spoilt = __syncthreads_or(!whole && has_non_finite<DIM, STRIDE>(k));
+        const bool has_special = __syncthreads_or(!whole && has_non_finite<DIM, STRIDE>(k));
         float scores[TILES][4], dp[TILES][4];
         products<WIDTH, STRIDE>(scores, q, k);
         products<V_WIDTH, V_STRIDE>(dp, d_out, v);
         const Seen seen = Seen::by_queries(job, tile, first, base, count);
         differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
-        add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, spoilt);
+        add_chunk<WIDTH, STRIDE>(sums, scores, k, seen, has_special);
     }
     add_rows<DIM>(job.dq, sums, first, job.queries, job.heads, head);
 }
@@ -73,15 +73,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
             }
             wait_copies<0>();
             const bool whole = sees_all(tile, base, count, first, rows);
-            const bool spoilt = __syncthreads_or(
+            const bool has_special = __syncthreads_or(
                 !whole && (has_non_finite<DIM, STRIDE>(q) || has_non_finite<V_DIM, V_STRIDE>(d_out)));
             float weights[TILES][4], ds[TILES][4];
             products<WIDTH, STRIDE>(weights, k, q);
             products<V_WIDTH, V_STRIDE>(ds, v, d_out);
             const Seen seen = Seen::by_keys(job, tile, first, base, count);
             differentiate_keys(job, tile, seen, head, first, base, queries, weights, ds);
-            add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, spoilt);
-            add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, spoilt);
+            add_chunk<V_WIDTH, V_STRIDE>(dv, weights, d_out, seen, has_special);
+            add_chunk<WIDTH, STRIDE>(dk, ds, q, seen, has_special);
         }
     }
     add_rows<DIM>(job.dk, dk, first, job.keys, job.kv_heads, kv_head);

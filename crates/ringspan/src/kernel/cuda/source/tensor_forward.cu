@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Job job) {
             }
         }
         wait_copies<1>();
-        const bool spoilt = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
-        add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, seen, spoilt);
+        const bool has_special = __syncthreads_or(!whole && has_non_finite<V_DIM, V_STRIDE>(v)); // Values are here.
+        add_chunk<V_WIDTH, V_STRIDE>(values, scores, v, seen, has_special);
     }
     store_state(job, head, first, greatest, sum, values);
 }

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         const bool whole = sees_all(tile, first, rows, base, count);
         wait_copies<0>();
         share_copies();
-        const bool spoilt = __syncthreads_or(!whole && has_non_finite_core<DIM>(k));
+        const bool has_special = __syncthreads_or(!whole && has_non_finite_core<DIM>(k));
         chunk.advance(job, block);
         if (chunk.is_there(job, block)) {
             start(chunk, stage ^ 1);
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_queries(const Job
         differentiate_queries(job, tile, seen, head, first, base, queries, scores, dp);
         u32 weights[STEPS][4];
         pack(weights, scores);
-        if (spoilt) {
+        if (has_special) {
             add_visible_cores(sums, weights, k, seen);
             forget<DIM>(k);
         }
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         const bool whole = sees_all(tile, base, count, first, rows);
         wait_copies<0>();
         share_copies();
-        const bool spoilt =
+        const bool has_special =
             __syncthreads_or(!whole && (has_non_finite_core<DIM>(q) || has_non_finite_core<V_DIM>(d_out)));
         chunk.advance(job, block);
         if (!chunk.is_there(job, block)) {
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_keys(const Job jo
         u32 weights[STEPS][4], ds[STEPS][4];
         pack(weights, scores);
         pack(ds, dp);
-        if (spoilt) {
+        if (has_special) {
             add_visible_cores(dv, weights, d_out, seen);
             add_visible_cores(dk, ds, q, seen);
             forget<DIM>(q);

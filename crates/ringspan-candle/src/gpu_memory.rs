@@ -7,7 +7,7 @@ use ringspan::error::Result;
 
 /// The memory of a GPU on which ranks of this process compute.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Room {
+pub struct GpuMemoryUse {
     /// The GPU's number and model name.
     pub name: String,
     /// Bytes of free memory.
@@ -38,7 +38,7 @@ impl Devices {
     ///
     /// # Errors
     /// Failures of the driver and of other ranks.
-    pub fn rooms(&self, ranks: &Ranks, size: usize) -> Result<Vec<Room>> {
+    pub fn gpu_memory_use(&self, ranks: &Ranks, size: usize) -> Result<Vec<GpuMemoryUse>> {
         let Some(comm) = ranks.comm() else {
             let of = |index: usize| (index..size).step_by(self.count()).count();
             return self.gpus().enumerate().map(|(index, device)| room(device, of(index))).collect();
@@ -65,15 +65,15 @@ impl Devices {
 }
 
 #[cfg(feature = "cuda")]
-fn room(device: &RankDevice, ranks: usize) -> Result<Room> {
-    let Some(gpu) = &device.gpu else { return Ok(Room { name: "a CPU".into(), free: 0, total: 0, ranks }) };
+fn room(device: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
+    let Some(gpu) = &device.gpu else { return Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks }) };
     let ringspan::kernel::GpuMemory { free, total } = gpu.memory()?;
-    Ok(Room { name: format!("{gpu:?}"), free, total, ranks })
+    Ok(GpuMemoryUse { name: format!("{gpu:?}"), free, total, ranks })
 }
 
 #[cfg(not(feature = "cuda"))]
-fn room(_: &RankDevice, ranks: usize) -> Result<Room> {
-    Ok(Room { name: "a CPU".into(), free: 0, total: 0, ranks })
+fn room(_: &RankDevice, ranks: usize) -> Result<GpuMemoryUse> {
+    Ok(GpuMemoryUse { name: "a CPU".into(), free: 0, total: 0, ranks })
 }
 
 #[cfg(feature = "cuda")]

@@ -1,21 +1,21 @@
 //! Gate and up of all tokens, stored for the backward pass.
 
-use crate::kept::{Kept, Storage};
 use crate::number::{Number, StoredNumbers};
 use crate::offload::Offload;
+use crate::stored_activation::{Storage, StoredActivation};
 use candle_core::Result;
 use std::collections::VecDeque;
 
 /// Gate and up of a gated layer, `[T, W]` each, on the device that computed them.
 #[derive(Debug, Clone)]
-pub enum Wide {
+pub enum GateUpActivations {
     /// Stored on the CPU, filled tile by tile.
     Cpu(Tiles),
     /// Stored on a GPU, as whole tensors.
-    Gpu([Kept; 2]),
+    Gpu([StoredActivation; 2]),
 }
 
-impl Wide {
+impl GateUpActivations {
     /// The number of elements in each of gate and up.
     pub(super) fn len(&self) -> usize {
         match self {
@@ -24,13 +24,13 @@ impl Wide {
         }
     }
 
-    /// Offloads gate and up from a GPU to CPU memory, as [`Kept::away`] does.
+    /// Offloads gate and up from a GPU to CPU memory, as [`StoredActivation::away`] does.
     ///
     /// # Errors
-    /// As for [`Kept::away`].
-    pub fn away(self, offload: &Offload) -> Result<Self> {
+    /// As for [`StoredActivation::away`].
+    pub fn offload(self, offload: &Offload) -> Result<Self> {
         Ok(match self {
-            Self::Gpu([gate, up]) => Self::Gpu([gate.away(offload)?, up.away(offload)?]),
+            Self::Gpu([gate, up]) => Self::Gpu([gate.offload(offload)?, up.offload(offload)?]),
             Self::Cpu(tiles) => Self::Cpu(tiles),
         })
     }

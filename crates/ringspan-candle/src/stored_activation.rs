@@ -2,7 +2,7 @@
 
 use crate::cast::cast;
 use crate::number::Number;
-use crate::offload::{Away, Offload};
+use crate::offload::{Offload, OffloadedActivation};
 use crate::{gpu, pool, slices};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
@@ -52,7 +52,7 @@ impl Storage {
 
 /// An activation that is stored until the backward pass. Clones share its memory.
 #[derive(Debug, Clone)]
-pub struct Kept {
+pub struct StoredActivation {
     shape: Vec<usize>,
     /// The type of the tensor that was stored, which [`tensor`](Self::tensor) returns again.
     dtype: DType,
@@ -65,10 +65,10 @@ enum Numbers {
     Whole(Tensor),
     Rounded(Arc<Vec<bf16>>),
     /// The tensor was offloaded: it is in CPU memory, or on its way there or back.
-    Away(Away),
+    OffloadedActivation(OffloadedActivation),
 }
 
-impl Kept {
+impl StoredActivation {
     /// Stores a contiguous tensor, f32 or bf16, without its graph; one in bf16 is stored as it is, whatever `storage` says.
     ///
     /// # Errors
@@ -90,7 +90,7 @@ impl Kept {
     pub fn tensor(&self) -> Result<Tensor> {
         match &self.numbers {
             Numbers::Whole(tensor) => cast(tensor, self.dtype),
-            Numbers::Away(away) => cast(&away.tensor()?, self.dtype),
+            Numbers::OffloadedActivation(away) => cast(&away.tensor()?, self.dtype),
             Numbers::Rounded(values) => Tensor::from_vec(widened(values), self.shape.as_slice(), &Device::Cpu),
         }
     }
@@ -100,13 +100,13 @@ impl Kept {
     ///
     /// # Errors
     /// No CPU memory that the driver can pin; failures of the device.
-    pub fn away(self, offload: &Offload) -> Result<Self> {
+    pub fn offload(self, offload: &Offload) -> Result<Self> {
         let sent = match &self.numbers {
             Numbers::Whole(tensor) if gpu::holds(tensor) => offload.send(tensor)?,
             _ => None,
         };
         Ok(match sent {
-            Some(away) => Self { numbers: Numbers::Away(away), ..self },
+            Some(away) => Self { numbers: Numbers::OffloadedActivation(away), ..self },
             None => self,
         })
     }
@@ -118,7 +118,7 @@ impl Kept {
     }
 }
 
-impl Kept {
+impl StoredActivation {
     /// The number of elements of the stored tensor.
     pub(crate) fn len(&self) -> usize {
         self.shape.iter().product()
@@ -145,7 +145,7 @@ impl Kept {
                 copy(values, &mut out);
                 Ok(out)
             }),
-            Numbers::Away(_) => bail!("asked on the CPU for what a GPU keeps"),
+            Numbers::OffloadedActivation(_) => bail!("asked on the CPU for what a GPU keeps"),
         }
     }
 }
@@ -221,8 +221,8 @@ mod tests {
     #[test]
     fn what_is_kept_comes_back_in_its_shape() -> Result<()> {
         let tensor = Tensor::new(&[[1.0f32, 2.5, -3.0], [0.1, 1e30, 0.0]], &Device::Cpu)?;
-        assert_eq!(Kept::new(&tensor, Storage::F32)?.tensor()?.to_vec2::<f32>()?, tensor.to_vec2::<f32>()?);
-        let rounded = Kept::new(&tensor, Storage::Bf16)?.tensor()?.to_vec2::<f32>()?;
+        assert_eq!(StoredActivation::new(&tensor, Storage::F32)?.tensor()?.to_vec2::<f32>()?, tensor.to_vec2::<f32>()?);
+        let rounded = StoredActivation::new(&tensor, Storage::Bf16)?.tensor()?.to_vec2::<f32>()?;
         for (rounded, x) in rounded.iter().flatten().zip(tensor.to_vec2::<f32>()?.iter().flatten()) {
             assert!((rounded - x).abs() <= x.abs() / 512.0, "{x} became {rounded}");
         }

@@ -1,8 +1,8 @@
 //! Elements that another library holds on a GPU, as messages.
 
 use super::super::view::Stored;
+use super::cross_stream::{CrossStreamAccess, GpuSource};
 use super::memory::{GpuArray, GpuElement};
-use super::sharing::{GpuSource, Sharing};
 use crate::comm::OnDevice;
 use crate::error::{Error, Result};
 use cudarc::driver::{CudaSlice, DevicePtr};
@@ -10,10 +10,10 @@ use std::any::Any;
 use std::ops::Range;
 
 /// Elements of another library on a GPU that are sent to other ranks without a copy: they stay in place as long as any rank
-/// has this. A communicator that [hands over](crate::comm::Communicator::hands_over) passes it to ranks of this process,
+/// has this. A communicator that [hands over](crate::comm::Communicator::passes_device_memory) passes it to ranks of this process,
 /// with its owner; ranks of other processes receive a [`GpuArray`] with the same elements.
-pub struct Handed {
-    sharing: Sharing,
+pub struct SharedSlice {
+    sharing: CrossStreamAccess,
     at: u64,
     stored: Stored,
     len: usize,
@@ -21,7 +21,7 @@ pub struct Handed {
     owner: Box<dyn Any + Send + Sync>,
 }
 
-impl Handed {
+impl SharedSlice {
     /// Makes a message of a range of `slice`, which `owner` keeps alive. Readers wait for work that was started before on
     /// the slice's stream; freeing or writing the slice on that stream waits for all readers.
     ///
@@ -45,7 +45,7 @@ impl Handed {
             });
         };
         let at = part.device_ptr(&stream).0;
-        Ok(Self { sharing: Sharing::new(stream), at, stored, len, owner: Box::new(owner) })
+        Ok(Self { sharing: CrossStreamAccess::new(stream), at, stored, len, owner: Box::new(owner) })
     }
 
     /// The owner of the elements.
@@ -59,13 +59,13 @@ impl Handed {
     }
 }
 
-impl std::fmt::Debug for Handed {
+impl std::fmt::Debug for SharedSlice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.source().fmt(f)
     }
 }
 
-impl OnDevice for Handed {
+impl OnDevice for SharedSlice {
     fn elements(&self) -> usize {
         self.len
     }
@@ -75,7 +75,7 @@ impl OnDevice for Handed {
     }
 }
 
-impl Drop for Handed {
+impl Drop for SharedSlice {
     fn drop(&mut self) {
         self.sharing.give_back();
     }
@@ -86,6 +86,6 @@ impl<'a> GpuSource<'a> {
     pub fn of(elements: &'a dyn OnDevice) -> Option<Self> {
         let elements: &dyn Any = elements;
         let array = elements.downcast_ref().map(GpuArray::source);
-        array.or_else(|| elements.downcast_ref().map(Handed::source))
+        array.or_else(|| elements.downcast_ref().map(SharedSlice::source))
     }
 }

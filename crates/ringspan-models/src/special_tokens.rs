@@ -10,14 +10,14 @@ pub const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// The special tokens that a tokenizer's post-processor puts around a text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Around {
+pub struct SpecialTokens {
     /// The tokens before the text, such as `<s>`.
-    pub before: Vec<u32>,
+    pub prefix: Vec<u32>,
     /// The tokens after the text, such as `</s>`.
-    pub behind: Vec<u32>,
+    pub suffix: Vec<u32>,
 }
 
-impl Around {
+impl SpecialTokens {
     /// Finds the tokens that `tokenizer` puts around a text.
     ///
     /// # Errors
@@ -30,13 +30,13 @@ impl Around {
         let processed = processor.process(text, None, true)?;
         let mut parts = processed.get_ids().split(|id| *id == TEXT);
         let mut part = || parts.next().unwrap_or_default().to_vec();
-        Ok(Self { before: part(), behind: part() })
+        Ok(Self { prefix: part(), suffix: part() })
     }
 
     /// Puts the leading special tokens before `tokens`, unless the text spells them itself.
     #[must_use]
     pub fn begin(&self, tokens: Vec<u32>) -> Vec<u32> {
-        if tokens.starts_with(&self.before) { tokens } else { [self.before.clone(), tokens].concat() }
+        if tokens.starts_with(&self.prefix) { tokens } else { [self.prefix.clone(), tokens].concat() }
     }
 }
 
@@ -45,7 +45,7 @@ impl Around {
 ///
 /// # Errors
 /// Never in practice: removing truncation cannot fail.
-pub fn uncut(mut tokenizer: Tokenizer) -> tokenizers::Result<Tokenizer> {
+pub fn without_truncation(mut tokenizer: Tokenizer) -> tokenizers::Result<Tokenizer> {
     tokenizer.with_truncation(None)?;
     tokenizer.with_padding(None);
     Ok(tokenizer)
@@ -117,13 +117,13 @@ mod tests {
     }
 
     /// A template `<s> text </s>`, with each special token only where it is wanted.
-    fn template(before: bool, behind: bool) -> Value {
+    fn template(prefix: bool, suffix: bool) -> Value {
         let special = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
         let mut single = vec![json!({"Sequence": {"id": "A", "type_id": 0}})];
-        if before {
+        if prefix {
             single.insert(0, special("<s>"));
         }
-        if behind {
+        if suffix {
             single.push(special("</s>"));
         }
         json!({"type": "TemplateProcessing", "single": single, "pair": [{"Sequence": {"id": "A", "type_id": 0}},
@@ -133,19 +133,19 @@ mod tests {
 
     #[test]
     fn what_stands_around_a_text_is_what_the_post_processor_adds() {
-        let around = |processor| Around::of(&tokenizer(processor)).expect("processed");
-        assert_eq!(around(Value::Null), Around::default());
-        assert_eq!(around(template(true, false)), Around { before: vec![0], behind: vec![] });
-        assert_eq!(around(template(false, true)), Around { before: vec![], behind: vec![1] });
+        let around = |processor| SpecialTokens::of(&tokenizer(processor)).expect("processed");
+        assert_eq!(around(Value::Null), SpecialTokens::default());
+        assert_eq!(around(template(true, false)), SpecialTokens { prefix: vec![0], suffix: vec![] });
+        assert_eq!(around(template(false, true)), SpecialTokens { prefix: vec![], suffix: vec![1] });
         let both = around(template(true, true));
-        assert_eq!(both, Around { before: vec![0], behind: vec![1] });
+        assert_eq!(both, SpecialTokens { prefix: vec![0], suffix: vec![1] });
         assert_eq!(both.begin(vec![2, 3]), [0, 2, 3]);
         assert_eq!(both.begin(vec![0, 2]), [0, 2], "what the text spells is not doubled");
     }
 
     #[test]
     fn a_text_is_neither_cut_nor_padded() {
-        let whole = uncut(tokenizer(Value::Null)).expect("uncut");
+        let whole = without_truncation(tokenizer(Value::Null)).expect("uncut");
         for text in ["a b a b a b a b a b a b", "a"] {
             let tokens = whole.encode(text, false).expect("tokens");
             assert_eq!(tokens.get_ids().len(), text.split(' ').count());

@@ -10,21 +10,21 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtrMut, DriverErr
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The stream that writes some memory, and the streams that read it.
-pub(super) struct Sharing {
+pub(super) struct CrossStreamAccess {
     /// The stream that writes the memory.
     stream: Arc<CudaStream>,
-    state: Mutex<State>,
+    state: Mutex<StreamReaders>,
 }
 
 #[derive(Default)]
-struct State {
+struct StreamReaders {
     /// Event after the last write that others may read.
     ready: Option<CudaEvent>,
     /// Streams other than the writer's that read the memory.
     readers: Vec<Arc<CudaStream>>,
 }
 
-impl Sharing {
+impl CrossStreamAccess {
     /// Makes the state of memory that `stream` writes.
     pub(super) fn new(stream: Arc<CudaStream>) -> Self {
         Self { stream, state: Mutex::default() }
@@ -34,7 +34,7 @@ impl Sharing {
         &self.stream
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, StreamReaders> {
         // A panic leaves the list and the event valid.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -90,10 +90,10 @@ pub(super) fn wait_for(context: &CudaContext, waiting: &CudaStream, stream: &Cud
     context.record_err(stream.record_event(None).and_then(|event| waiting.wait(&event)));
 }
 
-/// Elements on a GPU that others may read, of a [`GpuArray`](super::GpuArray) or [handed over](super::Handed).
+/// Elements on a GPU that others may read, of a [`GpuArray`](super::GpuArray) or [handed over](super::SharedSlice).
 #[derive(Clone, Copy)]
 pub struct GpuSource<'a> {
-    pub(super) sharing: &'a Sharing,
+    pub(super) sharing: &'a CrossStreamAccess,
     pub(super) at: u64,
     pub(super) stored: Stored,
     pub(super) len: usize,

@@ -1,7 +1,7 @@
 //! Tensors on the device of a rank's kernel.
 
 #[cfg(feature = "cuda")]
-use super::cuda::{Gpu, GpuArray, GpuElement, Lent};
+use super::cuda::{BorrowedSlice, Gpu, GpuArray, GpuElement};
 use super::device::Device;
 use super::{Data, Floats, Kernel, View};
 use crate::error::Result;
@@ -9,13 +9,13 @@ use std::borrow::Cow;
 
 /// A tensor on the kernel's device: the given one if it is there, else a copy.
 #[derive(Debug)]
-pub struct Held<'a> {
+pub struct DeviceTensor<'a> {
     given: View<'a>,
     #[cfg(feature = "cuda")]
     copy: Option<GpuArray>,
 }
 
-impl Held<'_> {
+impl DeviceTensor<'_> {
     /// The tensor, with the strides of the given one.
     pub fn view(&self) -> View<'_> {
         #[cfg(feature = "cuda")]
@@ -31,11 +31,11 @@ impl Kernel {
     ///
     /// # Errors
     /// A tensor on a GPU for a kernel on the CPU; failures of the device.
-    pub fn hold<'a>(&self, view: View<'a>) -> Result<Held<'a>> {
+    pub fn hold<'a>(&self, view: View<'a>) -> Result<DeviceTensor<'a>> {
         match &self.0 {
             Device::Cpu(_) => {
                 self.check_place([&view])?;
-                Ok(Held {
+                Ok(DeviceTensor {
                     given: view,
                     #[cfg(feature = "cuda")]
                     copy: None,
@@ -48,7 +48,7 @@ impl Kernel {
                     Data::Gpu(data) => Some(cuda.copied(data)?),
                     data => Some(cuda.upload(data)?),
                 };
-                Ok(Held { given: view, copy })
+                Ok(DeviceTensor { given: view, copy })
             }
         }
     }
@@ -107,7 +107,7 @@ impl Kernel {
     /// # Errors
     /// A kernel on the CPU or another GPU; failures of the driver.
     #[cfg(feature = "cuda")]
-    pub fn borrow<'a, T: GpuElement>(&self, slice: &'a cudarc::driver::CudaSlice<T>) -> Result<Lent<'a>> {
+    pub fn borrow<'a, T: GpuElement>(&self, slice: &'a cudarc::driver::CudaSlice<T>) -> Result<BorrowedSlice<'a>> {
         self.on_gpu()?.borrow(slice)
     }
 }
