@@ -1,37 +1,12 @@
 //! What a model needs to know about attention: how to compute it, and the positions of its tokens.
 
+pub use crate::attention::AttentionInputs;
 use crate::attention::SavedAttention;
 use crate::dropout::InputDropout;
 use crate::experts::Experts;
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};
 use ringspan::{Mask, Score};
-
-/// The inputs of attention, for T tokens on this rank; H query heads share G key-value heads, of width D (queries, keys) and
-/// Dv (values).
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionInputs<'a> {
-    /// Queries `[T, H, D]`.
-    pub q: &'a Tensor,
-    /// Keys `[T, G, D]`.
-    pub k: &'a Tensor,
-    /// Values `[T, G, Dv]`.
-    pub v: &'a Tensor,
-    /// Attention sinks `[H]`: for each head the score of one more key, with value 0, that every query sees; `None` without
-    /// sinks.
-    pub sinks: Option<&'a Tensor>,
-    /// A term that is added to the score of each query of this rank and each key of its batch row, before the mask: f32
-    /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
-    pub bias: Option<&'a Tensor>,
-}
-
-impl<'a> AttentionInputs<'a> {
-    /// Inputs without sinks and bias.
-    #[must_use]
-    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
-        Self { q, k, v, sinks: None, bias: None }
-    }
-}
 
 /// Attention as a model sees it. Which other ranks hold tokens, and how their keys and values are used here, is the
 /// implementation's business.

@@ -1,6 +1,5 @@
 //! Attention over a group of ranks as one candle operation with a backward pass.
 
-use crate::attend::AttentionInputs;
 use crate::cast::cast;
 use crate::loan::{self, Loan};
 use crate::number::{self, with_number};
@@ -14,6 +13,32 @@ use ringspan::attention::{Forward, Group, Inputs, on_device};
 use ringspan::kernel::{Floats, Statistics};
 use ringspan::{Schedule, Score};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// The inputs of attention, for T tokens on this rank; H query heads share G key-value heads, of width D (queries, keys) and
+/// Dv (values).
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionInputs<'a> {
+    /// Queries `[T, H, D]`.
+    pub q: &'a Tensor,
+    /// Keys `[T, G, D]`.
+    pub k: &'a Tensor,
+    /// Values `[T, G, Dv]`.
+    pub v: &'a Tensor,
+    /// Attention sinks `[H]`: for each head the score of one more key, with value 0, that every query sees; `None` without
+    /// sinks.
+    pub sinks: Option<&'a Tensor>,
+    /// A term that is added to the score of each query of this rank and each key of its batch row, before the mask: f32
+    /// `[T, H, Sk]`, or `[T, 1, Sk]` for all heads, where Sk is the length of a row of keys; `None` without one.
+    pub bias: Option<&'a Tensor>,
+}
+
+impl<'a> AttentionInputs<'a> {
+    /// Inputs without sinks and bias.
+    #[must_use]
+    pub fn new(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Self {
+        Self { q, k, v, sinks: None, bias: None }
+    }
+}
 
 /// Attention of this rank's queries over the keys of all ranks of `group`, differentiable in q, k, v and sinks. The gradient
 /// of the sinks covers only this rank's queries; its sum over the ranks is the whole gradient.
@@ -61,11 +86,11 @@ impl SavedAttention {
         Self { storage, kept: None }
     }
 
-    /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::away`] does. The statistics, two numbers for each token and
+    /// Offloads the stored output to CPU memory, as [`stored_activation::StoredActivation::offload`] does. The statistics, two numbers for each token and
     /// head, stay.
     ///
     /// # Errors
-    /// As for [`stored_activation::StoredActivation::away`].
+    /// As for [`stored_activation::StoredActivation::offload`].
     pub fn offload(&mut self, offload: &Offload) -> Result<()> {
         if let Some(StoredAttention { out, statistics }) = self.kept.take() {
             self.kept = Some(StoredAttention { out: out.offload(offload)?, statistics });

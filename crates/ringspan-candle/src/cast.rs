@@ -2,7 +2,7 @@
 
 use crate::gpu;
 use crate::number::{Number, convert, with_number};
-use crate::slices::elements;
+use crate::slices::{self, elements};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 
@@ -28,6 +28,11 @@ pub fn cast(x: &Tensor, to: DType) -> Result<Tensor> {
 /// Other shapes.
 pub(crate) fn sum_of_rows(x: &Tensor) -> Result<Tensor> {
     if gpu::holds(x) { x.sum(0) } else { cast(x, DType::F32)?.sum(0) }
+}
+
+/// Calls `f` with the elements of a contiguous tensor on the CPU in f32; bf16 elements are converted.
+pub(crate) fn wide_values<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    slices::values(&cast(tensor, DType::F32)?, f)
 }
 
 struct Cast {

@@ -12,7 +12,7 @@ mod on_cpu;
 #[cfg(feature = "cuda")]
 mod on_gpu;
 
-use crate::gpu;
+use crate::device_ops;
 use crate::number;
 use crate::tape::{self, Reads};
 use candle_core::backend::BackendStorage;
@@ -48,7 +48,7 @@ pub fn all_gather_of(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize
     if on_gpu::passes_device_memory(comm, x) {
         return on_gpu::all_gather(comm, x, counts);
     }
-    gpu::on_host(x, AllGather { comm: comm.clone(), counts })
+    device_ops::on_host(x, AllGather { comm: comm.clone(), counts })
 }
 
 /// Sums x over the ranks and distributes the rows of the sum: `[sum of n_r, ..]` to `[n_r, ..]`, where rank r receives
@@ -80,7 +80,7 @@ fn scattered(comm: &Arc<dyn Communicator>, x: &Tensor, counts: Vec<usize>, needs
         let shape = [&[op.counts[comm.rank()]], &x.dims()[1..]].concat();
         return tape::apply_unused(op, [x], Reads::Nothing, (shape, x.dtype()));
     }
-    gpu::on_host(x, op)
+    device_ops::on_host(x, op)
 }
 
 /// The sum of x over the ranks, equal on each. The backward pass sums the gradients over the ranks.
@@ -92,7 +92,7 @@ pub fn all_reduce(comm: &Arc<dyn Communicator>, x: &Tensor) -> Result<Tensor> {
     if on_gpu::passes_device_memory(comm, x) {
         return on_gpu::all_reduce(comm, x);
     }
-    gpu::on_host(x, AllReduce { comm: comm.clone() })
+    device_ops::on_host(x, AllReduce { comm: comm.clone() })
 }
 
 /// Sends `send[r]` rows to each rank r, in order; returns the rows that this rank received, in rank order, `receive[r]` from
@@ -126,7 +126,7 @@ fn exchanged(comm: &Arc<dyn Communicator>, x: &Tensor, counts: [&[usize]; 2], ne
         return on_gpu::all_to_all(comm, x, counts, needs_values);
     }
     let op = AllToAll { comm: comm.clone(), send: send.to_vec(), receive: receive.to_vec(), needs_values };
-    gpu::on_host(x, op)
+    device_ops::on_host(x, op)
 }
 
 struct AllGather {

@@ -1,8 +1,8 @@
 //! The devices on which ranks compute, CPU or GPU, chosen once and passed down, and the type in which models compute on them.
 
 use crate::precision::Precision;
+use crate::rounding::rounded;
 use crate::slices;
-use crate::stored_activation::rounded;
 use candle_core::{DType, Device, Tensor};
 use ringspan::Kernel;
 use ringspan::comm::ranks::Ranks;

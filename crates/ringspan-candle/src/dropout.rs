@@ -1,5 +1,6 @@
 //! Dropout of a layer's inputs in training (Srivastava et al., 2014), with the same result on every mesh.
 
+use crate::device_ops;
 use crate::slices::widened;
 use crate::tape::{self, Reads};
 use crate::{gpu, number, pool};
@@ -79,7 +80,7 @@ impl InputDropout {
         if gpu::holds(x) {
             // The generator runs on the CPU alone.
             let factors = Tensor::ones(x.shape(), DType::F32, &Device::Cpu)?.apply_op1_no_bwd(&op)?;
-            return gpu::masked(x, factors.to_device(x.device())?);
+            return device_ops::masked(x, factors.to_device(x.device())?);
         }
         tape::apply(op, [&x.contiguous()?], Reads::Nothing)
     }

@@ -4,6 +4,7 @@
 //! Shape letters: T tokens on this rank, C hidden size, E experts, K experts a token is routed to.
 
 use crate::collective::{all_gather, all_to_all, all_to_all_unused, reduce_scatter, reduce_scatter_unused};
+use crate::device_ops;
 use crate::dropout::InputDropout;
 use crate::experts::{Expert, Experts, REMOTE_EXPERT, Routing, SavedExperts, mixed_saving};
 use crate::gpu;
@@ -175,7 +176,7 @@ fn read(
 /// Selects rows of x, some of them perhaps more than once: `[T, C]` to `[rows, C]`.
 fn gather_rows(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
     if gpu::holds(x) {
-        return gpu::gather_rows(x, &rows);
+        return device_ops::gather_rows(x, &rows);
     }
     let of = x.dim(0)?;
     tape::apply(Pick { rows: Rows { rows, of }, back: false }, [&x.contiguous()?], Reads::Nothing)
@@ -184,7 +185,7 @@ fn gather_rows(x: &Tensor, rows: Vec<u32>) -> Result<Tensor> {
 /// The transpose of [`gather_rows`]: adds each row to the row that it was selected from, `[rows, C]` to `[T, C]`.
 fn scatter_add_rows(x: &Tensor, rows: Vec<u32>, of: usize) -> Result<Tensor> {
     if gpu::holds(x) {
-        return gpu::scatter_add_rows(x, &rows, of);
+        return device_ops::scatter_add_rows(x, &rows, of);
     }
     tape::apply(Pick { rows: Rows { rows, of }, back: true }, [&x.contiguous()?], Reads::Nothing)
 }

@@ -2,6 +2,7 @@
 #![deny(missing_docs)]
 
 pub mod activation;
+mod activation_storage;
 pub mod activation_store;
 pub mod attend;
 pub mod attention;
@@ -11,6 +12,7 @@ pub mod context;
 pub mod cotangent;
 pub mod decode;
 pub mod device;
+mod device_ops;
 pub mod dropout;
 pub mod expert_parallel;
 pub mod experts;
@@ -30,6 +32,7 @@ pub mod model;
 pub mod norm;
 mod number;
 pub mod offload;
+mod parameters;
 pub mod peak;
 #[cfg(feature = "cuda")]
 mod pinned;
@@ -38,6 +41,7 @@ pub mod precision;
 pub mod quantized;
 pub mod residual;
 pub mod rope;
+mod rounding;
 pub mod router_balance;
 pub mod shard;
 mod slices;
@@ -45,6 +49,7 @@ pub mod stored_activation;
 pub mod swiglu;
 pub mod tape;
 pub mod tensor_parallel;
+mod tensor_product;
 mod tiled;
 pub mod transfers;
 mod weight;

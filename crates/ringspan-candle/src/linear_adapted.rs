@@ -3,10 +3,11 @@
 //!
 //! Shape letters: T rows, R rank of the adapter.
 
+use crate::cast::wide_values;
 use crate::gated_mlp::TILE;
 use crate::matmul::{Accumulate, Matrix, product};
 use crate::number::{self, Number, with_number};
-use crate::slices::{elements, elements_of, wide_values};
+use crate::slices::{elements, elements_of};
 use crate::stored_activation::StoredActivation;
 use crate::tape::{self, Reads};
 use crate::weight::Weight;

@@ -5,7 +5,7 @@
 use crate::cast::cast;
 use crate::dropout::InputDropout;
 use crate::linear::linear_wide;
-use crate::matmul::product_of;
+use crate::tensor_product::product_of;
 use candle_core::{Result, Tensor};
 use std::collections::BTreeMap;
 

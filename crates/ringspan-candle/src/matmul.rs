@@ -4,11 +4,8 @@
 //! `dy^T x`): for these the `gemm` crate is faster. For `x W^T` it is not: with 2 rows of x it takes 20 times as long as the
 //! micro kernel, with 64 rows twice as long, and as long with 1024 (`BENCHMARKS.md`).
 
-use crate::cast::cast;
-use crate::{pool, slices};
-use candle_core::{DType, Result, Tensor, bail};
+use crate::pool;
 use gemm::Parallelism;
-use half::bf16;
 use std::mem::MaybeUninit;
 
 pub(crate) use ringspan::kernel::product::{Arithmetic, Element, Matrix, Output};
@@ -60,26 +57,6 @@ pub(crate) fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) ->
         }
         _ => Arithmetic::best().product_new(a, b),
     }
-}
-
-/// `a b` in f32, without a graph: a `[m, k]`, b `[k, n]` on the CPU. Where one factor is bf16, the other is rounded to bf16,
-/// so that the processor can multiply in bf16; sums are f32.
-pub(crate) fn product_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    if a.dtype() != DType::BF16 && b.dtype() != DType::BF16 {
-        return a.matmul(b);
-    }
-    let rounded = |tensor: &Tensor| match tensor.stride() {
-        // A transposed view is rounded in its order in memory.
-        [1, stride] if *stride > 1 => cast(&tensor.t()?, DType::BF16)?.t(),
-        _ => cast(tensor, DType::BF16),
-    };
-    let (a, b) = (rounded(&a.detach())?, rounded(&b.detach())?);
-    let ((m, k), (rows, n)) = (a.dims2()?, b.dims2()?);
-    if rows != k {
-        bail!("a product of {:?} and {:?}: the shapes do not fit", a.shape(), b.shape());
-    }
-    let out = slices::with_lines::<bf16, _>(&a, |a| slices::with_lines::<bf16, _>(&b, |b| Ok(product_new(a, b))))?;
-    Tensor::from_vec(out, (m, n), a.device())
 }
 
 fn as_uninit(out: &mut [f32]) -> &mut [MaybeUninit<f32>] {
@@ -140,6 +117,7 @@ fn rows_by_gemm(a: Matrix, b: Matrix, out: &mut [MaybeUninit<f32>], into: Accumu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     fn values(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7919 + seed * 104_729) as f32 * 0.377).sin()).collect()

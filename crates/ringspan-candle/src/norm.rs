@@ -4,8 +4,9 @@
 pub(crate) mod on_gpu;
 
 use crate::cast::cast;
+use crate::cast::wide_values;
 use crate::number::{Number, with_number};
-use crate::slices::{elements, elements_of, wide_values, widened};
+use crate::slices::{elements, elements_of, widened};
 use crate::tape::{self, Reads};
 use crate::{gpu, pool};
 #[cfg(feature = "cuda")]

@@ -3,9 +3,10 @@
 //! A bf16 number is widened to f32 when it is read, all arithmetic is f32, and a result is rounded once when it is written.
 //! Generic loops are compiled for each type; for f32 the conversions do nothing.
 
+use crate::activation_storage::Storage as ActivationStorage;
 use crate::matmul::{Accumulate, Arithmetic, Element, Matrix, Output, product, product_new};
 use crate::pool;
-use crate::stored_activation::{self, nearest, rounded, widened};
+use crate::rounding::{nearest, rounded, widened};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor, WithDType, bail};
 use half::bf16;
@@ -36,7 +37,7 @@ pub(crate) trait Number: Element + WithDType {
     fn product_new<A: Element, B: Element>(a: Matrix<A>, b: Matrix<B>) -> Vec<Self>;
 
     /// The values as they are stored between two passes; nothing is copied that keeps its type.
-    fn stored(values: Vec<Self>, storage: stored_activation::Storage) -> StoredNumbers;
+    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredNumbers;
 
     /// The values that were stored between two passes, in this type.
     fn restored(stored: StoredNumbers) -> Vec<Self>;
@@ -104,10 +105,10 @@ impl Number for f32 {
         product_new(a, b)
     }
 
-    fn stored(values: Vec<Self>, storage: stored_activation::Storage) -> StoredNumbers {
+    fn stored(values: Vec<Self>, storage: ActivationStorage) -> StoredNumbers {
         match storage {
-            stored_activation::Storage::F32 => StoredNumbers::F32(values),
-            stored_activation::Storage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
+            ActivationStorage::F32 => StoredNumbers::F32(values),
+            ActivationStorage::Bf16 => StoredNumbers::Bf16(rounded(&values)),
         }
     }
 
@@ -143,7 +144,7 @@ impl Number for bf16 {
         Arithmetic::best().product_new_rounded(a, b)
     }
 
-    fn stored(values: Vec<Self>, _: stored_activation::Storage) -> StoredNumbers {
+    fn stored(values: Vec<Self>, _: ActivationStorage) -> StoredNumbers {
         StoredNumbers::Bf16(values)
     }
 

@@ -1,10 +1,9 @@
 //! Access to the elements of CPU tensors as slices and matrices.
 
-use crate::cast::cast;
 use crate::matmul::Matrix;
 use crate::number::Number;
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
 use std::borrow::Cow;
 
 /// The elements of a contiguous f32 storage.
@@ -92,11 +91,6 @@ pub(crate) fn with_lines<T: Number, R>(tensor: &Tensor, f: impl FnOnce(Matrix<T>
         [1, stride] if *stride > 1 => with_matrix(&tensor.t()?, |matrix: Matrix<T>| f(matrix.t())),
         _ => with_matrix(&rows(tensor)?, f),
     }
-}
-
-/// Calls `f` with the elements of a contiguous tensor on the CPU in f32; bf16 elements are converted.
-pub(crate) fn wide_values<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
-    values(&cast(tensor, DType::F32)?, f)
 }
 
 fn on_cpu<T>(tensor: &Tensor, f: impl FnOnce(&CpuStorage, &Layout) -> Result<T>) -> Result<T> {

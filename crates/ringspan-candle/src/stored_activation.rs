@@ -1,54 +1,15 @@
 //! Activations that are stored from a layer's forward pass for its backward pass, in full precision or rounded to bf16.
 
 use crate::cast::cast;
-use crate::number::Number;
 use crate::offload::{Offload, OffloadedActivation};
-use crate::{gpu, pool, slices};
+use crate::rounding::{copy, rounded, widened};
+use crate::{gpu, slices};
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
-use std::{fmt, str::FromStr, sync::Arc};
+use std::sync::Arc;
 
-/// The type in which activations are stored between the passes. It does not change the type in which layers compute.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Storage {
-    /// Activations are stored in the type in which they were computed, so nothing is lost.
-    #[default]
-    F32,
-    /// Activations take half the memory of f32; rounding changes each number by at most 2^-9 of itself.
-    Bf16,
-}
-
-impl FromStr for Storage {
-    type Err = ringspan::Error;
-
-    fn from_str(given: &str) -> std::result::Result<Self, Self::Err> {
-        match given {
-            "f32" => Ok(Self::F32),
-            "bf16" => Ok(Self::Bf16),
-            _ => Err(ringspan::Error::Unknown { what: "activations", given: given.into(), possible: "f32, bf16" }),
-        }
-    }
-}
-
-impl fmt::Display for Storage {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-        })
-    }
-}
-
-impl Storage {
-    /// Bytes of one stored number.
-    #[must_use]
-    pub fn bytes(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::Bf16 => 2,
-        }
-    }
-}
+pub use crate::activation_storage::Storage;
 
 /// An activation that is stored until the backward pass. Clones share its memory.
 #[derive(Debug, Clone)]
@@ -150,73 +111,9 @@ impl StoredActivation {
     }
 }
 
-/// Copies values on the threads of the current pool.
-pub(crate) fn copy(values: &[f32], out: &mut [f32]) {
-    let part = pool::part(values.len(), 1);
-    pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[f32])| {
-        out.copy_from_slice(values);
-    });
-}
-
-/// Returns the values rounded to the nearest bf16, computed on the threads of the current pool.
-pub(crate) fn rounded(values: &[f32]) -> Vec<bf16> {
-    let mut out = vec![bf16::ZERO; values.len()];
-    round(values, &mut out);
-    out
-}
-
-/// Rounds values to the nearest bf16, ties to even, on the threads of the current pool.
-pub(crate) fn round(values: &[f32], out: &mut [bf16]) {
-    let part = pool::part(values.len(), 1);
-    pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [bf16], &[f32])| {
-        pool::vectorized(|| out.iter_mut().zip(values).for_each(|(out, x)| *out = nearest(*x)));
-    });
-}
-
-/// Returns the values in f32, computed on the threads of the current pool.
-pub(crate) fn widened(values: &[bf16]) -> Vec<f32> {
-    let mut out = vec![0.0; values.len()];
-    widen(values, &mut out);
-    out
-}
-
-/// Converts values to f32 on the threads of the current pool.
-pub(crate) fn widen(values: &[bf16], out: &mut [f32]) {
-    let part = pool::part(values.len(), 1);
-    pool::map(out.chunks_mut(part).zip(values.chunks(part)).collect(), |(out, values): (&mut [f32], &[bf16])| {
-        pool::vectorized(|| {
-            out.iter_mut().zip(values).for_each(|(out, x)| *out = x.wide());
-        });
-    });
-}
-
-/// The nearest bf16, ties to even; a NaN stays a NaN. It is integer arithmetic without branches, so that loops over it
-/// vectorise.
-#[inline(always)]
-pub(crate) fn nearest(x: f32) -> bf16 {
-    let bits = x.to_bits();
-    let up = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let nan = bits >> 16 | 0x40;
-    bf16::from_bits(if x.is_nan() { nan as u16 } else { up as u16 })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn rounding_is_to_the_nearest_and_keeps_what_is_no_number() {
-        let mut bits = 1u32;
-        for _ in 0..1_000_000 {
-            bits = bits.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let x = f32::from_bits(bits);
-            let (got, wanted) = (nearest(x), bf16::from_f32(x));
-            assert!(got == wanted || got.is_nan() && wanted.is_nan(), "{x} ({bits:x}) became {got}, not {wanted}");
-        }
-        for x in [0.0, -0.0, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE] {
-            assert_eq!(nearest(x).to_bits() & 0x7fbf, bf16::from_f32(x).to_bits() & 0x7fbf, "{x}");
-        }
-    }
 
     #[test]
     fn what_is_kept_comes_back_in_its_shape() -> Result<()> {

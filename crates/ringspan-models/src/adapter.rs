@@ -2,11 +2,11 @@
 
 mod config;
 
+use crate::base::{Base, download_hint};
 use crate::decoder::Decoder;
 use crate::error::{Error, Result};
 use crate::folder;
 use crate::lora::{Lora, is_adapter};
-use crate::origin::{Base, download};
 use candle_core::{DType, Device, Tensor};
 use ringspan_candle::Weights;
 use std::collections::HashMap;
@@ -78,7 +78,7 @@ pub fn describe(folder: &Path) -> Result<Description> {
     let found = found.ok_or_else(|| {
         refuse(format!(
             "its model '{base}' is no folder or file here; set base_model_name_or_path to where it is{}",
-            download(Path::new(&base))
+            download_hint(Path::new(&base))
         ))
     })?;
     Ok(Description { base: Base::at(found), lora, frozen })

@@ -1,12 +1,11 @@
 //! The keys of a Hugging Face model's `config.json` that the models here need.
 
 use crate::error::{Error, Result};
-use crate::registry::{self, completed};
-use crate::rope::Parameters;
+use crate::rope_parameters::Parameters;
 use ringspan::Mask;
 use ringspan_candle::shard::HeadCounts;
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
 /// A model's sizes and switches, by their names at Hugging Face. Keys that no model here reads are ignored.
@@ -77,16 +76,6 @@ pub struct Config {
     keys: Map<String, Value>,
 }
 
-impl<'de> Deserialize<'de> for Config {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let json = completed(Value::deserialize(deserializer)?);
-        let mut config = Config::deserialize(json).map_err(serde::de::Error::custom)?;
-        let read = registry::keys(&config.model_type);
-        config.keys.retain(|key, _| read.contains(&key.as_str()));
-        Ok(config)
-    }
-}
-
 /// Upper limit on layers, and on experts of a layer: a larger number is taken for a broken file.
 const MAX_LAYERS_OR_EXPERTS: usize = 1 << 16;
 
@@ -100,12 +89,10 @@ fn default_eps() -> f64 {
 }
 
 impl Config {
-    /// Refuses models that this crate cannot compute, and sizes that contradict each other.
-    ///
-    /// # Errors
-    /// The first problem found, with the values that are possible.
-    pub fn check(&self) -> Result<()> {
-        registry::model(self).map(drop)
+    /// Drops all keys that neither this structure nor the model's family reads, which has these.
+    pub(crate) fn with_family_keys(mut self, names: &[&str]) -> Self {
+        self.keys.retain(|key, _| names.contains(&key.as_str()));
+        self
     }
 
     /// Deserializes the keys that only this model's family reads.
@@ -135,7 +122,7 @@ impl Config {
     }
 
     /// The causal mask, in which a token sees all tokens before it, or only the last `window` tokens, itself included.
-    pub(crate) fn causal_within(&self, window: Option<usize>) -> Mask {
+    pub(crate) fn causal_mask(&self, window: Option<usize>) -> Mask {
         match window {
             Some(window) => Mask::causal().window(Some(window.saturating_sub(1)), None),
             None => Mask::causal(),
@@ -171,7 +158,7 @@ impl Config {
         if let Some(layer) = slides.iter().position(|slides| *slides).filter(|_| width.is_none()) {
             return Err(Error::Config(format!("layer {layer} is sliding_attention, which needs a sliding_window")));
         }
-        Ok(slides.into_iter().map(|slides| self.causal_within(width.filter(|_| slides))).collect())
+        Ok(slides.into_iter().map(|slides| self.causal_mask(width.filter(|_| slides))).collect())
     }
 
     /// The numbers of query heads H and key-value heads G.

@@ -3,7 +3,6 @@
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::lora::{Lora, is_adapter};
-use crate::parameters::Parameters;
 use crate::registry;
 use candle_core::Tensor;
 use ringspan::Mask;
@@ -155,18 +154,6 @@ impl Decoder {
     /// The name of the weight of the norm after the last layer.
     pub fn norm_name(&self) -> &str {
         self.model.norm().weight_name()
-    }
-
-    /// The parameters of the last norm and the output head; with tied weights they come from two units, the embedding's included.
-    ///
-    /// # Errors
-    /// Errors of `parameters`.
-    pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<StoredWeights> {
-        let mut head = parameters.unit(self, Unit::Head)?;
-        if self.model.head().is_tied() {
-            head.extend(parameters.unit(self, Unit::Embedding)?);
-        }
-        Ok(head)
     }
 
     /// All units, in the order of the forward pass.

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::{Family, causal_lm, family_keys, with_defaults};
+use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};

@@ -2,8 +2,9 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::{Family, causal_lm, family_keys, with_defaults};
-use crate::rope::{self, Parameters};
+use crate::family::{Family, causal_lm, family_keys, with_defaults};
+use crate::rope;
+use crate::rope_parameters::Parameters;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::Model;
@@ -86,7 +87,7 @@ fn masks(config: &Config, keys: &Keys) -> Result<Vec<(Mask, bool)>> {
     if let Some(layer) = slides.iter().position(|slides| *slides).filter(|_| width.is_none()) {
         return Err(Error::Config(format!("layer {layer} is sliding_attention, which needs a sliding_window")));
     }
-    Ok(slides.into_iter().map(|slides| (config.causal_within(width.filter(|_| slides)), slides)).collect())
+    Ok(slides.into_iter().map(|slides| (config.causal_mask(width.filter(|_| slides)), slides)).collect())
 }
 
 /// The rotary embeddings of global layers and of local ones. Newer files have both below `rope_parameters`; in older files

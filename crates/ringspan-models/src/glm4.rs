@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::registry::{Family, causal_lm, with_defaults};
+use crate::family::{Family, causal_lm, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
@@ -24,7 +24,7 @@ fn defaults() -> Value {
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     config.check_activation(config.hidden_act.as_deref(), "silu")?;
-    let rope = rope::of_part(config, 10_000.0, 0.5)?;
+    let rope = rope::partial(config, 10_000.0, 0.5)?;
     let rope = Arc::new(RotaryEmbedding { interleaved: true, ..rope });
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
     let layer = |index, scope: &Scope| Glm4Layer::new(config, index, scope, rope.clone());

@@ -4,12 +4,15 @@
 //! its forward pass. How layers are sharded, adapted and recomputed is the business of [`ringspan_candle::layers`].
 #![deny(missing_docs)]
 
+mod adapted_decoder;
 pub mod adapter;
+mod base;
 mod config;
 mod decoder;
 mod deepseek;
 mod error;
 mod extension;
+mod family;
 pub mod folder;
 mod gemma2;
 mod gemma3;
@@ -32,10 +35,12 @@ mod qwen3;
 mod qwen3_moe;
 mod registry;
 mod rope;
+mod rope_parameters;
 mod smollm3;
 pub mod special_tokens;
 mod tensor_file;
 
+pub use base::Base;
 pub use config::Config;
 pub use decoder::Decoder;
 pub use error::{Error, Result};
@@ -43,6 +48,6 @@ pub use extension::{ContextOverflow, RopeScaling};
 pub use init::NewWeights;
 pub use lora::names::{Layers, Names, Pattern};
 pub use lora::{Lora, ROUTER, TARGETS};
-pub use origin::{Base, Origin};
+pub use origin::Origin;
 pub use parameters::Parameters;
 pub use tensor_file::TensorFile;

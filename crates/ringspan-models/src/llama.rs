@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::registry::{Family, causal_lm};
+use crate::family::{Family, causal_lm};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};

@@ -3,14 +3,13 @@
 
 pub(crate) mod names;
 
-use crate::decoder::Decoder;
 use crate::error::{Error, Result};
-use candle_core::{Device, Tensor};
-use names::{ALL_LINEAR, Layers, Names, Pattern, ends_with};
+
+use names::{ALL_LINEAR, Layers, Names, Pattern};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use ringspan_candle::lora::{layer_of, stream};
-use ringspan_candle::{AdapterSize, Adapters, Weights};
+use ringspan_candle::{AdapterSize, Weights};
 
 /// The linear layers that most models have; in sparse layers each expert has the last three.
 pub const TARGETS: [&str; 7] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
@@ -50,7 +49,7 @@ impl Lora {
     }
 
     /// Adapters of one rank for layers whose names end with a target, or for all linear layers if the one target is
-    /// `all-linear`. Whether a model has such layers is checked when the adapters are [attached](Decoder::with_lora).
+    /// `all-linear`. Whether a model has such layers is checked when the adapters are [attached](crate::Decoder::with_lora).
     ///
     /// # Errors
     /// A rank of 0, an alpha that is not a number above 0, no target, or a target that is given twice.
@@ -179,80 +178,4 @@ fn first_match<T: Copy>(patterns: &[(Pattern, T)], layer: &str) -> Result<Option
 /// Whether a parameter belongs to an adapter.
 pub(crate) fn is_adapter(name: &str) -> bool {
     layer_of(name).is_some()
-}
-
-impl Decoder {
-    /// Attaches adapters to the model; from then on only they are trained. In sparse layers each expert has its own.
-    ///
-    /// # Errors
-    /// A target that is no linear layer here, such as the router of a model without experts; targets that match no layer at
-    /// all.
-    pub fn with_lora(self, mut lora: Lora) -> Result<Self> {
-        let linear: Vec<&str> = self.linear_layers().map(|layer| layer.name.as_str()).collect();
-        let is_there = |end: &str| linear.iter().any(|layer| ends_with(layer, end));
-        let mut possible: Vec<&str> = Vec::new();
-        let mut named = Vec::new();
-        for layer in self.linear_layers() {
-            let end = layer.name.rsplit('.').next().unwrap_or_default();
-            if !possible.contains(&end) {
-                possible.push(end);
-                named.extend((!layer.is_router || lora.layers.targets == Names::AllLinear).then(|| end.to_owned()));
-            }
-        }
-        if let Names::AllLinear | Names::AllButRouters = &lora.layers.targets {
-            // PEFT writes the resolved names, too, for readers that do not know the word `all-linear`.
-            lora.layers.targets = Names::Ends(named);
-        }
-        let refuse = |problem: String| Err(Error::Lora(format!("{problem}: possible are {}", possible.join(", "))));
-        if let Names::Ends(ends) = &lora.layers.targets
-            && let Some(end) = ends.iter().find(|end| !is_there(end))
-        {
-            let what = if end == ROUTER { ", the router of experts," } else { "" };
-            return refuse(format!("'{end}'{what} is no linear layer of this model's layers"));
-        }
-        let mut sizes = Vec::new();
-        for layer in &linear {
-            if lora.layers.has(layer)? {
-                sizes.push(((*layer).to_owned(), lora.size(layer)?));
-            }
-        }
-        if sizes.is_empty() {
-            return refuse(format!("it stands beside no layer of this model ({})", lora.layers.targets));
-        }
-        let adapters = Adapters { sizes: sizes.into_iter().collect(), dropout: lora.dropout };
-        Ok(self.with_adapters(lora, adapters))
-    }
-
-    /// The adapters' settings, if the model has adapters.
-    pub fn lora(&self) -> Option<&Lora> {
-        self.lora.as_ref()
-    }
-
-    /// The layers with an adapter, by their full names, with the adapter's rank and scale.
-    pub fn adapters(&self) -> impl Iterator<Item = (&str, AdapterSize)> {
-        self.adapter_sizes().sizes.iter().map(|(layer, size)| (layer.as_str(), *size))
-    }
-
-    /// The rank and scale of the adapter of the layer with this full name, if it has one.
-    pub fn adapter(&self, layer: &str) -> Option<AdapterSize> {
-        self.adapter_sizes().size(layer)
-    }
-
-    /// Whether a parameter is trained: with adapters only these are, without adapters every parameter that is not a buffer.
-    pub fn trains(&self, name: &str) -> bool {
-        if self.lora.is_none() { !self.is_buffer(name) } else { is_adapter(name) }
-    }
-
-    /// Adds newly initialised adapters to `weights`.
-    ///
-    /// # Errors
-    /// Sizes that do not fit in memory.
-    pub fn adapted(&self, mut weights: Weights, seed: u64) -> Result<Weights> {
-        let Some(lora) = &self.lora else { return Ok(weights) };
-        for (name, shape) in self.shapes().into_iter().filter(|(name, _)| is_adapter(name)) {
-            let values = lora.init(&name, &shape, seed);
-            weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu)?);
-        }
-        Ok(weights)
-    }
 }

@@ -2,8 +2,8 @@
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::family::Family;
 use crate::llama::{self, Biases};
-use crate::registry::Family;
 use ringspan_candle::Model;
 use ringspan_candle::model::ModelBuilder;
 use std::sync::Arc;
@@ -11,5 +11,5 @@ use std::sync::Arc;
 pub(crate) const FAMILY: Family = Family { model_type: "mistral", keys: &[], completed: |json| json, model };
 
 fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
-    llama::with(config, builder, &config.causal_within(config.window()?), Biases::default())
+    llama::with(config, builder, &config.causal_mask(config.window()?), Biases::default())
 }

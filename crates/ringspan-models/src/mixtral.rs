@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::{Family, causal_lm, family_keys, with_defaults};
+use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
@@ -41,8 +41,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
         return Err(Error::Config(problem));
     }
     let router = Router { normalised: true, ..Router::new(experts, top) };
-    let (mask, rope) =
-        (config.causal_within(config.window()?), Arc::new(rope::new(config, config.rope(), 1_000_000.0)?));
+    let (mask, rope) = (config.causal_mask(config.window()?), Arc::new(rope::new(config, config.rope(), 1_000_000.0)?));
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
     let layer = |index, scope: &Scope| MixtralLayer::new(config, index, scope, rope.clone(), mask.clone(), router);
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))

@@ -3,7 +3,7 @@
 
 use crate::config::Config;
 use crate::error::Result;
-use crate::registry::{Family, causal_lm, with_defaults};
+use crate::family::{Family, causal_lm, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};

@@ -31,3 +31,17 @@ impl<W: Clone + Into<Weight>> Parameters for BTreeMap<String, W> {
         decoder.unit_shapes(unit).into_iter().map(of).collect()
     }
 }
+
+impl Decoder {
+    /// The parameters of the last norm and the output head; with tied weights they come from two units, the embedding's included.
+    ///
+    /// # Errors
+    /// Errors of `parameters`.
+    pub fn head_parameters(&self, parameters: &dyn Parameters) -> Result<StoredWeights> {
+        let mut head = parameters.unit(self, Unit::Head)?;
+        if self.model().head().is_tied() {
+            head.extend(parameters.unit(self, Unit::Embedding)?);
+        }
+        Ok(head)
+    }
+}

@@ -2,8 +2,9 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::{Family, causal_lm, family_keys, with_defaults};
-use crate::rope::{self, Parameters};
+use crate::family::{Family, causal_lm, family_keys, with_defaults};
+use crate::rope;
+use crate::rope_parameters::Parameters;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
 use ringspan_candle::Model;
@@ -33,8 +34,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
     if let Some(rate) = keys.resid_pdrop.filter(|rate| *rate != 0.0) {
         return Err(Error::Config(format!("resid_pdrop is {rate}: possible is 0, residuals as they are")));
     }
-    let (mask, rope) =
-        (config.causal_within(config.window()?), Arc::new(rope::of_part(&kind(config)?, 10_000.0, 1.0)?));
+    let (mask, rope) = (config.causal_mask(config.window()?), Arc::new(rope::partial(&kind(config)?, 10_000.0, 1.0)?));
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
     let layer = |index, scope: &Scope| Phi3Layer::new(config, index, scope, rope.clone(), mask.clone());
     Ok(Arc::new(causal_lm(config, builder, norm, layer)))
@@ -44,7 +44,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
 fn kind(config: &Config) -> Result<Config> {
     match config.rope().map(Parameters::kind) {
         None | Some("default" | "longrope") => Ok(config.clone()),
-        Some("su" | "yarn") => Ok(config.with_rope(|parameters| parameters.of_kind("longrope"))),
+        Some("su" | "yarn") => Ok(config.with_rope(|parameters| parameters.with_kind("longrope"))),
         Some(other) => {
             Err(Error::Config(format!("rope type '{other}' is unknown to phi3: possible are default, longrope")))
         }

@@ -2,8 +2,8 @@
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::family::{Family, causal_lm};
 use crate::qwen2;
-use crate::registry::{Family, causal_lm};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};

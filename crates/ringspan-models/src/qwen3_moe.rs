@@ -2,8 +2,8 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::family::{Family, causal_lm, family_keys};
 use crate::qwen3::Qwen3Attention;
-use crate::registry::{Family, causal_lm, family_keys};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan_candle::Model;
@@ -38,7 +38,7 @@ fn model(config: &Config, builder: &ModelBuilder) -> Result<Arc<dyn Model>> {
         return Err(Error::Config(problem));
     }
     // Unlike in Qwen3, a window that is in use applies to all layers.
-    let mask = config.causal_within(config.window()?.filter(|_| keys.use_sliding_window == Some(true)));
+    let mask = config.causal_mask(config.window()?.filter(|_| keys.use_sliding_window == Some(true)));
     let rope = Arc::new(rope::of_all_layers(config)?);
     let norm = |scope: &Scope| RmsNorm::new(scope, config.hidden_size, config.rms_norm_eps);
     let layer = |index: usize, scope: &Scope| {

@@ -5,62 +5,19 @@ pub(crate) mod yarn;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::rope_parameters::Parameters;
 use ringspan_candle::layers::{ByLength, RotaryEmbedding, inverse_frequencies};
-use serde::Deserialize;
-use std::collections::BTreeMap;
 use std::f64::consts::PI;
 
 /// The implemented kinds of scaling.
 const KINDS: &str = "default, linear, dynamic, llama3, yarn, longrope";
 
-/// The parameters of a rotary embedding in `config.json`: its base, and how it is scaled.
-#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
-pub(crate) struct Parameters {
-    rope_type: Option<String>,
-    /// The older name of `rope_type`; some files have both.
-    r#type: Option<String>,
-    pub(crate) rope_theta: Option<f64>,
-    pub(crate) factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    pub(crate) original_max_position_embeddings: Option<f64>,
-    partial_rotary_factor: Option<f64>,
-    attention_factor: Option<f64>,
-    beta_fast: Option<f64>,
-    beta_slow: Option<f64>,
-    mscale: Option<f64>,
-    mscale_all_dim: Option<f64>,
-    truncate: Option<bool>,
-    short_factor: Option<Vec<f64>>,
-    long_factor: Option<Vec<f64>>,
-    #[serde(flatten)]
-    pub(crate) others: BTreeMap<String, serde_json::Value>,
-}
-
-impl Parameters {
-    /// A copy with another `rope_type`.
-    pub(crate) fn of_kind(self, kind: &str) -> Self {
-        Self { rope_type: Some(kind.to_owned()), ..self }
-    }
-
-    pub(crate) fn kind(&self) -> &str {
-        self.rope_type.as_deref().or(self.r#type.as_deref()).unwrap_or("default")
-    }
-
-    /// Returns `value`, which this kind of scaling needs and which must be above 0.
-    fn need(&self, name: &str, value: Option<f64>) -> Result<f64> {
-        value
-            .filter(|value| *value > 0.0 && value.is_finite())
-            .ok_or_else(|| Error::Config(format!("rope type {} needs a positive {name}, given {value:?}", self.kind())))
-    }
-
-    /// Number of positions the model was trained with before its rotary embedding was scaled.
-    fn original(&self, config: &Config) -> Result<f64> {
-        let trained = config.max_position_embeddings.map(|positions| positions as f64);
-        let outside = config.original_max_position_embeddings;
-        let original = outside.or(self.original_max_position_embeddings).or(trained);
-        self.need("original_max_position_embeddings", original)
-    }
+/// Number of positions the model was trained with before its rotary embedding was scaled.
+fn original_positions(config: &Config, parameters: &Parameters) -> Result<f64> {
+    let trained = config.max_position_embeddings.map(|positions| positions as f64);
+    let outside = config.original_max_position_embeddings;
+    let original = outside.or(parameters.original_max_position_embeddings).or(trained);
+    parameters.need("original_max_position_embeddings", original)
 }
 
 /// The rotary embedding that all layers of a model share.
@@ -79,14 +36,14 @@ pub(crate) fn new(config: &Config, parameters: Option<&Parameters>, theta: f64) 
     if let Some(part) = part_turned(config, parameters).filter(|part| *part != 1.0) {
         return Err(Error::Config(format!("partial_rotary_factor is {part}: possible is 1, all of a head turns")));
     }
-    of_width(config, parameters, theta, config.head_dim())
+    with_width(config, parameters, theta, config.head_dim())
 }
 
 /// A rotary embedding that rotates a share of each head: `part`, if the configuration names none.
 ///
 /// # Errors
 /// As for [`new`]; a share that is not an even number of elements.
-pub(crate) fn of_part(config: &Config, theta: f64, part: f64) -> Result<RotaryEmbedding> {
+pub(crate) fn partial(config: &Config, theta: f64, part: f64) -> Result<RotaryEmbedding> {
     let (part, dim) = (part_turned(config, config.rope()).unwrap_or(part), config.head_dim());
     let turned = (dim as f64 * part) as usize;
     if !(part <= 1.0 && turned >= 2 && turned.is_multiple_of(2)) {
@@ -94,7 +51,7 @@ pub(crate) fn of_part(config: &Config, theta: f64, part: f64) -> Result<RotaryEm
             format!("partial_rotary_factor is {part}: {turned} of the {dim} elements of a head make no pairs");
         return Err(Error::Config(problem));
     }
-    of_width(config, config.rope(), theta, turned)
+    with_width(config, config.rope(), theta, turned)
 }
 
 /// The share of a head that is rotated, if the configuration gives one.
@@ -106,7 +63,7 @@ fn part_turned(config: &Config, parameters: Option<&Parameters>) -> Option<f64> 
 ///
 /// # Errors
 /// As for [`new`].
-fn of_width(config: &Config, parameters: Option<&Parameters>, theta: f64, dim: usize) -> Result<RotaryEmbedding> {
+fn with_width(config: &Config, parameters: Option<&Parameters>, theta: f64, dim: usize) -> Result<RotaryEmbedding> {
     let refuse = |problem: String| Err(Error::Config(problem));
     let absent = Parameters::default();
     let parameters = parameters.unwrap_or(&absent);
@@ -153,7 +110,7 @@ fn stretch_llama3(rope: &mut RotaryEmbedding, config: &Config, parameters: &Para
             "rope type llama3 needs high_freq_factor above low_freq_factor, given {high} and {low}"
         )));
     }
-    let length = parameters.original(config)?;
+    let length = original_positions(config, parameters)?;
     for frequency in &mut rope.frequencies {
         let wave = 2.0 * PI / *frequency;
         if wave > length / low {

@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::registry::{Family, causal_lm, family_keys, with_defaults};
+use crate::family::{Family, causal_lm, family_keys, with_defaults};
 use crate::rope;
 use candle_core::Tensor;
 use ringspan::{Mask, Score};
@@ -69,7 +69,7 @@ fn masks(config: &Config, keys: &Keys, turns: &[bool]) -> Result<Vec<Mask>> {
             "layer {index} is sliding_attention, which needs use_sliding_window true and a sliding_window"
         )));
     }
-    Ok(slides.into_iter().map(|slides| config.causal_within(width.filter(|_| slides))).collect())
+    Ok(slides.into_iter().map(|slides| config.causal_mask(width.filter(|_| slides))).collect())
 }
 
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use crate::cast::cast;
 use crate::number::Number;
-use crate::stored_activation::rounded;
+use crate::rounding::rounded;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Layout, Result, Storage, Tensor, bail};
 use half::bf16;

@@ -4,9 +4,9 @@
 use super::{Expert, ExpertStack, GatedExpert, REMOTE_EXPERT, Routing, StackedExpert};
 use crate::activation::Activation;
 use crate::cast::cast;
+use crate::device_ops;
 use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
-use crate::gpu;
 use crate::linear::{linear, linear_wide};
 use crate::lora::Adapter;
 use crate::swiglu::swiglu;
@@ -30,7 +30,7 @@ pub(super) fn mixed(x: &Tensor, routing: &Routing, expert: &dyn Fn(usize) -> Res
     }
     let all: Vec<u32> = slots.values().flatten().copied().collect();
     let tokens: Vec<u32> = all.iter().map(|slot| slot / top as u32).collect();
-    let rows = gpu::gather_rows(x, &tokens)?;
+    let rows = device_ops::gather_rows(x, &tokens)?;
     let (count, tokens) = (all.len(), Tensor::from_vec(tokens, all.len(), device)?);
     let factors = routing.weights.contiguous()?.flatten_all()?.index_select(&Tensor::new(all, device)?, 0)?;
     let (mut outputs, mut first) = (Vec::new(), 0);

@@ -8,9 +8,9 @@ use super::product::{back_through, through};
 use crate::cast::cast;
 use crate::dropout::InputDropout;
 use crate::lora::Adapter;
-use crate::matmul::product_of;
 use crate::slices::values;
 use crate::stored_activation::StoredActivation;
+use crate::tensor_product::product_of;
 use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor};
 

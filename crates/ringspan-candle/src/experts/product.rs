@@ -3,9 +3,9 @@
 //! Shape letters: n tokens of the expert.
 
 use crate::cast::cast;
-use crate::matmul::product_of;
 use crate::quantized::{QuantizedMatrix, linear_quantized, product_quantized};
 use crate::slices::values;
+use crate::tensor_product::product_of;
 use crate::weight::Weight;
 use candle_core::{DType, Device, Result, Tensor, bail};
 

@@ -7,9 +7,9 @@ use super::part::{gathered, scatter};
 use super::product::{back_through_one, through_one};
 use super::{ExpertStack, StackedExpert};
 use crate::cast::cast;
-use crate::matmul::product_of;
 use crate::slices::values;
 use crate::stored_activation::StoredActivation;
+use crate::tensor_product::product_of;
 use candle_core::{DType, Device, Result, Tensor};
 
 /// One expert with its tokens, without graphs.

@@ -2,8 +2,8 @@
 
 use super::ForwardPass;
 use crate::cast::cast;
-use crate::model::{Init, Scope};
 use crate::norm::rms_norm;
+use crate::parameters::{Init, Scope};
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{D, DType, Result, Tensor};
 

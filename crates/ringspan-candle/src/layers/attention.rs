@@ -3,7 +3,7 @@
 use super::ForwardPass;
 use crate::attend::AttentionInputs;
 use crate::lora::stream;
-use crate::model::{Init, Scope};
+use crate::parameters::{Init, Scope};
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use crate::tape;
 use candle_core::{Result, Tensor};

@@ -3,7 +3,7 @@
 use crate::activation_store::ActivationStore;
 use crate::attend::Attend;
 use crate::lora::Adapters;
-use crate::model::StoredWeights;
+use crate::parameters::StoredWeights;
 use crate::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 

@@ -9,7 +9,7 @@ use crate::dropout::InputDropout;
 use crate::gated_mlp::gated_mlp;
 use crate::geglu::geglu;
 use crate::gpu;
-use crate::model::Scope;
+use crate::parameters::Scope;
 use crate::residual::{residual, residual_unseen};
 use crate::shard::{ShardSpec, Split, Stack};
 use crate::swiglu::swiglu;

@@ -5,7 +5,7 @@
 
 use super::{Attention, ColumnLinear, ForwardPass, ReplicatedLinear, RmsNorm, RotaryEmbedding, RowLinear};
 use crate::cast::cast;
-use crate::model::Scope;
+use crate::parameters::Scope;
 use crate::shard::Split;
 use crate::tape;
 use candle_core::{DType, Result, Tensor};

@@ -9,7 +9,7 @@ use super::stacked_experts::StackedExperts;
 use crate::activation::ClampedSwiglu;
 use crate::dropout::InputDropout;
 use crate::experts::{Expert, GatedExpert, Routing};
-use crate::model::Scope;
+use crate::parameters::Scope;
 use crate::residual::{residual, residual_unseen};
 use crate::shard::{ExpertIndex, ShardSpec, Split};
 use candle_core::{Result, Tensor};

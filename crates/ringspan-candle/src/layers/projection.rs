@@ -4,7 +4,7 @@ use super::ForwardPass;
 use crate::dropout::InputDropout;
 use crate::linear_adapted::FrozenLinear;
 use crate::lora::{Adapter, matrices};
-use crate::model::{Init, Scope};
+use crate::parameters::{Init, Scope};
 use crate::residual::residual;
 use crate::shard::{ShardSpec, Split};
 use crate::weight::Weight;

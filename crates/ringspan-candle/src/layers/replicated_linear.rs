@@ -2,7 +2,7 @@
 
 use super::ForwardPass;
 use super::projection::Projection;
-use crate::model::Scope;
+use crate::parameters::Scope;
 use crate::shard::ShardSpec;
 use candle_core::{Result, Tensor};
 

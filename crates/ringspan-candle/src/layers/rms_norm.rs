@@ -2,8 +2,8 @@
 
 use super::forward_pass::{ForwardPass, tensor};
 use crate::cast::cast;
-use crate::model::{Init, Scope, StoredWeights};
 use crate::norm::rms_norm;
+use crate::parameters::{Init, Scope, StoredWeights};
 use crate::residual::{residual, residual_norm};
 use crate::shard::ShardSpec;
 use candle_core::{DType, Result, Tensor};

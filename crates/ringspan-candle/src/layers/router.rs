@@ -9,7 +9,7 @@ use crate::dropout::InputDropout;
 use crate::experts::{Load, RouterGradient, with_router_gradient};
 use crate::linear::linear;
 use crate::lora::Adapter;
-use crate::model::{Init, Scope};
+use crate::parameters::{Init, Scope};
 use candle_core::{D, DType, Result, Tensor};
 
 /// The settings by which a token's experts are chosen and weighted.

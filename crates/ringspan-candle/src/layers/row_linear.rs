@@ -3,7 +3,7 @@
 use super::ForwardPass;
 use super::projection::Projection;
 use super::with_bias;
-use crate::model::Scope;
+use crate::parameters::Scope;
 use crate::shard::{HeadCounts, ShardSpec, Split};
 use candle_core::{Result, Tensor};
 

@@ -5,7 +5,7 @@
 use super::ForwardPass;
 use crate::activation::ClampedSwiglu;
 use crate::experts::{Expert, ExpertStack, StackedExpert};
-use crate::model::{Init, Scope};
+use crate::parameters::{Init, Scope};
 use crate::shard::{ShardSpec, WidthDim};
 use candle_core::{Result, bail};
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 use super::forward_pass::parameter;
 use crate::cast::cast;
-use crate::model::{Init, Scope, StoredWeights};
+use crate::parameters::{Init, Scope, StoredWeights};
 use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{DType, Result, Tensor};

@@ -3,7 +3,7 @@
 use super::forward_pass::parameter;
 use super::{VocabEmbedding, scaled};
 use crate::loss::{self, HeadLoss, OutputHead};
-use crate::model::{Init, Scope, StoredWeights};
+use crate::parameters::{Init, Scope, StoredWeights};
 use crate::shard::{ShardSpec, Split};
 use crate::tensor_parallel::TensorParallel;
 use candle_core::{Result, Tensor};

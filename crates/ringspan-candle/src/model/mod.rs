@@ -1,31 +1,16 @@
 //! A model as a stack of units: groups of parameters that a trainer gathers, computes with and frees one after the other.
 
-mod builder;
 mod causal_lm;
-mod parameter;
-mod parameters;
-mod weights;
 
-pub use builder::{ModelBuilder, Scope};
+pub use crate::parameters::{
+    Init, LinearLayer, ModelBuilder, ModelParameters, Parameter, Scope, StoredWeights, Unit, UnitParameters, Weights,
+    constant, on_device, stored,
+};
 pub use causal_lm::CausalLm;
-pub use parameter::{Init, LinearLayer, Parameter, UnitParameters};
-pub use parameters::ModelParameters;
-pub use weights::{StoredWeights, Weights, constant, on_device, stored};
 
 use crate::layers::{Attention, ForwardPass, MixtureOfExperts, RmsNorm, VocabEmbedding, VocabHead};
 use candle_core::{Result, Tensor};
 use std::fmt;
-
-/// A group of parameters that are gathered together where ranks shard them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Unit {
-    /// The embedding; with tied weights also the output head.
-    Embedding,
-    /// A layer, counted from 0.
-    Layer(usize),
-    /// The norm after the last layer and, unless it is tied, the output head.
-    Head,
-}
 
 /// A language model: embedding, layers, norm, output head.
 ///

@@ -9,7 +9,7 @@ use super::Parameter;
 use crate::gpu::operand;
 use crate::pinned::{Pinned, failed};
 use crate::precision::Precision;
-use crate::stored_activation;
+use crate::rounding;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda::cudarc::driver::{CudaEvent, CudaSlice, CudaStream};
 use candle_core::op::BackpropOp;
@@ -98,8 +98,8 @@ impl CopyStreams {
             for part in &parameter.parts {
                 let to = &mut all[at..at + part.len() * width];
                 match precision {
-                    Precision::F32 => stored_activation::copy(part, numbers_mut(to)?),
-                    Precision::Bf16 => stored_activation::round(part, numbers_mut(to)?),
+                    Precision::F32 => rounding::copy(part, numbers_mut(to)?),
+                    Precision::Bf16 => rounding::round(part, numbers_mut(to)?),
                 }
                 at += to.len();
             }
@@ -217,7 +217,7 @@ impl PendingDownload {
         let bytes = gradient.elem_count() * gradient.dtype().size_in_bytes();
         let bytes = &mut pinned.bytes()?[at..at + bytes];
         Ok(Some(match gradient.dtype() {
-            DType::BF16 => f(gradient.dims(), &stored_activation::widened(numbers_mut(bytes)?)),
+            DType::BF16 => f(gradient.dims(), &rounding::widened(numbers_mut(bytes)?)),
             _ => f(gradient.dims(), numbers_mut(bytes)?),
         }))
     }

@@ -3,7 +3,8 @@
 use super::metadata::Metadata;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::rope::{self, Parameters};
+use crate::rope;
+use crate::rope_parameters::Parameters;
 use serde_json::{Value, json};
 
 /// Tensor with the divisors of the frequencies of Llama 3's rotary embedding, one for each pair.

@@ -27,7 +27,7 @@ pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &
     };
     let short = stretched("short_factor", &parameters.short_factor)?;
     let frequencies = stretched("long_factor", &parameters.long_factor)?;
-    let original = parameters.original(config)?;
+    let original = super::original_positions(config, parameters)?;
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
     let factor = parameters.need("factor", parameters.factor.or_else(quotient))?;
     rope.scale = match parameters.attention_factor {

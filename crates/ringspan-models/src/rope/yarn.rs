@@ -11,7 +11,7 @@ use std::f64::consts::PI;
 /// # Errors
 /// Numbers that are missing or contradict each other.
 pub(super) fn stretch(rope: &mut RotaryEmbedding, config: &Config, parameters: &Parameters, theta: f64) -> Result<()> {
-    let original = parameters.original(config)?;
+    let original = super::original_positions(config, parameters)?;
     // Some files give the context before and after scaling instead of the factor.
     let quotient = || config.max_position_embeddings.map(|positions| positions as f64 / original);
     let factor = parameters.need("factor", parameters.factor.or_else(quotient))?;

@@ -9,7 +9,15 @@ const AT_ONCE: Duration = Duration::from_secs(8);
 /// Time limit for failures that are only noticed by silence.
 const SILENCE: Duration = Duration::from_secs(14);
 
-pub(crate) const TESTS: [Test; 12] = [
+pub(crate) const TESTS: [Test; 13] = [
+    ("a_world_whose_rank_panics_is_closed_and_says_why", || {
+        for victim in [0, 2] {
+            let outcome = run(3, &["world", &victim.to_string()]);
+            outcome.assert_failure(victim, &["panicked", "the victim breaks"], AT_ONCE);
+            let says_why = |text: &String| text.contains("after that:");
+            assert!(outcome.ranks.iter().all(says_why), "{:#?}", outcome.ranks);
+        }
+    }),
     ("an_error_of_any_rank_reaches_all_with_its_name", || {
         for victim in [0, 2, 3] {
             let outcome = run(4, &["error", &victim.to_string()]);

@@ -21,6 +21,9 @@ pub(crate) fn main(scenario: &[String]) -> ExitCode {
         return ExitCode::FAILURE;
     }
     let deadline = if scenario[0] == "late" { Duration::from_millis(300) } else { Duration::from_secs(60) };
+    if scenario[0].starts_with("world") {
+        return repeatedly(scenario);
+    }
     let world = match World::start(Options { deadline, ..Options::default() }) {
         Ok(world) => world,
         Err(error) => {
@@ -36,6 +39,37 @@ pub(crate) fn main(scenario: &[String]) -> ExitCode {
         (true, Ok(())) => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     }
+}
+
+/// Calls of a world that stays, the last of which may fail on one rank.
+fn repeatedly(scenario: &[String]) -> ExitCode {
+    let done = ringspan::World::mpi().and_then(|mut world| {
+        let mut sums = [0.0];
+        for call in 0..20 {
+            world.run_with(&mut sums, |rank, sum| {
+                let mut term = [(rank.index() + call) as f32];
+                rank.communicator().all_reduce(&mut term)?;
+                *sum += term[0];
+                Ok::<_, Error>(())
+            })?;
+        }
+        let ranks = world.size() as f32;
+        let expected = 10.0 * ranks * (ranks - 1.0) + 190.0 * ranks;
+        assert_eq!((sums[0], world.local_size()), (expected, 1), "20 calls");
+        let victim = scenario.get(1).and_then(|word| word.parse().ok());
+        let failing = world.run(|rank| match victim == Some(rank.index()) {
+            true => panic!("the victim breaks"),
+            false => rank.communicator().barrier(),
+        });
+        if let Err(error) = failing {
+            eprintln!("error: {error}");
+            let after = world.run(|rank| rank.communicator().barrier()).expect_err("a world that failed is closed");
+            eprintln!("after that: {after}");
+            return Err(error);
+        }
+        world.close()
+    });
+    if done.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn play(comm: &Comm, scenario: &[String]) -> Result<(), Error> {
